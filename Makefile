@@ -1,0 +1,56 @@
+# Everything a person or CI runs. `make` alone lists it.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TRACE ?=
+REPLAY ?=
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+demo: build  ## the main job: replay a request trace (TRACE=file for your own, REPLAY="options")
+	$(BIN)/python -m llm_datadist replay $(TRACE) $(REPLAY)
+
+test: build $(VENV)/.test-tools  ## every test, Rust and Python
+	cargo test --workspace --exclude llm-datadist-py
+	$(BIN)/python -m pytest
+
+fast: build $(VENV)/.test-tools  ## the tests that take under a minute
+	cargo test -p llm-datadist-core --test rust
+	$(BIN)/python -m pytest -x -q --deselect tests/test_replay.py
+
+lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest llm_datadist._core
+
+thorough: build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
+	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test rust
+	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
+
+bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
+	cargo bench -p llm-datadist-core
+	$(BIN)/python benches/python_overhead.py
+
+build: $(VENV)/.build-tools  ## build the extension (release) and install it into .venv
+	$(BIN)/maturin develop --release --quiet --locked
+
+$(VENV)/.build-tools: requirements-build.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt
+	touch $@
+
+$(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:  ## remove everything that was built
+	rm -rf target $(VENV) python/llm_datadist/_core*.so
+
+.PHONY: help demo test fast lint thorough bench build clean

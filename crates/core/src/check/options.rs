@@ -1,0 +1,158 @@
+//! Option texts → [`Config`]: everything `init` refuses, refused before anything is allocated or opened.
+//!
+//! Not for: the Python-side rules of `LLMDataDist.init` (which options imply which), or single values (`values`).
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::values;
+use crate::config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::ClusterId;
+
+/// Most a host pool may have (seed `deprecated.md`, host_mem_pool_cfg: 20 G).
+const HOST_POOL_LIMIT: u64 = 20 << 30;
+const DEFAULT_PAGE_SHIFT: u32 = 16;
+
+/// Reads the options of `init` (python-api.md §5.1, §5.2). Unknown keys are ignored, unusable values are not.
+pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
+    let text = |key: &str| options.get(key).map(String::as_str);
+    let mut config = Config::new(role, cluster);
+
+    config.device_pool = pool("mem_pool_cfg", text("llm.MemPoolConfig"), u64::MAX)?;
+    config.host_pool = pool("host_mem_pool_cfg", text("llm.HostMemPoolConfig"), HOST_POOL_LIMIT)?;
+    flag("llm.EnableCacheManager", text("llm.EnableCacheManager"))?;
+    config.remote_accessible =
+        flag("llm.EnableRemoteCacheAccessible", text("llm.EnableRemoteCacheAccessible"))?;
+
+    if let Some(limit) = text("llm.SyncKvCacheWaitTime") {
+        let limit = number("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
+        values::sync_kv_timeout(limit)?;
+        config.sync_timeout = Duration::from_millis(limit.unsigned_abs());
+    }
+    if let Some(device) = text("ge.exec.deviceId") {
+        let device = number("ge.exec.deviceId", device, "one device number")?;
+        values::device_id(device)?;
+        config.device_id = u32::try_from(device).unwrap_or_default();
+    }
+    if let Some(seconds) = text("llm.LinkTotalTime") {
+        values::link_total_time(number("llm.LinkTotalTime", seconds, "a whole number of seconds")?)?;
+    }
+    if let Some(count) = text("llm.LinkRetryCount") {
+        values::link_retry_count(number("llm.LinkRetryCount", count, "1 to 100")?)?;
+    }
+    for key in ["llm.RdmaTrafficClass", "llm.RdmaServiceLevel"] {
+        if let Some(value) = text(key) {
+            let _: u32 = parsed(key, value, "a whole number of 32 bits")?;
+        }
+    }
+    if let Some(backend) = text("llm.TransferBackend").filter(|&name| name != "hixl") {
+        return Err(Error::argument("llm.TransferBackend", format_args!("{backend:?}"), "hixl"));
+    }
+    own_options(&mut config, text)?;
+    Ok(config)
+}
+
+/// The options this engine adds to the original's.
+fn own_options<'a>(config: &mut Config, text: impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    if let Some(workers) = text("llm.CopyWorkers") {
+        let count: usize = parsed("llm.CopyWorkers", workers, "1 to 256")?;
+        if !(1..=256).contains(&count) {
+            return Err(Error::argument("llm.CopyWorkers", workers, "1 to 256"));
+        }
+        config.copy_workers = Some(count);
+    }
+    let paths = [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
+    config.swap_in = one_of("llm.SwapInPath", text("llm.SwapInPath"), &paths)?;
+    let kernels = [
+        ("auto", KernelChoice::Auto),
+        ("plain", KernelChoice::Plain),
+        ("streaming", KernelChoice::Streaming),
+    ];
+    config.kernel = one_of("llm.CopyKernel", text("llm.CopyKernel"), &kernels)?;
+    Ok(())
+}
+
+/// One memory pool: a JSON object with `memory_size` and, optionally, `page_shift`.
+fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfig>> {
+    let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
+    pool_config(text, limit)
+        .map(Some)
+        .map_err(|error| error.with("option", option).with("text", clipped(text)))
+}
+
+fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
+    let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
+    let value: Value = serde_json::from_str(text)
+        .map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
+    let Value::Object(fields) = value else {
+        return Err(invalid("the pool configuration must be one JSON object".into()));
+    };
+    let memory_size = fields.get("memory_size").ok_or_else(|| invalid("memory_size is missing".into()))?;
+    let memory_size = match memory_size.as_u64() {
+        Some(bytes @ 1..) if bytes <= limit => bytes,
+        Some(1..) => {
+            return Err(Error::argument("memory_size", memory_size, format_args!("at most {limit} bytes")));
+        }
+        _ => return Err(Error::argument("memory_size", memory_size, "a whole number of bytes above 0")),
+    };
+    let page_shift = match fields.get("page_shift") {
+        None => DEFAULT_PAGE_SHIFT,
+        Some(given) => match given.as_u64() {
+            Some(shift) => values::page_shift(shift)?,
+            None => return Err(Error::argument("page_shift", given, "a whole number, 10 to 30")),
+        },
+    };
+    if memory_size >> page_shift == 0 {
+        return Err(Error::argument(
+            "memory_size",
+            memory_size,
+            format_args!("at least one page, {} bytes", 1u64 << page_shift),
+        ));
+    }
+    if memory_size >> page_shift >= u64::from(u32::MAX) {
+        let allowed = format!("fewer than 2^32-1 pages of {} bytes", 1u64 << page_shift);
+        return Err(Error::argument("memory_size", memory_size, allowed));
+    }
+    Ok(PoolConfig { memory_size, page_shift })
+}
+
+fn flag(key: &str, text: Option<&str>) -> Result<bool> {
+    one_of(key, text, &[("0", false), ("1", true)])
+}
+
+fn one_of<T: Copy + Default>(key: &str, text: Option<&str>, allowed: &[(&str, T)]) -> Result<T> {
+    let Some(text) = text else { return Ok(T::default()) };
+    match allowed.iter().find(|(name, _)| *name == text) {
+        Some(&(_, value)) => Ok(value),
+        None => {
+            let names: Vec<_> = allowed.iter().map(|&(name, _)| name).collect();
+            Err(Error::argument(key, format_args!("{:?}", clipped(text)), names.join(" or ")))
+        }
+    }
+}
+
+fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {
+    parsed(key, text, allowed)
+}
+
+/// Digits only: no sign, no blanks, no underscores, no exponent.
+fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse()
+        .ok()
+        .filter(|_| digits)
+        .ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed))
+}
+
+/// Enough of a text to recognise it in a message.
+fn clipped(text: &str) -> String {
+    let mut short: String = text.chars().take(120).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
+}

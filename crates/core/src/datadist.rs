@@ -1,0 +1,253 @@
+//! The engine as its users see it: every operation, each a few lines over the rooms below.
+//!
+//! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
+
+use std::sync::Arc;
+
+use crate::arena::Arena;
+use crate::check::{self, CopyArgs, Pools};
+use crate::config::{Config, PoolConfig};
+use crate::desc::{CacheDesc, CacheKind, Placement};
+use crate::device::DeviceSet;
+use crate::engine::CopyEngine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{CacheId, Deadline};
+use crate::keys::CacheKey;
+use crate::mem::{Adopted, HugePages};
+use crate::plan::{CopyPlan, Ends};
+use crate::stats::{Op, PoolReport, Snapshot, Stats};
+use crate::table::{Cache, Table, pin};
+
+/// One end of a copy as the caller names it.
+#[derive(Clone, Debug)]
+pub enum End {
+    /// A cache of this engine.
+    Managed(CacheId),
+    /// A cache over the caller's memory that no engine knows.
+    Loose(Arc<Cache>),
+}
+
+/// An open engine. Shared by any number of threads; dropped, it gives everything back once the last copy has ended.
+#[derive(Debug)]
+pub struct DataDist {
+    config: Config,
+    device: Option<Arc<Arena>>,
+    host: Option<Arc<Arena>>,
+    table: Table,
+    engine: CopyEngine,
+    stats: Stats,
+}
+
+impl DataDist {
+    /// Opens an engine over host memory. The pools of `config` cost address space only until they are touched.
+    pub fn open(config: Config) -> Result<Self> {
+        Self::open_on(config, DeviceSet::host_only())
+    }
+
+    /// Opens an engine over `devices`.
+    pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
+        let arena = |pool: Option<PoolConfig>, placement| {
+            pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
+        };
+        Ok(DataDist {
+            device: arena(config.device_pool, Placement::Device)?,
+            host: arena(config.host_pool, Placement::Host)?,
+            table: Table::default(),
+            engine: CopyEngine::new(&config, devices)?,
+            stats: Stats::default(),
+            config,
+        })
+    }
+
+    /// What it was opened with.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Takes memory for a cache from the pool of its placement, and binds `keys`, one per row; `None` leaves a row
+    /// without a key (seed `deprecated.md`, allocate_cache).
+    pub fn allocate(
+        &self,
+        desc: &CacheDesc,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> Result<Arc<Cache>> {
+        self.stats.timed(Op::Allocate, || {
+            let pools = Pools { host: self.host.is_some(), device: self.device.is_some() };
+            let request = check::allocate(desc, kind, keys, pools)?;
+            let tensors = self.arena(desc.placement)?.allocate(&request.side.geometry)?;
+            self.table.allocate(desc, request.side, tensors, &request.keys)
+        })
+    }
+
+    /// Lets go of a cache by id (seed `deprecated.md`, deallocate_cache). Never fails for what is not there.
+    pub fn deallocate(&self, id: CacheId) -> Result<()> {
+        self.stats.timed(Op::Deallocate, || {
+            self.table.deallocate(id);
+            Ok(())
+        })
+    }
+
+    /// Unbinds a key (seed `deprecated.md`, remove_cache_key). Never fails for what is not there.
+    pub fn remove_key(&self, key: CacheKey) -> Result<()> {
+        self.stats.timed(Op::RemoveKey, || {
+            self.table.remove_key(key);
+            Ok(())
+        })
+    }
+
+    /// Enters the caller's memory as a cache (python-api.md §7.6, §7.7).
+    pub fn register(
+        &self,
+        adopted: Adopted,
+        keys: &[Option<CacheKey>],
+        remote_accessible: bool,
+    ) -> Result<Arc<Cache>> {
+        self.stats
+            .timed(Op::Register, || self.table.register(adopted, &check::bindings(keys), remote_accessible))
+    }
+
+    /// Removes a registered cache (python-api.md §7.8). Never fails for what is not there.
+    pub fn unregister(&self, id: CacheId) -> Result<()> {
+        self.stats.timed(Op::Register, || {
+            self.table.unregister(id);
+            Ok(())
+        })
+    }
+
+    /// The cache of an id.
+    pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
+        self.table.find(id)
+    }
+
+    /// The cache and the row a key names.
+    pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
+        self.table.find_key(key)
+    }
+
+    /// Copies one range of one batch slot, the same in every tensor (seed `copy_cache.md`).
+    pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Result<()> {
+        self.copy_range(src, dst, args, check::copy_cache)
+    }
+
+    /// The seed's `CopyKvCache`: as [`copy_cache`](Self::copy_cache), device to device and device to host only, and the
+    /// source first (seed `CopyKvCache.md`).
+    pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Result<()> {
+        self.copy_range(src, dst, args, check::copy_kv_cache)
+    }
+
+    /// Copies blocks inside one cache, with the result of copying the pairs in the order given (seed `deprecated.md`,
+    /// copy_blocks). No pairs: nothing to do.
+    pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        self.stats.timed(Op::CopyBlocks, || {
+            let deadline = self.deadline();
+            let cache = self.resolve(cache)?;
+            let request = check::copy_blocks(cache.side(), pairs)?;
+            let plan = CopyPlan::blocks(&request, Ends::OneCache);
+            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, request.block_bytes, deadline)
+        })
+    }
+
+    /// Moves blocks between a host and a device cache; the placements give the direction (seed `deprecated.md`,
+    /// swap_blocks). No pairs: nothing to do.
+    pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        let deadline = self.deadline();
+        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+        let op = if src.placement() == Placement::Host { Op::SwapIn } else { Op::SwapOut };
+        self.stats.timed(op, || {
+            let request = check::swap_blocks(src.side(), dst.side(), pairs)?;
+            let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
+            self.run(op, (&src, &dst), request.pairs, plan, request.block_bytes, deadline)
+        })
+    }
+
+    /// Every counter, and the state of pools and table.
+    #[must_use]
+    pub fn stats(&self) -> Snapshot {
+        let (swap_in_direct, swap_in_ring) = self.stats.swap_ins();
+        let (plain_bytes, streaming_bytes) = self.engine.tuner().bytes();
+        Snapshot {
+            device_pool: self.device.as_deref().map(report),
+            host_pool: self.host.as_deref().map(report),
+            table: self.table.state(),
+            ops: self.stats.ops(),
+            swap_in_direct,
+            swap_in_ring,
+            ring_bytes: self.engine.ring_bytes(),
+            plain_bytes,
+            streaming_bytes,
+            copy_workers: self.engine.workers() as u64,
+        }
+    }
+
+    fn copy_range(
+        &self,
+        src: &End,
+        dst: &End,
+        args: CopyArgs,
+        checked: fn(check::Side, check::Side, CopyArgs) -> Result<check::CopyRange>,
+    ) -> Result<()> {
+        self.stats.timed(Op::CopyCache, || {
+            let deadline = self.deadline();
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let range = checked(src.side(), dst.side(), args)?;
+            let plan = CopyPlan::range(&range, ends(&src, &dst));
+            let rows = vec![(range.src_row, range.dst_row)];
+            self.run(Op::CopyCache, (&src, &dst), rows, plan, range.bytes, deadline)
+        })
+    }
+
+    /// Pins both ends, moves the bytes, counts them.
+    fn run(
+        &self,
+        op: Op,
+        (src, dst): (&Arc<Cache>, &Arc<Cache>),
+        rows: Vec<(u64, u64)>,
+        plan: CopyPlan,
+        block_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (reads, writes) = rows.into_iter().unzip();
+        let _pins = pin((src, reads), (dst, writes), deadline)?;
+        let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
+        let outcome = self.engine.run(plan, ends.0, ends.1, block_bytes, deadline)?;
+        self.stats.moved(op, &outcome);
+        Ok(())
+    }
+
+    fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
+        match end {
+            End::Managed(id) => self.table.find(*id),
+            End::Loose(cache) => Ok(cache.clone()),
+        }
+    }
+
+    fn arena(&self, placement: Placement) -> Result<&Arc<Arena>> {
+        let arena = match placement {
+            Placement::Device => self.device.as_ref(),
+            Placement::Host => self.host.as_ref(),
+        };
+        arena.ok_or_else(|| Error::new(ErrorKind::NotEnabled, format!("there is no {placement} pool")))
+    }
+
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.config.sync_timeout)
+    }
+}
+
+fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {
+    if Arc::ptr_eq(src, dst) { Ends::OneCache } else { Ends::TwoCaches }
+}
+
+fn report(arena: &Arena) -> PoolReport {
+    let region = arena.region();
+    let committed = region.committed();
+    let huge: HugePages = region.huge_pages();
+    PoolReport {
+        pool: arena.state(),
+        huge_pages: huge.name(),
+        committed_bytes: committed.bytes,
+        huge_bytes: committed.huge_bytes,
+    }
+}

@@ -1,0 +1,190 @@
+//! What a cache looks like: element type, placement, shape, and the sizes that follow, computed once and checked.
+//!
+//! Not for: where the bytes are (`mem`), or whether a request fits (`check`).
+
+use std::fmt;
+
+use crate::error::{Error, ErrorKind, Result};
+
+macro_rules! data_types {
+    ($($(#[$doc:meta])* $variant:ident = $value:literal, $bytes:literal, $name:literal;)*) => {
+        /// Element type of a tensor, with the numbers of the public API (python-api.md §3.2).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum DataType { $($(#[$doc])* $variant = $value,)* }
+
+        impl DataType {
+            /// Every type, in the order of the public class.
+            pub const ALL: &'static [DataType] = &[$(DataType::$variant,)*];
+
+            /// Bytes of one element.
+            #[must_use]
+            pub const fn bytes(self) -> u64 {
+                match self { $(DataType::$variant => $bytes,)* }
+            }
+
+            /// The public name, `DT_…`.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(DataType::$variant => $name,)* }
+            }
+
+            /// The type of a public number.
+            #[must_use]
+            pub const fn from_value(value: i64) -> Option<DataType> {
+                match value { $($value => Some(DataType::$variant),)* _ => None }
+            }
+        }
+    };
+}
+
+data_types! {
+    /// 32-bit float.
+    Float = 0, 4, "DT_FLOAT";
+    /// 16-bit float.
+    Float16 = 1, 2, "DT_FLOAT16";
+    /// 16-bit brain float.
+    Bf16 = 27, 2, "DT_BF16";
+    /// Signed byte.
+    Int8 = 2, 1, "DT_INT8";
+    /// Signed 16-bit.
+    Int16 = 6, 2, "DT_INT16";
+    /// Unsigned 16-bit.
+    Uint16 = 7, 2, "DT_UINT16";
+    /// Unsigned byte.
+    Uint8 = 4, 1, "DT_UINT8";
+    /// Signed 32-bit.
+    Int32 = 3, 4, "DT_INT32";
+    /// Signed 64-bit.
+    Int64 = 9, 8, "DT_INT64";
+    /// Unsigned 32-bit.
+    Uint32 = 8, 4, "DT_UINT32";
+    /// Unsigned 64-bit.
+    Uint64 = 10, 8, "DT_UINT64";
+    /// One byte, zero or one.
+    Bool = 12, 1, "DT_BOOL";
+    /// 64-bit float.
+    Double = 11, 8, "DT_DOUBLE";
+    /// Two 64-bit words.
+    String = 13, 16, "DT_STRING";
+}
+
+/// Which pool a cache belongs to. On host-memory devices both are memory the CPU can address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// Host memory.
+    Host = 0,
+    /// Device memory.
+    Device = 1,
+}
+
+impl Placement {
+    /// Both, in the order of their public numbers.
+    pub const ALL: [Placement; 2] = [Placement::Host, Placement::Device];
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Placement::Host => "host",
+            Placement::Device => "device",
+        })
+    }
+}
+
+/// How dimension 0 is read: batch slots of one continuous cache, or the blocks of a paged one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CacheKind {
+    /// Dimension 0 counts batch slots.
+    Batch,
+    /// Dimension 0 counts blocks.
+    Blocks,
+}
+
+/// What the caller said a cache is. Any values; [`Geometry::new`] decides whether they make sense.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheDesc {
+    /// How many equal tensors.
+    pub num_tensors: u32,
+    /// Dimensions of one tensor, outermost first.
+    pub shape: Vec<i64>,
+    /// Element type.
+    pub data_type: DataType,
+    /// Which pool.
+    pub placement: Placement,
+}
+
+/// The sizes of a cache, in bytes, each checked against 64-bit overflow. Exists only if they make sense.
+///
+/// A *row* is one step of dimension 0: a batch slot, or a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    num_tensors: u32,
+    rows: u64,
+    row_bytes: u64,
+}
+
+impl Geometry {
+    /// Most dimensions a tensor may have.
+    pub const MAX_RANK: usize = 31;
+
+    /// The sizes of `desc`: 1 to 31 dimensions, each above zero, at least one tensor, the whole cache below 2^63 bytes.
+    pub fn new(desc: &CacheDesc) -> Result<Self> {
+        if desc.num_tensors == 0 {
+            return Err(Error::argument("num_tensors", 0, "at least 1"));
+        }
+        let tensor_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
+        let whole = tensor_bytes.checked_mul(u64::from(desc.num_tensors));
+        if whole.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            return Err(too_large(&desc.shape).with("num_tensors", desc.num_tensors));
+        }
+        let rows = desc.shape[0].unsigned_abs();
+        Ok(Geometry { num_tensors: desc.num_tensors, rows, row_bytes: tensor_bytes / rows })
+    }
+
+    /// How many tensors.
+    #[must_use]
+    pub fn num_tensors(&self) -> u32 {
+        self.num_tensors
+    }
+
+    /// Batch slots or blocks of one tensor.
+    #[must_use]
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Bytes of one batch slot or block in one tensor (the *stride*).
+    #[must_use]
+    pub fn row_bytes(&self) -> u64 {
+        self.row_bytes
+    }
+
+    /// Bytes of one tensor.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        self.rows * self.row_bytes
+    }
+}
+
+/// Bytes of one tensor of `shape`: 1 to 31 dimensions, each above zero, below 2^63 bytes in all.
+pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
+    if shape.is_empty() || shape.len() > Geometry::MAX_RANK {
+        return Err(Error::argument("shape", format_args!("{shape:?}"), "1 to 31 dimensions"));
+    }
+    let mut bytes = data_type.bytes();
+    for &dim in shape {
+        let Some(dim) = u64::try_from(dim).ok().filter(|&dim| dim > 0) else {
+            return Err(Error::argument("shape", format_args!("{shape:?}"), "every dimension above 0"));
+        };
+        bytes = bytes.checked_mul(dim).ok_or_else(|| too_large(shape))?;
+    }
+    if i64::try_from(bytes).is_err() {
+        return Err(too_large(shape));
+    }
+    Ok(bytes)
+}
+
+#[cold]
+fn too_large(shape: &[i64]) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("shape = {shape:?} is not allowed: 2^63 bytes or more"))
+}

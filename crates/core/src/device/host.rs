@@ -1,0 +1,28 @@
+//! Host memory as a device: shared mappings, copied by the CPU.
+
+use super::{Copy, Device, HostReach};
+use crate::error::Result;
+use crate::mem::Region;
+use crate::mem::kernel::{self, Kernel};
+
+/// Host memory. Has no state of its own.
+#[derive(Debug)]
+pub struct HostDevice;
+
+impl Device for HostDevice {
+    fn name(&self) -> &'static str {
+        "host"
+    }
+
+    fn allocate(&self, name: &str, len: u64) -> Result<Region> {
+        Region::shared(name, len)
+    }
+
+    fn host_reach(&self) -> HostReach {
+        HostReach::Direct
+    }
+
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
+        batch.iter().try_for_each(|copy| kernel::copy(copy.src, copy.dst, kernel))
+    }
+}

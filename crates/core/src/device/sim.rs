@@ -1,0 +1,121 @@
+//! A fake device for tests: its addresses are not host addresses, it counts, it can be slow, it can fail.
+//!
+//! Anything that dereferences a device address by mistake faults at once, because nothing is mapped there. Not for:
+//! imitating the speed of any hardware.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::{Copy, Device, HostReach};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::kernel::{self, Kernel};
+use crate::mem::{Region, Tensors, Window};
+
+/// Non-canonical on every 64-bit machine, so a stray access faults.
+const BASE: u64 = 0xDEAD_0000_0000_0000;
+
+/// A device with memory the CPU cannot address.
+#[derive(Debug)]
+pub struct SimDevice {
+    reach: HostReach,
+    delay: Duration,
+    fail_after: AtomicU64,
+    copies: AtomicU64,
+    memory: Mutex<Vec<Backing>>,
+}
+
+/// Where the bytes of one region really are.
+#[derive(Debug)]
+struct Backing {
+    base: u64,
+    bytes: Arc<Tensors>,
+}
+
+impl SimDevice {
+    /// A device that host memory reaches by `reach`.
+    #[must_use]
+    pub fn new(reach: HostReach) -> Self {
+        SimDevice {
+            reach,
+            delay: Duration::ZERO,
+            fail_after: AtomicU64::new(u64::MAX),
+            copies: AtomicU64::new(0),
+            memory: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// The same device, taking `delay` for every copy.
+    #[must_use]
+    pub fn with_delay(mut self, delay: Duration) -> Self {
+        self.delay = delay;
+        self
+    }
+
+    /// Every copy after the next `copies` fails.
+    pub fn fail_after(&self, copies: u64) {
+        self.fail_after.store(copies, Ordering::SeqCst);
+    }
+
+    /// How many copies it has done.
+    #[must_use]
+    pub fn copies(&self) -> u64 {
+        self.copies.load(Ordering::SeqCst)
+    }
+
+    fn one(&self, copy: Copy<'_>, kernel: Kernel) -> Result<()> {
+        std::thread::sleep(self.delay);
+        let left =
+            self.fail_after.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| Some(n.saturating_sub(1)));
+        if left == Ok(0) {
+            return Err(Error::new(ErrorKind::System, "the simulated device failed as told"));
+        }
+        self.copies.fetch_add(1, Ordering::SeqCst);
+        let (src_bytes, dst_bytes) = (self.backing(copy.src), self.backing(copy.dst));
+        let src = Self::real(copy.src, src_bytes.as_ref())?;
+        let dst = Self::real(copy.dst, dst_bytes.as_ref())?;
+        kernel::copy(src, dst, kernel)
+    }
+
+    /// The memory behind a device address and its offset there; `None` for a host address.
+    fn backing(&self, window: Window<'_>) -> Option<(Arc<Tensors>, u64)> {
+        if window.host_addressable() {
+            return None;
+        }
+        let memory = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let inside = |backing: &&Backing| {
+            (backing.base..backing.base + backing.bytes.tensor_bytes()).contains(&window.addr())
+        };
+        memory.iter().find(inside).map(|backing| (backing.bytes.clone(), window.addr() - backing.base))
+    }
+
+    fn real<'a>(window: Window<'a>, backing: Option<&'a (Arc<Tensors>, u64)>) -> Result<Window<'a>> {
+        match backing {
+            Some((bytes, offset)) => bytes.window(0, *offset, window.len()),
+            None => Ok(window),
+        }
+    }
+}
+
+impl Device for SimDevice {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn allocate(&self, name: &str, len: u64) -> Result<Region> {
+        let real = Arc::new(Region::shared(name, len)?);
+        let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);
+        let mut memory = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let base = memory.last().map_or(BASE, |last| last.base + last.bytes.tensor_bytes() + 4096);
+        memory.push(Backing { base, bytes });
+        Ok(Region::opaque(base, len))
+    }
+
+    fn host_reach(&self) -> HostReach {
+        self.reach
+    }
+
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
+        batch.iter().try_for_each(|copy| self.one(*copy, kernel))
+    }
+}

@@ -1,0 +1,116 @@
+//! The copy engine: the only thing that moves bytes. Copy and swap are plans it runs; so will pull, push and
+//! layer-wise transfer be.
+//!
+//! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
+
+mod ring;
+mod route;
+mod tuner;
+mod wave;
+mod workers;
+
+pub use route::Route;
+pub use tuner::Tuner;
+pub use workers::Workers;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::config::{Config, SwapInPath};
+use crate::device::DeviceSet;
+use crate::error::{Error, Result};
+use crate::id::Deadline;
+use crate::mem::Tensors;
+use crate::plan::CopyPlan;
+
+/// What a copy did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// Bytes moved, each counted once.
+    pub bytes: u64,
+    /// The way they took.
+    pub route: Route,
+}
+
+/// Runs plans on persistent workers.
+#[derive(Debug)]
+pub struct CopyEngine {
+    devices: DeviceSet,
+    workers: Workers,
+    tuner: Arc<Tuner>,
+    ring: ring::RingOwner,
+    swap_in: SwapInPath,
+}
+
+/// Memory at one end of a copy, and where it is placed.
+pub type End<'a> = (&'a Arc<Tensors>, crate::desc::Placement);
+
+impl CopyEngine {
+    /// An engine with the workers and choices of `config`, over `devices`.
+    pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
+        Ok(CopyEngine {
+            devices,
+            workers: Workers::new(config.copy_workers)?,
+            tuner: Arc::new(Tuner::new(config.kernel)?),
+            ring: ring::RingOwner::default(),
+            swap_in: config.swap_in,
+        })
+    }
+
+    /// The devices it copies between.
+    #[must_use]
+    pub fn devices(&self) -> &DeviceSet {
+        &self.devices
+    }
+
+    /// Workers that copy, the calling thread among them.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.workers.count()
+    }
+
+    /// Bytes each kernel has copied, and what it has learned.
+    #[must_use]
+    pub fn tuner(&self) -> &Tuner {
+        &self.tuner
+    }
+
+    /// Bytes of device memory the swap-in ring holds.
+    #[must_use]
+    pub fn ring_bytes(&self) -> u64 {
+        self.ring.bytes()
+    }
+
+    /// Moves every byte of `plan`, wave after wave, or says how far it got. `block_bytes` is the size of a ring buffer
+    /// should the copy go through the ring. The caller holds pins on both ends until this returns.
+    pub fn run(
+        &self,
+        plan: CopyPlan,
+        src: End<'_>,
+        dst: End<'_>,
+        block_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<Outcome> {
+        let route = route::choose(&self.devices, src, dst, self.swap_in)?;
+        src.0.check_mapped()?;
+        dst.0.check_mapped()?;
+        let bytes = plan.bytes();
+        let done = Arc::new(AtomicU64::new(0));
+        let copy = wave::Copying {
+            plan: Arc::new(plan),
+            src: src.0.clone(),
+            dst: dst.0.clone(),
+            device: route::copier(&self.devices, src, dst).clone(),
+            tuner: self.tuner.clone(),
+            done: done.clone(),
+        };
+        let ended = match route {
+            Route::Direct => copy.direct(&self.workers, deadline),
+            Route::Ring => self.ring.run(&copy, &self.workers, block_bytes, deadline),
+        };
+        let progress =
+            |error: Error| error.with("copied_bytes", done.load(Ordering::Relaxed)).with("of_bytes", bytes);
+        ended.map_err(progress)?;
+        Ok(Outcome { bytes, route })
+    }
+}

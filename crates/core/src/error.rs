@@ -1,0 +1,137 @@
+//! What went wrong, as a value: one closed list of kinds, one message, and the facts around it.
+//!
+//! Not for: numbers that users compare (`status`) or Python classes (the binding).
+
+use std::error::Error as StdError;
+use std::fmt;
+
+/// Shorthand used by every fallible function of the crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The closed list of reasons. A new kind does not compile until `status` gives it a code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// An argument has the right type and width but no meaning here: outside its range, or against a rule.
+    InvalidArgument,
+    /// Two arguments that are each legal do not fit together (a swap between unlike caches).
+    Mismatch,
+    /// No cache, or no key, of that name.
+    CacheNotFound,
+    /// A memory pool cannot serve the request, or the system gave no memory for one.
+    OutOfMemory,
+    /// The deadline of the call passed.
+    Timeout,
+    /// The engine was closed before the call.
+    Closed,
+    /// The process forked after the engine was opened; its memory belongs to the parent.
+    Forked,
+    /// The call needs an option that was not given.
+    NotEnabled,
+    /// The system refused something the engine needed; the source says what.
+    System,
+}
+
+impl ErrorKind {
+    /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
+    pub const ALL: [ErrorKind; 9] = [
+        ErrorKind::InvalidArgument,
+        ErrorKind::Mismatch,
+        ErrorKind::CacheNotFound,
+        ErrorKind::OutOfMemory,
+        ErrorKind::Timeout,
+        ErrorKind::Closed,
+        ErrorKind::Forked,
+        ErrorKind::NotEnabled,
+        ErrorKind::System,
+    ];
+}
+
+/// An error: kind, message, named facts, and what caused it.
+///
+/// One word wide, so `Result<u32>` stays small on the paths that succeed.
+///
+/// ```
+/// use llm_datadist_core::{Error, ErrorKind};
+/// let error = Error::new(ErrorKind::OutOfMemory, "the device pool is exhausted")
+///     .with("asked_bytes", 4096)
+///     .with("free_bytes", 0);
+/// assert_eq!(error.to_string(), "the device pool is exhausted (asked_bytes=4096, free_bytes=0)");
+/// ```
+pub struct Error(Box<Inner>);
+
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    context: Vec<(&'static str, String)>,
+    source: Option<Box<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of `kind` that says `message`.
+    #[cold]
+    #[must_use]
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Error(Box::new(Inner { kind, message: message.into(), context: Vec::new(), source: None }))
+    }
+
+    /// The error for an argument without meaning: its name, what was given, and what is allowed.
+    #[cold]
+    #[must_use]
+    pub fn argument(name: &str, value: impl fmt::Display, allowed: impl fmt::Display) -> Self {
+        Error::new(ErrorKind::InvalidArgument, format!("{name} = {value} is not allowed: {allowed}"))
+    }
+
+    /// The same error with one more named fact.
+    #[must_use]
+    pub fn with(mut self, name: &'static str, value: impl fmt::Display) -> Self {
+        self.0.context.push((name, value.to_string()));
+        self
+    }
+
+    /// The same error with the one that caused it.
+    #[must_use]
+    pub fn because(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
+        self.0.source = Some(Box::new(source));
+        self
+    }
+
+    /// Which of the closed list it is.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The value of a named fact, if the error carries it.
+    #[must_use]
+    pub fn fact(&self, name: &str) -> Option<&str> {
+        self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)?;
+        for (i, (name, value)) in self.0.context.iter().enumerate() {
+            write!(f, "{}{name}={value}", if i == 0 { " (" } else { ", " })?;
+        }
+        if !self.0.context.is_empty() {
+            f.write_str(")")?;
+        }
+        if let Some(source) = &self.0.source {
+            write!(f, ": {source}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.kind)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|source| source as &(dyn StdError + 'static))
+    }
+}

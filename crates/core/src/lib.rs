@@ -1,0 +1,64 @@
+//! The engine of `llm_datadist`: pools, cache table, copy engine. Knows nothing of Python.
+//!
+//! ```text
+//!  operations   datadist   stats
+//!  movement     engine/{wave, ring, route, tuner, workers}    the only thing that moves bytes
+//!  resources    table/{pin}   arena   device/{host, sim}   mem/{region, tensors, kernel, smaps}
+//!  thought      check   plan   pool        pure: no memory, no I/O, no clock
+//!  words        keys   desc   config   id   status   error
+//! ```
+//!
+//! Arrows point down; `docs/architecture.md` has the table, `tests/test_architecture.py` reads it.
+//!
+//! ```
+//! use llm_datadist_core::*;
+//!
+//! let mut config = Config::new(Role::Prompt, ClusterId(1));
+//! config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
+//! let engine = DataDist::open(config)?;
+//! let desc = CacheDesc {
+//!     num_tensors: 2,
+//!     shape: vec![8, 1024],
+//!     data_type: DataType::Float16,
+//!     placement: Placement::Device,
+//! };
+//! let cache = engine.allocate(&desc, CacheKind::Blocks, &[])?;
+//! engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2)])?;
+//! engine.deallocate(cache.id())?;
+//! # drop(cache);
+//! assert_eq!(engine.stats().device_pool.unwrap().pool.used_bytes, 0);
+//! # Ok::<(), Error>(())
+//! ```
+
+// Tests of the library may panic; the library may not.
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
+pub mod arena;
+pub mod check;
+pub mod config;
+pub mod datadist;
+pub mod desc;
+pub mod device;
+pub mod engine;
+pub mod error;
+pub mod id;
+pub mod keys;
+#[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
+pub mod mem;
+pub mod plan;
+pub mod pool;
+pub mod stats;
+pub mod status;
+pub mod table;
+
+pub use check::CopyArgs;
+pub use config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};
+pub use datadist::{DataDist, End};
+pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
+pub use error::{Error, ErrorKind, Result};
+pub use id::{CacheId, ClusterId, Deadline};
+pub use keys::{CacheKey, NO_ID};
+pub use mem::Adopted;
+pub use stats::{OpState, PoolReport, Snapshot};
+pub use status::StatusCode;
+pub use table::Cache;

@@ -1,0 +1,80 @@
+//! What the kernel says about ranges of this process's memory: committed, in huge pages, mapped at all.
+//!
+//! Reads `/proc/self`; where there is none (not Linux) it answers "unknown". Not for: hot paths.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+
+/// Bytes of a range that are committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Committed {
+    /// In any page.
+    pub bytes: u64,
+    /// In huge pages.
+    pub huge_bytes: u64,
+}
+
+/// Sums the mappings that lie in `base..base + len`.
+pub(super) fn committed(base: u64, len: u64) -> Committed {
+    let mut sum = Committed::default();
+    let mut inside = false;
+    for line in lines("/proc/self/smaps") {
+        if let Some((from, _, _)) = header(&line) {
+            inside = (base..base.saturating_add(len)).contains(&from);
+        } else if inside {
+            let bytes =
+                || line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10;
+            match line.split(':').next() {
+                Some("Rss") => sum.bytes += bytes(),
+                Some("ShmemPmdMapped" | "Shared_Hugetlb" | "Private_Hugetlb" | "AnonHugePages") => {
+                    sum.huge_bytes += bytes();
+                }
+                _ => {}
+            }
+        }
+    }
+    // Reserved huge pages are not part of Rss.
+    sum.bytes = sum.bytes.max(sum.huge_bytes);
+    sum
+}
+
+/// The first address of any of `ranges` (start, bytes) that is not mapped readable (and `writable`), if any; `None`
+/// also where the kernel does not say.
+pub(super) fn first_unmapped(ranges: &[(u64, u64)], writable: bool) -> Option<u64> {
+    let mut mapped: Vec<(u64, u64)> = Vec::new();
+    for line in lines("/proc/self/maps") {
+        let Some((from, to, rights)) = header(&line) else { continue };
+        let usable = rights.starts_with('r') && (!writable || rights[1..].starts_with('w'));
+        if !usable {
+            continue;
+        }
+        match mapped.last_mut() {
+            Some((_, end)) if *end == from => *end = to,
+            _ => mapped.push((from, to)),
+        }
+    }
+    if mapped.is_empty() {
+        return None;
+    }
+    ranges.iter().find_map(|&(start, len)| {
+        // Mappings are listed in ascending order.
+        let index = mapped.partition_point(|&(_, end)| end <= start);
+        match mapped.get(index) {
+            Some(&(from, end)) if from <= start && start + len <= end => None,
+            Some(&(from, end)) if from <= start => Some(end),
+            _ => Some(start),
+        }
+    })
+}
+
+fn lines(path: &str) -> impl Iterator<Item = String> {
+    File::open(path).ok().into_iter().flat_map(|file| BufReader::new(file).lines().map_while(Result::ok))
+}
+
+/// `from-to rights …`, or `None` for a line that is not the head of a mapping.
+fn header(line: &str) -> Option<(u64, u64, &str)> {
+    let mut words = line.split(' ');
+    let (from, to) = words.next()?.split_once('-')?;
+    let address = |text| u64::from_str_radix(text, 16).ok();
+    Some((address(from)?, address(to)?, words.next()?))
+}

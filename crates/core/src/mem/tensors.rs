@@ -1,0 +1,203 @@
+//! Equal tensors that share an owner, and windows cut from them with checked bounds.
+//!
+//! Not for: shapes and types (`desc`), or who may use which rows when (`table::pin`).
+
+use std::any::Any;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, OnceLock};
+
+use super::Region;
+use super::smaps;
+use crate::check::{self, Side};
+use crate::desc::{CacheDesc, CacheKind};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Addresses of the caller's own memory, one per tensor, with the caller's promise about them.
+///
+/// The promise is this value: registering takes an `Adopted`, so nothing above this room is unsafe.
+#[derive(Debug)]
+pub struct Adopted {
+    desc: CacheDesc,
+    side: Side,
+    addrs: Box<[u64]>,
+}
+
+impl Adopted {
+    /// Takes `addrs`, one per tensor of `desc`, each above zero (python-api.md §4.3, §7.6).
+    ///
+    /// # Safety
+    ///
+    /// From every address on, the bytes of one tensor must stay readable and writable as long as this value, or a
+    /// cache made from it, is used in a copy.
+    pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
+        let side = check::addresses(desc, kind, addrs)?;
+        Ok(Adopted { desc: desc.clone(), side, addrs: addrs.into() })
+    }
+
+    /// What the caller said it is.
+    #[must_use]
+    pub fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
+
+    /// Its sizes, kind and placement.
+    #[must_use]
+    pub fn side(&self) -> Side {
+        self.side
+    }
+}
+
+/// The tensors of one cache: equal sizes, any addresses, one owner that is let go when this drops.
+pub struct Tensors {
+    addrs: Box<[u64]>,
+    tensor_bytes: u64,
+    memory: Memory,
+    /// Gives the memory back when dropped (a lease of a pool); nothing for adopted memory.
+    _owner: Option<Box<dyn Any + Send + Sync>>,
+}
+
+enum Memory {
+    Carved(Arc<Region>),
+    /// Set by the first copy: whether the process maps the addresses at all.
+    Adopted(OnceLock<Option<u64>>),
+}
+
+impl Tensors {
+    /// Tensors of `tensor_bytes` at `offsets` of `region`; `owner` is dropped with them. `Err` if one sticks out.
+    pub fn carved(
+        region: Arc<Region>,
+        offsets: impl IntoIterator<Item = u64>,
+        tensor_bytes: u64,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Tensors> {
+        let mut addrs = Vec::new();
+        for offset in offsets {
+            let end = offset.checked_add(tensor_bytes);
+            if end.is_none_or(|end| end > region.len()) {
+                let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
+                return Err(Error::new(ErrorKind::System, text).with("region_bytes", region.len()));
+            }
+            addrs.push(region.base() + offset);
+        }
+        Ok(Tensors { addrs: addrs.into(), tensor_bytes, memory: Memory::Carved(region), _owner: Some(owner) })
+    }
+
+    /// The caller's own memory.
+    #[must_use]
+    pub fn adopted(adopted: Adopted) -> Tensors {
+        Tensors {
+            tensor_bytes: adopted.side.geometry.tensor_bytes(),
+            addrs: adopted.addrs,
+            memory: Memory::Adopted(OnceLock::new()),
+            _owner: None,
+        }
+    }
+
+    /// The address of every tensor.
+    #[must_use]
+    pub fn addrs(&self) -> &[u64] {
+        &self.addrs
+    }
+
+    /// Bytes of one tensor.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensor_bytes
+    }
+
+    /// Whether the CPU can dereference the addresses.
+    #[must_use]
+    pub fn host_addressable(&self) -> bool {
+        match &self.memory {
+            Memory::Carved(region) => region.host_addressable(),
+            Memory::Adopted(_) => true,
+        }
+    }
+
+    /// `Err` if adopted addresses are not mapped in this process: the reason, instead of a fault in the middle of a
+    /// copy. Asked of the kernel once, by the first copy; later unmapping breaks the promise of [`Adopted`].
+    pub fn check_mapped(&self) -> Result<()> {
+        let Memory::Adopted(known) = &self.memory else { return Ok(()) };
+        let unmapped = known.get_or_init(|| {
+            let ranges: Vec<_> = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes)).collect();
+            smaps::first_unmapped(&ranges, true)
+        });
+        match unmapped {
+            None => Ok(()),
+            Some(addr) => {
+                let text =
+                    format!("registered memory is not mapped readable and writable here, from {addr:#x} on");
+                Err(Error::new(ErrorKind::InvalidArgument, text).with("tensor_bytes", self.tensor_bytes))
+            }
+        }
+    }
+
+    /// `len` bytes of one tensor from `offset` on. `Err` if they are not all inside it.
+    pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
+        match self.addrs.get(tensor) {
+            Some(&addr) if inside => {
+                Ok(Window { addr: addr + offset, len, host: self.host_addressable(), tensors: PhantomData })
+            }
+            _ => Err(self.outside(tensor, offset, len)),
+        }
+    }
+
+    #[cold]
+    fn outside(&self, tensor: usize, offset: u64, len: u64) -> Error {
+        Error::new(
+            ErrorKind::System,
+            format!("{len} bytes at {offset} of tensor {tensor} are outside the cache"),
+        )
+        .with("tensors", self.addrs.len())
+        .with("tensor_bytes", self.tensor_bytes)
+    }
+}
+
+impl fmt::Debug for Tensors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensors({} × {} bytes)", self.addrs.len(), self.tensor_bytes)
+    }
+}
+
+/// Bytes inside one tensor, bounds checked. Says where, not what: there is no way to read it as a slice.
+#[derive(Clone, Copy, Debug)]
+pub struct Window<'a> {
+    addr: u64,
+    len: u64,
+    host: bool,
+    tensors: PhantomData<&'a Tensors>,
+}
+
+impl Window<'_> {
+    /// Address of the first byte.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the CPU can dereference it.
+    #[must_use]
+    pub fn host_addressable(&self) -> bool {
+        self.host
+    }
+
+    /// Whether both name some byte in common.
+    #[must_use]
+    pub fn overlaps(&self, other: &Window<'_>) -> bool {
+        self.addr < other.addr + other.len && other.addr < self.addr + self.len
+    }
+}

@@ -1,0 +1,333 @@
+//! Cache id and keys → cache; references; release when the last one goes.
+//!
+//! One lock, held for a handful of hash look-ups and never across a copy: whoever needs a cache takes an [`Arc`] of it
+//! and lets the lock go. Memory returns to its pool when the last `Arc` drops, so a cache that is released during a
+//! copy lives until the copy ends (`tests/rust/table.rs`, `released_during_a_copy`). Not for: memory (`arena`, `mem`)
+//! or which keys make sense (`check`).
+
+mod pin;
+
+pub use pin::{Pin, RowUse, pin};
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashMap;
+
+use crate::check::Side;
+use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::CacheId;
+use crate::keys::CacheKey;
+use crate::mem::{Adopted, Tensors};
+
+/// Who gave the memory of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A pool of the engine; returns there when the last reference goes.
+    Allocated,
+    /// The caller, through a register call; keys are an index only.
+    Registered,
+    /// The caller, without the table: a handle over host memory (`Cache.create_cpu_cache`).
+    Loose,
+}
+
+/// A group of equal tensors under one name.
+#[derive(Debug)]
+pub struct Cache {
+    id: CacheId,
+    origin: Origin,
+    side: Side,
+    shape: Box<[i64]>,
+    data_type: DataType,
+    remote_accessible: bool,
+    tensors: Arc<Tensors>,
+    pins: pin::Pins,
+}
+
+impl Cache {
+    /// A cache over the caller's memory that no table knows; its id is −1.
+    #[must_use]
+    pub fn loose(adopted: Adopted) -> Arc<Cache> {
+        let (desc, side) = (adopted.desc().clone(), adopted.side());
+        Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, side, Tensors::adopted(adopted), false))
+    }
+
+    fn new(
+        id: CacheId,
+        origin: Origin,
+        desc: &CacheDesc,
+        side: Side,
+        tensors: Tensors,
+        remote_accessible: bool,
+    ) -> Self {
+        Cache {
+            id,
+            origin,
+            side,
+            shape: desc.shape.as_slice().into(),
+            data_type: desc.data_type,
+            remote_accessible,
+            tensors: Arc::new(tensors),
+            pins: pin::Pins::default(),
+        }
+    }
+
+    /// Its name; −1 for a loose one.
+    #[must_use]
+    pub fn id(&self) -> CacheId {
+        self.id
+    }
+
+    /// Who gave the memory.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    /// Sizes, kind and placement.
+    #[must_use]
+    pub fn side(&self) -> Side {
+        self.side
+    }
+
+    /// Sizes.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        self.side.geometry
+    }
+
+    /// How its rows are read.
+    #[must_use]
+    pub fn kind(&self) -> CacheKind {
+        self.side.kind
+    }
+
+    /// Which pool it belongs to.
+    #[must_use]
+    pub fn placement(&self) -> Placement {
+        self.side.placement
+    }
+
+    /// Dimensions of one tensor.
+    #[must_use]
+    pub fn shape(&self) -> &[i64] {
+        &self.shape
+    }
+
+    /// Element type.
+    #[must_use]
+    pub fn data_type(&self) -> DataType {
+        self.data_type
+    }
+
+    /// Whether peers may reach it.
+    #[must_use]
+    pub fn remote_accessible(&self) -> bool {
+        self.remote_accessible
+    }
+
+    /// The address of every tensor.
+    #[must_use]
+    pub fn addrs(&self) -> &[u64] {
+        self.tensors.addrs()
+    }
+
+    /// Its memory.
+    #[must_use]
+    pub fn tensors(&self) -> &Arc<Tensors> {
+        &self.tensors
+    }
+}
+
+/// What becomes of a key that already names a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    Refuse,
+    Replace,
+}
+
+/// All caches and keys of one engine.
+#[derive(Debug, Default)]
+pub struct Table {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    last_id: i64,
+    caches: HashMap<CacheId, Slot>,
+    keys: HashMap<CacheKey, (CacheId, u32)>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    cache: Arc<Cache>,
+    /// The reference by id: true until the cache is deallocated.
+    held: bool,
+    /// The key of each row, as far as one was given.
+    keys: Box<[Option<CacheKey>]>,
+    bound: u32,
+}
+
+/// How many of each a table holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TableState {
+    /// Caches by id, those waiting for their last key included.
+    pub caches: u64,
+    /// Keys.
+    pub keys: u64,
+}
+
+impl Table {
+    /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache.
+    pub fn allocate(
+        &self,
+        desc: &CacheDesc,
+        side: Side,
+        tensors: Tensors,
+        keys: &[(u64, CacheKey)],
+    ) -> Result<Arc<Cache>> {
+        self.enter(Taken::Refuse, keys, |id| Cache::new(id, Origin::Allocated, desc, side, tensors, true))
+    }
+
+    /// Enters the caller's memory under a new id; a key that names another cache names this one from now on.
+    pub fn register(
+        &self,
+        adopted: Adopted,
+        keys: &[(u64, CacheKey)],
+        remote_accessible: bool,
+    ) -> Result<Arc<Cache>> {
+        let (desc, side) = (adopted.desc().clone(), adopted.side());
+        self.enter(Taken::Replace, keys, |id| {
+            Cache::new(id, Origin::Registered, &desc, side, Tensors::adopted(adopted), remote_accessible)
+        })
+    }
+
+    fn enter(
+        &self,
+        taken: Taken,
+        keys: &[(u64, CacheKey)],
+        build: impl FnOnce(CacheId) -> Cache,
+    ) -> Result<Arc<Cache>> {
+        let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
+        let mut by_row = vec![None; usize::try_from(rows).unwrap_or(0)].into_boxed_slice();
+        // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
+        let mut released: Vec<Slot> = Vec::new();
+        let mut state = self.locked();
+        if taken == Taken::Refuse
+            && let Some((_, key)) = keys.iter().find(|(_, key)| state.keys.contains_key(key))
+        {
+            let text = format!("{key} already names a live cache");
+            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", state.keys[key].0));
+        }
+        let id = CacheId(state.last_id + 1);
+        state.last_id = id.0;
+        for &(row, key) in keys {
+            released.extend(state.unbind(key));
+            let index = u32::try_from(row).unwrap_or(u32::MAX);
+            state.keys.insert(key, (id, index));
+            by_row[index as usize] = Some(key);
+        }
+        let cache = Arc::new(build(id));
+        let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
+        state.caches.insert(id, Slot { cache: cache.clone(), held: true, keys: by_row, bound });
+        drop(state);
+        Ok(cache)
+    }
+
+    /// The cache of an id.
+    pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
+        match self.locked().caches.get(&id) {
+            Some(slot) => Ok(slot.cache.clone()),
+            None => Err(Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)),
+        }
+    }
+
+    /// The cache and row a key names.
+    pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
+        let state = self.locked();
+        let found =
+            state.keys.get(&key).and_then(|&(id, row)| Some((state.caches.get(&id)?.cache.clone(), row)));
+        found.ok_or_else(|| Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}")))
+    }
+
+    /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
+    /// with its key. Unknown ids and registered caches: nothing to do (python-api.md §7.2, §7.4).
+    pub fn deallocate(&self, id: CacheId) {
+        let mut state = self.locked();
+        let Some(slot) = state.caches.get_mut(&id) else { return };
+        if slot.cache.origin != Origin::Allocated {
+            return;
+        }
+        slot.held = false;
+        let kind = slot.cache.kind();
+        let released = match kind {
+            CacheKind::Batch => state.settle(id),
+            CacheKind::Blocks => state.remove(id),
+        };
+        drop(state);
+        drop(released);
+    }
+
+    /// Unbinds a key of an allocated cache; releases the cache if that was its last reference. Unknown keys and keys
+    /// of registered caches: nothing to do (python-api.md §7.5).
+    pub fn remove_key(&self, key: CacheKey) {
+        let mut state = self.locked();
+        let allocated = state
+            .keys
+            .get(&key)
+            .and_then(|(id, _)| state.caches.get(id))
+            .is_some_and(|slot| slot.cache.origin == Origin::Allocated);
+        let released = if allocated { state.unbind(key) } else { None };
+        drop(state);
+        drop(released);
+    }
+
+    /// Removes a registered cache and its keys. Unknown and allocated ids: nothing to do (python-api.md §7.8).
+    pub fn unregister(&self, id: CacheId) {
+        let mut state = self.locked();
+        let registered = state.caches.get(&id).is_some_and(|slot| slot.cache.origin == Origin::Registered);
+        let released = if registered { state.remove(id) } else { None };
+        drop(state);
+        drop(released);
+    }
+
+    /// How many caches and keys there are.
+    #[must_use]
+    pub fn state(&self) -> TableState {
+        let state = self.locked();
+        TableState { caches: state.caches.len() as u64, keys: state.keys.len() as u64 }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        // Every change below is a few map operations that cannot panic half-way.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes a key away; returns the cache if that was its last reference.
+    fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
+        let (id, row) = self.keys.remove(&key)?;
+        let slot = self.caches.get_mut(&id)?;
+        slot.keys[row as usize] = None;
+        slot.bound -= 1;
+        self.settle(id)
+    }
+
+    /// Removes an allocated cache that nobody refers to any more.
+    fn settle(&mut self, id: CacheId) -> Option<Slot> {
+        let slot = self.caches.get(&id)?;
+        let gone = slot.cache.origin == Origin::Allocated && !slot.held && slot.bound == 0;
+        if gone { self.caches.remove(&id) } else { None }
+    }
+
+    /// Removes a cache and all its keys.
+    fn remove(&mut self, id: CacheId) -> Option<Slot> {
+        let slot = self.caches.remove(&id)?;
+        for key in slot.keys.iter().flatten() {
+            self.keys.remove(key);
+        }
+        Some(slot)
+    }
+}

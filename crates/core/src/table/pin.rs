@@ -1,0 +1,165 @@
+//! Pins: which rows of a cache are being read or written right now.
+//!
+//! Any number of calls may read a row at once; one that writes it is alone. A call pins everything it uses before it
+//! moves a byte, or waits until its deadline. Caches are pinned in one global order, and the rows of one cache all at
+//! once, so two calls never wait for each other in a circle. Not for: keeping the memory alive, which the `Arc` of the
+//! cache in each pin does.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::Cache;
+use crate::error::Result;
+use crate::id::Deadline;
+
+/// A row held by one writer; any other number counts its readers.
+const WRITER: u32 = u32::MAX;
+
+/// Most numbers one cache keeps. Where there are more rows, neighbours share a number and exclude each other too.
+const MOST: u64 = 1 << 20;
+
+/// The pinned rows of one cache.
+#[derive(Debug, Default)]
+pub(super) struct Pins {
+    rows: Mutex<Rows>,
+    freed: Condvar,
+}
+
+/// Empty until the first pin, then one number per `1 << shift` rows.
+#[derive(Debug, Default)]
+struct Rows {
+    held: Vec<u32>,
+    shift: u32,
+    waiting: usize,
+}
+
+/// The rows one call reads and writes in one cache; rows may repeat.
+#[derive(Debug, Default)]
+pub struct RowUse {
+    /// Read.
+    pub reads: Vec<u64>,
+    /// Written; a row in both lists is held as written.
+    pub writes: Vec<u64>,
+}
+
+/// Rows held for one call, and their cache with them; given back on drop.
+#[derive(Debug)]
+pub struct Pin {
+    cache: Arc<Cache>,
+    used: RowUse,
+}
+
+impl Pin {
+    /// The cache that is pinned.
+    #[must_use]
+    pub fn cache(&self) -> &Arc<Cache> {
+        &self.cache
+    }
+}
+
+/// Pins the rows read of `src` and written of `dst`, which may be one cache. `Err` once `deadline` has passed.
+pub fn pin(
+    (src, reads): (&Arc<Cache>, Vec<u64>),
+    (dst, writes): (&Arc<Cache>, Vec<u64>),
+    deadline: Deadline,
+) -> Result<[Option<Pin>; 2]> {
+    if Arc::ptr_eq(src, dst) {
+        return Ok([Some(pin_one(src, RowUse { reads, writes }, deadline)?), None]);
+    }
+    let read = || pin_one(src, RowUse { reads, writes: vec![] }, deadline);
+    let write = || pin_one(dst, RowUse { reads: vec![], writes }, deadline);
+    if Arc::as_ptr(src) < Arc::as_ptr(dst) {
+        let read = read()?;
+        Ok([Some(read), Some(write()?)])
+    } else {
+        let write = write()?;
+        Ok([Some(read()?), Some(write)])
+    }
+}
+
+fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {
+    let pins = &cache.pins;
+    let mut rows = pins.locked();
+    if rows.held.is_empty() {
+        rows.prepare(cache.geometry().rows());
+    }
+    while let Some(row) = rows.conflict(&used) {
+        let left = deadline.left();
+        if left.is_zero() {
+            let error = deadline.error("waiting for blocks that another call is copying");
+            return Err(error.with("cache_id", cache.id()).with("row", row));
+        }
+        rows.waiting += 1;
+        let (mut woken, _) = pins.freed.wait_timeout(rows, left).unwrap_or_else(PoisonError::into_inner);
+        woken.waiting -= 1;
+        rows = woken;
+    }
+    rows.take(&used);
+    drop(rows);
+    Ok(Pin { cache: cache.clone(), used })
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let mut rows = self.cache.pins.locked();
+        rows.give_back(&self.used);
+        let waiting = rows.waiting > 0;
+        drop(rows);
+        if waiting {
+            self.cache.pins.freed.notify_all();
+        }
+    }
+}
+
+impl Pins {
+    fn locked(&self) -> MutexGuard<'_, Rows> {
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Rows {
+    fn prepare(&mut self, rows: u64) {
+        while rows >> self.shift > MOST {
+            self.shift += 1;
+        }
+        self.held = vec![0; self.index(rows) + 1];
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "at most MOST")]
+    fn index(&self, row: u64) -> usize {
+        (row >> self.shift) as usize
+    }
+
+    /// A row that another call holds in a way that excludes this one.
+    fn conflict(&self, used: &RowUse) -> Option<u64> {
+        let written = used.writes.iter().find(|&&row| self.held[self.index(row)] != 0);
+        let read = || used.reads.iter().find(|&&row| self.held[self.index(row)] == WRITER);
+        written.or_else(read).copied()
+    }
+
+    fn take(&mut self, used: &RowUse) {
+        for &row in &used.writes {
+            let at = self.index(row);
+            self.held[at] = WRITER;
+        }
+        for &row in &used.reads {
+            let at = self.index(row);
+            // A WRITER here is this call's own: conflict() saw none before, under the same lock.
+            if self.held[at] != WRITER {
+                self.held[at] += 1;
+            }
+        }
+    }
+
+    fn give_back(&mut self, used: &RowUse) {
+        for &row in &used.reads {
+            let at = self.index(row);
+            if self.held[at] != WRITER {
+                self.held[at] -= 1;
+            }
+        }
+        for &row in &used.writes {
+            let at = self.index(row);
+            self.held[at] = 0;
+        }
+    }
+}
