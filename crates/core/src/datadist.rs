@@ -153,9 +153,16 @@ impl DataDist {
     /// swap_blocks). No pairs: nothing to do.
     pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
         let deadline = self.deadline();
-        let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
-        let op = if src.placement() == Placement::Host { Op::SwapIn } else { Op::SwapOut };
+        let (src, dst) = (self.resolve(src), self.resolve(dst));
+        // A call that names an unknown cache is counted as well, by the end that is known.
+        let into_device = match (&src, &dst) {
+            (Ok(src), _) => src.placement() == Placement::Host,
+            (Err(_), Ok(dst)) => dst.placement() == Placement::Device,
+            (Err(_), Err(_)) => false,
+        };
+        let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.stats.timed(op, || {
+            let (src, dst) = (src?, dst?);
             let request = check::swap_blocks(src.side(), dst.side(), pairs)?;
             let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
             self.run(op, (&src, &dst), request.pairs, plan, request.block_bytes, deadline)
@@ -208,6 +215,9 @@ impl DataDist {
         block_bytes: u64,
         deadline: Deadline,
     ) -> Result<()> {
+        if plan.waves().is_empty() {
+            return Ok(());
+        }
         let (reads, writes) = rows.into_iter().unzip();
         let _pins = pin((src, reads), (dst, writes), deadline)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));

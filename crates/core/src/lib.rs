@@ -49,7 +49,10 @@ pub mod plan;
 pub mod pool;
 pub mod stats;
 pub mod status;
+mod sync;
 pub mod table;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use check::CopyArgs;
 pub use config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};

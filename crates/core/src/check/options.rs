@@ -50,7 +50,7 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
         }
     }
     if let Some(backend) = text("llm.TransferBackend").filter(|&name| name != "hixl") {
-        return Err(Error::argument("llm.TransferBackend", format_args!("{backend:?}"), "hixl"));
+        return Err(Error::argument("llm.TransferBackend", format_args!("{:?}", clipped(backend)), "hixl"));
     }
     own_options(&mut config, text)?;
     Ok(config)
@@ -61,7 +61,7 @@ fn own_options<'a>(config: &mut Config, text: impl Fn(&str) -> Option<&'a str>) 
     if let Some(workers) = text("llm.CopyWorkers") {
         let count: usize = parsed("llm.CopyWorkers", workers, "1 to 256")?;
         if !(1..=256).contains(&count) {
-            return Err(Error::argument("llm.CopyWorkers", workers, "1 to 256"));
+            return Err(Error::argument("llm.CopyWorkers", count, "1 to 256"));
         }
         config.copy_workers = Some(count);
     }
@@ -97,13 +97,13 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
         Some(1..) => {
             return Err(Error::argument("memory_size", memory_size, format_args!("at most {limit} bytes")));
         }
-        _ => return Err(Error::argument("memory_size", memory_size, "a whole number of bytes above 0")),
+        _ => return Err(refused("memory_size", memory_size, "a whole number of bytes above 0")),
     };
     let page_shift = match fields.get("page_shift") {
         None => DEFAULT_PAGE_SHIFT,
         Some(given) => match given.as_u64() {
             Some(shift) => values::page_shift(shift)?,
-            None => return Err(Error::argument("page_shift", given, "a whole number, 10 to 30")),
+            None => return Err(refused("page_shift", given, "a whole number, 10 to 30")),
         },
     };
     if memory_size >> page_shift == 0 {
@@ -118,6 +118,11 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
         return Err(Error::argument("memory_size", memory_size, allowed));
     }
     Ok(PoolConfig { memory_size, page_shift })
+}
+
+#[cold]
+fn refused(name: &str, value: &Value, allowed: &str) -> Error {
+    Error::argument(name, clipped(&value.to_string()), allowed)
 }
 
 fn flag(key: &str, text: Option<&str>) -> Result<bool> {

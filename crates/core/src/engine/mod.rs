@@ -20,7 +20,7 @@ use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
 use crate::error::{Error, Result};
 use crate::id::Deadline;
-use crate::mem::Tensors;
+use crate::mem::{Access, Tensors};
 use crate::plan::CopyPlan;
 
 /// What a copy did.
@@ -92,8 +92,8 @@ impl CopyEngine {
         deadline: Deadline,
     ) -> Result<Outcome> {
         let route = route::choose(&self.devices, src, dst, self.swap_in)?;
-        src.0.check_mapped()?;
-        dst.0.check_mapped()?;
+        src.0.check_mapped(Access::Read)?;
+        dst.0.check_mapped(Access::Write)?;
         let bytes = plan.bytes();
         let done = Arc::new(AtomicU64::new(0));
         let copy = wave::Copying {

@@ -67,7 +67,12 @@ impl RingOwner {
             let _ = drained.send(Ok(buffer));
         }
         let (stage, buffers) = (copying.clone(), loan.buffers.clone());
-        workers.spawn(move || drain(&stage, &buffers, &to_drain, &drained));
+        workers.spawn(move || {
+            drain(&stage, &buffers, &to_drain, &drained);
+            // The sender goes last: its end says that nothing of the copy is held here any more.
+            drop((stage, buffers));
+            drop(drained);
+        });
         let fed = fill(copying, &loan.buffers, block_bytes, &filled, &free, deadline);
         // Tells the draining stage that nothing follows; it then drops its sender, which ends the wait below.
         drop(filled);
@@ -170,10 +175,14 @@ fn drain(copying: &Copying, buffers: &Tensors, to_drain: &Receiver<Filled>, drai
     }
 }
 
+/// A buffer to fill. The limit holds also while buffers come back at once.
 fn next_free(free: &Receiver<Result<usize>>, deadline: Deadline) -> Result<usize> {
-    match free.recv_timeout(deadline.left()) {
+    let left = deadline.left();
+    let too_late = || deadline.error("copying through the swap-in ring");
+    match free.recv_timeout(left) {
+        Ok(Ok(_)) if left.is_zero() => Err(too_late()),
         Ok(buffer) => buffer,
-        Err(RecvTimeoutError::Timeout) => Err(deadline.error("copying through the swap-in ring")),
+        Err(RecvTimeoutError::Timeout) => Err(too_late()),
         Err(RecvTimeoutError::Disconnected) => Err(ended_early()),
     }
 }

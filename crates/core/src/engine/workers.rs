@@ -5,8 +5,7 @@
 //! the job when no unit is left, and waits only for those still inside. Not for: what a unit does (`wave`, `ring`).
 
 use std::num::NonZero;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::thread::available_parallelism;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -14,6 +13,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
 
 /// Work that can be cut into units which may run in any order and at the same time.
 pub trait Work: Send + Sync + 'static {
@@ -64,44 +64,45 @@ impl Workers {
     /// deadline has passed, no further unit is started.
     pub fn run(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
         let job = Arc::new(Job {
-            work,
             units,
             deadline,
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
-            state: Mutex::new(State::default()),
+            state: Mutex::new(State { work: Some(work), inside: 0, failure: None }),
             left: Condvar::new(),
         });
         for _ in 1..self.count.min(units) {
             let job = job.clone();
             self.pool.spawn(move || job.help());
         }
+        // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
+        let closing = Closing(&job);
         job.help();
-        job.close()
+        drop(closing);
+        job.outcome()
     }
 }
 
 struct Job<W> {
-    work: Arc<W>,
     units: usize,
     deadline: Deadline,
     next: AtomicUsize,
     stop: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<State<W>>,
     left: Condvar,
 }
 
-#[derive(Default)]
-struct State {
+struct State<W> {
+    /// Gone once the job is closed, so that a worker that comes late finds nothing and keeps nothing alive.
+    work: Option<Arc<W>>,
     inside: usize,
-    closed: bool,
     failure: Option<Error>,
 }
 
 impl<W: Work> Job<W> {
     /// Takes units until there are none, unless the job is already closed.
     fn help(&self) {
-        let Some(inside) = Inside::enter(self) else { return };
+        let Some(mut inside) = Inside::enter(self) else { return };
         while !self.stop.load(Ordering::Relaxed) {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.units {
@@ -109,45 +110,64 @@ impl<W: Work> Job<W> {
             }
             // The first unit of all runs even if the deadline is very short: a small copy never times out spuriously.
             let in_time = if index == 0 { Ok(()) } else { self.deadline.check("copying") };
-            if let Err(error) = in_time.and_then(|()| self.work.unit(index)) {
+            if let Err(error) = in_time.and_then(|()| inside.unit(index)) {
                 inside.fail(error);
             }
         }
-    }
-
-    /// Lets nobody in any more, waits for those inside, and returns the first failure.
-    fn close(&self) -> Result<()> {
-        let mut state = self.locked();
-        state.closed = true;
-        while state.inside > 0 {
-            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.failure.take().map_or(Ok(()), Err)
+        inside.done = true;
     }
 }
 
 impl<W> Job<W> {
-    fn locked(&self) -> MutexGuard<'_, State> {
+    /// Lets nobody in any more and waits for those inside.
+    fn close(&self) {
+        let mut state = self.locked();
+        state.work = None;
+        while state.inside > 0 {
+            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The first failure.
+    fn outcome(&self) -> Result<()> {
+        self.locked().failure.take().map_or(Ok(()), Err)
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State<W>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A worker inside a job. Leaves on drop, also when the work panics: then the job has failed.
-struct Inside<'a, W> {
-    job: &'a Job<W>,
+struct Closing<'a, W>(&'a Job<W>);
+
+impl<W> Drop for Closing<'_, W> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
-impl<'a, W> Inside<'a, W> {
+/// A worker inside a job. Leaves on drop; if it did not say that it is done, its work panicked and the job has failed.
+struct Inside<'a, W> {
+    job: &'a Job<W>,
+    work: Option<Arc<W>>,
+    done: bool,
+}
+
+impl<'a, W: Work> Inside<'a, W> {
     fn enter(job: &'a Job<W>) -> Option<Self> {
         let mut state = job.locked();
-        if state.closed {
-            return None;
-        }
+        let work = state.work.clone()?;
         state.inside += 1;
         drop(state);
-        Some(Inside { job })
+        Some(Inside { job, work: Some(work), done: false })
     }
 
+    fn unit(&self, index: usize) -> Result<()> {
+        self.work.as_ref().map_or(Ok(()), |work| work.unit(index))
+    }
+}
+
+impl<W> Inside<'_, W> {
     fn fail(&self, error: Error) {
         self.job.stop.store(true, Ordering::Relaxed);
         self.job.locked().failure.get_or_insert(error);
@@ -156,9 +176,11 @@ impl<'a, W> Inside<'a, W> {
 
 impl<W> Drop for Inside<'_, W> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if !self.done {
             self.fail(Error::new(ErrorKind::System, "a copy worker panicked"));
         }
+        // Before leaving: once nobody is inside, nothing of the work is held any more.
+        self.work = None;
         let mut state = self.job.locked();
         state.inside -= 1;
         if state.inside == 0 {
@@ -166,3 +188,7 @@ impl<W> Drop for Inside<'_, W> {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "../../../../tests/rust/loom_job.rs"]
+mod loom_job;

@@ -18,4 +18,4 @@ mod smaps;
 mod tensors;
 
 pub use region::{HugePages, Region};
-pub use tensors::{Adopted, Tensors, Window};
+pub use tensors::{Access, Adopted, Tensors, Window};

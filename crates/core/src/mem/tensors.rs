@@ -59,8 +59,17 @@ pub struct Tensors {
 
 enum Memory {
     Carved(Arc<Region>),
-    /// Set by the first copy: whether the process maps the addresses at all.
-    Adopted(OnceLock<Option<u64>>),
+    /// Set by the first copy that reads, and by the first that writes: where the addresses are not mapped so.
+    Adopted([OnceLock<Option<u64>>; 2]),
+}
+
+/// What a copy does with memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads it.
+    Read,
+    /// Writes it.
+    Write,
 }
 
 impl Tensors {
@@ -89,7 +98,7 @@ impl Tensors {
         Tensors {
             tensor_bytes: adopted.side.geometry.tensor_bytes(),
             addrs: adopted.addrs,
-            memory: Memory::Adopted(OnceLock::new()),
+            memory: Memory::Adopted(Default::default()),
             _owner: None,
         }
     }
@@ -116,21 +125,17 @@ impl Tensors {
     }
 
     /// `Err` if adopted addresses are not mapped in this process: the reason, instead of a fault in the middle of a
-    /// copy. Asked of the kernel once, by the first copy; later unmapping breaks the promise of [`Adopted`].
-    pub fn check_mapped(&self) -> Result<()> {
+    /// copy. Asked of the kernel by the first copy of each kind; unmapping later breaks the promise of [`Adopted`].
+    pub fn check_mapped(&self, access: Access) -> Result<()> {
         let Memory::Adopted(known) = &self.memory else { return Ok(()) };
-        let unmapped = known.get_or_init(|| {
+        let unmapped = known[access as usize].get_or_init(|| {
             let ranges: Vec<_> = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes)).collect();
-            smaps::first_unmapped(&ranges, true)
+            smaps::first_unmapped(&ranges, access == Access::Write)
         });
-        match unmapped {
-            None => Ok(()),
-            Some(addr) => {
-                let text =
-                    format!("registered memory is not mapped readable and writable here, from {addr:#x} on");
-                Err(Error::new(ErrorKind::InvalidArgument, text).with("tensor_bytes", self.tensor_bytes))
-            }
-        }
+        let Some(addr) = unmapped else { return Ok(()) };
+        let way = if access == Access::Write { "writable" } else { "readable" };
+        let text = format!("registered memory is not mapped {way} in this process, from {addr:#x} on");
+        Err(Error::new(ErrorKind::InvalidArgument, text).with("tensor_bytes", self.tensor_bytes))
     }
 
     /// `len` bytes of one tensor from `offset` on. `Err` if they are not all inside it.

@@ -155,18 +155,26 @@ pub struct Table {
 #[derive(Debug, Default)]
 struct State {
     last_id: i64,
-    caches: HashMap<CacheId, Slot>,
-    keys: HashMap<CacheKey, (CacheId, u32)>,
+    ids: HashMap<CacheId, Place>,
+    /// The place of its cache, and the row in it.
+    keys: HashMap<CacheKey, (Place, u32)>,
+    slots: Vec<Option<Slot>>,
+    free: Vec<Place>,
 }
+
+/// Index of a slot. Keys and ids lead to a place, not to each other, so a look-up is one hash and one index.
+type Place = u32;
 
 #[derive(Debug)]
 struct Slot {
     cache: Arc<Cache>,
     /// The reference by id: true until the cache is deallocated.
     held: bool,
-    /// The key of each row, as far as one was given.
-    keys: Box<[Option<CacheKey>]>,
+    /// How many keys name it.
     bound: u32,
+    /// The key each row was given. Removing a key leaves it here, to save touching this list: an entry counts only if
+    /// `keys` still leads from it to this row.
+    keys: Box<[Option<CacheKey>]>,
 }
 
 /// How many of each a table holds.
@@ -211,33 +219,39 @@ impl Table {
     ) -> Result<Arc<Cache>> {
         let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
         let mut by_row = vec![None; usize::try_from(rows).unwrap_or(0)].into_boxed_slice();
+        for &(row, key) in keys {
+            by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
+        }
         // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
         if taken == Taken::Refuse
-            && let Some((_, key)) = keys.iter().find(|(_, key)| state.keys.contains_key(key))
+            && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
             let text = format!("{key} already names a live cache");
-            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", state.keys[key].0));
+            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", other.cache.id));
+        }
+        for &(_, key) in keys {
+            released.extend(state.unbind(key));
         }
         let id = CacheId(state.last_id + 1);
         state.last_id = id.0;
-        for &(row, key) in keys {
-            released.extend(state.unbind(key));
-            let index = u32::try_from(row).unwrap_or(u32::MAX);
-            state.keys.insert(key, (id, index));
-            by_row[index as usize] = Some(key);
-        }
         let cache = Arc::new(build(id));
         let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
-        state.caches.insert(id, Slot { cache: cache.clone(), held: true, keys: by_row, bound });
+        let place = state.place(Slot { cache: cache.clone(), held: true, bound, keys: by_row });
+        state.ids.insert(id, place);
+        for &(row, key) in keys {
+            state.keys.insert(key, (place, u32::try_from(row).unwrap_or(u32::MAX)));
+        }
         drop(state);
         Ok(cache)
     }
 
     /// The cache of an id.
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
-        match self.locked().caches.get(&id) {
+        let state = self.locked();
+        let found = state.ids.get(&id).and_then(|&place| state.slot(place));
+        match found {
             Some(slot) => Ok(slot.cache.clone()),
             None => Err(Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)),
         }
@@ -246,8 +260,7 @@ impl Table {
     /// The cache and row a key names.
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.locked();
-        let found =
-            state.keys.get(&key).and_then(|&(id, row)| Some((state.caches.get(&id)?.cache.clone(), row)));
+        let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
         found.ok_or_else(|| Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}")))
     }
 
@@ -255,15 +268,14 @@ impl Table {
     /// with its key. Unknown ids and registered caches: nothing to do (python-api.md §7.2, §7.4).
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.locked();
-        let Some(slot) = state.caches.get_mut(&id) else { return };
-        if slot.cache.origin != Origin::Allocated {
+        let Some(&place) = state.ids.get(&id) else { return };
+        let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin == Origin::Allocated) else {
             return;
-        }
+        };
         slot.held = false;
-        let kind = slot.cache.kind();
-        let released = match kind {
-            CacheKind::Batch => state.settle(id),
-            CacheKind::Blocks => state.remove(id),
+        let released = match slot.cache.kind() {
+            CacheKind::Batch => state.settle(place),
+            CacheKind::Blocks => state.remove(place),
         };
         drop(state);
         drop(released);
@@ -273,11 +285,7 @@ impl Table {
     /// of registered caches: nothing to do (python-api.md §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.locked();
-        let allocated = state
-            .keys
-            .get(&key)
-            .and_then(|(id, _)| state.caches.get(id))
-            .is_some_and(|slot| slot.cache.origin == Origin::Allocated);
+        let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
         drop(state);
         drop(released);
@@ -286,8 +294,9 @@ impl Table {
     /// Removes a registered cache and its keys. Unknown and allocated ids: nothing to do (python-api.md §7.8).
     pub fn unregister(&self, id: CacheId) {
         let mut state = self.locked();
-        let registered = state.caches.get(&id).is_some_and(|slot| slot.cache.origin == Origin::Registered);
-        let released = if registered { state.remove(id) } else { None };
+        let Some(&place) = state.ids.get(&id) else { return };
+        let registered = state.slot(place).is_some_and(|slot| slot.cache.origin == Origin::Registered);
+        let released = if registered { state.remove(place) } else { None };
         drop(state);
         drop(released);
     }
@@ -296,7 +305,7 @@ impl Table {
     #[must_use]
     pub fn state(&self) -> TableState {
         let state = self.locked();
-        TableState { caches: state.caches.len() as u64, keys: state.keys.len() as u64 }
+        TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
@@ -306,28 +315,61 @@ impl Table {
 }
 
 impl State {
+    fn slot(&self, place: Place) -> Option<&Slot> {
+        self.slots.get(place as usize)?.as_ref()
+    }
+
+    fn slot_mut(&mut self, place: Place) -> Option<&mut Slot> {
+        self.slots.get_mut(place as usize)?.as_mut()
+    }
+
+    fn named(&self, key: CacheKey) -> Option<(&Slot, u32)> {
+        let &(place, row) = self.keys.get(&key)?;
+        Some((self.slot(place)?, row))
+    }
+
+    fn place(&mut self, slot: Slot) -> Place {
+        if let Some(place) = self.free.pop() {
+            self.slots[place as usize] = Some(slot);
+            return place;
+        }
+        self.slots.push(Some(slot));
+        // A slot takes more than 32 bytes, so 2^32 of them do not fit the memory of any machine this runs on.
+        Place::try_from(self.slots.len() - 1).unwrap_or(Place::MAX)
+    }
+
     /// Takes a key away; returns the cache if that was its last reference.
     fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
-        let (id, row) = self.keys.remove(&key)?;
-        let slot = self.caches.get_mut(&id)?;
-        slot.keys[row as usize] = None;
-        slot.bound -= 1;
-        self.settle(id)
+        let (place, _) = self.keys.remove(&key)?;
+        self.slot_mut(place)?.bound -= 1;
+        self.settle(place)
     }
 
     /// Removes an allocated cache that nobody refers to any more.
-    fn settle(&mut self, id: CacheId) -> Option<Slot> {
-        let slot = self.caches.get(&id)?;
+    fn settle(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.slot(place)?;
         let gone = slot.cache.origin == Origin::Allocated && !slot.held && slot.bound == 0;
-        if gone { self.caches.remove(&id) } else { None }
+        if gone { self.take(place) } else { None }
     }
 
     /// Removes a cache and all its keys.
-    fn remove(&mut self, id: CacheId) -> Option<Slot> {
-        let slot = self.caches.remove(&id)?;
-        for key in slot.keys.iter().flatten() {
-            self.keys.remove(key);
+    fn remove(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.take(place)?;
+        for (row, key) in slot.keys.iter().enumerate() {
+            if let Some(key) = key
+                && let Some(&(named, at)) = self.keys.get(key)
+                && (named, at as usize) == (place, row)
+            {
+                self.keys.remove(key);
+            }
         }
+        Some(slot)
+    }
+
+    fn take(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.slots.get_mut(place as usize)?.take()?;
+        self.ids.remove(&slot.cache.id);
+        self.free.push(place);
         Some(slot)
     }
 }

@@ -5,11 +5,12 @@
 //! once, so two calls never wait for each other in a circle. Not for: keeping the memory alive, which the `Arc` of the
 //! cache in each pin does.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use super::Cache;
 use crate::error::Result;
 use crate::id::Deadline;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// A row held by one writer; any other number counts its readers.
 const WRITER: u32 = u32::MAX;

@@ -1,0 +1,15 @@
+//! The locks and counters of `table::pin` and `engine::workers`: the standard ones, or loom's where its model runs them
+//! (`--cfg loom`; `tests/rust/loom_pin.rs`, `tests/rust/loom_job.rs`).
+//!
+//! Not for: anything else; a lock that no model looks at comes from `std`.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::{
+    Condvar, Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+#[cfg(not(loom))]
+pub(crate) use std::sync::{
+    Condvar, Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};

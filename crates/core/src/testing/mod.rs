@@ -1,0 +1,87 @@
+//! For tests and benches (feature `testing`), never for a release build: the naive twin that judges the engine.
+//!
+//! The fake device is `device::sim`. Not for: fixtures of one test file (`tests/rust/common.rs`).
+//!
+//! # What must not compile
+//!
+//! Each promise of `mem` that is a type is held here by a program that breaks it. The first one compiles, so that the
+//! others fail for what they break and not for a misspelt name.
+//!
+//! ```
+//! use llm_datadist_core::mem::kernel::Kernel;
+//! use llm_datadist_core::mem::{Adopted, Tensors, Window};
+//! use llm_datadist_core::{CacheDesc, CacheKind, DataType, Placement};
+//! let bytes = vec![0u8; 4];
+//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host };
+//! // SAFETY: `bytes` outlives everything made from the value.
+//! let adopted = unsafe { Adopted::new(&desc, CacheKind::Batch, &[bytes.as_ptr() as u64]) }.unwrap();
+//! let tensors: Tensors = Tensors::adopted(adopted);
+//! let window: Window<'_> = tensors.window(0, 0, 4).unwrap();
+//! assert_eq!(window.len(), 4);
+//! let _: (Kernel, Option<Kernel>) = (Kernel::PLAIN, Kernel::streaming());
+//! ```
+//!
+//! Foreign memory needs the word `unsafe`:
+//!
+//! ```compile_fail,E0133
+//! use llm_datadist_core::{Adopted, CacheDesc, CacheKind, DataType, Placement};
+//! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host };
+//! let _ = Adopted::new(&desc, CacheKind::Batch, &[4096]);
+//! ```
+//!
+//! A window does not outlive what it was cut from:
+//!
+//! ```compile_fail,E0505
+//! use llm_datadist_core::mem::{Tensors, Window};
+//! fn keep(tensors: Tensors) -> u64 {
+//!     let window: Window<'_> = tensors.window(0, 0, 1).unwrap();
+//!     drop(tensors);
+//!     window.addr()
+//! }
+//! ```
+//!
+//! The bounds of a window cannot be written, and none can be made of numbers:
+//!
+//! ```compile_fail,E0616
+//! use llm_datadist_core::mem::Window;
+//! fn widen(mut window: Window<'_>) {
+//!     window.len = u64::MAX;
+//! }
+//! ```
+//!
+//! ```compile_fail,E0451
+//! use llm_datadist_core::mem::Window;
+//! let _ = Window { addr: 0, len: 8, host: true, tensors: std::marker::PhantomData };
+//! ```
+//!
+//! The streaming kernel is only had from the CPU that has it:
+//!
+//! ```compile_fail,E0423
+//! use llm_datadist_core::mem::kernel::Kernel;
+//! let _ = Kernel(0);
+//! ```
+//!
+//! Adopted memory and pins have one owner:
+//!
+//! ```compile_fail,E0599
+//! use llm_datadist_core::Adopted;
+//! fn twice(adopted: &Adopted) -> Adopted {
+//!     <Adopted as Clone>::clone(adopted)
+//! }
+//! ```
+//!
+//! ```compile_fail,E0308
+//! use llm_datadist_core::table::Pin;
+//! fn twice(pin: &Pin) -> Pin {
+//!     pin.clone()
+//! }
+//! ```
+//!
+//! A checked geometry cannot be made up:
+//!
+//! ```compile_fail,E0451
+//! use llm_datadist_core::Geometry;
+//! let _ = Geometry { num_tensors: 1, rows: 1, row_bytes: u64::MAX };
+//! ```
+
+pub mod oracle;

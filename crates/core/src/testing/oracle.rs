@@ -1,0 +1,265 @@
+//! The naive twin: what every operation means, in the slowest and plainest code that says it.
+//!
+//! Bytes are vectors, keys are lists, sums are 128 bits wide, pairs are copied one after the other. Nothing here is
+//! shared with the engine but words. It is run through the same cases as the engine (`tests/rust/engine.rs`), so the
+//! judge is judged too. Not for: speed, threads, deadlines.
+
+use crate::check::CopyArgs;
+use crate::desc::{CacheKind, Placement};
+use crate::error::ErrorKind;
+use crate::keys::CacheKey;
+
+/// A cache as its bytes, one vector per tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TwinCache {
+    /// Which pool.
+    pub placement: Placement,
+    /// How rows are read.
+    pub kind: CacheKind,
+    /// Rows of each tensor.
+    pub rows: usize,
+    /// The bytes.
+    pub tensors: Vec<Vec<u8>>,
+}
+
+impl TwinCache {
+    fn row_bytes(&self) -> usize {
+        self.tensors[0].len() / self.rows
+    }
+}
+
+/// Caches by number, and the operations that move bytes between them.
+#[derive(Clone, Debug, Default)]
+pub struct Twin {
+    /// The caches, numbered from 0.
+    pub caches: Vec<TwinCache>,
+}
+
+impl Twin {
+    /// The range of one slot, in every tensor (python-api.md §7.9).
+    pub fn copy_cache(&mut self, dst: usize, src: usize, args: CopyArgs) -> Result<(), ErrorKind> {
+        let (from, to) = (self.caches[src].clone(), &mut self.caches[dst]);
+        let (offset, size) = (i128::from(args.offset), i128::from(args.size));
+        let (src_slot, dst_slot) = (i128::from(args.src_batch_index), i128::from(args.dst_batch_index));
+        let (src_stride, dst_stride) = (wide(from.row_bytes()), wide(to.row_bytes()));
+        let size = if size == -1 { src_stride - offset } else { size };
+        let legal = (args.size == -1 || args.size > 0)
+            && from.tensors.len() == to.tensors.len()
+            && src_slot < wide(from.rows)
+            && dst_slot < wide(to.rows)
+            && (offset == 0 || (offset < src_stride && offset < dst_stride))
+            && offset + size <= src_stride
+            && offset + size <= dst_stride;
+        if !legal {
+            return Err(ErrorKind::InvalidArgument);
+        }
+        for (read, write) in from.tensors.iter().zip(&mut to.tensors) {
+            for byte in offset..offset + size {
+                write[narrow(dst_slot * dst_stride + byte)] = read[narrow(src_slot * src_stride + byte)];
+            }
+        }
+        Ok(())
+    }
+
+    /// The seed's `CopyKvCache`: from a device only.
+    pub fn copy_kv_cache(&mut self, src: usize, dst: usize, args: CopyArgs) -> Result<(), ErrorKind> {
+        match self.caches[src].placement {
+            Placement::Host => Err(ErrorKind::InvalidArgument),
+            Placement::Device => self.copy_cache(dst, src, args),
+        }
+    }
+
+    /// Pairs of blocks of one cache, one after the other (python-api.md §7.10).
+    pub fn copy_blocks(&mut self, cache: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
+        if self.caches[cache].kind != CacheKind::Blocks {
+            return Err(ErrorKind::InvalidArgument);
+        }
+        self.pairs(cache, cache, pairs)
+    }
+
+    /// Pairs of blocks of two caches, one after the other (python-api.md §7.11).
+    pub fn swap_blocks(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
+        let (from, to) = (&self.caches[src], &self.caches[dst]);
+        if from.kind != CacheKind::Blocks || to.kind != CacheKind::Blocks {
+            return Err(ErrorKind::InvalidArgument);
+        }
+        if from.row_bytes() != to.row_bytes() || from.tensors.len() != to.tensors.len() {
+            return Err(ErrorKind::Mismatch);
+        }
+        self.in_range(src, dst, pairs)?;
+        if from.placement == to.placement {
+            return Err(ErrorKind::Mismatch);
+        }
+        self.pairs(src, dst, pairs)
+    }
+
+    fn in_range(&self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
+        let inside =
+            |index: i64, cache: usize| (0..wide(self.caches[cache].rows)).contains(&i128::from(index));
+        match pairs.iter().all(|&(from, to)| inside(from, src) && inside(to, dst)) {
+            true => Ok(()),
+            false => Err(ErrorKind::InvalidArgument),
+        }
+    }
+
+    fn pairs(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
+        self.in_range(src, dst, pairs)?;
+        let bytes = self.caches[src].row_bytes();
+        for &(from, to) in pairs {
+            let (from, to) = (narrow(i128::from(from)) * bytes, narrow(i128::from(to)) * bytes);
+            for tensor in 0..self.caches[src].tensors.len() {
+                let block = self.caches[src].tensors[tensor][from..from + bytes].to_vec();
+                self.caches[dst].tensors[tensor][to..to + bytes].copy_from_slice(&block);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wide(value: usize) -> i128 {
+    i128::try_from(value).unwrap_or(i128::MAX)
+}
+
+fn narrow(value: i128) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}
+
+/// A cache as the table sees it: who holds it, by what names.
+#[derive(Clone, Debug)]
+pub struct TwinEntry {
+    /// The caller's number for it.
+    pub name: usize,
+    kind: CacheKind,
+    registered: bool,
+    pool_bytes: u64,
+    by_id: bool,
+    keys: Vec<(CacheKey, u32)>,
+}
+
+/// Which caches live and which key finds which row, as lists that are searched from the front.
+#[derive(Clone, Debug, Default)]
+pub struct TwinTable {
+    /// Bytes of the only pool.
+    capacity: u64,
+    entries: Vec<TwinEntry>,
+    names: usize,
+}
+
+impl TwinTable {
+    /// A table beside a pool of `capacity` bytes.
+    #[must_use]
+    pub fn new(capacity: u64) -> Self {
+        TwinTable { capacity, ..TwinTable::default() }
+    }
+
+    /// Bytes taken from the pool.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.entries.iter().map(|entry| entry.pool_bytes).sum()
+    }
+
+    /// Names of all that live.
+    #[must_use]
+    pub fn alive(&self) -> Vec<usize> {
+        self.entries.iter().map(|entry| entry.name).collect()
+    }
+
+    /// How many keys there are.
+    #[must_use]
+    pub fn keys(&self) -> usize {
+        self.entries.iter().map(|entry| entry.keys.len()).sum()
+    }
+
+    /// Cache and row of a key.
+    #[must_use]
+    pub fn find_key(&self, key: CacheKey) -> Option<(usize, u32)> {
+        self.entries.iter().find_map(|entry| {
+            let found = entry.keys.iter().find(|(known, _)| *known == key);
+            found.map(|&(_, row)| (entry.name, row))
+        })
+    }
+
+    /// python-api.md §7.1, §7.3, §12.2: memory, then keys; nothing of a refused one stays.
+    pub fn allocate(
+        &mut self,
+        kind: CacheKind,
+        rows: usize,
+        pool_bytes: u64,
+        keys: &[Option<CacheKey>],
+    ) -> Result<usize, ErrorKind> {
+        if keys.len() > rows {
+            return Err(ErrorKind::InvalidArgument);
+        }
+        if self.used_bytes() + pool_bytes > self.capacity {
+            return Err(ErrorKind::OutOfMemory);
+        }
+        if keys.iter().flatten().any(|&key| self.find_key(key).is_some()) {
+            return Err(ErrorKind::InvalidArgument);
+        }
+        Ok(self.enter(kind, false, pool_bytes, keys))
+    }
+
+    /// python-api.md §7.6, §7.7: no conflict; a key that named another cache names this one.
+    pub fn register(&mut self, kind: CacheKind, keys: &[Option<CacheKey>]) -> usize {
+        for key in keys.iter().flatten() {
+            for entry in &mut self.entries {
+                entry.keys.retain(|(known, _)| known != key);
+            }
+        }
+        let name = self.enter(kind, true, 0, keys);
+        self.sweep();
+        name
+    }
+
+    fn enter(
+        &mut self,
+        kind: CacheKind,
+        registered: bool,
+        pool_bytes: u64,
+        keys: &[Option<CacheKey>],
+    ) -> usize {
+        let name = self.names;
+        self.names += 1;
+        let mut bound: Vec<(CacheKey, u32)> = Vec::new();
+        for (row, key) in (0..).zip(keys) {
+            if let Some(key) = key {
+                bound.retain(|(known, _)| known != key);
+                bound.push((*key, row));
+            }
+        }
+        self.entries.push(TwinEntry { name, kind, registered, pool_bytes, by_id: true, keys: bound });
+        name
+    }
+
+    /// python-api.md §7.2, §7.4.
+    pub fn deallocate(&mut self, name: usize) {
+        for entry in &mut self.entries {
+            if entry.name == name && !entry.registered {
+                entry.by_id = false;
+                if entry.kind == CacheKind::Blocks {
+                    entry.keys.clear();
+                }
+            }
+        }
+        self.sweep();
+    }
+
+    /// python-api.md §7.5.
+    pub fn remove_key(&mut self, key: CacheKey) {
+        for entry in &mut self.entries {
+            if !entry.registered {
+                entry.keys.retain(|(known, _)| *known != key);
+            }
+        }
+        self.sweep();
+    }
+
+    /// python-api.md §7.8.
+    pub fn unregister(&mut self, name: usize) {
+        self.entries.retain(|entry| entry.name != name || !entry.registered);
+    }
+
+    fn sweep(&mut self) {
+        self.entries.retain(|entry| entry.registered || entry.by_id || !entry.keys.is_empty());
+    }
+}

@@ -1,0 +1,176 @@
+//! Frozen handles on caches: the one of a CPU cache, and views of single tensors.
+//!
+//! Not for: the public `Cache` class (the Python front), or raw pointers (`raw`).
+
+use std::sync::Arc;
+
+use llm_datadist_core::{Cache, CacheKind, DataType, End, Error, ErrorKind, Result};
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::convert;
+use crate::door::Held;
+use crate::error::raise;
+use crate::raw::{self, DL_CPU};
+
+/// The engine's view of a CPU cache: memory of the caller's, known to no engine.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct LooseCache {
+    cache: Held<Cache>,
+}
+
+#[pymethods]
+impl LooseCache {
+    #[new]
+    fn new(cache_desc: &Bound<'_, PyAny>, addrs: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let addrs = convert::addresses("addrs", addrs)?;
+        let adopted = raw::adopt(&convert::desc(cache_desc)?, CacheKind::Blocks, &addrs);
+        let adopted = adopted.map_err(|error| raise(cache_desc.py(), &error))?;
+        Ok(LooseCache { cache: Held::new(Cache::loose(adopted)) })
+    }
+}
+
+impl LooseCache {
+    /// The cache as one end of a copy.
+    pub(crate) fn end(&self) -> Result<End> {
+        self.cache.get().cloned().map(End::Loose)
+    }
+}
+
+/// One tensor of a cache, without a copy. The memory stays as long as the view, or any array made from it, lives.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct TensorView {
+    cache: Held<Cache>,
+    index: usize,
+}
+
+impl TensorView {
+    /// A view of every tensor of `cache`.
+    pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
+        if !cache.tensors().host_addressable() {
+            let text = "the tensors are in memory that the CPU cannot address";
+            return Err(Error::new(ErrorKind::NotEnabled, text));
+        }
+        Ok((0..cache.addrs().len())
+            .map(|index| TensorView { cache: Held::new(cache.clone()), index })
+            .collect())
+    }
+
+    fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {
+        self.cache.get().map_err(|error| raise(py, &error))
+    }
+}
+
+#[pymethods]
+impl TensorView {
+    #[getter]
+    fn shape(&self, py: Python<'_>) -> PyResult<Vec<i64>> {
+        Ok(self.cache(py)?.shape().to_vec())
+    }
+
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.cache(py)?.addrs()[self.index])
+    }
+
+    #[getter]
+    fn nbytes(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.cache(py)?.geometry().tensor_bytes())
+    }
+
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let cache = self.cache(py)?;
+        let interface = PyDict::new(py);
+        interface.set_item("version", 3)?;
+        interface.set_item("shape", PyTuple::new(py, cache.shape())?)?;
+        interface.set_item("typestr", typestr(cache.data_type())?)?;
+        interface.set_item("data", (cache.addrs()[self.index], false))?;
+        Ok(interface)
+    }
+
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if stream.is_some() || dl_device.is_some_and(|device| device != DL_CPU) || copy == Some(true) {
+            return Err(PyBufferError::new_err(
+                "a view is memory of the CPU: no stream, no other device, no copy",
+            ));
+        }
+        let cache = self.cache(py)?;
+        let element = dlpack_type(cache.data_type())?;
+        raw::capsule(py, cache, self.index, element, max_version.is_some_and(|(major, _)| major >= 1))
+    }
+
+    #[expect(clippy::unused_self, reason = "a method in the protocol")]
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        DL_CPU
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let cache = self.cache(py)?;
+        let (name, address) = (cache.data_type().name(), cache.addrs()[self.index]);
+        Ok(format!("TensorView(shape={:?}, data_type=DataType.{name}, address={address:#x})", cache.shape()))
+    }
+}
+
+#[cold]
+fn no_type(data_type: DataType, protocol: &str) -> PyErr {
+    PyTypeError::new_err(format!("{protocol} has no element type for DataType.{}", data_type.name()))
+}
+
+/// numpy's name of an element type. It has none for brain floats, whose 16 bits show as an unsigned integer.
+fn typestr(data_type: DataType) -> PyResult<&'static str> {
+    Ok(match data_type {
+        DataType::Float => "<f4",
+        DataType::Float16 => "<f2",
+        DataType::Int8 => "|i1",
+        DataType::Int16 => "<i2",
+        DataType::Uint16 | DataType::Bf16 => "<u2",
+        DataType::Uint8 => "|u1",
+        DataType::Int32 => "<i4",
+        DataType::Int64 => "<i8",
+        DataType::Uint32 => "<u4",
+        DataType::Uint64 => "<u8",
+        DataType::Bool => "|b1",
+        DataType::Double => "<f8",
+        DataType::String => return Err(no_type(data_type, "numpy's array interface")),
+    })
+}
+
+/// `DLPack`'s type code of an element type, and its bits.
+fn dlpack_type(data_type: DataType) -> PyResult<raw::Element> {
+    const INT: u8 = 0;
+    const UINT: u8 = 1;
+    const FLOAT: u8 = 2;
+    const BFLOAT: u8 = 4;
+    const BOOL: u8 = 6;
+    let (code, bits) = match data_type {
+        DataType::Float => (FLOAT, 32),
+        DataType::Float16 => (FLOAT, 16),
+        DataType::Bf16 => (BFLOAT, 16),
+        DataType::Int8 => (INT, 8),
+        DataType::Int16 => (INT, 16),
+        DataType::Uint16 => (UINT, 16),
+        DataType::Uint8 => (UINT, 8),
+        DataType::Int32 => (INT, 32),
+        DataType::Int64 => (INT, 64),
+        DataType::Uint32 => (UINT, 32),
+        DataType::Uint64 => (UINT, 64),
+        DataType::Bool => (BOOL, 8),
+        DataType::Double => (FLOAT, 64),
+        DataType::String => return Err(no_type(data_type, "DLPack")),
+    };
+    Ok(raw::Element { code, bits, lanes: 1 })
+}

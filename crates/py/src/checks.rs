@@ -1,0 +1,224 @@
+//! Validators that Python calls: those of `llm_datadist.utils.utils`, and the rules its value classes share with `init`.
+//!
+//! Not for: rules of their own. Types and widths come from `convert`, meanings from `core::check`.
+
+use llm_datadist_core::{Result, check};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyInt, PyType};
+
+use crate::convert::{self, inner_only_support, int, only_support};
+use crate::error::raise;
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// The classes of an argument that takes one class, or a list or tuple of them.
+fn classes<'py>(given: &Any<'py>) -> PyResult<Vec<Bound<'py, PyType>>> {
+    match given.cast::<PyType>() {
+        Ok(class) => Ok(vec![class.clone()]),
+        Err(_) => given.extract(),
+    }
+}
+
+/// The names of `classes` in square brackets and quotes.
+fn names(classes: &[Bound<'_, PyType>]) -> PyResult<String> {
+    let names: Vec<String> =
+        classes.iter().map(|class| Ok(format!("'{}'", class.name()?))).collect::<PyResult<_>>()?;
+    Ok(format!("[{}]", names.join(", ")))
+}
+
+/// Whether `value` is an instance of one of `classes`; a `bool` only of `bool` itself (or `object`), never of `int`.
+fn belongs(value: &Any<'_>, classes: &[Bound<'_, PyType>]) -> PyResult<bool> {
+    let int_class = value.py().get_type::<PyInt>();
+    let is_bool = value.is_exact_instance_of::<PyBool>();
+    for class in classes {
+        if !(is_bool && class.is(&int_class)) && value.is_instance(class)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Returns `arg_value` unchanged if it belongs to `classes` and its elements, if asked for, to `inner_class`.
+#[pyfunction]
+#[pyo3(signature = (arg_name, arg_value, classes, inner_class=None, extra_fmt="", allow_none=true))]
+pub(crate) fn check_isinstance<'py>(
+    arg_name: &str,
+    arg_value: Any<'py>,
+    classes: &Any<'py>,
+    inner_class: Option<&Any<'py>>,
+    extra_fmt: &str,
+    allow_none: bool,
+) -> PyResult<Any<'py>> {
+    if arg_value.is_none() && allow_none {
+        return Ok(arg_value);
+    }
+    let allowed = self::classes(classes)?;
+    if !belongs(&arg_value, &allowed)? {
+        return Err(only_support(format_args!("{extra_fmt}{arg_name}"), names(&allowed)?, &arg_value));
+    }
+    if let Some(inner_class) = inner_class {
+        check_inner(arg_name, &arg_value, inner_class)?;
+    }
+    Ok(arg_value)
+}
+
+/// Every element of an iterable must belong to `inner_class`.
+#[pyfunction]
+pub(crate) fn check_inner(arg_name: &str, arg_value: &Any<'_>, inner_class: &Any<'_>) -> PyResult<()> {
+    let allowed = classes(inner_class)?;
+    for item in arg_value.try_iter()? {
+        let item = item?;
+        if !belongs(&item, &allowed)? {
+            return Err(inner_only_support(arg_name, names(&allowed)?, &item));
+        }
+    }
+    Ok(())
+}
+
+/// A dict whose keys, values and, if asked for, values' elements belong to these classes.
+#[pyfunction]
+#[pyo3(signature = (arg_name, arg_value, k_class, v_class, v_inner_class=None))]
+pub(crate) fn check_dict(
+    arg_name: &str,
+    arg_value: &Any<'_>,
+    k_class: &Any<'_>,
+    v_class: &Any<'_>,
+    v_inner_class: Option<&Any<'_>>,
+) -> PyResult<()> {
+    if arg_value.is_none() {
+        // A mapping would be asked for its items; `None` fails that as documented, with `AttributeError`.
+        arg_value.getattr("items")?;
+    }
+    let dict = arg_value.cast::<PyDict>().map_err(|_| only_support(arg_name, "['dict']", arg_value))?;
+    let (keys, values) = (classes(k_class)?, classes(v_class)?);
+    for (key, value) in dict.iter() {
+        if !belongs(&key, &keys)? {
+            return Err(only_support(format_args!("{arg_name} dict key"), names(&keys)?, &key));
+        }
+        if !belongs(&value, &values)? {
+            return Err(only_support(format_args!("{arg_name} dict value"), names(&values)?, &value));
+        }
+        if let Some(inner) = v_inner_class {
+            check_inner("dict value", &value, inner)?;
+        }
+    }
+    Ok(())
+}
+
+macro_rules! scalar_checks {
+    ($($(#[$doc:meta])* $name:ident: $int:ty;)*) => {
+        $($(#[$doc])*
+        #[pyfunction]
+        pub(crate) fn $name(arg_name: &str, arg_value: &Any<'_>) -> PyResult<()> {
+            int::<$int>(arg_name, arg_value).map(drop)
+        })*
+    };
+}
+
+scalar_checks! {
+    /// An integer from 0 to 2^8 - 1.
+    check_uint8: u8;
+    /// An integer from 0 to 2^16 - 1.
+    check_uint16: u16;
+    /// An integer from 0 to 2^32 - 1.
+    check_uint32: u32;
+    /// An integer from 0 to 2^64 - 1.
+    check_uint64: u64;
+    /// An integer from -2^31 to 2^31 - 1.
+    check_int32: i32;
+    /// An integer from -2^63 to 2^63 - 1.
+    check_int64: i64;
+}
+
+macro_rules! list_checks {
+    ($($(#[$doc:meta])* $name:ident: $int:ty;)*) => {
+        $($(#[$doc])*
+        #[pyfunction]
+        pub(crate) fn $name(arg_name: &str, arg_values: &Any<'_>) -> PyResult<()> {
+            for value in arg_values.try_iter()? {
+                int::<$int>(arg_name, &value?)?;
+            }
+            Ok(())
+        })*
+    };
+}
+
+list_checks! {
+    /// An iterable of integers from -2^31 to 2^31 - 1.
+    check_list_int32: i32;
+    /// An iterable of integers from -2^63 to 2^63 - 1.
+    check_list_int64: i64;
+    /// An iterable of integers from 0 to 2^64 - 1.
+    check_list_uint64: u64;
+}
+
+/// `default` for `None`; else the value, an integer from 0 to 2^63 - 1.
+#[pyfunction]
+#[pyo3(signature = (arg_name, arg_value, default=-1), text_signature = "(arg_name, arg_value, default=-1)")]
+pub(crate) fn check_positive_or_set_default(
+    arg_name: &str,
+    arg_value: &Any<'_>,
+    default: i64,
+) -> PyResult<i64> {
+    if arg_value.is_none() {
+        return Ok(default);
+    }
+    let value: i64 = int(arg_name, arg_value)?;
+    if value < 0 {
+        return Err(PyValueError::new_err(format!("{arg_name} = {value} is negative")));
+    }
+    Ok(value)
+}
+
+fn checked<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
+    result.map_err(|error| raise(py, &error))
+}
+
+/// The dimension indices of a `CacheDesc` of `rank` dimensions.
+#[pyfunction]
+pub(crate) fn check_dimensions(
+    rank: usize,
+    batch_dim_index: &Any<'_>,
+    seq_len_dim_index: i64,
+) -> PyResult<()> {
+    let index = convert::any_int("batch_dim_index", batch_dim_index)?;
+    checked(batch_dim_index.py(), check::dimensions(rank, index, seq_len_dim_index))
+}
+
+/// Bytes of one tensor.
+#[pyfunction]
+pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64> {
+    let bytes = llm_datadist_core::tensor_bytes(&convert::shape(shape)?, convert::data_type(data_type)?);
+    checked(shape.py(), bytes)
+}
+
+/// A device number: int32, 0 or above.
+#[pyfunction]
+pub(crate) fn check_device_id(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::device_id(int::<i32>("device_id", arg_value)?.into()))
+}
+
+/// Milliseconds: int32, above 0.
+#[pyfunction]
+pub(crate) fn check_sync_kv_timeout(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::sync_kv_timeout(int::<i32>("sync_kv_timeout", arg_value)?.into()))
+}
+
+/// Seconds: 0 to 2^32 - 1.
+#[pyfunction]
+pub(crate) fn check_link_total_time(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_total_time(convert::any_int("link_total_time", arg_value)?))
+}
+
+/// 1 to 100.
+#[pyfunction]
+pub(crate) fn check_link_retry_count(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_retry_count(convert::any_int("link_retry_count", arg_value)?))
+}
+
+/// A share: 0.0 to 1.0.
+#[pyfunction]
+pub(crate) fn check_mem_utilization(py: Python<'_>, arg_value: f64) -> PyResult<()> {
+    checked(py, check::mem_utilization(arg_value))
+}

@@ -1,0 +1,338 @@
+//! Python values → core structs. The right type and the right width, or `TypeError` / `ValueError`.
+//!
+//! Not for: meaning (`core::check`). A `bool` is not an integer anywhere. `None` where an object of the front is wanted
+//! passes the type test and fails at the first attribute, as `AttributeError` (python-api.md §0.3).
+
+use std::fmt::Display;
+
+use llm_datadist_core::{
+    CacheDesc, CacheId, CacheKey, CacheKind, DataType, End, Error, ErrorKind, Placement, check,
+};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple, PyType};
+
+use crate::cache::LooseCache;
+use crate::datadist::DataDist;
+use crate::error::{invalid, raise};
+use crate::front::Front;
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// The `TypeError` for a value of the wrong type; clients match the words `only support`.
+#[cold]
+pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &Any<'_>) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{name} only support {allowed}, but the actual type is {}",
+        value.get_type()
+    ))
+}
+
+/// The `TypeError` for an element of the wrong type; clients match the words `inner type only support`.
+#[cold]
+pub(crate) fn inner_only_support(name: &str, allowed: impl Display, value: &Any<'_>) -> PyErr {
+    only_support(format_args!("{name} inner type"), allowed, value)
+}
+
+/// Whether `value` is an integer and not a `bool`.
+pub(crate) fn is_int(value: &Any<'_>) -> bool {
+    value.is_instance_of::<PyInt>() && !value.is_exact_instance_of::<PyBool>()
+}
+
+/// A machine width of the public API.
+pub(crate) trait Width: for<'a, 'py> FromPyObject<'a, 'py> + Display {
+    /// Its public name.
+    const NAME: &'static str;
+    /// Its least value.
+    const MIN: Self;
+    /// Its greatest value.
+    const MAX: Self;
+}
+
+macro_rules! widths {
+    ($($int:ty, $name:literal;)*) => {
+        $(impl Width for $int {
+            const NAME: &'static str = $name;
+            const MIN: Self = <$int>::MIN;
+            const MAX: Self = <$int>::MAX;
+        })*
+    };
+}
+
+widths! { u8, "uint8"; u16, "uint16"; u32, "uint32"; u64, "uint64"; i32, "int32"; i64, "int64"; }
+
+/// An integer of a stated width: `TypeError` if it is none, `ValueError` beyond the width.
+pub(crate) fn int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<T> {
+    if !is_int(value) {
+        return Err(only_support(name, "['int']", value));
+    }
+    value.extract().map_err(|_| {
+        let (low, high) = (T::MIN, T::MAX);
+        PyValueError::new_err(format!("{name} = {value} is outside {} ({low} to {high})", T::NAME))
+    })
+}
+
+/// The same, or `None`.
+pub(crate) fn optional_int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Option<T>> {
+    if value.is_none() { Ok(None) } else { int(name, value).map(Some) }
+}
+
+/// An integer without a stated width: `TypeError` if it is none, an argument error beyond what the engine can hold.
+pub(crate) fn any_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
+    if is_int(value) { held_int(name, value) } else { Err(only_support(name, "['int']", value)) }
+}
+
+fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
+    value.extract().map_err(|_| invalid(value.py(), name, value, "an integer of 64 bits"))
+}
+
+/// A `list` of addresses; a tuple is refused (python-api.md §4.3, §7.6).
+pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
+    let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
+    if let Some(other) = list.iter().find(|item| !is_int(item)) {
+        return Err(inner_only_support(name, "['int']", &other));
+    }
+    list.iter().map(|item| int(name, &item)).collect()
+}
+
+/// Whether `value` is an instance of a class of the front; exact instances answer without a lookup.
+fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
+    let class = class.bind(value.py());
+    Ok(value.get_type().is(class) || value.is_instance(class)?)
+}
+
+/// `value` must be `None` or an instance of the `class` of the front called `class_name`.
+fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
+    if value.is_none() || instance(value, class)? {
+        Ok(())
+    } else {
+        Err(only_support(name, format_args!("['{class_name}']"), value))
+    }
+}
+
+/// `cache_desc` must be a `CacheDesc`.
+pub(crate) fn desc_type(value: &Any<'_>) -> PyResult<()> {
+    typed("cache_desc", value, &Front::get(value.py())?.cache_desc, "CacheDesc")
+}
+
+/// What a `CacheDesc` says at this moment (`update_dim` may have changed its shape).
+pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
+    let py = value.py();
+    Ok(CacheDesc {
+        num_tensors: int("num_tensors", &value.getattr(intern!(py, "_num_tensors"))?)?,
+        shape: shape(&value.getattr(intern!(py, "_shape"))?)?,
+        data_type: data_type(&value.getattr(intern!(py, "_data_type"))?)?,
+        placement: placement(&value.getattr(intern!(py, "_placement"))?)?,
+    })
+}
+
+/// A list or tuple of dimensions.
+pub(crate) fn shape(value: &Any<'_>) -> PyResult<Vec<i64>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        list.iter().map(|dim| int("shape", &dim)).collect()
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        tuple.iter_borrowed().map(|dim| int("shape", &dim)).collect()
+    } else {
+        Err(only_support("shape", "['list', 'tuple']", value))
+    }
+}
+
+/// A member of `DataType`. A descriptor may be built without one; it is missed where a size is needed.
+pub(crate) fn data_type(value: &Any<'_>) -> PyResult<DataType> {
+    match Front::get(value.py())?.data_type(value) {
+        Some(data_type) => Ok(data_type),
+        None if value.is_none() => Err(invalid(value.py(), "data_type", value, "a member of DataType")),
+        None => Err(only_support("data_type", "['DataType']", value)),
+    }
+}
+
+fn placement(value: &Any<'_>) -> PyResult<Placement> {
+    Front::get(value.py())?.placement(value).ok_or_else(|| only_support("placement", "['Placement']", value))
+}
+
+/// `cache_key` must be a `CacheKey`.
+pub(crate) fn cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
+    typed("cache_key", value, &Front::get(value.py())?.cache_key, "CacheKey")?;
+    key(value)
+}
+
+/// `cache_keys` must be a list or tuple of `CacheKey`; a placeholder becomes `None`.
+pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
+    let class = &Front::get(value.py())?.cache_key;
+    let one = |item: Any<'_>| {
+        if instance(&item, class)? {
+            key(&item)
+        } else {
+            Err(inner_only_support("cache_keys", "['CacheKey']", &item))
+        }
+    };
+    if let Ok(tuple) = value.cast::<PyTuple>() {
+        tuple.iter().map(one).collect()
+    } else if let Ok(list) = value.cast::<PyList>() {
+        list.iter().map(one).collect()
+    } else {
+        Err(only_support("cache_keys", "['list', 'tuple']", value))
+    }
+}
+
+fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
+    let py = value.py();
+    Ok(CacheKey::new(
+        int("req_id", &value.getattr(intern!(py, "_req_id"))?)?,
+        int("prefix_id", &value.getattr(intern!(py, "_prefix_id"))?)?,
+        int("model_id", &value.getattr(intern!(py, "_model_id"))?)?,
+    ))
+}
+
+/// `blocks_cache_key` must be a `BlocksCacheKey` or `None`.
+pub(crate) fn blocks_cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
+    let py = value.py();
+    typed("blocks_cache_key", value, &Front::get(py)?.blocks_cache_key, "BlocksCacheKey")?;
+    if value.is_none() {
+        return Ok(None);
+    }
+    let model = int("model_id", &value.getattr(intern!(py, "_model_id"))?)?;
+    Ok(Some(CacheKey::Blocks { model }))
+}
+
+/// `remote_accessible` must be a `bool` or `None`.
+pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
+    if value.is_none() {
+        return Ok(None);
+    }
+    let flag = value.cast::<PyBool>().map_err(|_| only_support("remote_accessible", "['bool']", value))?;
+    Ok(Some(flag.is_true()))
+}
+
+/// The argument called `name` must be a `Cache`.
+pub(crate) fn cache_type(name: &str, value: &Any<'_>) -> PyResult<()> {
+    typed(name, value, &Front::get(value.py())?.cache, "Cache")
+}
+
+/// How the rows of a `Cache` are read.
+pub(crate) fn kind(cache: &Any<'_>) -> PyResult<CacheKind> {
+    let blocks: bool = cache.getattr(intern!(cache.py(), "_is_blocks_cache"))?.extract()?;
+    Ok(if blocks { CacheKind::Blocks } else { CacheKind::Batch })
+}
+
+/// The argument called `name` must be a continuous cache.
+pub(crate) fn batch_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
+    check::batch_cache(name, kind(cache)?).map_err(|error| raise(cache.py(), &error))
+}
+
+/// The argument called `name` must be a blocks cache.
+pub(crate) fn blocks_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
+    check::blocks_cache(name, kind(cache)?).map_err(|error| raise(cache.py(), &error))
+}
+
+/// The argument called `name` must be a continuous cache whose slots are its dimension 0: only those are contiguous
+/// (python-api.md §12.1).
+pub(crate) fn slots(name: &str, cache: &Any<'_>) -> PyResult<()> {
+    batch_cache(name, cache)?;
+    slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)
+}
+
+/// A `CacheDesc` whose slots are to be named must count them in dimension 0.
+pub(crate) fn slot_dim(desc: &Any<'_>) -> PyResult<()> {
+    let index = any_int("batch_dim_index", &desc.getattr(intern!(desc.py(), "_batch_dim_index"))?)?;
+    if index == 0 {
+        Ok(())
+    } else {
+        Err(invalid(desc.py(), "batch_dim_index", index, "0 where slots are named"))
+    }
+}
+
+/// The id of a `Cache`, if `engine` made it. Ids start over with every engine, so one of an engine that was finalized
+/// names nothing here.
+pub(crate) fn cache_id(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<Option<CacheId>> {
+    let py = engine.py();
+    let id = CacheId(int("cache_id", &cache.getattr(intern!(py, "_cache_id"))?)?);
+    let maker = cache.getattr(intern!(py, "_cache_manager"))?;
+    let own = maker.is_none() || maker.getattr(intern!(py, "_native"))?.is(engine);
+    Ok(own.then_some(id))
+}
+
+/// A `Cache` as one end of a copy: by its id, or by its own handle when it never had one (a CPU cache).
+pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
+    let py = engine.py();
+    if let Ok(loose) = cache.getattr(intern!(py, "_handle"))?.cast::<LooseCache>() {
+        return loose.get().end().map_err(|error| raise(py, &error));
+    }
+    match cache_id(engine, cache)? {
+        Some(id) => Ok(End::Managed(id)),
+        None => Err(raise(py, &Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine"))),
+    }
+}
+
+/// `{source: destination}`, or an integer array of such rows.
+pub(crate) fn block_pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
+    let mut pairs = Vec::with_capacity(dict.len());
+    for (src, dst) in dict.iter() {
+        pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
+    }
+    Ok(pairs)
+}
+
+/// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
+pub(crate) fn block_lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
+    let mut pairs = Vec::with_capacity(dict.len());
+    for (src, list) in dict.iter() {
+        let src = dict_key(name, &src)?;
+        let list = list
+            .cast::<PyList>()
+            .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
+        for dst in list.iter() {
+            if !is_int(&dst) {
+                return Err(inner_only_support("dict value", "['int']", &dst));
+            }
+            pairs.push((src, held_int(name, &dst)?));
+        }
+    }
+    Ok(pairs)
+}
+
+fn dict_key(name: &str, key: &Any<'_>) -> PyResult<i64> {
+    if is_int(key) {
+        held_int(name, key)
+    } else {
+        Err(only_support(format_args!("{name} dict key"), "['int']", key))
+    }
+}
+
+fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
+    if is_int(value) {
+        held_int(name, value)
+    } else {
+        Err(only_support(format_args!("{name} dict value"), "['int']", value))
+    }
+}
+
+/// The rows of an `(n, 2)` integer array: anything with `dtype`, `shape`, `astype` and `tobytes`, so numpy stays optional.
+fn rows(name: &str, array: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let py = array.py();
+    if array.is_none() {
+        // The call that a mapping would get: `None` fails it as documented, with `AttributeError`.
+        array.getattr(intern!(py, "items"))?;
+    }
+    let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", array);
+    let Some(dtype) = array.getattr_opt(intern!(py, "dtype"))? else { return Err(wrong()) };
+    let kind: char = dtype.getattr(intern!(py, "kind"))?.extract()?;
+    let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
+    if !matches!(kind, 'i' | 'u') || !matches!(shape[..], [_, 2]) {
+        return Err(wrong());
+    }
+    let bytes: Vec<u8> = array
+        .call_method1(intern!(py, "astype"), (intern!(py, "<i8"),))?
+        .call_method0(intern!(py, "tobytes"))?
+        .extract()?;
+    let numbers = bytes.chunks_exact(8).map(|word| i64::from_le_bytes(word.try_into().unwrap_or_default()));
+    let numbers: Vec<i64> = numbers.collect();
+    // An unsigned number of 2^63 or more shows up negative here: it is refused, never wrapped.
+    if let Some(&wrapped) = numbers.iter().find(|&&number| kind == 'u' && number < 0) {
+        return Err(invalid(py, name, wrapped.cast_unsigned(), "an integer of 64 bits"));
+    }
+    Ok(numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+}

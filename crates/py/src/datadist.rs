@@ -1,0 +1,246 @@
+//! The engine as Python calls it: one short method per operation; convert and check in the order of the contract
+//! (python-api.md §7), then through the door.
+//!
+//! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
+
+use std::collections::BTreeMap;
+
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Placement, check};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+use crate::cache::TensorView;
+use crate::convert::{self, int, only_support};
+use crate::door::Engine;
+use crate::error::{self, invalid, raise};
+use crate::front::Front;
+use crate::{raw, stats};
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// Id and tensor addresses of a new cache.
+type NewCache = (i64, Vec<u64>);
+
+/// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct DataDist {
+    engine: Engine,
+}
+
+#[pymethods]
+impl DataDist {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        role: &Any<'_>,
+        cluster_id: &Any<'_>,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<Self> {
+        let cluster = ClusterId(int("cluster_id", cluster_id)?);
+        let Some(role) = Front::get(py)?.role(role) else {
+            return Err(invalid(py, "role", role, "a member of LLMRole"));
+        };
+        let config = check::config(role, cluster, &texts(options)?).map_err(|error| raise(py, &error))?;
+        Ok(DataDist { engine: Engine::open(py, config)? })
+    }
+
+    fn close(&self, py: Python<'_>) {
+        self.engine.close(py);
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        stats::dict(py, &self.engine.enter(py, |engine| Ok(engine.stats()))?)
+    }
+
+    fn allocate_cache(&self, cache_desc: &Any<'_>, cache_keys: &Any<'_>) -> PyResult<NewCache> {
+        convert::desc_type(cache_desc)?;
+        let keys = convert::cache_keys(cache_keys)?;
+        self.allocate(cache_desc, CacheKind::Batch, &keys)
+    }
+
+    fn allocate_blocks_cache(&self, cache_desc: &Any<'_>, blocks_cache_key: &Any<'_>) -> PyResult<NewCache> {
+        convert::desc_type(cache_desc)?;
+        let key = convert::blocks_cache_key(blocks_cache_key)?;
+        self.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
+    }
+
+    fn deallocate_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
+        convert::cache_type("cache", cache)?;
+        convert::batch_cache("cache", cache)?;
+        let id = convert::cache_id(slf, cache)?;
+        slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+    }
+
+    fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
+        convert::cache_type("cache", cache)?;
+        convert::blocks_cache("cache", cache)?;
+        let id = convert::cache_id(slf, cache)?;
+        slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+    }
+
+    fn remove_cache_key(&self, cache_key: &Any<'_>) -> PyResult<()> {
+        let key = convert::cache_key(cache_key)?;
+        self.engine.enter(cache_key.py(), |engine| key.map_or(Ok(()), |key| engine.remove_key(key)))
+    }
+
+    fn register_cache(
+        &self,
+        cache_desc: &Any<'_>,
+        addrs: &Any<'_>,
+        cache_keys: &Any<'_>,
+        remote_accessible: &Any<'_>,
+        linked: bool,
+    ) -> PyResult<NewCache> {
+        convert::desc_type(cache_desc)?;
+        let addrs = convert::addresses("addrs", addrs)?;
+        let keys = convert::cache_keys(cache_keys)?;
+        let access = access(remote_accessible, linked)?;
+        self.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
+    }
+
+    fn register_blocks_cache(
+        &self,
+        cache_desc: &Any<'_>,
+        addrs: &Any<'_>,
+        blocks_cache_key: &Any<'_>,
+        remote_accessible: &Any<'_>,
+        linked: bool,
+    ) -> PyResult<NewCache> {
+        convert::desc_type(cache_desc)?;
+        let addrs = convert::addresses("addrs", addrs)?;
+        let key = convert::blocks_cache_key(blocks_cache_key)?;
+        let access = access(remote_accessible, linked)?;
+        self.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
+    }
+
+    fn unregister_cache(&self, cache_id: &Any<'_>) -> PyResult<()> {
+        let id = CacheId(int("cache_id", cache_id)?);
+        self.engine.enter(cache_id.py(), |engine| engine.unregister(id))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn copy_cache(
+        slf: &Bound<'_, Self>,
+        dst: &Any<'_>,
+        src: &Any<'_>,
+        dst_batch_index: &Any<'_>,
+        src_batch_index: &Any<'_>,
+        offset: &Any<'_>,
+        size: &Any<'_>,
+        req_id: &Any<'_>,
+    ) -> PyResult<()> {
+        convert::cache_type("dst", dst)?;
+        convert::cache_type("src", src)?;
+        let args = copy_args(dst_batch_index, src_batch_index, offset, size)?;
+        convert::slots("src", src)?;
+        convert::slots("dst", dst)?;
+        check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
+        convert::optional_int::<u64>("req_id", req_id)?;
+        let (to, from) = (convert::end(slf, dst)?, convert::end(slf, src)?);
+        slf.get().engine.enter(slf.py(), |engine| engine.copy_cache(&to, &from, args))
+    }
+
+    fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
+        convert::cache_type("cache", cache)?;
+        let pairs = convert::block_lists("copy_block_info", copy_block_info)?;
+        convert::blocks_cache("cache", cache)?;
+        let end = convert::end(slf, cache)?;
+        slf.get().engine.enter(slf.py(), |engine| engine.copy_blocks(&end, &pairs))
+    }
+
+    /// Every argument error of a swap is a `ValueError` as well.
+    fn swap_blocks(
+        slf: &Bound<'_, Self>,
+        src_cache: &Any<'_>,
+        dst_cache: &Any<'_>,
+        src_to_dst: &Any<'_>,
+    ) -> PyResult<()> {
+        swap(slf, src_cache, dst_cache, src_to_dst).map_err(|error| error::mismatch(slf.py(), error))
+    }
+
+    fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
+        convert::cache_type("cache", cache)?;
+        let found = match convert::end(slf, cache)? {
+            End::Loose(loose) => loose,
+            End::Managed(id) => slf.get().engine.enter(slf.py(), |engine| engine.find(id))?,
+        };
+        TensorView::all(&found).map_err(|error| raise(slf.py(), &error))
+    }
+}
+
+impl DataDist {
+    fn allocate(&self, desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<NewCache> {
+        let py = desc.py();
+        named_rows(desc, kind, keys)?;
+        let desc = convert::desc(desc)?;
+        let cache = self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys))?;
+        Ok((cache.id().0, cache.addrs().to_vec()))
+    }
+
+    fn register(
+        &self,
+        desc: &Any<'_>,
+        kind: CacheKind,
+        addrs: &[u64],
+        keys: &[Option<CacheKey>],
+        access: Option<bool>,
+    ) -> PyResult<NewCache> {
+        let py = desc.py();
+        named_rows(desc, kind, keys)?;
+        let desc = convert::desc(desc)?;
+        let remote_accessible = access.unwrap_or(desc.placement == Placement::Device);
+        let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
+        let cache = self.engine.enter(py, |engine| engine.register(adopted, keys, remote_accessible))?;
+        Ok((cache.id().0, addrs.to_vec()))
+    }
+}
+
+fn swap(engine: &Bound<'_, DataDist>, src: &Any<'_>, dst: &Any<'_>, src_to_dst: &Any<'_>) -> PyResult<()> {
+    convert::cache_type("src_cache", src)?;
+    convert::cache_type("dst_cache", dst)?;
+    convert::blocks_cache("src_cache", src)?;
+    convert::blocks_cache("dst_cache", dst)?;
+    let pairs = convert::block_pairs("src_to_dst", src_to_dst)?;
+    let (src, dst) = (convert::end(engine, src)?, convert::end(engine, dst)?);
+    engine.get().engine.enter(engine.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
+}
+
+/// Option texts by key.
+fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
+    let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
+        Ok(text) => text.extract::<String>(),
+        Err(_) => Err(only_support(what, "['str']", value)),
+    };
+    let entry = |(key, value): (Any<'_>, Any<'_>)| {
+        let key = text("options dict key", &key)?;
+        let value = text(&key, &value)?;
+        Ok((key, value))
+    };
+    options.iter().map(entry).collect()
+}
+
+/// Keys of a continuous cache name its slots.
+fn named_rows(desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<()> {
+    if kind == CacheKind::Batch && !keys.is_empty() { convert::slot_dim(desc) } else { Ok(()) }
+}
+
+/// Whether peers may reach registered memory, as far as the caller or a rank-table link says; `None` leaves it to the
+/// placement (python-api.md §7.6).
+fn access(remote_accessible: &Any<'_>, linked: bool) -> PyResult<Option<bool>> {
+    match convert::remote_accessible(remote_accessible)? {
+        Some(true) if linked => {
+            Err(invalid(remote_accessible.py(), "remote_accessible", "True", "False or None after link()"))
+        }
+        None if linked => Ok(Some(false)),
+        access => Ok(access),
+    }
+}
+
+fn copy_args(dst: &Any<'_>, src: &Any<'_>, offset: &Any<'_>, size: &Any<'_>) -> PyResult<CopyArgs> {
+    Ok(CopyArgs {
+        dst_batch_index: int("dst_batch_index", dst)?,
+        src_batch_index: int("src_batch_index", src)?,
+        offset: int("offset", offset)?,
+        size: int("size", size)?,
+    })
+}

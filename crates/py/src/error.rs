@@ -1,0 +1,59 @@
+//! Core errors → `LLMException(message, status_code=…)`. The only mapping.
+//!
+//! Not for: `TypeError` and `ValueError` (`convert`), or choosing codes (`core::status`).
+
+use llm_datadist_core::{Error, ErrorKind, StatusCode};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyType};
+
+use crate::front::Front;
+
+/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+#[cold]
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    exception(py, error).unwrap_or_else(|failure| failure)
+}
+
+/// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
+#[cold]
+pub(crate) fn invalid(py: Python<'_>, name: &str, value: impl std::fmt::Display, allowed: &str) -> PyErr {
+    raise(py, &Error::argument(name, value, allowed))
+}
+
+/// The same failure as a `ValueError` too, if it is an argument error: what the seed promises of `swap_blocks`
+/// (python-api.md §17.11), whose arguments have to fit each other.
+#[cold]
+pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
+    let as_mismatch = || -> PyResult<Option<PyErr>> {
+        let front = Front::get(py)?;
+        let code = error.value(py).getattr_opt(intern!(py, "status_code"))?;
+        match (code, front.status(StatusCode::ParamInvalid)) {
+            (Some(code), Some(invalid)) if code.is(invalid) => {
+                let text: String = error.value(py).str()?.extract()?;
+                made(&front.mismatch, &text, &code).map(Some)
+            }
+            _ => Ok(None),
+        }
+    };
+    as_mismatch().unwrap_or_else(Some).unwrap_or(error)
+}
+
+fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let front = Front::get(py)?;
+    let text = error.to_string();
+    if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Mismatch) {
+        front.log_error.call1(py, (&text,))?;
+    }
+    let class = if error.kind() == ErrorKind::Mismatch { &front.mismatch } else { &front.exception };
+    let code = StatusCode::from(error.kind());
+    let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
+    made(class, &text, member.bind(py))
+}
+
+fn made(class: &Py<PyType>, text: &str, code: &Bound<'_, PyAny>) -> PyResult<PyErr> {
+    let keywords = PyDict::new(code.py());
+    keywords.set_item(intern!(code.py(), "status_code"), code)?;
+    Ok(PyErr::from_value(class.bind(code.py()).call((text,), Some(&keywords))?))
+}

@@ -1,0 +1,139 @@
+//! The Python classes of the front, handed over once at import, and their members as core values.
+//!
+//! Not for: importing the front (the arrow points the other way) or defining its classes.
+
+use llm_datadist_core::{DataType, Placement, Role, StatusCode};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyType};
+
+static FRONT: PyOnceLock<Front> = PyOnceLock::new();
+
+/// What the binding needs to know of the front.
+pub(crate) struct Front {
+    /// `LLMException`.
+    pub(crate) exception: Py<PyType>,
+    /// The `LLMException` that is also a `ValueError`.
+    pub(crate) mismatch: Py<PyType>,
+    /// `CacheDesc`.
+    pub(crate) cache_desc: Py<PyType>,
+    /// `CacheKey`.
+    pub(crate) cache_key: Py<PyType>,
+    /// `BlocksCacheKey`.
+    pub(crate) blocks_cache_key: Py<PyType>,
+    /// `Cache`.
+    pub(crate) cache: Py<PyType>,
+    /// Called with the text of an argument error before it is raised.
+    pub(crate) log_error: Py<PyAny>,
+    /// Members of `LLMStatusCode`, in the order of `StatusCode::ALL`.
+    status: Vec<Py<PyAny>>,
+    /// Members of `DataType`, in the order of `DataType::ALL`.
+    data_types: Vec<Py<PyAny>>,
+    /// Members of `Placement`, in the order of `Placement::ALL`.
+    placements: Vec<Py<PyAny>>,
+    /// Members of `LLMRole`, with the core's.
+    roles: Vec<(Role, Py<PyAny>)>,
+}
+
+/// Hands the front's classes to the binding, and checks that their numbers are the engine's.
+#[pyfunction]
+#[pyo3(signature = (**classes))]
+pub(crate) fn register_types(py: Python<'_>, classes: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    let none = PyDict::new(py);
+    let front = Front::new(classes.unwrap_or(&none))?;
+    // The first registration stays: its classes are the ones that objects already handed out belong to.
+    let _ = FRONT.set(py, front);
+    Ok(())
+}
+
+impl Front {
+    fn new(classes: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let named = |name: &str| -> PyResult<Bound<'_, PyAny>> {
+            classes
+                .get_item(name)?
+                .ok_or_else(|| PyRuntimeError::new_err(format!("{name} was not registered")))
+        };
+        let class = |name: &str| -> PyResult<Py<PyType>> { Ok(named(name)?.cast_into::<PyType>()?.unbind()) };
+        Ok(Front {
+            exception: class("LLMException")?,
+            mismatch: class("LLMMismatchException")?,
+            cache_desc: class("CacheDesc")?,
+            cache_key: class("CacheKey")?,
+            blocks_cache_key: class("BlocksCacheKey")?,
+            cache: class("Cache")?,
+            log_error: named("log_error")?.unbind(),
+            status: members(
+                &named("LLMStatusCode")?,
+                StatusCode::ALL.iter().map(|code| (code.name(), code.value())),
+            )?,
+            data_types: members(
+                &named("DataType")?,
+                DataType::ALL.iter().map(|&data_type| (data_type.name(), data_type as i64)),
+            )?,
+            placements: members(
+                &named("Placement")?,
+                [("HOST", Placement::Host as i64), ("DEVICE", Placement::Device as i64)],
+            )?,
+            roles: roles(&named("LLMRole")?)?,
+        })
+    }
+
+    /// The front, once registered.
+    pub(crate) fn get(py: Python<'_>) -> PyResult<&'static Front> {
+        FRONT.get(py).ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
+    }
+
+    /// The member of `LLMStatusCode` for `code`.
+    pub(crate) fn status(&self, code: StatusCode) -> Option<&Py<PyAny>> {
+        self.status.get(StatusCode::ALL.iter().position(|&known| known == code)?)
+    }
+
+    /// The element type that `value` is the member of.
+    pub(crate) fn data_type(&self, value: &Bound<'_, PyAny>) -> Option<DataType> {
+        DataType::ALL.get(self.data_types.iter().position(|member| member.is(value))?).copied()
+    }
+
+    /// The placement that `value` is the member of.
+    pub(crate) fn placement(&self, value: &Bound<'_, PyAny>) -> Option<Placement> {
+        Placement::ALL.get(self.placements.iter().position(|member| member.is(value))?).copied()
+    }
+
+    /// The role that `value` is the member of.
+    pub(crate) fn role(&self, value: &Bound<'_, PyAny>) -> Option<Role> {
+        self.roles.iter().find(|(_, member)| member.is(value)).map(|&(role, _)| role)
+    }
+}
+
+/// The members of `class` with these names; each must have this number, and there must be no others.
+fn members(
+    class: &Bound<'_, PyAny>,
+    table: impl IntoIterator<Item = (&'static str, i64)>,
+) -> PyResult<Vec<Py<PyAny>>> {
+    let mut found = Vec::new();
+    for (name, number) in table {
+        let member = class.getattr(name)?;
+        if member.getattr("value")?.extract::<i64>()? != number {
+            return Err(PyRuntimeError::new_err(format!(
+                "{class}.{name} is not the engine's number, {number}"
+            )));
+        }
+        found.push(member.unbind());
+    }
+    if class.len()? == found.len() {
+        Ok(found)
+    } else {
+        Err(PyRuntimeError::new_err(format!("{class} has members that the engine does not know")))
+    }
+}
+
+fn roles(class: &Bound<'_, PyAny>) -> PyResult<Vec<(Role, Py<PyAny>)>> {
+    let mut found = Vec::new();
+    for member in class.try_iter()? {
+        let member = member?;
+        let role = Role::from_value(member.getattr("value")?.extract()?)
+            .ok_or_else(|| PyRuntimeError::new_err(format!("{member} is not a role of the engine")))?;
+        found.push((role, member.unbind()));
+    }
+    Ok(found)
+}

@@ -1,0 +1,194 @@
+//! Unsafe room 3: `DLPack` capsules, and the adoption of addresses that the caller vouches for.
+//!
+//! Not for: deciding which tensor or element type is exported (`cache`), or whether addresses make sense (`core::check`).
+//!
+//! Capsule ownership, as `DLPack` has it: a capsule owns its tensor until a consumer renames it; then the consumer calls
+//! the deleter. Either way the deleter runs exactly once and lets go of one [`Held`] cache, which needs no interpreter
+//! (tests: `tests/test_views.py`).
+
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::door::Held;
+
+/// Takes the caller's word, given by calling a register function of the public API, that `addrs` are tensors of `desc`
+/// which stay valid, readable and writable for as long as the cache is registered or its handle lives.
+pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
+    // SAFETY: the promise cannot be checked here. It is the documented contract of `register_cache`,
+    // `register_blocks_cache` and `Cache.create_cpu_cache`, the only ways here; numbers alone are checked by `new`.
+    unsafe { Adopted::new(desc, kind, addrs) }
+}
+
+/// `DLPack`'s number for memory that the CPU addresses, and the only device number it has.
+pub(crate) const DL_CPU: (i32, i32) = (1, 0);
+
+/// Element type (`DLDataType`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Element {
+    /// Kind of number.
+    pub(crate) code: u8,
+    /// Bits of one.
+    pub(crate) bits: u8,
+    /// Numbers in one element.
+    pub(crate) lanes: u16,
+}
+
+/// `DLDevice`.
+#[repr(C)]
+struct Device {
+    kind: i32,
+    id: i32,
+}
+
+/// `DLTensor`.
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device: Device,
+    ndim: i32,
+    element: Element,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+struct Legacy {
+    tensor: Tensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Legacy)>,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct Versioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    flags: u64,
+    tensor: Tensor,
+}
+
+/// A managed tensor with everything its pointers point into. The managed part comes first, so that a pointer to it is
+/// a pointer to the whole.
+#[repr(C)]
+struct Owned<M> {
+    managed: M,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    cache: Held<Cache>,
+}
+
+/// One of the two layouts of a managed tensor.
+trait Managed: Sized {
+    /// Name of a capsule that owns its tensor.
+    const NAME: &'static CStr;
+    /// The managed tensor around `tensor`.
+    fn around(tensor: Tensor) -> Self;
+}
+
+impl Managed for Legacy {
+    const NAME: &'static CStr = c"dltensor";
+
+    fn around(tensor: Tensor) -> Self {
+        Legacy { tensor, context: ptr::null_mut(), deleter: Some(delete::<Self>) }
+    }
+}
+
+impl Managed for Versioned {
+    const NAME: &'static CStr = c"dltensor_versioned";
+
+    fn around(tensor: Tensor) -> Self {
+        let deleter: Option<unsafe extern "C" fn(*mut Self)> = Some(delete::<Self>);
+        Versioned { major: 1, minor: 0, context: ptr::null_mut(), deleter, flags: 0, tensor }
+    }
+}
+
+/// A capsule around tensor `index` of `cache`, in `DLPack`'s layout from version 1 on or in the one before.
+pub(crate) fn capsule<'py>(
+    py: Python<'py>,
+    cache: &Arc<Cache>,
+    index: usize,
+    element: Element,
+    versioned: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    if versioned {
+        wrapped::<Versioned>(py, cache, index, element)
+    } else {
+        wrapped::<Legacy>(py, cache, index, element)
+    }
+}
+
+fn wrapped<'py, M: Managed>(
+    py: Python<'py>,
+    cache: &Arc<Cache>,
+    index: usize,
+    element: Element,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mut shape = cache.shape().to_vec();
+    let mut strides = row_major(&shape);
+    let tensor = Tensor {
+        // The address crosses a C interface as a number made pointer; only its consumer dereferences it.
+        data: ptr::with_exposed_provenance_mut(usize::try_from(cache.addrs()[index])?),
+        device: Device { kind: DL_CPU.0, id: DL_CPU.1 },
+        ndim: i32::try_from(shape.len())?,
+        element,
+        shape: shape.as_mut_ptr(),
+        strides: strides.as_mut_ptr(),
+        byte_offset: 0,
+    };
+    // The vectors move into the box; what the tensor points at is on the heap and stays where it is.
+    let owned = Owned { managed: M::around(tensor), shape, strides, cache: Held::new(cache.clone()) };
+    let managed = Box::into_raw(Box::new(owned));
+    // SAFETY: attached to the interpreter (`py`), a live non-null pointer, a name that lives for ever.
+    let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), M::NAME.as_ptr(), Some(destroy::<M>)) };
+    // SAFETY: the call above gave a new reference, or null with the exception set.
+    let capsule = unsafe { Bound::from_owned_ptr_or_err(py, capsule) };
+    if capsule.is_err() {
+        // SAFETY: no capsule came to be, so the box is still only ours.
+        drop(unsafe { Box::from_raw(managed) });
+    }
+    capsule
+}
+
+/// Elements from one step of each dimension to the next.
+fn row_major(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim];
+    }
+    strides
+}
+
+/// The deleter of both layouts.
+///
+/// # Safety
+/// `managed` must come from `wrapped::<M>` and must not be used again.
+unsafe extern "C" fn delete<M>(managed: *mut M) {
+    // SAFETY: `wrapped` leaked a box of `Owned<M>` whose first field is `managed` (`repr(C)`); DLPack calls a deleter
+    // at most once, and `destroy` calls it only while nobody has taken the tensor over.
+    drop(unsafe { Box::from_raw(managed.cast::<Owned<M>>()) });
+}
+
+/// The destructor of a capsule: runs the deleter if no consumer took the tensor over, which renames the capsule.
+///
+/// # Safety
+/// Called by Python, with a capsule made by `wrapped::<M>`.
+unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python hands its destructor the live capsule; the check sets no exception.
+    let unconsumed = unsafe { ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) } == 1;
+    if unconsumed {
+        // SAFETY: the capsule is valid under this name, so the pointer is the one `wrapped` put in.
+        let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr()) };
+        // SAFETY: the name says that the capsule still owns the tensor, and the capsule ends here.
+        unsafe { delete::<M>(managed.cast()) };
+    }
+}

@@ -1,0 +1,52 @@
+//! The engine's counters as a nested dict of numbers and strings.
+//!
+//! Not for: counting (`core::stats`), or choosing what to show: every field of the snapshot is there, under its name.
+
+use llm_datadist_core::{OpState, PoolReport, Snapshot};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Adds fields of a struct to a dict, each under its own name.
+macro_rules! fields {
+    ($dict:expr, $from:expr, $($field:ident)*) => { $($dict.set_item(stringify!($field), $from.$field)?;)* };
+}
+
+/// `snapshot` as a dict; a pool that was not configured is absent.
+pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let pools = PyDict::new(py);
+    for (name, report) in [("device", &snapshot.device_pool), ("host", &snapshot.host_pool)] {
+        if let Some(report) = report {
+            pools.set_item(name, pool(py, report)?)?;
+        }
+    }
+    dict.set_item("pools", pools)?;
+    let table = PyDict::new(py);
+    fields!(table, snapshot.table, caches keys);
+    dict.set_item("table", table)?;
+    let ops = PyDict::new(py);
+    for (name, state) in &snapshot.ops {
+        ops.set_item(name, op(py, state)?)?;
+    }
+    dict.set_item("ops", ops)?;
+    let swap_in = PyDict::new(py);
+    swap_in.set_item("direct", snapshot.swap_in_direct)?;
+    swap_in.set_item("ring", snapshot.swap_in_ring)?;
+    dict.set_item("swap_in", swap_in)?;
+    fields!(dict, snapshot, ring_bytes plain_bytes streaming_bytes copy_workers);
+    Ok(dict)
+}
+
+fn pool<'py>(py: Python<'py>, report: &PoolReport) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(dict, report.pool, capacity_bytes page_bytes used_bytes free_bytes peak_used_bytes largest_free_run_bytes);
+    fields!(dict, report.pool, used_ranges free_ranges allocations frees failures);
+    fields!(dict, report, huge_pages committed_bytes huge_bytes);
+    Ok(dict)
+}
+
+fn op<'py>(py: Python<'py>, state: &OpState) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    fields!(dict, state, calls failures bytes total_nanos max_nanos p50_nanos p99_nanos);
+    Ok(dict)
+}

@@ -1,0 +1,88 @@
+"""LLM-DataDist: the KV cache of large language models, allocated, copied and swapped in blocks.
+
+Every public name of the package, and the hand-over of its classes to the native module. Not for: behaviour. Importing
+opens no device, no socket and no thread, and does not import numpy.
+"""
+
+from __future__ import annotations
+
+import os
+
+from llm_datadist._core import __version__
+from llm_datadist._core import register_types as _register_types
+from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
+from llm_datadist.data_type import DataType
+from llm_datadist.datadist import LLMDataDist
+from llm_datadist.log import error as _log_error
+from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
+from llm_datadist.types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    MemInfo,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+)
+
+v2_list = [
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "DataType",
+    "Status",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "Cache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "Memtype",
+    "MemInfo",
+]
+
+__all__ = [
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "DataType",
+    "LLMClusterInfo",
+    "LLMConfig",
+    "LLMDataDist",
+    "LLMException",
+    "LLMRole",
+    "LLMStatusCode",
+    "LlmConfig",
+    "MemInfo",
+    "Memtype",
+    "Placement",
+    "RegisterMemStatus",
+    "Status",
+    "__version__",
+]
+
+# Programs of the original read this variable after importing the package (python-api.md §1.1).
+os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
+
+_register_types(
+    LLMException=LLMException,
+    LLMMismatchException=LLMMismatchException,
+    LLMStatusCode=LLMStatusCode,
+    LLMRole=LLMRole,
+    DataType=DataType,
+    Placement=Placement,
+    CacheDesc=CacheDesc,
+    CacheKey=CacheKey,
+    BlocksCacheKey=BlocksCacheKey,
+    Cache=Cache,
+    log_error=_log_error,
+)

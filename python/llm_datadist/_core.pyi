@@ -1,0 +1,274 @@
+"""Native module of :mod:`llm_datadist`: the engine, and the one place that says whether an argument has the right type.
+
+Private: use the public classes. Every function raises ``TypeError`` for the wrong type, ``ValueError`` for an integer
+outside its width, and ``LLMException`` for what the engine refuses. A ``bool`` is no integer.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, final
+
+from typing_extensions import CapsuleType, TypeAlias
+
+from llm_datadist.configs import LLMRole
+from llm_datadist.data_type import DataType
+from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
+
+__all__ = [
+    "DATA_TYPES",
+    "STATUS_CODES",
+    "DataDist",
+    "LooseCache",
+    "TensorView",
+    "__version__",
+    "check_device_id",
+    "check_dict",
+    "check_dimensions",
+    "check_inner",
+    "check_int32",
+    "check_int64",
+    "check_isinstance",
+    "check_link_retry_count",
+    "check_link_total_time",
+    "check_list_int32",
+    "check_list_int64",
+    "check_list_uint64",
+    "check_mem_utilization",
+    "check_positive_or_set_default",
+    "check_sync_kv_timeout",
+    "check_uint8",
+    "check_uint16",
+    "check_uint32",
+    "check_uint64",
+    "register_types",
+    "tensor_bytes",
+]
+
+_Value = TypeVar("_Value")
+_Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
+
+__version__: str
+
+STATUS_CODES: dict[str, int]
+"""Name → number of every status code (python-api.md §3.1)."""
+
+DATA_TYPES: dict[str, int]
+"""Name → number of every element type (python-api.md §3.2)."""
+
+def register_types(**classes: object) -> None:
+    """Take over the front's classes and check that their numbers are the engine's. Called once, at import."""
+
+@final
+class DataDist:
+    """An open engine (python-api.md §6, §7).
+
+    Every method raises ``LLM_ENGINE_FINALIZED`` after :meth:`close`, and ``LLM_FAILED`` in a process forked after it
+    was opened.
+    """
+
+    def __new__(cls, role: LLMRole, cluster_id: int, options: dict[str, str]) -> DataDist:
+        """Read the options and open an engine with its pools.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, an option without meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool.
+        """
+
+    def close(self) -> None:
+        """End the engine. Calls under way end normally; memory that views show stays until they go."""
+
+    def stats(self) -> dict[str, Any]:
+        """Every counter as a nested dict: bytes, nanoseconds, numbers of calls and of caches."""
+
+    def allocate_cache(
+        self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]
+    ) -> tuple[int, list[int]]:
+        """Allocate a continuous cache; return its id and tensor addresses (python-api.md §7.1)."""
+
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None
+    ) -> tuple[int, list[int]]:
+        """Allocate a blocks cache; return its id and tensor addresses (python-api.md §7.3)."""
+
+    def deallocate_cache(self, cache: Cache) -> None:
+        """Let go of a continuous cache by id (python-api.md §7.2)."""
+
+    def deallocate_blocks_cache(self, cache: Cache) -> None:
+        """Release a blocks cache (python-api.md §7.4)."""
+
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Unbind a key (python-api.md §7.5)."""
+
+    def register_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        cache_keys: list[CacheKey] | tuple[CacheKey, ...],
+        remote_accessible: bool | None,
+        linked: bool,
+    ) -> tuple[int, list[int]]:
+        """Enter the caller's memory as a continuous cache; return its id and ``addrs`` (python-api.md §7.6)."""
+
+    def register_blocks_cache(
+        self,
+        cache_desc: CacheDesc,
+        addrs: list[int],
+        blocks_cache_key: BlocksCacheKey | None,
+        remote_accessible: bool | None,
+        linked: bool,
+    ) -> tuple[int, list[int]]:
+        """Enter the caller's memory as a blocks cache; return its id and ``addrs`` (python-api.md §7.7)."""
+
+    def unregister_cache(self, cache_id: int) -> None:
+        """Remove a registered cache (python-api.md §7.8)."""
+
+    def copy_cache(
+        self,
+        dst: Cache,
+        src: Cache,
+        dst_batch_index: int,
+        src_batch_index: int,
+        offset: int,
+        size: int,
+        req_id: int | None,
+    ) -> None:
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it (seed ``copy_cache.md``)."""
+
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
+        """Copy blocks inside one cache (seed ``deprecated.md``, copy_blocks)."""
+
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
+        """Copy blocks between host and device (seed ``deprecated.md``, swap_blocks)."""
+
+    def tensor_views(self, cache: Cache) -> list[TensorView]:
+        """Return a view of every tensor of a cache."""
+
+@final
+class LooseCache:
+    """The engine's view of a CPU cache: host memory of the caller's, which must stay valid while this lives."""
+
+    def __new__(cls, cache_desc: CacheDesc, addrs: list[int]) -> LooseCache:
+        """Check sizes and addresses (python-api.md §4.3).
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning.
+        """
+
+@final
+class TensorView:
+    """One tensor of a cache without a copy. Its memory stays as long as the view, or any array made from it, lives.
+
+    For ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like; C-contiguous and writable.
+    """
+
+    @property
+    def shape(self) -> list[int]:
+        """Dimensions, outermost first."""
+
+    @property
+    def address(self) -> int:
+        """First address."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The memory as numpy has it. ``DT_BF16`` shows as ``uint16``; ``DT_STRING`` raises ``TypeError``."""
+
+    def numpy(self) -> Any:
+        """Return a ``numpy.ndarray`` of the same memory. ``DT_BF16`` shows as ``uint16``."""
+
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType:
+        """Return a DLPack capsule, in the layout of version 1 if ``max_version`` allows it.
+
+        Raises:
+            BufferError: a stream, another device than the CPU, or a copy is asked for.
+            TypeError: ``DT_STRING``, which DLPack does not know.
+        """
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the device in DLPack's numbers: CPU, 0."""
+
+def check_isinstance(
+    arg_name: str,
+    arg_value: _Value,
+    classes: _Class,
+    inner_class: _Class | None = None,
+    extra_fmt: str = "",
+    allow_none: bool = True,
+) -> _Value:
+    """Return ``arg_value`` unchanged if it is one of ``classes`` and its elements, if asked for, of ``inner_class``."""
+
+def check_inner(arg_name: str, arg_value: Iterable[object], inner_class: _Class) -> None:
+    """Raise unless every element belongs to ``inner_class``."""
+
+def check_dict(
+    arg_name: str,
+    arg_value: Mapping[Any, Any],
+    k_class: _Class,
+    v_class: _Class,
+    v_inner_class: _Class | None = None,
+) -> None:
+    """Raise unless keys, values and, if asked for, elements of values belong to these classes."""
+
+def check_uint8(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from 0 to 2^8 - 1."""
+
+def check_uint16(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from 0 to 2^16 - 1."""
+
+def check_uint32(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from 0 to 2^32 - 1."""
+
+def check_uint64(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from 0 to 2^64 - 1."""
+
+def check_int32(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from -2^31 to 2^31 - 1."""
+
+def check_int64(arg_name: str, arg_value: int) -> None:
+    """Raise unless the value is an integer from -2^63 to 2^63 - 1."""
+
+def check_list_int32(arg_name: str, arg_values: Iterable[int]) -> None:
+    """Raise unless every element is an integer from -2^31 to 2^31 - 1."""
+
+def check_list_int64(arg_name: str, arg_values: Iterable[int]) -> None:
+    """Raise unless every element is an integer from -2^63 to 2^63 - 1."""
+
+def check_list_uint64(arg_name: str, arg_values: Iterable[int]) -> None:
+    """Raise unless every element is an integer from 0 to 2^64 - 1."""
+
+def check_positive_or_set_default(arg_name: str, arg_value: int | None, default: int = -1) -> int:
+    """Return ``default`` for ``None``, else the value, an integer from 0 to 2^63 - 1."""
+
+def check_dimensions(rank: int, batch_dim_index: int, seq_len_dim_index: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the indices are among ``rank`` dimensions (python-api.md §4.2)."""
+
+def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int:
+    """Return the bytes of one tensor.
+
+    Raises:
+        LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+    """
+
+def check_device_id(arg_value: int) -> None:
+    """Raise unless the value is an int32 (``ValueError``), 0 or above (``LLM_PARAM_INVALID``)."""
+
+def check_sync_kv_timeout(arg_value: int) -> None:
+    """Raise unless the value is an int32 (``ValueError``) above 0 (``LLM_PARAM_INVALID``), in milliseconds."""
+
+def check_link_total_time(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 0 to 2^32 - 1, in seconds."""
+
+def check_link_retry_count(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 100."""
+
+def check_mem_utilization(arg_value: float) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 0.0 to 1.0."""

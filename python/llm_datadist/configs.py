@@ -1,0 +1,354 @@
+"""Roles, cluster addresses and the options of an engine (python-api.md §3.3, §4.1, §5).
+
+Options are held, checked one by one when set, and rendered as texts. Not for: reading those texts; ``init`` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
+
+from llm_datadist import _core
+from llm_datadist.status import NamedIntEnum, raise_if_false
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"]
+
+
+class LLMRole(NamedIntEnum):
+    """What a cluster does for others."""
+
+    PROMPT = 1
+    DECODER = 2
+    MIX = 3
+
+
+def trans_str_ip(ip: Union[str, int]) -> int:
+    """Return an address as a little-endian 32-bit integer; integers are returned untouched.
+
+    Args:
+        ip: a dotted address by the rules of ``inet_aton`` (``"127.1"`` is legal), or an integer.
+
+    Raises:
+        RuntimeError: a text that is no address.
+    """
+    if isinstance(ip, int):
+        return ip
+    try:
+        return int.from_bytes(socket.inet_aton(ip), "little")
+    except OSError as error:
+        raise RuntimeError(f"ip = {ip!r} is not an IPv4 address") from error
+
+
+class LLMClusterInfo:
+    """A peer: its cluster id and the addresses of both ends."""
+
+    def __init__(self) -> None:
+        self._remote_cluster_id: Optional[int] = None
+        self._remote_role_type: Union[LLMRole, int, None] = None
+        self._local_ip_info_list: list[tuple[int, int]] = []
+        self._remote_ip_info_list: list[tuple[int, int]] = []
+
+    @property
+    def remote_cluster_id(self) -> Optional[int]:
+        """Cluster id of the peer (uint64); ``None`` until set."""
+        return self._remote_cluster_id
+
+    @remote_cluster_id.setter
+    def remote_cluster_id(self, remote_cluster_id: int) -> None:
+        _core.check_uint64("remote_cluster_id", remote_cluster_id)
+        self._remote_cluster_id = remote_cluster_id
+
+    @property
+    def remote_role_type(self) -> Union[LLMRole, int, None]:
+        """Role of the peer; without effect."""
+        return self._remote_role_type
+
+    @remote_role_type.setter
+    def remote_role_type(self, remote_role_type: Union[LLMRole, int, None]) -> None:
+        _core.check_isinstance("remote_role_type", remote_role_type, [LLMRole, int])
+        self._remote_role_type = remote_role_type
+
+    @property
+    def local_ip_info_list(self) -> list[tuple[int, int]]:
+        """Own addresses as ``(ip, port)``."""
+        return self._local_ip_info_list
+
+    @property
+    def remote_ip_info_list(self) -> list[tuple[int, int]]:
+        """Addresses of the peer as ``(ip, port)``."""
+        return self._remote_ip_info_list
+
+    def append_local_ip_info(self, ip: Union[str, int], port: int) -> None:
+        """Add an own address.
+
+        Args:
+            ip: dotted text, or a little-endian integer.
+            port: uint16; 0 for none.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a port outside uint16.
+            RuntimeError: a text that is no address.
+        """
+        self._local_ip_info_list.append(_address(ip, port))
+
+    def append_remote_ip_info(self, ip: Union[str, int], port: int) -> None:
+        """Add an address of the peer; arguments and errors as for :meth:`append_local_ip_info`."""
+        self._remote_ip_info_list.append(_address(ip, port))
+
+
+def _address(ip: Union[str, int], port: int) -> tuple[int, int]:
+    _core.check_isinstance("ip", ip, [str, int], allow_none=False)
+    _core.check_uint16("port", port)
+    return trans_str_ip(ip), port
+
+
+_Value = TypeVar("_Value")
+
+
+class _Option(property, Generic[_Value]):
+    """One property of :class:`LlmConfig`: its type, its option key and when that key is written.
+
+    The value lives in the attribute of the same name with an underscore; ``None`` there means unset.
+
+    Args:
+        key: the option's key.
+        allowed: class or classes of a value.
+        initial: what the getter answers while the option is unset.
+        doc: docstring of the property.
+        none: whether ``None`` may be assigned, which unsets the option.
+        empty: whether an empty text is written.
+    """
+
+    def __init__(
+        self, key: str, allowed: Any, initial: _Value, doc: str, *, none: bool = True, empty: bool = False
+    ) -> None:
+        super().__init__()
+        self.__doc__ = doc
+        self.key = key
+        self._allowed = allowed
+        self._initial = initial
+        self._none = none
+        self._empty = empty
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._attribute = f"_{name}"
+
+    @overload
+    def __get__(self, config: None, owner: Optional[type] = None) -> _Option[_Value]: ...
+    @overload
+    def __get__(self, config: LlmConfig, owner: Optional[type] = None) -> _Value: ...
+    def __get__(self, config: Optional[LlmConfig], owner: Optional[type] = None) -> Union[_Option[_Value], _Value]:
+        if config is None:
+            return self
+        value: Optional[_Value] = getattr(config, self._attribute)
+        return self._initial if value is None else value
+
+    def __set__(self, config: LlmConfig, value: Optional[_Value]) -> None:
+        _core.check_isinstance(self._name, value, self._allowed, allow_none=self._none)
+        self.check(value)
+        setattr(config, self._attribute, value)
+
+    def check(self, value: Any) -> None:
+        """Raise if a value of the right type means nothing."""
+
+    def entries(self, config: LlmConfig) -> Iterator[tuple[str, str]]:
+        """Yield the keys and texts to write."""
+        value = getattr(config, self._attribute)
+        if value is not None and (self._empty or value != ""):
+            yield self.key, self.text(value)
+
+    def text(self, value: Any) -> str:
+        """Return the text of a value."""
+        return str(value)
+
+
+class _Flag(_Option[bool]):
+    """An option written as ``"1"`` or ``"0"``."""
+
+    def __init__(self, key: str, doc: str) -> None:
+        super().__init__(key, bool, initial=False, doc=doc)
+
+    def text(self, value: Any) -> str:
+        return "1" if value else "0"
+
+
+class _SwitchRole(_Flag):
+    def entries(self, config: LlmConfig) -> Iterator[tuple[str, str]]:
+        return (entry for entry in super().entries(config) if entry[1] == "1")
+
+
+class _Uint32(_Option[Optional[int]]):
+    def check(self, value: Any) -> None:
+        _core.check_uint32(self._name, value)
+
+
+class _DeviceId(_Option[Union[int, list[int], tuple[int, ...], None]]):
+    def check(self, value: Any) -> None:
+        for device_id in self._ids(value):
+            _core.check_device_id(device_id)
+
+    def entries(self, config: LlmConfig) -> Iterator[tuple[str, str]]:
+        value = config._device_id  # noqa: SLF001
+        if value is not None:
+            ids = self._ids(value)
+            yield self.key, ";".join(str(device_id) for device_id in ids)
+            yield "ge.session_device_id", str(ids[0])
+
+    @staticmethod
+    def _ids(value: Any) -> Union[list[int], tuple[int, ...]]:
+        return value if isinstance(value, (list, tuple)) else (value,)
+
+
+class _SyncTimeout(_Option[Union[int, str, None]]):
+    def check(self, value: Any) -> None:
+        if isinstance(value, str):
+            digits = value.isascii() and value.isdigit()
+            raise_if_false(digits, "sync_kv_timeout = {!r} is not allowed: decimal digits, in milliseconds", value)
+            value = int(value)
+        _core.check_sync_kv_timeout(value)
+
+
+class _LinkTotalTime(_Option[int]):
+    def check(self, value: Any) -> None:
+        _core.check_link_total_time(value)
+
+
+class _LinkRetryCount(_Option[int]):
+    def check(self, value: Any) -> None:
+        _core.check_link_retry_count(value)
+
+
+class _ClusterInfo(_Option[str]):
+    def __set__(self, config: LlmConfig, value: Optional[str]) -> None:
+        _core.check_isinstance(self._name, value, str, allow_none=False)
+        description = json.loads(value or "")
+        for info in description.get("listen_ip_info", ()) if isinstance(description, dict) else ():
+            if "ip" in info:
+                info["ip"] = trans_str_ip(info["ip"])
+        super().__set__(config, json.dumps(description))
+
+
+class _MemUtilization(_Option[float]):
+    def check(self, value: Any) -> None:
+        _core.check_mem_utilization(value)
+
+
+class LlmConfig:
+    """The options of an engine, as properties; :meth:`generate_options` renders them for ``LLMDataDist.init``.
+
+    A setter raises ``TypeError`` for the wrong type, ``ValueError`` outside a machine width, and ``LLMException`` with
+    ``LLM_PARAM_INVALID`` for a value without meaning. Content of texts is checked by ``init``. Assigning ``None`` where
+    that is allowed unsets an option; a key once written stays in the dict.
+    """
+
+    # In the order in which they are written; a later key wins over the same one in ge_options.
+    device_id = _DeviceId(
+        "ge.exec.deviceId",
+        [int, list, tuple],
+        None,
+        "Device number (int32, 0 or above), or a list of them.",
+        none=False,
+    )
+    sync_kv_timeout = _SyncTimeout(
+        "llm.SyncKvCacheWaitTime",
+        [int, str],
+        None,
+        "Limit of a call that moves bytes, in milliseconds (above 0, int32), as int or text; 1000 by default.",
+        none=False,
+    )
+    deploy_res_path = _Option("llm.deployResPath", str, "", "Path of a deployment description; without effect.")
+    buf_pool_cfg = _Option("llm.BufPoolCfg", str, "", "Buffer tiers as JSON; without effect.")
+    mem_pool_cfg = _Option(
+        "llm.MemPoolConfig",
+        str,
+        "",
+        'The device pool as a JSON object, ``{"memory_size": bytes, "page_shift": 10 to 30, default 16}``'
+        " (seed ``deprecated.md``, mem_pool_cfg).",
+    )
+    host_mem_pool_cfg = _Option(
+        "llm.HostMemPoolConfig",
+        str,
+        "",
+        "The host pool, in the same format, of at most 20 GiB (seed ``deprecated.md``, host_mem_pool_cfg).",
+    )
+    enable_cache_manager = _Flag("llm.EnableCacheManager", "Whether ``LLMDataDist.cache_manager`` is used.")
+    enable_remote_cache_accessible = _Flag("llm.EnableRemoteCacheAccessible", "Whether peers reach caches one-sidedly.")
+    listen_ip_info = _Option("llm.listenIpInfo", str, "", "Where to listen: ``ip:port``.")
+    link_total_time = _LinkTotalTime(
+        "llm.LinkTotalTime", int, 0, "Limit of link set-up in seconds (0 to 2^32 - 1); 0 for the default.", none=False
+    )
+    link_retry_count = _LinkRetryCount(
+        "llm.LinkRetryCount", int, 1, "How often link set-up is tried (1 to 100).", none=False
+    )
+    rdma_traffic_class = _Uint32("llm.RdmaTrafficClass", int, None, "RDMA traffic class (uint32).", none=False)
+    rdma_service_level = _Uint32("llm.RdmaServiceLevel", int, None, "RDMA service level (uint32).", none=False)
+    local_comm_res = _Option(
+        "llm.LocalCommRes",
+        str,
+        "",
+        "Own communication resources as JSON, or empty to find them. Setting it at all turns the cache manager and "
+        "remote access on by default.",
+        empty=True,
+    )
+    transfer_backend = _Option("llm.TransferBackend", str, "", 'Name of a backend: ``"hixl"``.', empty=True)
+    global_resource_config = _Option("llm.GlobalResourceConfig", str, "", "Handed through to the backend.", empty=True)
+    copy_workers = _Option[Optional[int]](
+        "llm.CopyWorkers", int, None, "Threads that copy, 1 to 256, the calling one among them (own option)."
+    )
+    swap_in_path = _Option[Optional[str]](
+        "llm.SwapInPath", str, None, 'How swap-ins travel: ``"auto"``, ``"direct"`` or ``"ring"`` (own option).'
+    )
+    copy_kernel = _Option[Optional[str]](
+        "llm.CopyKernel", str, None, 'Which copy runs: ``"auto"``, ``"plain"`` or ``"streaming"`` (own option).'
+    )
+    cluster_info = _ClusterInfo("llm.ClusterInfo", str, "", "Description of the cluster as JSON.", none=False)
+    output_max_size = _Option[Optional[int]]("llm.OutputMaxSize", int, None, "Largest output; without effect.")
+    enable_switch_role = _SwitchRole("llm.EnableSwitchRole", "Whether the role may be switched.")
+    mem_utilization = _MemUtilization(
+        "llm.MemoryUtilization", float, 0.95, "Share of device memory, 0.0 to 1.0, a ``float``.", none=False
+    )
+
+    def __init__(self) -> None:
+        self._ge_options: dict[str, str] = {}
+        self._options: dict[str, str] = {}
+        self._device_id: Union[int, list[int], tuple[int, ...], None] = None
+        for option in _OPTIONS:
+            setattr(self, option._attribute, None)  # noqa: SLF001
+        self._mem_utilization = 0.95
+
+    @property
+    def ge_options(self) -> dict[str, str]:
+        """Options merged verbatim before all others: the live dict, which may be written in place."""
+        return self._ge_options
+
+    @ge_options.setter
+    def ge_options(self, ge_options: dict[str, str]) -> None:
+        _core.check_dict("ge_options", ge_options, str, str)
+        self._ge_options = ge_options
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The same as :meth:`generate_options`."""
+        return self.generate_options()
+
+    def generate_options(self) -> dict[str, str]:
+        """Write the options into one dict, the same object on every call, and return it."""
+        self._options.update(self._ge_options)
+        for option in _OPTIONS:
+            self._options.update(option.entries(self))
+        return self._options
+
+    def gen_options(self) -> dict[str, str]:
+        """Return :meth:`generate_options`."""
+        return self.generate_options()
+
+
+_OPTIONS: tuple[_Option[Any], ...] = tuple(option for option in vars(LlmConfig).values() if isinstance(option, _Option))
+
+LLMConfig = LlmConfig

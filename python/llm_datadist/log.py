@@ -1,0 +1,119 @@
+"""The log of the package (python-api.md §15): one lazy logger, and a decorator that logs a call's start and success.
+
+Not for: deciding what is an error. Logging is configured by ``ASCEND_GLOBAL_LOG_LEVEL`` (0 debug, 1 info, 2 warning,
+3 error; error when unset), read once, or through the standard :mod:`logging` module.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+import os
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "warn"]
+
+LOG_FORMAT = (
+    "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
+    "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
+)
+DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+_LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+_logger: Optional[logging.Logger] = None
+_lock = threading.Lock()
+
+
+def get_logger() -> logging.Logger:
+    """Return the logger ``LLM_DATADIST``, made on first use with one handler on standard output."""
+    return _logger or _make_logger()
+
+
+def _make_logger() -> logging.Logger:
+    global _logger  # noqa: PLW0603  (made once, under the lock)
+    with _lock:
+        if _logger is None:
+            logger = logging.getLogger("LLM_DATADIST")
+            logger.setLevel(_LEVELS.get(os.environ.get("ASCEND_GLOBAL_LOG_LEVEL", ""), logging.ERROR))
+            handler = logging.StreamHandler(sys.stdout)
+            handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
+            logger.addHandler(handler)
+            logger.findCaller = _find_caller  # type: ignore[assignment,method-assign]
+            _logger = logger
+    return _logger
+
+
+def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:
+    """Return file, line, function and stack text of the first caller outside :mod:`logging` and this file."""
+    frame = _outside(inspect.currentframe())
+    for _ in range(stack_level - 1):
+        frame = _outside(frame.f_back) if frame is not None else None
+    if frame is None:
+        return "(unknown file)", 0, "(unknown function)", None
+    code = frame.f_code
+    return code.co_filename, frame.f_lineno, code.co_name, _stack_text(frame) if stack_info else None
+
+
+def _outside(frame: Optional[FrameType]) -> Optional[FrameType]:
+    own = (__file__, logging.__file__)
+    while frame is not None and os.path.normcase(frame.f_code.co_filename) in own:
+        frame = frame.f_back
+    return frame
+
+
+def _stack_text(frame: FrameType) -> str:
+    text = io.StringIO("Stack (most recent call last):\n")
+    text.seek(0, io.SEEK_END)
+    traceback.print_stack(frame, file=text)
+    return text.getvalue().rstrip("\n")
+
+
+def info(message: str, *args: object) -> None:
+    """Log ``message % args`` at INFO."""
+    get_logger().info(message, *args)
+
+
+def warn(message: str, *args: object) -> None:
+    """Log ``message % args`` at WARNING."""
+    get_logger().warning(message, *args)
+
+
+def error(message: str, *args: object) -> None:
+    """Log ``message % args`` at ERROR."""
+    get_logger().error(message, *args)
+
+
+def logged(method: _Call) -> _Call:
+    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO; off, it costs one look-up."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: object, *args: object, **kwargs: object) -> object:
+        if not (_logger or _make_logger()).isEnabledFor(logging.INFO):
+            return method(self, *args, **kwargs)
+        info("[%s] start%s", name, _arguments(method, self, args, kwargs))
+        result = method(self, *args, **kwargs)
+        info("[%s] success", name)
+        return result
+
+    return cast("_Call", call)
+
+
+def _arguments(method: _Call, self: object, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+    try:
+        bound = inspect.signature(method).bind(self, *args, **kwargs)
+    except TypeError:
+        return ""  # the call itself is about to say what is wrong
+    bound.apply_defaults()
+    return "".join(f", {name} = {value}" for name, value in list(bound.arguments.items())[1:])

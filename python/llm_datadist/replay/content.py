@@ -1,0 +1,93 @@
+"""The bytes of a block as a function of its id, written and compared through numpy views. Not for moving.
+
+Each 64-bit word is a random word, fixed by seed, tensor and position, plus a multiple of the block's id. A
+block that lands in the wrong slot, tensor or position differs in its first word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint64]
+
+_ODD = 0x9E3779B97F4A7C15
+_WORD = 8
+
+
+class Mismatch(NamedTuple):
+    """First wrong byte of a block: tensor, byte offset inside the block's row of that tensor, values."""
+
+    tensor: int
+    offset: int
+    expected: int
+    got: int
+
+
+class Tail(NamedTuple):
+    """Bytes `start` ... `stop` of each row that a request changed in its copy of a block, and its salt."""
+
+    start: int
+    stop: int
+    salt: int
+
+
+class Pattern:
+    """Expected bytes of blocks with `tensors` rows of `row_bytes` bytes each (a multiple of 8)."""
+
+    def __init__(self, tensors: int, row_bytes: int, seed: int) -> None:
+        dice = np.random.default_rng(seed)
+        self._template = dice.integers(0, 2**64, size=(tensors, row_bytes // _WORD), dtype=np.uint64)
+        self._expected = np.empty_like(self._template)
+        self._differs = np.empty(row_bytes // _WORD, dtype=np.bool_)
+
+    def fill(self, rows: Sequence[Words], slot: int, block: int) -> None:
+        """Write the block's bytes into a slot of every tensor; `rows` holds a (slots, words) view of each."""
+        key = _key(block)
+        for template, tensor in zip(self._template, rows):
+            np.add(template, key, out=tensor[slot])
+
+    def append(self, rows: Sequence[Words], slot: int, tail: Tail) -> None:
+        """Replace the bytes of the tail with bytes that differ from them all."""
+        for tensor in rows:
+            piece = tensor[slot].view(np.uint8)[tail.start : tail.stop]
+            np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
+
+    def mismatch(self, rows: Sequence[Words], slot: int, block: int, tail: Tail | None = None) -> Mismatch | None:
+        """Compare every byte of the slot with the block's (and its tail's); return the first wrong one."""
+        np.add(self._template, _key(block), out=self._expected)
+        if tail is not None:
+            piece = self._expected.view(np.uint8)[:, tail.start : tail.stop]
+            np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
+        for index, tensor in enumerate(rows):
+            np.not_equal(tensor[slot], self._expected[index], out=self._differs)
+            if self._differs.any():
+                return _first_wrong(index, self._expected[index], tensor[slot])
+        return None
+
+
+def salt(request: int) -> int:
+    """Return a byte other than 0, so that a tail differs from what it replaces."""
+    return request % 255 + 1
+
+
+def flip(rows: Sequence[Words], slot: int, tensor: int, offset: int) -> None:
+    """Change one byte of a slot. For tests, which prove with it that a wrong byte is found."""
+    rows[tensor][slot].view(np.uint8)[offset] ^= 0x40
+
+
+def _key(block: int) -> np.uint64:
+    key: np.uint64 = np.uint64((block + 1) * _ODD % 2**64)
+    return key
+
+
+def _first_wrong(tensor: int, expected: Words, got: Words) -> Mismatch:
+    wanted, found = expected.view(np.uint8), got.view(np.uint8)
+    offset = int(np.argmax(wanted != found))
+    return Mismatch(tensor, offset, int(wanted[offset]), int(found[offset]))

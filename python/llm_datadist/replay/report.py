@@ -1,0 +1,205 @@
+"""Results of a replay as a table, as JSON, and the progress line while it runs. Nothing is measured here."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from llm_datadist.replay.node import POOLS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from llm_datadist.replay.node import Calls, Geometry
+    from llm_datadist.replay.serve import Outcome
+
+REAL_MODEL = "Llama-3-70B (80 layers, 8 KV heads x 128, bfloat16)"
+REAL_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2
+"""Bytes of K and V that one token takes in the model that byte counts are compared with."""
+
+_GB = 1e9
+_BAR = 30
+
+
+class Progress:
+    """A progress bar on a terminal, at most ten updates a second; elsewhere a line every few seconds."""
+
+    def __init__(self, total: int, stream: TextIO, quiet: bool) -> None:
+        self._total = total
+        self._stream = stream
+        self._quiet = quiet
+        self._bar = not quiet and stream.isatty()
+        self._every = 0.1 if self._bar else 5.0
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        """Show that `done` requests are served, if it is time to."""
+        now = time.monotonic()
+        if self._quiet or now - self._last < self._every:
+            return
+        self._last = now
+        rate = done / (now - self._start)
+        text = f"{done:,}/{self._total:,} requests, {rate:,.0f}/s, {(self._total - done) / rate:,.0f} s left"
+        if self._bar:
+            full = _BAR * done // self._total
+            self._stream.write(f"\r[{'#' * full}{'.' * (_BAR - full)}] {text}\x1b[K")
+        else:
+            self._stream.write(f"replay: {text}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Clear the bar."""
+        if self._bar:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def scale(geometry: Geometry) -> float:
+    """Return by what factor a block of the real model is larger than one of this geometry."""
+    return REAL_BYTES_PER_TOKEN * geometry.tokens / geometry.block_bytes
+
+
+def peak_memory_bytes() -> int:
+    """Return the most bytes of memory that this process held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def results(
+    setting: Mapping[str, Any],
+    outcome: Outcome,
+    calls: Mapping[str, Calls],
+    stats: Mapping[str, Any],
+    wall_s: float,
+) -> dict[str, Any]:
+    """Gather what a replay found: sizes in bytes, times in seconds or microseconds, GB = 10^9 bytes."""
+    engine_s = sum(sum(call.nanoseconds) for call in calls.values()) / 1e9
+    seconds = {"engine": engine_s, **outcome.seconds}
+    seconds["other"] = max(wall_s - sum(seconds.values()), 0.0)
+    return {
+        "setting": dict(setting),
+        "wall_s": wall_s,
+        "seconds": seconds,
+        "requests": outcome.requests,
+        "requests_too_large": outcome.too_large,
+        "requests_finished_early": outcome.finished_early,
+        "most_running": outcome.most_running,
+        "blocks": {
+            "device_hits": outcome.device_hits,
+            "host_hits": outcome.host_hits,
+            "computed": outcome.computed,
+            "evicted": outcome.evicted,
+            "dropped": outcome.dropped,
+            "diverged": outcome.diverged,
+            "private": outcome.private_blocks,
+            "verified": outcome.verified_blocks,
+        },
+        "calls": {name: _cost(call) for name, call in calls.items()},
+        "peak_memory_bytes": peak_memory_bytes(),
+        "engine": dict(stats),
+    }
+
+
+def _cost(call: Calls) -> dict[str, int | float | None]:
+    times = np.array(call.nanoseconds, dtype=np.int64)
+    p50, p99 = np.percentile(times, (50, 99)) / 1e3 if len(times) else (None, None)
+    total_s = float(times.sum()) / 1e9
+    return {
+        "calls": len(times),
+        "blocks": call.blocks,
+        "bytes": call.bytes,
+        "seconds": total_s,
+        "gb_per_s": call.bytes / _GB / total_s if call.bytes and total_s else None,
+        "p50_us": None if p50 is None else float(p50),
+        "p99_us": None if p99 is None else float(p99),
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the results as aligned plain text."""
+    setting, blocks = found["setting"], found["blocks"]
+    references = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
+    pairs = [
+        ("trace", f"{setting['trace']}, {setting['span_s']:,.0f} s of arrivals"),
+        ("geometry", setting["geometry"]),
+        ("scale", f"bytes are scaled 1 : {setting['scale']:,.0f} against {REAL_MODEL}"),
+        ("device pool", _pool(setting, "device")),
+        ("host pool", _pool(setting, "host")),
+        ("requests", _requests(found)),
+        ("block references", f"{references:,}"),
+        ("  hit on device", _share(blocks["device_hits"], references)),
+        ("  swapped in from host", _share(blocks["host_hits"], references)),
+        ("  computed", _share(blocks["computed"], references)),
+        (
+            "evicted from host",
+            f"{blocks['evicted']:,} blocks, {blocks['dropped']:,} dropped without a host slot",
+        ),
+        ("copied on divergence", f"{blocks['diverged']:,} of {blocks['private']:,} private blocks"),
+        (
+            "verified",
+            f"{blocks['verified']:,} blocks, {_size(blocks['verified'] * setting['block_bytes'])}: right",
+        ),
+    ]
+    width = max(len(name) for name, _ in pairs) + 2
+    lines = [f"{name:<{width}}{text}" for name, text in pairs]
+    lines += ["", *_calls(found["calls"]), ""]
+    spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["seconds"].items())
+    lines.append(f"{'time':<{width}}{found['wall_s']:.1f} s ({spent})")
+    engine = found["engine"]
+    pools = ", ".join(f"{name} pool {_size(engine['pools'][name]['peak_used_bytes'])}" for name in POOLS)
+    lines.append(f"{'peak memory':<{width}}process {_size(found['peak_memory_bytes'])}, {pools}")
+    ways = f"{engine['swap_in']['direct']:,} swap-ins direct, {engine['swap_in']['ring']:,} by ring"
+    stores = ", ".join(f"{_size(engine[f'{name}_bytes'])} by {name} stores" for name in ("plain", "streaming"))
+    lines.append(f"{'engine':<{width}}{engine['copy_workers']} copy workers; {ways}; copied {stores}")
+    return "\n".join(lines)
+
+
+def _requests(found: Mapping[str, Any]) -> str:
+    text = f"{found['requests']:,}, at most {found['most_running']} at a time"
+    if found["requests_too_large"]:
+        text += f"; {found['requests_too_large']:,} NOT SERVED: larger than the device pool"
+    return text
+
+
+def _pool(setting: Mapping[str, Any], name: str) -> str:
+    real = setting[f"{name}_blocks"] * setting["block_bytes"] * setting["scale"]
+    return (
+        f"{_size(setting[f'{name}_pool_bytes'])} = {setting[f'{name}_blocks']:,} blocks "
+        f"(stands for {real / 2**30:,.0f} GiB of the real model)"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:>9,} {100 * part / whole if whole else 0.0:5.1f} %"
+
+
+def _calls(calls: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows: list[Sequence[str]] = [("engine call", "calls", "blocks", "bytes", "GB/s", "us p50", "us p99")]
+    for name, cost in calls.items():
+        rows.append(
+            (
+                name,
+                f"{cost['calls']:,}",
+                f"{cost['blocks']:,}" if cost["blocks"] else "-",
+                _size(cost["bytes"]) if cost["bytes"] else "-",
+                "-" if cost["gb_per_s"] is None else f"{cost['gb_per_s']:.2f}",
+                "-" if cost["p50_us"] is None else f"{cost['p50_us']:,.1f}",
+                "-" if cost["p99_us"] is None else f"{cost['p99_us']:,.1f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+
+
+def _size(size: float) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size:,.0f} B"

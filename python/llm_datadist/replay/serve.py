@@ -1,0 +1,241 @@
+"""The life of requests on one node: admit, verify, diverge, finish. `table` plans, `node` moves."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from llm_datadist.replay.content import Pattern, Tail, flip, salt
+from llm_datadist.replay.node import STAGING_TOKENS, Node, Staging
+from llm_datadist.replay.trace import MAX_ID, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from llm_datadist.replay.table import BlockTable, Plan
+
+MS_PER_TOKEN = 25.0
+"""Simulated milliseconds that a request takes for each token it generates."""
+
+
+class WrongByteError(Exception):
+    """A block does not hold what was written. The text says where."""
+
+
+class Own(NamedTuple):
+    """A private block of a running request: device slot, block id of its content, what was appended to it."""
+
+    slot: int
+    content: int
+    tail: Tail | None
+
+
+class Live(NamedTuple):
+    """A running request: its position in the trace, shared blocks, private blocks and staging cache."""
+
+    number: int
+    blocks: tuple[int, ...]
+    own: list[Own]
+    staging: Staging
+
+
+@dataclass
+class Outcome:
+    """What was counted while serving. Seconds by activity are in `seconds`."""
+
+    requests: int = 0
+    too_large: int = 0
+    finished_early: int = 0
+    most_running: int = 0
+    device_hits: int = 0
+    host_hits: int = 0
+    computed: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    diverged: int = 0
+    private_blocks: int = 0
+    verified_blocks: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"plan": 0.0, "write": 0.0, "verify": 0.0})
+
+
+class Server:
+    """Serves requests on a node, at most `concurrency` at a time.
+
+    `corrupt_at` is for tests: one byte of the block of that hit (counted from 1) is flipped before the check.
+    """
+
+    def __init__(
+        self, node: Node, table: BlockTable, concurrency: int, seed: int, corrupt_at: int | None = None
+    ) -> None:
+        self.outcome = Outcome()
+        shape = node.geometry
+        self._node = node
+        self._table = table
+        self._concurrency = concurrency
+        self._corrupt_at = corrupt_at
+        self._pattern = Pattern(shape.tensors, shape.row_bytes, seed)
+        self._staging_pattern = Pattern(shape.tensors, STAGING_TOKENS * shape.token_bytes, seed + 1)
+        self._running: list[tuple[float, int, Live]] = []
+        self._next_private = MAX_ID + 1
+
+    def run(self, requests: Sequence[Request], progress: Callable[[int], None]) -> None:
+        """Serve all requests in order, then check every block that is still cached. Raises WrongByteError.
+
+        `progress` is called with the number of requests served so far.
+        """
+        for number, request in enumerate(requests):
+            while self._running and self._running[0][0] <= request.arrival_ms:
+                self._finish_first()
+            while len(self._running) >= self._concurrency:
+                self._finish_first()
+                self.outcome.finished_early += 1
+            self._serve(number, request)
+            progress(number + 1)
+        while self._running:
+            self._finish_first()
+        self._check_cached(len(requests))
+
+    def _serve(self, number: int, request: Request) -> None:
+        self.outcome.requests += 1
+        private = _private_blocks(request, self._node.geometry.tokens)
+        plan = self._plan(request, private)
+        while plan is None and self._running:
+            self._finish_first()
+            self.outcome.finished_early += 1
+            plan = self._plan(request, private)
+        if plan is None:
+            self.outcome.too_large += 1
+            return
+        live = Live(number, request.blocks, [], self._open_staging(number))
+        ends = request.arrival_ms + MS_PER_TOKEN * request.output_tokens
+        heapq.heappush(self._running, (ends, number, live))
+        self.outcome.most_running = max(self.outcome.most_running, len(self._running))
+        self._carry_out(number, plan)
+        self._generate(live, request, plan)
+
+    def _plan(self, request: Request, private: int) -> Plan | None:
+        with self._timed("plan"):
+            return self._table.plan(request.blocks, private)
+
+    def _carry_out(self, number: int, plan: Plan) -> None:
+        node, outcome = self._node, self.outcome
+        if self._corrupt_at is not None:
+            self._corrupt(plan, self._corrupt_at - outcome.device_hits - outcome.host_hits - 1)
+        node.swap_out(plan.swap_out)
+        node.swap_in(plan.swap_in)
+        with self._timed("write"):
+            for block, slot in plan.writes:
+                self._pattern.fill(node.device_rows, slot, block)
+        with self._timed("verify"):
+            for block, slot in plan.hits:
+                self._verify(number, block, slot, "device")
+            for block, _, slot in plan.swap_in:
+                self._verify(number, block, slot, "host")
+        outcome.device_hits += len(plan.hits)
+        outcome.host_hits += len(plan.swap_in)
+        outcome.computed += len(plan.writes)
+        outcome.evicted += len(plan.evicted)
+        outcome.dropped += len(plan.dropped)
+        outcome.private_blocks += len(plan.private)
+
+    def _corrupt(self, plan: Plan, index: int) -> None:
+        """Flip a byte in the block of this plan's hit `index`, if it has one, where the block lies now."""
+        places = [(self._node.device_rows, slot) for _, slot in plan.hits]
+        places += [(self._node.host_rows, slot) for _, slot, _ in plan.swap_in]
+        if 0 <= index < len(places):
+            shape = self._node.geometry
+            flip(*places[index], tensor=shape.tensors - 1, offset=shape.row_bytes // 2 + 3)
+
+    def _generate(self, live: Live, request: Request, plan: Plan) -> None:
+        """Write what the request generates: into its copy of a partial last block, then into fresh blocks."""
+        node = self._node
+        slots = list(plan.private)
+        filled = request.input_tokens % node.geometry.tokens
+        if filled and request.output_tokens:
+            shared, copy = request.blocks[-1], slots.pop(0)
+            source = self._table.device_slot(shared)
+            node.copy_block(source, copy)
+            stop = min(filled + request.output_tokens, node.geometry.tokens)
+            tail = Tail(filled * node.geometry.token_bytes, stop * node.geometry.token_bytes, salt(live.number))
+            with self._timed("write"):
+                self._pattern.append(node.device_rows, copy, tail)
+            with self._timed("verify"):
+                self._verify(live.number, shared, source, "device, shared, after divergence")
+                self._verify(live.number, shared, copy, "device, private copy", tail=tail)
+            live.own.append(Own(copy, shared, tail))
+            self.outcome.diverged += 1
+        with self._timed("write"):
+            for slot in slots:
+                self._pattern.fill(node.device_rows, slot, self._next_private)
+                live.own.append(Own(slot, self._next_private, None))
+                self._next_private += 1
+
+    def _open_staging(self, number: int) -> Staging:
+        staging = self._node.open_staging(number)
+        with self._timed("write"):
+            self._staging_pattern.fill(staging.rows, 0, number)
+        self._node.turn_staging(staging)
+        return staging
+
+    def _finish_first(self) -> None:
+        """End the running request that is due first: check what it owns, give everything back."""
+        _, number, live = heapq.heappop(self._running)
+        with self._timed("verify"):
+            for own in live.own:
+                self._verify(number, own.content, own.slot, "device, private", tail=own.tail)
+            wrong = self._staging_pattern.mismatch(live.staging.rows, 1, number)
+        if wrong is not None:
+            raise WrongByteError(f"request {number}: staging cache: {wrong}")
+        self._node.close_staging(live.staging)
+        with self._timed("plan"):
+            self._table.release(live.blocks, [own.slot for own in live.own])
+
+    def _check_cached(self, number: int) -> None:
+        device, host = self._table.cached()
+        with self._timed("verify"):
+            for block, slot in device.items():
+                self._verify(number, block, slot, "device, last check")
+            for block, slot in host.items():
+                self._verify(number, block, slot, "host, last check", on_host=True)
+
+    def _verify(
+        self,
+        number: int,
+        block: int,
+        slot: int,
+        tier: str,
+        *,
+        tail: Tail | None = None,
+        on_host: bool = False,
+    ) -> None:
+        rows = self._node.host_rows if on_host else self._node.device_rows
+        wrong = self._pattern.mismatch(rows, slot, block, tail)
+        self.outcome.verified_blocks += 1
+        if wrong is not None:
+            raise WrongByteError(
+                f"request {number}: block {block} ({tier}, slot {slot}): tensor {wrong.tensor}, "
+                f"first wrong byte at offset {wrong.offset}: "
+                f"expected 0x{wrong.expected:02x}, got 0x{wrong.got:02x}"
+            )
+
+    @contextmanager
+    def _timed(self, activity: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.outcome.seconds[activity] += time.perf_counter() - start
+
+
+def _private_blocks(request: Request, tokens: int) -> int:
+    """Return how many blocks of its own a request needs for what it generates."""
+    filled = request.input_tokens % tokens
+    if not filled:
+        return -(-request.output_tokens // tokens)
+    if not request.output_tokens:
+        return 0
+    beyond = max(request.output_tokens - (tokens - filled), 0)
+    return 1 + -(-beyond // tokens)

@@ -1,0 +1,154 @@
+"""Status codes, the exception that carries them, and the helpers around both (python-api.md §3.1).
+
+Not for: choosing a code. The engine does that; the numbers here are checked against its table at import.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from llm_datadist import log
+
+__all__ = [
+    "LLMException",
+    "LLMMismatchException",
+    "LLMStatusCode",
+    "Status",
+    "code_2_status",
+    "handle_llm_status",
+    "raise_if_false",
+    "raise_if_true",
+]
+
+
+class NamedIntEnum(IntEnum):
+    """An ``IntEnum`` whose ``str`` and default format are ``Class.MEMBER`` on every Python version."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __format__(self, format_spec: str) -> str:
+        # Numeric presentations keep working: f"{code:#x}".
+        if format_spec[-1:] in tuple("bcdoxXn"):
+            return int.__format__(self, format_spec)
+        return format(str(self), format_spec)
+
+
+class LLMStatusCode(NamedIntEnum):
+    """What became of a call. Compares with ``int``; prints as ``LLMStatusCode.LLM_…``."""
+
+    LLM_SUCCESS = 0
+    LLM_FAILED = 0xFFFFFFFF
+    LLM_WAIT_PROCESS_TIMEOUT = 0x5010B001
+    LLM_KV_CACHE_NOT_EXIST = 0x5010B002
+    LLM_REPEAT_REQUEST = 0x5010B003
+    LLM_REQUEST_ALREADY_COMPLETED = 0x5010B004
+    LLM_PARAM_INVALID = 0x5010B005
+    LLM_ENGINE_FINALIZED = 0x5010B006
+    LLM_NOT_YET_LINK = 0x5010B007
+    LLM_ALREADY_LINK = 0x5010B008
+    LLM_LINK_FAILED = 0x5010B009
+    LLM_UNLINK_FAILED = 0x5010B00A
+    LLM_NOTIFY_PROMPT_UNLINK_FAILED = 0x5010B00B
+    LLM_CLUSTER_NUM_EXCEED_LIMIT = 0x5010B00C
+    LLM_PROCESSING_LINK = 0x5010B00D
+    LLM_DEVICE_OUT_OF_MEMORY = 0x5010B00E
+    LLM_PREFIX_ALREADY_EXIST = 0x5010B00F
+    LLM_PREFIX_NOT_EXIST = 0x5010B010
+    LLM_SEQ_LENOVERLIMIT = 0x5010B011
+    LLM_NO_FREE_BLOCK = 0x5010B012
+    LLM_BLOCKS_OUT_OF_MEMORY = 0x5010B013
+    LLM_EXIST_LINK = 0x5010B018
+    LLM_FEATURE_NOT_ENABLED = 0x5010B019
+    LLM_TIMEOUT = 0x5010B01A
+    LLM_LINK_BUSY = 0x5010B01B
+    LLM_OUT_OF_MEMORY = 0x5010B01C
+    LLM_DEVICE_MEM_ERROR = 507053
+    LLM_SUSPECT_REMOTE_ERROR = 507057
+    LLM_UNKNOWN_ERROR = -1
+
+
+class LLMException(RuntimeError):  # noqa: N818  (the public name)
+    """A call failed; :attr:`status_code` says how, the text says why.
+
+    Args:
+        *args: as for ``RuntimeError``; the first is the text.
+        status_code: handed back unchanged.
+    """
+
+    def __init__(self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> None:
+        super().__init__(*args)
+        self._status_code = status_code
+
+    @property
+    def status_code(self) -> LLMStatusCode:
+        """The code the exception was made with."""
+        return self._status_code
+
+
+class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
+    """Two arguments that are each legal do not fit together.
+
+    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (python-api.md §17.11).
+    """
+
+
+class Status:
+    """A status code as an object.
+
+    Args:
+        status: the code.
+    """
+
+    def __init__(self, status: LLMStatusCode) -> None:
+        self._status = status
+
+    def is_ok(self) -> bool:
+        """Whether the code is ``LLM_SUCCESS``."""
+        return self._status == LLMStatusCode.LLM_SUCCESS
+
+    @property
+    def status_code(self) -> LLMStatusCode:
+        """The code."""
+        return self._status
+
+
+# -1 is a member for users and no code of the engine, so a lookup never yields it.
+_BY_VALUE = {int(code): code for code in LLMStatusCode if code is not LLMStatusCode.LLM_UNKNOWN_ERROR}
+
+
+def code_2_status(code: int) -> LLMStatusCode:
+    """Return the status of a number; ``LLM_FAILED`` for one that is none."""
+    return _BY_VALUE.get(code, LLMStatusCode.LLM_FAILED)
+
+
+def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
+    """Raise :class:`LLMException` naming the call ``func_name``, unless ``code`` is 0."""
+    if code != LLMStatusCode.LLM_SUCCESS:
+        status = code_2_status(code)
+        raise LLMException(f"{func_name} failed, error code is {status}, {other_info}.", status_code=status)
+
+
+def raise_if_false(
+    pred: object,
+    fmt: str,
+    *args: object,
+    status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
+    **kwargs: object,
+) -> None:
+    """Log ``fmt.format(*args, **kwargs)`` and raise it as :class:`LLMException` when ``pred`` is falsy."""
+    if not pred:
+        text = fmt.format(*args, **kwargs)
+        log.error("%s", text)
+        raise LLMException(text, status_code=status_code)
+
+
+def raise_if_true(
+    pred: object,
+    fmt: str,
+    *args: object,
+    status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
+    **kwargs: object,
+) -> None:
+    """Log ``fmt.format(*args, **kwargs)`` and raise it as :class:`LLMException` when ``pred`` is truthy."""
+    raise_if_false(not pred, fmt, *args, status_code=status_code, **kwargs)

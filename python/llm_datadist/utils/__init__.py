@@ -1,0 +1,1 @@
+"""Import paths that existing clients use. Re-exports only."""

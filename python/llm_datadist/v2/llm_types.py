@@ -1,0 +1,31 @@
+"""Re-exports of :mod:`llm_datadist.types` under the path that existing clients import."""
+
+from llm_datadist.data_type import DataType
+from llm_datadist.types import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    MemInfo,
+    Memtype,
+    Placement,
+    PushType,
+    RegisterMemStatus,
+    int_to_mem_status_dict,
+)
+
+__all__ = [
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "DataType",
+    "MemInfo",
+    "Memtype",
+    "Placement",
+    "PushType",
+    "RegisterMemStatus",
+    "int_to_mem_status_dict",
+]

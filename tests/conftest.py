@@ -1,0 +1,97 @@
+"""Fixtures shared by the Python tests: one small engine per test, always finalized.
+
+Only one `LLMDataDist` may be initialised in a process, so every engine comes from `start`, which closes whatever
+it opened when the test ends. Pools are a few MiB. Not for: expectations about results (they belong to the tests) and
+reading memory (`memory.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from llm_datadist import LLMDataDist, LLMRole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+PAGE_SHIFT = 12
+PAGE = 1 << PAGE_SHIFT
+POOL = 2 << 20
+THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
+
+settings.register_profile(
+    "short",
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile(
+    "thorough",
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("thorough" if THOROUGH else "short")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors, also when pytest runs without the project's own settings."""
+    config.addinivalue_line("filterwarnings", "error")
+
+
+def pool(memory_size: Any = POOL, page_shift: Any = PAGE_SHIFT) -> str:
+    """The JSON text of one pool."""
+    return json.dumps({"memory_size": memory_size, "page_shift": page_shift})
+
+
+def options(
+    device: str | None = pool(),
+    host: str | None = pool(),
+    **extra: str,
+) -> dict[str, str]:
+    """The options of a cache-manager engine with small pools; `extra` uses `__` for the dot of a key."""
+    made = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0"}
+    if device is not None:
+        made["llm.MemPoolConfig"] = device
+    if host is not None:
+        made["llm.HostMemPoolConfig"] = host
+    made.update({key.replace("__", "."): value for key, value in extra.items()})
+    return made
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., LLMDataDist]]:
+    """A function that initialises an engine; everything it started is finalized afterwards."""
+    opened: list[LLMDataDist] = []
+
+    def begin(settings_: dict[str, str] | None = None, cluster_id: int = 1) -> LLMDataDist:
+        dist = LLMDataDist(LLMRole.PROMPT, cluster_id)
+        opened.append(dist)
+        dist.init(options() if settings_ is None else settings_)
+        return dist
+
+    assert LLMDataDist.llm_engine_instance is None, "an earlier test left an engine open"
+    yield begin
+    for dist in opened:
+        dist.finalize()
+    assert LLMDataDist.llm_engine_instance is None
+
+
+@pytest.fixture
+def dist(start: Callable[..., LLMDataDist]) -> LLMDataDist:
+    """An engine with a device and a host pool of 2 MiB, pages of 4 KiB."""
+    return start()
+
+
+@pytest.fixture
+def manager(dist: LLMDataDist) -> Any:
+    """The cache manager of `dist`."""
+    return dist.cache_manager

@@ -1,0 +1,202 @@
+"""Looking at memory behind the engine's back, and judging refused calls.
+
+Bytes are read through plain addresses with `ctypes`, never through the engine, so a copy is judged by what is in
+memory. Not for: predicting results (that is `oracle.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+UINT32_MAX = 2**32 - 1
+INT64_MAX = 2**63 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def at(address: int, length: int) -> np.ndarray:
+    """The `length` bytes at `address`, as a writable array over that very memory."""
+    return np.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=np.uint8)
+
+
+def desc(
+    rows: int = 4,
+    row_bytes: int = 256,
+    tensors: int = 2,
+    placement: Placement = Placement.DEVICE,
+) -> CacheDesc:
+    """A descriptor counted in bytes: `rows` slots or blocks of `row_bytes` each."""
+    return CacheDesc(tensors, [rows, row_bytes], DataType.DT_INT8, placement)
+
+
+def tensors(cache: Cache) -> list[np.ndarray]:
+    """All tensors of a cache as byte arrays shaped (rows, bytes of one row)."""
+    size = cache.cache_desc.size
+    rows = cache.cache_desc.shape[0]
+    return [at(address, size).reshape(rows, size // rows) for address in cache.tensor_addrs]
+
+
+def fill(cache: Cache, seed: int) -> list[np.ndarray]:
+    """Write a pattern that differs in every tensor and row; return a copy of what was written."""
+    generator = np.random.default_rng(seed)
+    for tensor in tensors(cache):
+        tensor[:] = generator.integers(0, 256, tensor.shape, dtype=np.uint8)
+    return contents(cache)
+
+
+def contents(cache: Cache) -> list[np.ndarray]:
+    """A copy of every tensor's bytes."""
+    return [tensor.copy() for tensor in tensors(cache)]
+
+
+def same(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    """Whether two lists of byte arrays hold equal bytes (and at least one byte)."""
+    assert left
+    assert all(tensor.size for tensor in left)
+    return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right))
+
+
+class UserTensors:
+    """Caller-owned tensors for CPU caches and registrations; keeps the memory alive."""
+
+    def __init__(self, rows: int = 4, row_bytes: int = 256, count: int = 2, seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        self.rows, self.row_bytes, self.count = rows, row_bytes, count
+        self.arrays = [generator.integers(0, 256, (rows, row_bytes), dtype=np.uint8) for _ in range(count)]
+        self.addrs = [int(array.ctypes.data) for array in self.arrays]
+
+    def describe(self, placement: Placement = Placement.HOST) -> CacheDesc:
+        """The descriptor that fits these tensors."""
+        return desc(self.rows, self.row_bytes, self.count, placement)
+
+    def cpu_cache(self) -> Cache:
+        """A CPU cache handle over these tensors."""
+        return Cache.create_cpu_cache(self.describe(), self.addrs)
+
+    def snapshot(self) -> list[np.ndarray]:
+        """A copy of the bytes."""
+        return [array.copy() for array in self.arrays]
+
+
+def pools(manager: Any) -> dict[str, Any]:
+    """Statistics of both pools; None for one that is not configured."""
+    facts = manager.stats()["pools"]
+    assert set(facts) <= {"device", "host"}
+    return {name: facts.get(name) for name in ("device", "host")}
+
+
+def pool_facts(manager: Any, name: str = "device") -> Any:
+    """Statistics of one pool."""
+    return pools(manager)[name]
+
+
+def swaps_in(manager: Any) -> dict[str, int]:
+    """How often each way of swapping in was taken."""
+    counts = manager.stats()["swap_in"]
+    assert set(counts) == {"direct", "ring"}
+    return counts
+
+
+def used(manager: Any) -> dict[str, int | None]:
+    """Bytes used in each pool; None for a pool that is not configured."""
+    return {name: None if facts is None else facts["used_bytes"] for name, facts in pools(manager).items()}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a refused call must raise: one of `kinds`; an LLMException must carry one of `codes`."""
+
+    name: str
+    kinds: tuple[type[BaseException], ...]
+    codes: tuple[LLMStatusCode, ...] = ()
+    also: tuple[type[BaseException], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def judge(self, error: BaseException) -> None:
+        """Fail unless `error` is what was expected."""
+        shown = f"{type(error).__name__}({error}) instead of {self.name}"
+        assert isinstance(error, self.kinds), shown
+        if isinstance(error, LLMException):
+            assert LLMException in self.kinds, shown
+            assert error.status_code in self.codes, f"{error.status_code}: {shown}"
+            for kind in self.also:
+                assert isinstance(error, kind), f"{type(error).__mro__} lacks {kind.__name__}"
+        assert str(error).strip(), "the error has no text"
+
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+TE = Expected("TypeError", (TypeError,))
+VE = Expected("ValueError", (ValueError,))
+AE = Expected("AttributeError", (AttributeError,))
+LE = Expected("LLMException(PARAM_INVALID)", (LLMException,), (INVALID,))
+OOM = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
+GONE = Expected("LLMException(KV_CACHE_NOT_EXIST)", (LLMException,), (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,))
+MISMATCH = Expected("LLMException(PARAM_INVALID) that is a ValueError", (LLMException,), (INVALID,), (ValueError,))
+# An integer that fits no machine width where only a range is stated: either reading of the contract is right.
+WIDE = Expected("ValueError or LLMException(PARAM_INVALID)", (ValueError, LLMException), (INVALID,))
+
+
+@contextmanager
+def raising(expected: Expected) -> Iterator[None]:
+    """The block must raise what `expected` says."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  (judged below)
+        yield
+    if isinstance(caught.value, (KeyboardInterrupt, SystemExit)):
+        raise caught.value
+    expected.judge(caught.value)
+
+
+@contextmanager
+def refused(
+    manager: Any,
+    expected: Expected,
+    caches: Iterable[Cache] = (),
+    users: Iterable[UserTensors] = (),
+) -> Iterator[None]:
+    """The block must raise `expected` and leave the pools and the bytes of `caches` and `users` as they were."""
+    caches, users = list(caches), list(users)
+    pools_before = used(manager)
+    bytes_before = [contents(cache) for cache in caches] + [user.snapshot() for user in users]
+    with raising(expected):
+        yield
+    assert used(manager) == pools_before, "a refused call changed a pool"
+    bytes_after = [contents(cache) for cache in caches] + [user.snapshot() for user in users]
+    for before, after in zip(bytes_before, bytes_after):
+        assert same(before, after), "a refused call changed bytes"
+
+
+def in_fresh_process(code: str, timeout: float = 50.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a new interpreter with warnings as errors; a crash of the engine cannot end the tests."""
+    clean = {key: value for key, value in os.environ.items() if key != "ASCEND_GLOBAL_LOG_LEVEL"}
+    return subprocess.run(  # noqa: S603  (this interpreter, our own code)
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**clean, **environment},
+    )
+
+
+def run_fresh(code: str, **environment: str) -> str:
+    """Like `in_fresh_process`, but it must end with status 0 and a quiet standard error; returns its output."""
+    done = in_fresh_process(code, **environment)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr == "", done.stderr
+    return done.stdout

@@ -1,0 +1,233 @@
+"""A naive twin of the engine, for the property tests: what every call should do, in the slowest plain way.
+
+Bytes are numpy copies, tables are dictionaries, free pool runs are found by walking pages. It shares no code with
+the package and asks it for nothing; the one thing it is told is where an allocation was placed. A call that must be
+refused raises `Refusal` before anything here changes. Not for: wrong Python types (see `test_bad_input.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IDLE = 2**64 - 1
+INVALID = "LLM_PARAM_INVALID"
+GONE = "LLM_KV_CACHE_NOT_EXIST"
+FULL = "LLM_OUT_OF_MEMORY"
+
+Identity = tuple[str, int, int]
+Pairs = Sequence[tuple[int, int]]
+
+
+class Refusal(Exception):  # noqa: N818
+    """The call must fail with one of these status names."""
+
+    def __init__(self, *codes: str) -> None:
+        super().__init__(*codes)
+        self.codes = codes
+
+
+def need(holds: bool, *codes: str) -> None:
+    """Refuse unless `holds`."""
+    if not holds:
+        raise Refusal(*codes)
+
+
+def identity(req_id: int, model_id: int = 0, prefix_id: int = IDLE) -> Optional[Identity]:
+    """Under which name a key is kept; None for a placeholder."""
+    if prefix_id != IDLE:
+        return ("prefix", prefix_id, model_id)
+    return None if req_id == IDLE else ("request", req_id, model_id)
+
+
+@dataclass
+class Pages:
+    """One pool: which of its pages are taken."""
+
+    base: int
+    page: int
+    taken: list[bool]
+
+    def runs(self) -> list[int]:
+        """Lengths of all free runs, in pages."""
+        found, length = [], 0
+        for taken in [*self.taken, True]:
+            if taken and length:
+                found.append(length)
+            length = 0 if taken else length + 1
+        return found
+
+    def count(self, size: int) -> int:
+        """Pages that one tensor of `size` bytes takes."""
+        return -(-size // self.page)
+
+    def fits(self, tensors: int, size: int) -> bool:
+        """Whether so many equal tensors fit into the free runs."""
+        return sum(run // self.count(size) for run in self.runs()) >= tensors
+
+    def mark(self, address: int, size: int, taken: bool) -> None:
+        """Take or give back the pages of one tensor; each must have been in the other state."""
+        first, rest = divmod(address - self.base, self.page)
+        assert rest == 0, "a tensor does not start on a page of its pool"
+        assert 0 <= first <= first + self.count(size) <= len(self.taken), "a tensor lies outside its pool"
+        for number in range(first, first + self.count(size)):
+            assert self.taken[number] is not taken, "two tensors share a page"
+            self.taken[number] = taken
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in taken pages."""
+        return sum(self.taken) * self.page
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the longest free run."""
+        return max(self.runs(), default=0) * self.page
+
+
+@dataclass
+class Entry:
+    """One cache: its geometry, its bytes, and what still holds it."""
+
+    blocks: bool
+    device: bool
+    tensors: int
+    rows: int
+    row_bytes: int
+    data: list[np.ndarray]
+    addresses: list[int]
+    pool: Optional[Pages] = None
+    by_id: bool = True
+    keys: set[Identity] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """Bytes of one tensor."""
+        return self.rows * self.row_bytes
+
+
+class Twin:
+    """The engine's state and what each call does to it."""
+
+    def __init__(self, device: Pages, host: Pages) -> None:
+        self.pools = {True: device, False: host}
+        self.entries: dict[int, Entry] = {}
+        self.bound: dict[Identity, int] = {}
+        self.last_id = 0
+
+    # -- allocation ---------------------------------------------------------------------------------------------
+
+    def may_allocate(
+        self, device: bool, tensors: int, rows: int, row_bytes: int, keys: Sequence[Optional[Identity]]
+    ) -> None:
+        """Refuse what `allocate` must refuse. Memory comes before keys, as the contract orders it."""
+        too_full = not self.pools[device].fits(tensors, rows * row_bytes)
+        bad_keys = len(keys) > rows or any(key in self.bound for key in keys if key is not None)
+        need(not (too_full and bad_keys), FULL, INVALID)
+        need(not too_full, FULL)
+        need(not bad_keys, INVALID)
+
+    def allocated(self, number: int, entry: Entry, keys: Sequence[Optional[Identity]]) -> None:
+        """Note where the engine put a new cache."""
+        assert number > self.last_id, "a cache id was used twice"
+        self.last_id = number
+        entry.pool = self.pools[entry.device]
+        for address in entry.addresses:
+            entry.pool.mark(address, entry.size, taken=True)
+        entry.keys = {key for key in keys if key is not None}
+        for key in entry.keys:
+            self.bound[key] = number
+        self.entries[number] = entry
+
+    def registered(self, number: int, entry: Entry) -> None:
+        """Note a registration of caller-owned memory."""
+        assert number > self.last_id, "a cache id was used twice"
+        self.last_id = number
+        self.entries[number] = entry
+
+    def deallocate(self, number: int, handle_blocks: bool, as_blocks: bool) -> None:
+        """Drop the id; blocks caches go at once, batch caches with their last key."""
+        need(handle_blocks == as_blocks, INVALID)
+        entry = self.entries.get(number)
+        if entry is None or entry.pool is None:
+            return
+        entry.by_id = False
+        if entry.blocks:
+            for key in entry.keys:
+                del self.bound[key]
+            entry.keys.clear()
+        self._release_if_unheld(number)
+
+    def remove_key(self, key: Optional[Identity]) -> None:
+        """Unbind a key; the last reference frees the cache."""
+        if key is None or key not in self.bound or key[0] == "blocks":
+            return
+        number = self.bound.pop(key)
+        self.entries[number].keys.discard(key)
+        self._release_if_unheld(number)
+
+    def unregister(self, number: int) -> None:
+        """Forget a registration."""
+        entry = self.entries.get(number)
+        if entry is not None and entry.pool is None:
+            del self.entries[number]
+
+    def _release_if_unheld(self, number: int) -> None:
+        entry = self.entries[number]
+        if entry.pool is None or entry.by_id or entry.keys:
+            return
+        for address in entry.addresses:
+            entry.pool.mark(address, entry.size, taken=False)
+        del self.entries[number]
+
+    # -- moving bytes -------------------------------------------------------------------------------------------
+
+    def copy(
+        self, dst: tuple[int, bool], src: tuple[int, bool], dst_row: int, src_row: int, offset: int, size: int
+    ) -> None:
+        """`copy_cache`; each handle is (id, whether it says it is a blocks cache)."""
+        need(not src[1] and not dst[1] and (size == -1 or size > 0), INVALID)
+        need(src[0] in self.entries and dst[0] in self.entries, GONE)
+        source, target = self.entries[src[0]], self.entries[dst[0]]
+        need(source.tensors == target.tensors, INVALID)
+        need(src_row < source.rows and dst_row < target.rows, INVALID)
+        need(offset == 0 or (offset < source.row_bytes and offset < target.row_bytes), INVALID)
+        length = source.row_bytes - offset if size == -1 else size
+        need(offset + length <= source.row_bytes and offset + length <= target.row_bytes, INVALID)
+        for left, right in zip(target.data, source.data):
+            left[dst_row, offset : offset + length] = right[src_row, offset : offset + length].copy()
+
+    def copy_blocks(self, handle: tuple[int, bool], pairs: Pairs) -> None:
+        """`copy_blocks`, pair after pair."""
+        need(handle[1], INVALID)
+        entry = self.entries.get(handle[0])
+        rows = None if entry is None else entry.rows
+        bad = any(not 0 <= number < (rows or 2**63) for pair in pairs for number in pair)
+        need(entry is not None or not bad, GONE, INVALID)
+        need(entry is not None, GONE)
+        need(not bad, INVALID)
+        assert entry is not None
+        for tensor in entry.data:
+            for source, target in pairs:
+                tensor[target] = tensor[source].copy()
+
+    def swap(self, src: Entry, dst: Entry, gone: bool, pairs: Pairs) -> None:
+        """`swap_blocks` between two caches as their handles describe them, pair after pair."""
+        bad = not (
+            src.blocks
+            and dst.blocks
+            and src.row_bytes == dst.row_bytes
+            and src.tensors == dst.tensors
+            and src.device != dst.device
+            and all(0 <= source < src.rows and 0 <= target < dst.rows for source, target in pairs)
+        )
+        need(not (bad and gone), INVALID, GONE)
+        need(not bad, INVALID)
+        need(not gone, GONE)
+        for left, right in zip(dst.data, src.data):
+            for source, target in pairs:
+                left[target] = right[source].copy()

@@ -1,0 +1,458 @@
+//! Every refusal: its kind, and the facts in its text; and that what is legal passes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use llm_datadist_core::check::{self, CopyArgs, Pools, Side};
+use llm_datadist_core::{
+    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataType, Error, ErrorKind, Geometry, KernelChoice,
+    Placement, PoolConfig, Result, Role, SwapInPath,
+};
+
+use CacheKind::{Batch, Blocks};
+use Placement::{Device, Host};
+
+/// Refused as an argument without meaning, and the text says `facts`.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T>, facts: &[&str]) -> Error {
+    refused_as(ErrorKind::InvalidArgument, result, facts)
+}
+
+#[track_caller]
+fn refused_as<T: std::fmt::Debug>(kind: ErrorKind, result: Result<T>, facts: &[&str]) -> Error {
+    let error = result.expect_err(&format!("should be refused, with {facts:?}"));
+    assert_eq!(error.kind(), kind, "{error}");
+    assert!(!facts.is_empty());
+    for fact in facts {
+        assert!(error.to_string().contains(fact), "{error}: no {fact:?}");
+    }
+    error
+}
+
+fn desc(num_tensors: u32, shape: &[i64], data_type: DataType, placement: Placement) -> CacheDesc {
+    CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement }
+}
+
+fn bytes(num_tensors: u32, shape: &[i64]) -> CacheDesc {
+    desc(num_tensors, shape, DataType::Uint8, Device)
+}
+
+const BOTH: Pools = Pools { host: true, device: true };
+
+#[test]
+fn shapes() {
+    let geometry =
+        |num_tensors, shape: &[i64], data_type| Geometry::new(&desc(num_tensors, shape, data_type, Host));
+    let sizes = |g: Geometry| (g.num_tensors(), g.rows(), g.row_bytes(), g.tensor_bytes());
+    assert_eq!(sizes(geometry(3, &[4, 16], DataType::Int32).unwrap()), (3, 4, 64, 256));
+    assert_eq!(sizes(geometry(1, &[5], DataType::String).unwrap()), (1, 5, 16, 80));
+    assert_eq!(sizes(geometry(1, &[1; 31], DataType::Bool).unwrap()), (1, 1, 1, 1));
+    refused(geometry(0, &[1], DataType::Bool), &["num_tensors = 0", "at least 1"]);
+    refused(geometry(1, &[], DataType::Bool), &["shape = []", "1 to 31"]);
+    refused(geometry(1, &[1; 32], DataType::Bool), &["shape", "1 to 31"]);
+    for bad in [&[0][..], &[-1], &[4, 0, 4], &[4, -4], &[i64::MIN], &[-1, i64::MIN]] {
+        refused(geometry(1, bad, DataType::Bool), &[&format!("{bad:?}"), "above 0"]);
+    }
+    // One below 2^63 bytes, and everything from there on, however it is made up.
+    assert_eq!(geometry(1, &[i64::MAX], DataType::Bool).unwrap().tensor_bytes(), i64::MAX as u64);
+    assert_eq!(geometry(3, &[1 << 61], DataType::Uint8).unwrap().rows(), 1 << 61);
+    for (num_tensors, shape, data_type) in [
+        (1, vec![1 << 62], DataType::Int16),
+        (1, vec![1 << 32, 1 << 31], DataType::Bool),
+        (1, vec![1 << 32, 1 << 32], DataType::Bool),
+        (1, vec![i64::MAX, i64::MAX, i64::MAX], DataType::String),
+        (1, vec![3; 31], DataType::Int8).clone(),
+        (1, vec![i64::MAX], DataType::String),
+        (2, vec![1 << 62], DataType::Bool),
+        (4, vec![1 << 62], DataType::Bool),
+        (u32::MAX, vec![1 << 33], DataType::Bool),
+        (u32::MAX, vec![i64::MAX], DataType::Bool),
+    ] {
+        if shape == [3; 31] {
+            assert!(geometry(1, &shape, data_type).is_ok(), "3^31 is below 2^63");
+            continue;
+        }
+        refused(geometry(num_tensors, &shape, data_type), &["2^63", "shape"]);
+    }
+    assert_eq!(DataType::ALL.len(), 14);
+    for data_type in DataType::ALL {
+        assert_eq!(DataType::from_value(*data_type as i64), Some(*data_type));
+        assert_eq!(geometry(1, &[2], *data_type).unwrap().tensor_bytes(), 2 * data_type.bytes());
+        assert!(data_type.name().starts_with("DT_"));
+    }
+    for unknown in [-1, 5, 14, 26, 28, i64::MIN, i64::MAX] {
+        assert_eq!(DataType::from_value(unknown), None);
+    }
+}
+
+#[test]
+fn allocate() {
+    let key = |id| Some(CacheKey::Request { model: 0, id });
+    let nowhere = Pools::default();
+    refused(check::allocate(&bytes(0, &[4]), Batch, &[], BOTH), &["num_tensors = 0"]);
+    refused(check::allocate(&bytes(0, &[4]), Batch, &[], nowhere), &["num_tensors = 0"]);
+    refused(check::allocate(&bytes(1, &[4]), Batch, &[], nowhere), &["device", "mem_pool_cfg"]);
+    let host = desc(1, &[4], DataType::Uint8, Host);
+    let only_device = Pools { host: false, device: true };
+    refused(check::allocate(&host, Batch, &[], only_device), &["host", "host_mem_pool_cfg"]);
+    refused(check::allocate(&bytes(1, &[0]), Batch, &[], BOTH), &["shape = [0]"]);
+    refused(
+        check::allocate(&bytes(1, &[2, 9]), Batch, &[key(1), None, None], BOTH),
+        &["len(cache_keys) = 3", "2 here"],
+    );
+    let keys = [key(1), None, key(2), key(1)];
+    let checked = check::allocate(&bytes(1, &[4, 9]), Batch, &keys, BOTH).unwrap();
+    assert_eq!(checked.keys, [(2, key(2).unwrap()), (3, key(1).unwrap())]);
+    assert_eq!((checked.side.kind, checked.side.placement), (Batch, Device));
+    assert_eq!(check::bindings(&[]), []);
+    assert_eq!(check::bindings(&[None]), []);
+    assert_eq!(check::bindings(&[key(5)]), [(0, key(5).unwrap())]);
+}
+
+#[test]
+fn addresses() {
+    let two = desc(2, &[4, 8], DataType::Int32, Host);
+    refused(check::addresses(&two, Batch, &[]), &["addrs = []"]);
+    refused(check::addresses(&two, Batch, &[4096]), &["len(addrs) = 1", "num_tensors = 2"]);
+    refused(check::addresses(&two, Batch, &[1, 2, 3]), &["len(addrs) = 3"]);
+    refused(check::addresses(&two, Batch, &[4096, 0]), &["addrs[1] = 0", "above 0"]);
+    refused(check::addresses(&two, Batch, &[u64::MAX - 127, 4096]), &["addrs[0]", "128 bytes", "2^64"]);
+    refused(
+        check::addresses(&desc(0, &[4], DataType::Int8, Host), Batch, &[1]),
+        &["len(addrs) = 1", "num_tensors = 0"],
+    );
+    refused(check::addresses(&desc(1, &[-4], DataType::Int8, Host), Batch, &[1]), &["shape = [-4]"]);
+    let side = check::addresses(&two, Blocks, &[u64::MAX - 128, 1]).unwrap();
+    assert_eq!((side.kind, side.placement, side.geometry.row_bytes()), (Blocks, Host, 32));
+}
+
+fn side(num_tensors: u32, rows: i64, row_bytes: i64, kind: CacheKind, placement: Placement) -> Side {
+    let desc = desc(num_tensors, &[rows, row_bytes], DataType::Uint8, placement);
+    Side { geometry: Geometry::new(&desc).unwrap(), kind, placement }
+}
+
+fn args(dst: u32, src: u32, offset: u64, size: i64) -> CopyArgs {
+    CopyArgs { dst_batch_index: dst, src_batch_index: src, offset, size }
+}
+
+#[test]
+fn copy_cache() {
+    let (src, dst) = (side(2, 3, 100, Batch, Device), side(2, 4, 64, Batch, Host));
+    let copy = |args| check::copy_cache(src, dst, args);
+    let done = copy(args(3, 2, 10, 54)).unwrap();
+    assert_eq!((done.src_row, done.dst_row, done.src_offset, done.dst_offset), (2, 3, 210, 202));
+    assert_eq!((done.bytes, done.num_tensors), (54, 2));
+    for size in [0, -2, i64::MIN] {
+        refused(copy(args(0, 0, 0, size)), &[&format!("size = {size}"), "-1 or above 0"]);
+        refused(check::copy_size(size), &["size"]);
+    }
+    refused(copy(args(4, 0, 0, 1)), &["dst_batch_index = 4", "0 to 3"]);
+    refused(copy(args(0, 3, 0, 1)), &["src_batch_index = 3", "0 to 2"]);
+    refused(copy(args(u32::MAX, 0, 0, 1)), &["dst_batch_index = 4294967295"]);
+    refused(copy(args(0, 0, 64, 1)), &["offset = 64", "64 bytes"]);
+    refused(copy(args(0, 0, u64::MAX, -1)), &["offset = 18446744073709551615"]);
+    refused(copy(args(0, 0, 0, -1)), &["size = -1", "100 bytes", "100 and 64"]);
+    refused(copy(args(0, 0, 10, 55)), &["size = 55", "offset 10"]);
+    refused(copy(args(0, 0, 63, i64::MAX)), &["size = 9223372036854775807"]);
+    refused(check::copy_cache(src, side(3, 4, 100, Batch, Host), args(0, 0, 0, 1)), &["2 tensors", "3"]);
+    // The other way −1 is the rest of the smaller slot, and fits.
+    assert_eq!(check::copy_cache(dst, src, args(0, 0, 60, -1)).unwrap().bytes, 4);
+    // The largest slots there are.
+    let huge = side(1, 1, i64::MAX, Batch, Host);
+    let all = check::copy_cache(huge, huge, args(0, 0, i64::MAX as u64 - 1, -1)).unwrap();
+    assert_eq!((all.src_offset, all.bytes), (i64::MAX as u64 - 1, 1));
+    let many = side(1, 1 << 40, 1 << 22, Batch, Host);
+    let last = check::copy_cache(many, many, args(u32::MAX, u32::MAX, 1, 1)).unwrap();
+    assert_eq!(last.dst_offset, (u64::from(u32::MAX) << 22) + 1);
+    // From a device only.
+    refused(check::copy_kv_cache(dst, src, args(0, 0, 0, 1)), &["src_cache", "host", "CopyKvCache"]);
+    assert_eq!(check::copy_kv_cache(src, dst, args(3, 2, 10, 54)).unwrap(), done);
+    refused(check::batch_cache("src", Blocks), &["src", "blocks cache", "continuous"]);
+    assert!(check::batch_cache("src", Batch).is_ok());
+}
+
+#[test]
+fn blocks() {
+    let cache = side(2, 20, 128, Blocks, Device);
+    let done = check::copy_blocks(cache, &[(0, 19), (19, 0), (5, 5)]).unwrap();
+    assert_eq!(
+        (done.pairs.as_slice(), done.block_bytes, done.num_tensors),
+        (&[(0, 19), (19, 0), (5, 5)][..], 128, 2)
+    );
+    assert_eq!(check::copy_blocks(cache, &[]).unwrap().pairs, []);
+    refused(
+        check::copy_blocks(side(2, 20, 128, Batch, Device), &[]),
+        &["cache is a continuous cache", "blocks"],
+    );
+    for bad in [-1, 20, i64::MIN, i64::MAX, 1 << 32] {
+        let text = bad.to_string();
+        refused(check::copy_blocks(cache, &[(0, 1), (bad, 1)]), &["source block", &text, "0 to 19"]);
+        refused(check::copy_blocks(cache, &[(0, 1), (1, bad)]), &["destination block", &text, "0 to 19"]);
+    }
+    let near = side(2, 10, 128, Blocks, Host);
+    assert_eq!(check::swap_blocks(near, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
+    assert_eq!(check::swap_blocks(cache, near, &[]).unwrap().pairs, []);
+    refused(check::swap_blocks(near, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
+    refused(check::swap_blocks(near, cache, &[(0, 20)]), &["destination block = 20", "0 to 19"]);
+    refused(check::swap_blocks(cache, near, &[(0, 10)]), &["destination block = 10", "0 to 9"]);
+    let mismatch = |src, dst, facts: &[&str]| {
+        refused_as(ErrorKind::Mismatch, check::swap_blocks(src, dst, &[(0, 0)]), facts)
+    };
+    mismatch(near, side(2, 20, 64, Blocks, Device), &["block sizes", "128", "64"]);
+    mismatch(near, side(3, 20, 128, Blocks, Device), &["num_tensors", "2", "3"]);
+    mismatch(near, near, &["placements", "host"]);
+    mismatch(cache, cache, &["placements", "device"]);
+    refused(check::swap_blocks(side(2, 10, 128, Batch, Host), cache, &[]), &["src_cache", "blocks cache"]);
+    refused(check::swap_blocks(near, side(2, 10, 128, Batch, Device), &[]), &["dst_cache", "blocks cache"]);
+    // The order of the contract: kinds, sizes, counts, indices, placements.
+    refused(check::swap_blocks(near, near, &[(10, 0)]), &["source block"]);
+    refused_as(
+        ErrorKind::Mismatch,
+        check::swap_blocks(near, side(3, 20, 64, Blocks, Host), &[(99, 0)]),
+        &["block sizes"],
+    );
+}
+
+fn read(options: &[(&str, &str)]) -> Result<Config> {
+    let options: BTreeMap<String, String> =
+        options.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect();
+    check::config(Role::Prompt, ClusterId(7), &options)
+}
+
+#[test]
+fn pool_texts() {
+    let device = |text: &str| read(&[("llm.MemPoolConfig", text)]).map(|config| config.device_pool);
+    let host = |text: &str| read(&[("llm.HostMemPoolConfig", text)]).map(|config| config.host_pool);
+    let pool = |memory_size, page_shift| Some(PoolConfig { memory_size, page_shift });
+    let good = [
+        (r#"{"memory_size": 18737418240, "page_shift": 16}"#, pool(18_737_418_240, 16)),
+        (r#"{"memory_size": 65536}"#, pool(65_536, 16)),
+        ("\t\r\n {\"page_shift\":10,\"memory_size\":1024} \n", pool(1024, 10)),
+        (r#"{"memory_size": 1073741824, "page_shift": 30}"#, pool(1 << 30, 30)),
+        (r#"{"memory_size": 65537, "other": [1, {"x": null}], "größe": "🦀"}"#, pool(65_537, 16)),
+        (r#"{"memory_size": 1, "memory_size": 131072}"#, pool(131_072, 16)), // as JSON readers do: the last one
+        (r#"{"memory\u005fsize": 65536}"#, pool(65_536, 16)),
+        ("", None),
+    ];
+    for (text, expected) in good {
+        assert_eq!(device(text).unwrap(), expected, "{text}");
+        assert_eq!(host(text).unwrap(), expected, "{text}");
+    }
+    let nested = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
+    let inside = format!("{{\"memory_size\": 65536, \"x\": {}1{}}}", "[".repeat(1000), "]".repeat(1000));
+    let long = format!("{{\"memory_size\": \"{}\"}}", "ü".repeat(50_000));
+    let bad: Vec<(&str, &[&str])> = vec![
+        (" ", &["not JSON"]),
+        ("{", &["not JSON"]),
+        ("nonsense", &["not JSON"]),
+        ("{'memory_size': 65536}", &["not JSON"]),
+        ("{\"memory_size\": 65536,}", &["not JSON"]),
+        ("{\"memory_size\": 65536} x", &["not JSON"]),
+        ("\u{feff}{\"memory_size\": 65536}", &["not JSON"]),
+        ("{\"memory_size\": NaN}", &["not JSON"]),
+        ("{\"memory_size\": Infinity}", &["not JSON"]),
+        ("{\"memory_size\": 0x10000}", &["not JSON"]),
+        ("{\"memory_size\": 65_536}", &["not JSON"]),
+        ("{\"memory_size\": 065536}", &["not JSON"]),
+        ("{\"memory_size\": +65536}", &["not JSON"]),
+        ("{\"memory_size\": }", &["not JSON"]),
+        ("{\"memory_size\": \u{0663}\u{0662}}", &["not JSON"]),
+        (&nested, &["not JSON"]),
+        (&inside, &["not JSON"]),
+        ("[]", &["one JSON object"]),
+        ("[{\"memory_size\": 65536}]", &["one JSON object"]),
+        ("null", &["one JSON object"]),
+        ("65536", &["one JSON object"]),
+        ("\"memory_size\"", &["one JSON object"]),
+        ("{}", &["memory_size is missing"]),
+        ("{\"page_shift\": 16}", &["memory_size is missing"]),
+        ("{\"Memory_Size\": 65536}", &["memory_size is missing"]),
+        ("{\"memory_size\": 0}", &["memory_size = 0", "above 0"]),
+        ("{\"memory_size\": -1}", &["memory_size = -1"]),
+        ("{\"memory_size\": -0}", &["memory_size"]),
+        ("{\"memory_size\": 1e6}", &["memory_size"]),
+        ("{\"memory_size\": 65536.0}", &["memory_size = 65536.0"]),
+        ("{\"memory_size\": \"65536\"}", &["memory_size"]),
+        ("{\"memory_size\": true}", &["memory_size = true"]),
+        ("{\"memory_size\": null}", &["memory_size = null"]),
+        ("{\"memory_size\": [65536]}", &["memory_size"]),
+        ("{\"memory_size\": {\"a\": 1}}", &["memory_size"]),
+        ("{\"memory_size\": 18446744073709551616}", &["memory_size"]),
+        ("{\"memory_size\": 1e400}", &["not JSON"]),
+        ("{\"memory_size\": 99999999999999999999999999999999}", &["memory_size"]),
+        (&long, &["memory_size"]),
+        ("{\"memory_size\": 65535}", &["memory_size = 65535", "65536"]),
+        ("{\"memory_size\": 1073741823, \"page_shift\": 30}", &["1073741824"]),
+    ];
+    let shifts = [
+        "9",
+        "31",
+        "-1",
+        "16.0",
+        "1e1",
+        "\"16\"",
+        "true",
+        "null",
+        "[16]",
+        "18446744073709551615",
+        "4294967312",
+    ];
+    let shifts: Vec<String> = shifts
+        .iter()
+        .map(|shift| format!("{{\"memory_size\": 4294967296, \"page_shift\": {shift}}}"))
+        .collect();
+    let bad =
+        bad.into_iter().chain(shifts.iter().map(|text| (text.as_str(), &["page_shift", "10 to 30"][..])));
+    let mut looked_at = 0;
+    for (text, facts) in bad {
+        let error = refused(device(text), facts);
+        assert_eq!(error.fact("option"), Some("mem_pool_cfg"));
+        assert!(text.starts_with(error.fact("text").unwrap().trim_end_matches('…')));
+        assert!(
+            error.to_string().len() < 1000,
+            "a text of {} bytes makes a message of {}",
+            text.len(),
+            error.to_string().len()
+        );
+        assert_eq!(refused(host(text), facts).fact("option"), Some("host_mem_pool_cfg"));
+        looked_at += 1;
+    }
+    assert_eq!(looked_at, 41 + 11);
+    // Too many pages; the host limit.
+    let limit = u64::from(u32::MAX) << 10;
+    let text = |size: u64| format!("{{\"memory_size\": {size}, \"page_shift\": 10}}");
+    assert_eq!(device(&text(limit - 1)).unwrap(), pool(limit - 1, 10));
+    refused(device(&text(limit)), &["2^32-1 pages"]);
+    refused(device(&text(u64::MAX)), &["2^32-1 pages"]);
+    assert_eq!(host(&text(20 << 30)).unwrap(), pool(20 << 30, 10));
+    refused(host(&text((20 << 30) + 1)), &["memory_size = 21474836481", "21474836480"]);
+}
+
+#[test]
+fn option_texts() {
+    let config = read(&[]).unwrap();
+    assert_eq!((config.role, config.cluster), (Role::Prompt, ClusterId(7)));
+    assert_eq!((config.sync_timeout, config.device_id), (Duration::from_millis(1000), 0));
+    assert_eq!((config.device_pool, config.host_pool, config.remote_accessible), (None, None, false));
+    assert_eq!((config.swap_in, config.kernel), (SwapInPath::Auto, KernelChoice::Auto));
+
+    let config = read(&[
+        ("llm.SyncKvCacheWaitTime", "9223372036854775807"),
+        ("ge.exec.deviceId", "2147483647"),
+        ("llm.EnableCacheManager", "1"),
+        ("llm.EnableRemoteCacheAccessible", "1"),
+        ("llm.CopyWorkers", "256"),
+        ("llm.SwapInPath", "ring"),
+        ("llm.CopyKernel", "plain"),
+        ("llm.LinkTotalTime", "0"),
+        ("llm.LinkRetryCount", "100"),
+        ("llm.RdmaTrafficClass", "4294967295"),
+        ("llm.RdmaServiceLevel", "0"),
+        ("llm.TransferBackend", "hixl"),
+        ("unknown", "whatever"),
+    ])
+    .unwrap();
+    assert_eq!(config.sync_timeout, Duration::from_millis(i64::MAX as u64));
+    assert_eq!(
+        (config.device_id, config.remote_accessible, config.copy_workers),
+        (i32::MAX as u32, true, Some(256))
+    );
+    assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
+
+    let not_a_number = [
+        "",
+        " ",
+        "1 ",
+        " 1",
+        "+1",
+        "-1",
+        "0x10",
+        "1e3",
+        "1.0",
+        "1_000",
+        "NaN",
+        "true",
+        "0;1",
+        "١",
+        "99999999999999999999",
+    ];
+    let mut looked_at = 0;
+    for (key, more) in [
+        ("llm.SyncKvCacheWaitTime", &["0", "9223372036854775808"][..]),
+        ("ge.exec.deviceId", &["2147483648"]),
+        ("llm.LinkTotalTime", &["4294967296"]),
+        ("llm.LinkRetryCount", &["0", "101"]),
+        ("llm.RdmaTrafficClass", &["4294967296"]),
+        ("llm.RdmaServiceLevel", &["4294967296"]),
+        ("llm.CopyWorkers", &["0", "257"]),
+        ("llm.EnableCacheManager", &["2", "01", "yes", "True"]),
+        ("llm.EnableRemoteCacheAccessible", &["2", "10"]),
+        ("llm.SwapInPath", &["Auto", "ring ", "directly"]),
+        ("llm.CopyKernel", &["PLAIN", "fast"]),
+        ("llm.TransferBackend", &["HIXL", "nixl"]),
+    ] {
+        for text in not_a_number.iter().chain(more) {
+            let error = read(&[(key, text)]).map(|_| ()).expect_err(&format!("{key} = {text:?}"));
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{key} = {text:?}");
+            let known = ["sync_kv_timeout", "device_id", "link_total_time", "link_retry_count"];
+            let names_it =
+                error.to_string().contains(key) || known.iter().any(|name| error.to_string().contains(name));
+            assert!(names_it, "{error}");
+            looked_at += 1;
+        }
+        let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
+        assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
+    }
+    assert_eq!(looked_at, 12 * 15 + 23);
+}
+
+#[test]
+fn single_values() {
+    for good in [0, 1, i64::from(i32::MAX)] {
+        check::device_id(good).unwrap();
+    }
+    for bad in [-1, i64::from(i32::MAX) + 1, i64::MIN, i64::MAX] {
+        refused(check::device_id(bad), &["device_id", &bad.to_string()]);
+    }
+    check::sync_kv_timeout(1).unwrap();
+    check::sync_kv_timeout(i64::MAX).unwrap();
+    for bad in [0, -1, i64::MIN] {
+        refused(check::sync_kv_timeout(bad), &["sync_kv_timeout", &bad.to_string(), "milliseconds"]);
+    }
+    check::link_total_time(0).unwrap();
+    refused(check::link_total_time(-1), &["link_total_time = -1"]);
+    for (value, ok) in [(0, false), (1, true), (100, true), (101, false), (i64::MIN, false)] {
+        assert_eq!(check::link_retry_count(value).is_ok(), ok);
+    }
+    for good in [0.0, -0.0, 0.5, 1.0] {
+        check::mem_utilization(good).unwrap();
+    }
+    for bad in [-0.1, 1.000_001, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        refused(check::mem_utilization(bad), &["mem_utilization", "0.0 to 1.0"]);
+    }
+    for (value, ok) in [(9, false), (10, true), (30, true), (31, false), (1 << 32, false), (u64::MAX, false)]
+    {
+        assert_eq!(check::page_shift(value).is_ok(), ok, "{value}");
+    }
+    check::dimensions(1, 0, -1).unwrap();
+    check::dimensions(4, 3, 3).unwrap();
+    refused(check::dimensions(0, 0, -1), &["shape", "at least one"]);
+    for (batch, seq, name) in
+        [(4, -1, "batch"), (-1, -1, "batch"), (0, 4, "seq_len"), (0, -2, "seq_len"), (0, i64::MIN, "seq")]
+    {
+        refused(check::dimensions(4, batch, seq), &[name, "0 to 3"]);
+    }
+}
+
+#[test]
+fn an_engine_without_a_pool_says_so() {
+    let config = Config::new(Role::Mix, ClusterId(u64::MAX));
+    let engine = llm_datadist_core::DataDist::open(config).unwrap();
+    refused(engine.allocate(&bytes(1, &[4]), Batch, &[]), &["mem_pool_cfg"]);
+    assert!(engine.stats().device_pool.is_none());
+    assert_eq!(
+        [1, 2, 3].map(|value| Role::from_value(value).map(Role::name)),
+        [Some("Prompt"), Some("Decoder"), Some("Mix")]
+    );
+    assert!([0, 4, -1, i64::MAX].iter().all(|value| Role::from_value(*value).is_none()));
+}

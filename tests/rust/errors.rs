@@ -1,0 +1,122 @@
+//! Every kind of error has a code, a cause that this file produces, and a text with its facts.
+
+use std::error::Error as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::device::HostReach;
+use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::{
+    CacheId, CacheKind, DataDist, End, Error, ErrorKind, Placement, StatusCode, SwapInPath,
+};
+
+use crate::common::{Own, config, desc, engine_on};
+use CacheKind::Blocks;
+use Placement::{Device, Host};
+
+/// An error of `kind` as a user meets it, or `None` for the two that only the binding makes.
+fn produced(kind: ErrorKind) -> Option<Error> {
+    let engine = DataDist::open(config(1 << 20)).unwrap();
+    let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+    let end = End::Managed(cache.id());
+    let error = match kind {
+        ErrorKind::InvalidArgument => engine.copy_blocks(&end, &[(0, 4)]),
+        ErrorKind::Mismatch => engine.swap_blocks(&end, &end, &[]),
+        ErrorKind::CacheNotFound => engine.copy_blocks(&End::Managed(CacheId(77)), &[]),
+        ErrorKind::OutOfMemory => engine.allocate(&desc(Device, 1, 4, 1 << 20), Blocks, &[]).map(|_| ()),
+        ErrorKind::Timeout => {
+            let mut config = config(1 << 20);
+            config.sync_timeout = Duration::from_millis(1);
+            let engine = engine_on(
+                config,
+                Arc::new(SimDevice::new(HostReach::Direct).with_delay(Duration::from_millis(3))),
+            );
+            let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+            engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2), (2, 3)])
+        }
+        ErrorKind::NotEnabled => {
+            let mut config = config(1 << 20);
+            config.swap_in = SwapInPath::Direct;
+            let engine = engine_on(config, Arc::new(SimDevice::new(HostReach::Staged)));
+            let own = Own::loose(&desc(Host, 1, 4, 64), Blocks);
+            let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+            engine.swap_blocks(&End::Loose(own.cache.clone()), &End::Managed(cache.id()), &[(0, 0)])
+        }
+        ErrorKind::System => {
+            let sim = Arc::new(SimDevice::new(HostReach::Direct));
+            sim.fail_after(0);
+            let engine = engine_on(config(1 << 20), sim);
+            let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
+            engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1)])
+        }
+        // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork.
+        ErrorKind::Closed | ErrorKind::Forked => return None,
+    };
+    Some(error.expect_err("the case of this kind succeeds"))
+}
+
+#[test]
+fn every_kind_is_produced_and_has_a_code() {
+    let mut by_the_binding = Vec::new();
+    let mut looked_at = 0;
+    for kind in ErrorKind::ALL {
+        let code = StatusCode::from(kind);
+        assert_ne!(code, StatusCode::Success);
+        assert!(StatusCode::ALL.contains(&code));
+        match produced(kind) {
+            Some(error) => {
+                assert_eq!(error.kind(), kind, "{error}");
+                assert!(error.to_string().len() > 20, "{error}");
+                assert!(format!("{error:?}").starts_with(&format!("{kind:?}: ")));
+                looked_at += 1;
+            }
+            None => by_the_binding.push(kind),
+        }
+    }
+    assert_eq!(by_the_binding, [ErrorKind::Closed, ErrorKind::Forked]);
+    assert_eq!(looked_at, ErrorKind::ALL.len() - 2);
+    let mut kinds = ErrorKind::ALL.to_vec();
+    kinds.dedup();
+    assert_eq!(kinds.len(), ErrorKind::ALL.len());
+}
+
+#[test]
+fn codes_are_the_numbers_of_the_contract() {
+    use StatusCode as S;
+    let expected: [(ErrorKind, S, i64); 9] = [
+        (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
+        (ErrorKind::Mismatch, S::ParamInvalid, 0x5010_B005),
+        (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
+        (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
+        (ErrorKind::Timeout, S::Timeout, 0x5010_B01A),
+        (ErrorKind::Closed, S::EngineFinalized, 0x5010_B006),
+        (ErrorKind::Forked, S::Failed, 0xFFFF_FFFF),
+        (ErrorKind::NotEnabled, S::FeatureNotEnabled, 0x5010_B019),
+        (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
+    ];
+    assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
+    for (kind, code, value) in expected {
+        assert_eq!((StatusCode::from(kind), code.value()), (code, value));
+    }
+    let mut values: Vec<i64> = S::ALL.iter().map(|code| code.value()).collect();
+    let mut names: Vec<&str> = S::ALL.iter().map(|code| code.name()).collect();
+    assert!(names.iter().all(|name| name.starts_with("LLM_")));
+    (values.sort_unstable(), names.sort_unstable());
+    (values.dedup(), names.dedup());
+    assert_eq!((values.len(), names.len()), (S::ALL.len(), S::ALL.len()), "numbers and names are unique");
+}
+
+#[test]
+fn a_text_holds_message_facts_and_source() {
+    let source = std::io::Error::other("the disk is gone");
+    let error = Error::new(ErrorKind::System, "no page").with("bytes", 5).with("path", "/x").because(source);
+    assert_eq!(error.to_string(), "no page (bytes=5, path=/x): the disk is gone");
+    assert_eq!(format!("{error:?}"), "System: no page (bytes=5, path=/x): the disk is gone");
+    assert_eq!((error.fact("path"), error.fact("none")), (Some("/x"), None));
+    assert_eq!(error.source().unwrap().to_string(), "the disk is gone");
+    let bare = Error::new(ErrorKind::Closed, "closed");
+    assert_eq!((bare.to_string().as_str(), bare.source().is_none()), ("closed", true));
+    assert_eq!(Error::argument("size", -2, "1 to 3").to_string(), "size = -2 is not allowed: 1 to 3");
+    assert_eq!(size_of::<llm_datadist_core::Result<u32>>(), 16);
+    assert_eq!(size_of::<llm_datadist_core::Result<()>>(), 8);
+}

@@ -1,0 +1,39 @@
+//! The one integration binary of the core. Each file says what it judges; `common` holds memory and devices.
+//!
+//! `cargo test -p llm-datadist-core --test rust`; `PROPTEST_CASES=5000` digs deeper. With `RUSTFLAGS="--cfg loom"` only
+//! the loom model is built, in its own target folder: `make loom`.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that finds nothing fails")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_possible_wrap,
+    reason = "small sizes"
+)]
+#![allow(unreachable_pub, reason = "one binary")]
+
+#[cfg(not(loom))]
+mod check;
+#[cfg(not(loom))]
+mod common;
+#[cfg(not(loom))]
+mod engine;
+#[cfg(not(loom))]
+mod errors;
+#[cfg(not(loom))]
+mod faults;
+#[cfg(not(loom))]
+mod kernel;
+#[cfg(loom)]
+mod loom_pin;
+#[cfg(not(loom))]
+mod pin;
+#[cfg(not(loom))]
+mod plan;
+#[cfg(not(loom))]
+mod pool;
+#[cfg(not(loom))]
+mod region;
+#[cfg(not(loom))]
+mod stats;
+#[cfg(not(loom))]
+mod table;

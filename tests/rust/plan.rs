@@ -1,0 +1,349 @@
+//! Plans: run wave by wave in any order inside a wave, they do what copying pair by pair does; and they are merged.
+//!
+//! Not for: memory or workers (`engine.rs`).
+
+use std::collections::HashSet;
+
+use llm_datadist_core::check::{BlockPairs, CopyRange};
+use llm_datadist_core::plan::{CopyPlan, Ends, Piece, Span, Wave};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::common::proptest_cases;
+
+type Pairs = Vec<(u64, u64)>;
+
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Ends) -> CopyPlan {
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors: 3 }, ends)
+}
+
+fn pieces(wave: &Wave) -> Vec<Piece> {
+    wave.pieces(0, wave.tensor_bytes()).collect()
+}
+
+/// Two tensors as bytes; with one cache both are the same.
+#[derive(Clone, PartialEq, Debug)]
+struct Model {
+    src: Vec<u8>,
+    dst: Vec<u8>,
+    ends: Ends,
+}
+
+impl Model {
+    fn new(rows: u64, block_bytes: u64, ends: Ends) -> Self {
+        let bytes = (rows * block_bytes) as usize;
+        Model {
+            src: (0..bytes).map(|at| at as u8).collect(),
+            dst: (0..bytes).map(|at| !(at as u8)).collect(),
+            ends,
+        }
+    }
+
+    fn get(&self, at: u64) -> u8 {
+        if self.ends == Ends::OneCache { self.dst[at as usize] } else { self.src[at as usize] }
+    }
+
+    fn one_by_one(mut self, pairs: &[(u64, u64)], block_bytes: u64) -> Self {
+        for &(src, dst) in pairs {
+            for at in 0..block_bytes {
+                self.dst[(dst * block_bytes + at) as usize] = self.get(src * block_bytes + at);
+            }
+        }
+        self
+    }
+
+    /// Piece after piece, each wave in the order `shuffle` leaves it.
+    fn in_order(mut self, plan: &CopyPlan, mut shuffle: impl FnMut(&mut Vec<Piece>)) -> Self {
+        for wave in plan.waves() {
+            let mut pieces = pieces(wave);
+            shuffle(&mut pieces);
+            for Piece { src, dst, len } in pieces {
+                for at in 0..len {
+                    self.dst[(dst + at) as usize] = self.get(src + at);
+                }
+            }
+        }
+        self
+    }
+
+    /// All reads of a wave before all its writes.
+    fn reads_first(mut self, plan: &CopyPlan) -> Self {
+        for wave in plan.waves() {
+            let pieces = pieces(wave);
+            let read: Vec<Vec<u8>> = pieces
+                .iter()
+                .map(|piece| (0..piece.len).map(|at| self.get(piece.src + at)).collect())
+                .collect();
+            for (piece, bytes) in pieces.iter().zip(read) {
+                let at = piece.dst as usize;
+                self.dst[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+        }
+        self
+    }
+}
+
+/// Lists of pairs of every shape the engine is meant to see, over `rows` blocks.
+fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
+    let any = prop::collection::vec((0..rows, 0..rows), 0..24);
+    let run = (0..rows, 0..rows, 1..rows, 0..4u64, -3..4i64).prop_map(move |(src, dst, count, up, step)| {
+        let at = |k: u64| (src + k * up, dst.cast_signed() + k.cast_signed() * step);
+        let inside = |(src, dst): (u64, i64)| {
+            u64::try_from(dst).ok().filter(|dst| src < rows && *dst < rows).map(|dst| (src, dst))
+        };
+        (0..count).filter_map(|k| inside(at(k))).collect::<Pairs>()
+    });
+    let swapped = (0..rows, 0..rows, 0..rows).prop_map(|(a, b, spare)| vec![(a, spare), (b, a), (spare, b)]);
+    let chain = prop::collection::vec(0..rows, 2..10)
+        .prop_map(|blocks| blocks.windows(2).map(|two| (two[0], two[1])).collect::<Pairs>());
+    let fan_out = (0..rows, prop::collection::vec(0..rows, 1..8))
+        .prop_map(|(src, all)| all.into_iter().map(|dst| (src, dst)).collect::<Pairs>());
+    let fan_in = (0..rows, prop::collection::vec(0..rows, 1..8))
+        .prop_map(|(dst, all)| all.into_iter().map(|src| (src, dst)).collect::<Pairs>());
+    let onto_itself = (0..rows).prop_map(|block| vec![(block, block)]);
+    let part = prop_oneof![4 => any, 4 => run, 1 => swapped, 1 => chain, 1 => fan_out, 1 => fan_in, 1 => onto_itself];
+    prop::collection::vec(part, 1..4).prop_map(|parts| parts.concat())
+}
+
+#[test]
+fn does_what_copying_pair_by_pair_does() {
+    let (mut looked_at, mut with_waves) = (0u64, 0u64);
+    let mut runner = TestRunner::new(proptest_cases(3000));
+    let input = (lists(14), 1..6u64, any::<bool>(), any::<u64>());
+    let ran = std::cell::RefCell::new((&mut looked_at, &mut with_waves));
+    runner
+        .run(&input, |(pairs, block_bytes, one_cache, seed)| {
+            let ends = if one_cache { Ends::OneCache } else { Ends::TwoCaches };
+            let plan = plan(&pairs, block_bytes, ends);
+            let start = Model::new(14, block_bytes, ends);
+            let expected = start.clone().one_by_one(&pairs, block_bytes);
+            prop_assert_eq!(&start.clone().in_order(&plan, |_| {}), &expected);
+            prop_assert_eq!(&start.clone().in_order(&plan, |pieces| pieces.reverse()), &expected);
+            let mut random = seed;
+            let shuffled = start.clone().in_order(&plan, |pieces| {
+                for at in (1..pieces.len()).rev() {
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    pieces.swap(at, (random >> 33) as usize % (at + 1));
+                }
+            });
+            prop_assert_eq!(&shuffled, &expected);
+            prop_assert_eq!(&start.clone().reads_first(&plan), &expected);
+            for wave in plan.waves() {
+                independent(wave, ends, 14 * block_bytes)?;
+                spans_say_what_pieces_say(wave)?;
+            }
+            let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
+            let useful =
+                pairs.iter().filter(|(src, dst)| ends == Ends::TwoCaches || src != dst).count() as u64;
+            prop_assert_eq!(moved, useful * block_bytes);
+            prop_assert_eq!(plan.bytes(), 3 * moved);
+            let mut ran = ran.borrow_mut();
+            *ran.0 += useful;
+            *ran.1 += u64::from(plan.waves().len() > 1);
+            Ok(())
+        })
+        .unwrap();
+    assert!(looked_at > 1000 && with_waves > 50, "{looked_at} pairs, {with_waves} plans of several waves");
+}
+
+/// No byte is written twice, none is written and read, none is outside, in one wave.
+fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCaseError> {
+    let mut written = HashSet::new();
+    let all = pieces(wave);
+    prop_assert!(!all.is_empty());
+    for piece in &all {
+        prop_assert!(piece.len > 0);
+        prop_assert!(piece.src + piece.len <= tensor_bytes && piece.dst + piece.len <= tensor_bytes);
+        for at in piece.dst..piece.dst + piece.len {
+            prop_assert!(written.insert(at), "byte {} is written twice", at);
+        }
+    }
+    if ends == Ends::OneCache {
+        for piece in &all {
+            for at in piece.src..piece.src + piece.len {
+                prop_assert!(!written.contains(&at), "byte {} is read and written", at);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn spans_say_what_pieces_say(wave: &Wave) -> Result<(), TestCaseError> {
+    let by_hand: Vec<Piece> = wave
+        .spans()
+        .iter()
+        .flat_map(|span| {
+            (0..span.count.cast_signed()).map(|k| Piece {
+                src: (span.src.cast_signed() + k * span.src_step) as u64,
+                dst: (span.dst.cast_signed() + k * span.dst_step) as u64,
+                len: span.len,
+            })
+        })
+        .collect();
+    prop_assert_eq!(by_hand, pieces(wave));
+    Ok(())
+}
+
+#[test]
+fn cut_anywhere_the_pieces_tile_the_wave() {
+    let byte_pairs = |pieces: &[Piece]| -> Vec<(u64, u64)> {
+        pieces.iter().flat_map(|piece| (0..piece.len).map(|at| (piece.src + at, piece.dst + at))).collect()
+    };
+    let mut waves = 0u64;
+    let seen = std::cell::RefCell::new(&mut waves);
+    TestRunner::new(proptest_cases(1000))
+        .run(
+            &(lists(14), 1..9u64, prop::collection::vec(any::<u64>(), 0..6)),
+            |(pairs, block_bytes, cuts)| {
+                for wave in plan(&pairs, block_bytes, Ends::TwoCaches).waves() {
+                    let total = wave.tensor_bytes();
+                    let mut cuts: Vec<u64> =
+                        cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
+                    cuts.sort_unstable();
+                    let mut parts = Vec::new();
+                    for two in cuts.windows(2) {
+                        let part: Vec<Piece> = wave.pieces(two[0], two[1]).collect();
+                        prop_assert_eq!(part.iter().map(|piece| piece.len).sum::<u64>(), two[1] - two[0]);
+                        prop_assert!(part.iter().all(|piece| piece.len > 0));
+                        parts.extend(part);
+                    }
+                    prop_assert_eq!(byte_pairs(&parts), byte_pairs(&pieces(wave)));
+                    prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
+                    **seen.borrow_mut() += 1;
+                }
+                Ok(())
+            },
+        )
+        .unwrap();
+    assert!(waves > 500, "{waves}");
+}
+
+fn spans(pairs: &[(u64, u64)], ends: Ends) -> Vec<Vec<Span>> {
+    plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().to_vec()).collect()
+}
+
+/// `count` pieces of `blocks` blocks of 16 bytes.
+fn span(src: u64, dst: u64, blocks: u64, count: u64, src_step: i64, dst_step: i64) -> Span {
+    Span {
+        src: 16 * src,
+        dst: 16 * dst,
+        len: 16 * blocks,
+        count,
+        src_step: 16 * src_step,
+        dst_step: 16 * dst_step,
+    }
+}
+
+#[test]
+fn merges_to_the_fewest_spans() {
+    use Ends::{OneCache, TwoCaches};
+    let map = |count: u64, f: &dyn Fn(u64) -> (u64, u64)| (0..count).map(f).collect::<Pairs>();
+    let up = map(10, &|k| (k + 5, k + 20));
+    let mut given_backwards = up.clone();
+    given_backwards.reverse();
+    let mut given_shuffled = up.clone();
+    given_shuffled.swap(0, 7);
+    given_shuffled.swap(3, 9);
+    let groups = |n: u64| map(4 * n, &|k| (k / 4 * 8 + k % 4, k / 4 * 8 + k % 4 + 100));
+    let two_runs: Pairs = vec![(1, 5), (2, 6), (8, 3), (9, 4), (10, 5)];
+    let cases: Vec<(&str, Pairs, Ends, Vec<Vec<Span>>)> = vec![
+        ("nothing", vec![], TwoCaches, vec![]),
+        ("nothing in one", vec![], OneCache, vec![]),
+        ("one", vec![(3, 4)], TwoCaches, vec![vec![span(3, 4, 1, 1, 0, 0)]]),
+        ("ascending", up.clone(), TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("ascending, one cache", up, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given backwards", given_backwards, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given shuffled", given_shuffled, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("identity, two caches", map(9, &|k| (k, k)), TwoCaches, vec![vec![span(0, 0, 9, 1, 0, 0)]]),
+        ("identity, one cache", map(9, &|k| (k, k)), OneCache, vec![]),
+        ("descending", map(10, &|k| (k, 9 - k)), TwoCaches, vec![vec![span(0, 9, 1, 10, 1, -1)]]),
+        ("both strided", map(10, &|k| (2 * k, 3 * k + 1)), TwoCaches, vec![vec![span(0, 1, 1, 10, 2, 3)]]),
+        ("scattered", map(10, &|k| (k, 4 * k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 1, 4)]]),
+        ("gathered", map(10, &|k| (4 * k, k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 4, 1)]]),
+        ("fan-out", map(10, &|k| (0, k + 1)), OneCache, vec![vec![span(0, 1, 1, 10, 0, 1)]]),
+        ("three equal runs", groups(3), TwoCaches, vec![vec![span(0, 100, 4, 3, 8, 8)]]),
+        (
+            "two equal runs",
+            groups(2),
+            TwoCaches,
+            vec![vec![span(0, 100, 4, 1, 0, 0), span(8, 108, 4, 1, 0, 0)]],
+        ),
+        (
+            "the example of the contract: the last wins",
+            two_runs,
+            TwoCaches,
+            // 10→5 comes after 1→5, so it waits for it.
+            vec![vec![span(1, 5, 2, 1, 0, 0), span(8, 3, 2, 1, 0, 0)], vec![span(10, 5, 1, 1, 0, 0)]],
+        ),
+        (
+            "a chain {0:[1],1:[2]}",
+            vec![(0, 1), (1, 2)],
+            OneCache,
+            vec![vec![span(0, 1, 1, 1, 0, 0)], vec![span(1, 2, 1, 1, 0, 0)]],
+        ),
+        (
+            "two exchanged through a third",
+            vec![(0, 2), (1, 0), (2, 1)],
+            OneCache,
+            vec![vec![span(0, 2, 1, 1, 0, 0)], vec![span(1, 0, 1, 1, 0, 0)], vec![span(2, 1, 1, 1, 0, 0)]],
+        ),
+        (
+            "read, then overwritten",
+            vec![(1, 2), (0, 1)],
+            OneCache,
+            vec![vec![span(1, 2, 1, 1, 0, 0)], vec![span(0, 1, 1, 1, 0, 0)]],
+        ),
+    ];
+    assert!(cases.len() > 15);
+    for (name, pairs, ends, expected) in cases {
+        assert_eq!(spans(&pairs, ends), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_chain_carries_the_first_block_all_the_way() {
+    let plan = plan(&[(0, 1), (1, 2)], 2, Ends::OneCache);
+    let end = Model::new(3, 2, Ends::OneCache).in_order(&plan, |_| {});
+    assert_eq!(end.dst, [255, 254, 255, 254, 255, 254]);
+}
+
+#[test]
+fn the_spans_of_a_large_swap_are_few() {
+    let pairs: Pairs = (0..4096).map(|k| (k, 4095 - k)).collect();
+    assert_eq!(spans(&pairs, Ends::TwoCaches), [[span(0, 4095, 1, 4096, 1, -1)]]);
+}
+
+#[test]
+fn a_range_is_one_span_and_onto_itself_nothing() {
+    let range = |src_offset, dst_offset| CopyRange {
+        src_row: 0,
+        dst_row: 0,
+        src_offset,
+        dst_offset,
+        bytes: 7,
+        num_tensors: 5,
+    };
+    let plan = CopyPlan::range(&range(3, 9), Ends::OneCache);
+    assert_eq!(
+        plan.waves()[0].spans(),
+        [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
+    );
+    assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
+    assert_eq!(CopyPlan::range(&range(3, 3), Ends::TwoCaches).bytes(), 35);
+    let onto_itself = CopyPlan::range(&range(3, 3), Ends::OneCache);
+    assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
+}
+
+#[test]
+fn offsets_near_two_to_the_63_do_not_overflow() {
+    let block_bytes = 1u64 << 40;
+    let last = (1u64 << 23) - 1;
+    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, Ends::TwoCaches);
+    let all: Vec<Piece> = plan.waves().iter().flat_map(pieces).collect();
+    assert_eq!(all.len(), 3);
+    for (src, dst) in [(last, 0), (last - 1, 1), (0, last)] {
+        assert!(all.contains(&Piece { src: src * block_bytes, dst: dst * block_bytes, len: block_bytes }));
+    }
+}

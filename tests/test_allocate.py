@@ -1,0 +1,468 @@
+"""Allocating, keying and releasing caches; what the pools hold meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any, Callable
+
+import pytest
+
+from conftest import PAGE, POOL, options, pool
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, Placement
+from memory import (
+    GONE,
+    LE,
+    OOM,
+    UINT64_MAX,
+    UserTensors,
+    contents,
+    desc,
+    fill,
+    pool_facts,
+    raising,
+    refused,
+    run_fresh,
+    same,
+    used,
+)
+
+
+def pages(cache_desc: CacheDesc, page: int = PAGE) -> int:
+    """Bytes of whole pages that all tensors of a cache take."""
+    return cache_desc.num_tensors * -(-cache_desc.size // page) * page
+
+
+def live(manager: Any, cache: Any) -> bool:
+    """Whether the engine still knows the id of a batch cache."""
+    try:
+        manager.copy_cache(cache, cache, 0, 0, 0, 1)
+    except LLMException as error:
+        GONE.judge(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("blocks", [False, True])
+def test_allocated_cache(manager: Any, placement: Placement, blocks: bool) -> None:
+    made_of = desc(3, 700, 4, placement)
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    cache = allocate(made_of)
+    assert cache.cache_id == 1
+    assert cache.cache_desc is made_of
+    assert cache.is_blocks_cache is blocks
+    assert isinstance(cache.tensor_addrs, list)
+    assert len(set(cache.tensor_addrs)) == 4
+    assert all(type(address) is int and address % PAGE == 0 and address > 0 for address in cache.tensor_addrs)
+    assert repr(cache) == f"Cache(cache_id = 1, device_tensor_addrs = 4, is_blocks_cache = {blocks})"
+    ends = sorted(cache.tensor_addrs)
+    assert all(right - left >= made_of.size for left, right in zip(ends, ends[1:]))
+    where = "device" if placement is Placement.DEVICE else "host"
+    expected = {"device": 0, "host": 0, where: pages(made_of)}
+    assert used(manager) == expected
+    written = fill(cache, 1)
+    assert same(contents(cache), written)
+    (manager.deallocate_blocks_cache if blocks else manager.deallocate_cache)(cache)
+    assert cache.tensor_addrs == []
+    assert used(manager) == {"device": 0, "host": 0}
+
+
+def test_ids_count_up_and_are_not_used_twice(manager: Any) -> None:
+    first = manager.allocate_cache(desc())
+    manager.deallocate_cache(first)
+    second = manager.allocate_blocks_cache(desc())
+    with raising(OOM):
+        manager.allocate_cache(desc(1, 2 * POOL))
+    third = manager.allocate_cache(desc())
+    assert first.cache_id == 1
+    assert second.cache_id == 2
+    assert third.cache_id > second.cache_id
+
+
+@pytest.mark.parametrize("data_type", list(DataType))
+def test_every_data_type_can_be_allocated(manager: Any, data_type: DataType) -> None:
+    made_of = CacheDesc(1, (2, 1024), data_type)
+    manager.allocate_cache(made_of)
+    assert used(manager)["device"] == pages(made_of)
+
+
+@pytest.mark.parametrize("shift", [10, 12, 16, 20])
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_tensors_take_whole_aligned_pages(start: Callable[..., Any], shift: int, extra: int) -> None:
+    page = 1 << shift
+    manager = start(options(pool(8 * page, shift), None)).cache_manager
+    made_of = desc(1, page + extra, 2)
+    cache = manager.allocate_cache(made_of)
+    assert used(manager) == {"device": 2 * page * (2 if extra > 0 else 1), "host": None}
+    assert all(address % page == 0 for address in cache.tensor_addrs)
+
+
+def test_page_shift_defaults_to_16(start: Callable[..., Any]) -> None:
+    manager = start(options('{"memory_size": 1048576}', None)).cache_manager
+    device = pool_facts(manager)
+    assert device["page_bytes"] == 65536
+    manager.allocate_cache(desc(1, 1, 1))
+    assert used(manager)["device"] == 65536
+
+
+def test_pool_statistics(manager: Any) -> None:
+    fresh = {
+        "capacity_bytes": POOL,
+        "page_bytes": PAGE,
+        "used_bytes": 0,
+        "free_bytes": POOL,
+        "peak_used_bytes": 0,
+        "largest_free_run_bytes": POOL,
+    }
+    assert {name: pool_facts(manager)[name] for name in fresh} == fresh
+    one, two = manager.allocate_cache(desc(1, 8 * PAGE, 1)), manager.allocate_cache(desc(1, 4 * PAGE, 1))
+    manager.deallocate_cache(one)
+    now = pool_facts(manager)
+    assert now["used_bytes"] == 4 * PAGE
+    assert now["free_bytes"] == POOL - 4 * PAGE
+    assert now["peak_used_bytes"] == 12 * PAGE
+    assert POOL - 12 * PAGE <= now["largest_free_run_bytes"] <= POOL - 4 * PAGE
+    manager.deallocate_cache(two)
+    assert pool_facts(manager)["largest_free_run_bytes"] == POOL
+    assert pool_facts(manager, "host")["peak_used_bytes"] == 0
+
+
+def test_bytes_beyond_the_last_whole_page_are_not_used(start: Callable[..., Any]) -> None:
+    manager = start(options(pool(4 * PAGE + 100), None)).cache_manager
+    with refused(manager, OOM):
+        manager.allocate_cache(desc(1, 4 * PAGE + 1, 1))
+    manager.allocate_cache(desc(1, 4 * PAGE, 1))
+    assert used(manager)["device"] == 4 * PAGE
+
+
+def test_the_whole_pool_can_be_taken_again_and_again(manager: Any) -> None:
+    for _ in range(3):
+        caches = [manager.allocate_cache(desc(1, PAGE, 8)) for _ in range(POOL // PAGE // 8)]
+        assert used(manager)["device"] == POOL
+        addresses = [address for cache in caches for address in cache.tensor_addrs]
+        assert len(set(addresses)) == POOL // PAGE
+        assert max(addresses) - min(addresses) == POOL - PAGE
+        with refused(manager, OOM, caches):
+            manager.allocate_cache(desc(1, 1, 1))
+        for cache in [*caches[::2], *caches[1::2]]:
+            manager.deallocate_cache(cache)
+        assert pool_facts(manager)["largest_free_run_bytes"] == POOL
+    manager.allocate_cache(desc(1, POOL, 1))
+
+
+def test_a_partly_possible_allocation_leaks_nothing(manager: Any) -> None:
+    key = CacheKey(1, 5)
+    with refused(manager, OOM):
+        manager.allocate_cache(desc(1, POOL // 4, 5), [key])
+    assert pool_facts(manager)["largest_free_run_bytes"] == POOL
+    manager.allocate_cache(desc(1, POOL // 4, 4), [key])
+
+
+def test_exhaustion_says_what_was_asked_and_what_is_free(manager: Any) -> None:
+    caches = [manager.allocate_cache(desc(1, 32 * PAGE, 1)) for _ in range(POOL // PAGE // 32)]
+    for cache in (caches[1], caches[3], caches[4]):
+        manager.deallocate_cache(cache)
+    now = pool_facts(manager)
+    asked = 65 * PAGE
+    assert now["free_bytes"] == 96 * PAGE
+    with pytest.raises(LLMException) as caught:
+        manager.allocate_cache(desc(1, asked, 1))
+    OOM.judge(caught.value)
+    numbers = set(re.findall(r"\d+", str(caught.value).replace(",", "").replace("_", "")))
+    assert {str(asked), str(now["free_bytes"]), str(now["largest_free_run_bytes"])} <= numbers, caught.value
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("placement", list(Placement))
+def test_a_pool_serves_its_own_placement_only(start: Callable[..., Any], placement: Placement, blocks: bool) -> None:
+    only = options(pool(), None) if placement is Placement.DEVICE else options(None, pool())
+    manager = start(only).cache_manager
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    allocate(desc(placement=placement))
+    other = Placement.HOST if placement is Placement.DEVICE else Placement.DEVICE
+    with refused(manager, LE):
+        allocate(desc(placement=other))
+    assert list(used(manager).values()).count(None) == 1
+
+
+def test_without_any_pool_releasing_is_still_no_operation(start: Callable[..., Any]) -> None:
+    manager = start(options(None, None)).cache_manager
+    assert used(manager) == {"device": None, "host": None}
+    for placement in Placement:
+        with raising(LE):
+            manager.allocate_cache(desc(placement=placement))
+        with raising(LE):
+            manager.allocate_blocks_cache(desc(placement=placement))
+    user = UserTensors()
+    registered = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    manager.deallocate_cache(registered)
+    manager.remove_cache_key(CacheKey(1, 1))
+    manager.deallocate_blocks_cache(user.cpu_cache())
+
+
+def test_release_waits_for_the_id_and_every_key(manager: Any) -> None:
+    keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
+    cache = manager.allocate_cache(desc(2), keys)
+    taken = used(manager)
+    manager.deallocate_cache(cache)
+    assert cache.tensor_addrs == []
+    assert used(manager) == taken
+    manager.remove_cache_key(keys[0])
+    assert used(manager) == taken
+    assert live(manager, cache)
+    manager.remove_cache_key(keys[1])
+    assert used(manager) == {"device": 0, "host": 0}
+    assert not live(manager, cache)
+
+
+def test_keys_first_then_the_id(manager: Any) -> None:
+    keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
+    cache = manager.allocate_cache(desc(2), keys)
+    taken = used(manager)
+    for key in keys:
+        manager.remove_cache_key(key)
+        assert used(manager) == taken
+    manager.deallocate_cache(cache)
+    assert used(manager) == {"device": 0, "host": 0}
+
+
+def test_releasing_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
+    key = CacheKey(1, 1)
+    other = manager.allocate_cache(desc(), [CacheKey(1, 2)])
+    bytes_before = fill(other, 1)
+    cache = manager.allocate_cache(desc(), [key])
+    for _ in range(3):
+        manager.deallocate_cache(cache)
+    for _ in range(3):
+        manager.remove_cache_key(key)
+        manager.remove_cache_key(CacheKey(9, 999, 5))
+    manager.deallocate_cache(cache)
+    blocks = manager.allocate_blocks_cache(desc())
+    for _ in range(3):
+        manager.deallocate_blocks_cache(blocks)
+    assert used(manager)["device"] == pages(desc())
+    assert live(manager, other)
+    assert same(contents(other), bytes_before)
+
+
+def test_the_cluster_id_of_a_key_does_not_matter(manager: Any) -> None:
+    cache = manager.allocate_cache(desc(), [CacheKey(1, 7, 3)])
+    manager.deallocate_cache(cache)
+    manager.remove_cache_key(CacheKey(99, 7, 3))
+    assert used(manager)["device"] == 0
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, sequence: Callable[..., Any]) -> None:
+    cache = manager.allocate_cache(desc(4), sequence([CacheKey(1, 1)]))
+    manager.deallocate_cache(cache)
+    assert used(manager)["device"] > 0
+    manager.remove_cache_key(CacheKey(1, 1))
+    assert used(manager)["device"] == 0
+
+
+def test_more_keys_than_slots(manager: Any) -> None:
+    keys = [CacheKey(1, number) for number in range(3)]
+    with refused(manager, LE):
+        manager.allocate_cache(desc(2), keys)
+    with refused(manager, LE):
+        manager.allocate_cache(desc(2), [*keys[:2], CacheKey(1, UINT64_MAX)])
+    manager.allocate_cache(desc(3), keys)
+
+
+@pytest.mark.parametrize("released_by", ["removal", "last reference"])
+def test_a_bound_key_cannot_be_bound_again_before_its_release(manager: Any, released_by: str) -> None:
+    key = CacheKey(1, 5, 2)
+    cache = manager.allocate_cache(desc(2), [CacheKey(1, 4, 2), key])
+    with refused(manager, LE, [cache]):
+        manager.allocate_cache(desc(2), [CacheKey(1, 6, 2), CacheKey(2, 5, 2)])
+    manager.allocate_cache(desc(2), [CacheKey(1, 6, 2), CacheKey(1, 5, 3)])
+    if released_by == "last reference":
+        manager.deallocate_cache(cache)
+        with refused(manager, LE):
+            manager.allocate_cache(desc(2), [key])
+    manager.remove_cache_key(key)
+    manager.allocate_cache(desc(2), [key])
+    with refused(manager, LE):
+        manager.allocate_cache(desc(2), [CacheKey(1, 4, 2)])
+
+
+def test_a_refused_allocation_keeps_no_key(manager: Any) -> None:
+    bound = manager.allocate_cache(desc(1), [CacheKey(1, 1)])
+    with refused(manager, LE, [bound]):
+        manager.allocate_cache(desc(3), [CacheKey(1, 2), CacheKey(1, 3), CacheKey(1, 1)])
+    again = manager.allocate_cache(desc(2), [CacheKey(1, 2), CacheKey(1, 3)])
+    assert live(manager, again)
+
+
+def test_the_last_of_equal_keys_wins_and_counts_once(manager: Any) -> None:
+    first, second = CacheKey(1, 7), CacheKey(2, 7)
+    cache = manager.allocate_cache(desc(4), [first, CacheKey(1, 8), second, second])
+    manager.deallocate_cache(cache)
+    taken = used(manager)
+    manager.remove_cache_key(CacheKey(1, 8))
+    assert used(manager) == taken
+    manager.remove_cache_key(first)
+    assert used(manager)["device"] == 0
+
+
+def test_placeholders_bind_nothing(manager: Any) -> None:
+    def idle(model: int = 0) -> CacheKey:
+        return CacheKey(1, UINT64_MAX, model)
+
+    one = manager.allocate_cache(desc(4), [idle(), idle(), CacheKey(1, 1), idle()])
+    two = manager.allocate_cache(desc(3), [idle(), idle(), idle(1)])
+    manager.deallocate_cache(two)
+    assert used(manager)["device"] == pages(desc(4))
+    manager.deallocate_cache(one)
+    manager.remove_cache_key(idle())
+    assert used(manager)["device"] == pages(desc(4))
+    manager.remove_cache_key(CacheKey(1, 1))
+    assert used(manager)["device"] == 0
+
+
+def test_placeholders_and_blocks_keys_do_not_clash(manager: Any) -> None:
+    blocks = manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
+    written = fill(blocks, 3)
+    batch = manager.allocate_cache(desc(2), [CacheKey(1, UINT64_MAX, 0), CacheKey(1, UINT64_MAX, 0)])
+    manager.remove_cache_key(CacheKey(1, UINT64_MAX, 0))
+    with refused(manager, LE, [blocks]):
+        manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
+    manager.deallocate_cache(batch)
+    assert same(contents(blocks), written)
+    assert used(manager)["device"] == pages(desc())
+
+
+def test_prefix_keys_live_apart_from_request_keys(manager: Any) -> None:
+    prefix = CacheKey(1, req_id=5, prefix_id=7)
+    cache = manager.allocate_cache(desc(1), [prefix])
+    request = manager.allocate_cache(desc(2), [CacheKey(1, req_id=5), CacheKey(1, req_id=7)])
+    with refused(manager, LE, [cache, request]):
+        manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, prefix_id=7)])
+    manager.allocate_cache(desc(1), [CacheKey(1, req_id=6, model_id=1, prefix_id=7)])
+    before = used(manager)["device"]
+    manager.deallocate_cache(cache)
+    manager.remove_cache_key(CacheKey(1, req_id=7))
+    assert used(manager)["device"] == before
+    manager.remove_cache_key(CacheKey(1, req_id=UINT64_MAX, prefix_id=7))
+    assert used(manager)["device"] == before - pages(desc(1))
+
+
+def test_a_prefix_key_without_request_is_no_placeholder(manager: Any) -> None:
+    cache = manager.allocate_cache(desc(1), [CacheKey(1, UINT64_MAX, prefix_id=3)])
+    manager.deallocate_cache(cache)
+    assert used(manager)["device"] == pages(desc(1))
+    manager.remove_cache_key(CacheKey(1, UINT64_MAX))
+    assert used(manager)["device"] == pages(desc(1))
+    manager.remove_cache_key(CacheKey(1, UINT64_MAX, prefix_id=3))
+    assert used(manager)["device"] == 0
+
+
+def test_blocks_cache_goes_at_once_with_its_key(manager: Any) -> None:
+    key = BlocksCacheKey(1, 4)
+    cache = manager.allocate_blocks_cache(desc(), key)
+    with refused(manager, LE, [cache]):
+        manager.allocate_blocks_cache(desc(), BlocksCacheKey(2, 4))
+    other = manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 5))
+    manager.deallocate_blocks_cache(cache)
+    assert cache.tensor_addrs == []
+    assert used(manager)["device"] == pages(desc())
+    with raising(GONE):
+        manager.copy_blocks(cache, {0: [1]})
+    manager.allocate_blocks_cache(desc(), key)
+    manager.copy_blocks(other, {0: [1]})
+
+
+def test_a_freed_id_is_gone_for_copies(manager: Any) -> None:
+    cache, other = manager.allocate_cache(desc()), manager.allocate_cache(desc())
+    manager.deallocate_cache(cache)
+    for call in (
+        lambda: manager.copy_cache(other, cache),
+        lambda: manager.copy_cache(cache, other),
+        lambda: manager.copy_cache(cache, cache),
+    ):
+        with refused(manager, GONE, [other]):
+            call()
+
+
+def test_each_release_insists_on_its_kind(manager: Any) -> None:
+    batch, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
+    with refused(manager, LE, [batch, blocks]):
+        manager.deallocate_cache(blocks)
+    with refused(manager, LE, [batch, blocks]):
+        manager.deallocate_blocks_cache(batch)
+    assert len(batch.tensor_addrs) == len(blocks.tensor_addrs) == 2
+
+
+def test_dropping_the_handle_frees_nothing(manager: Any) -> None:
+    manager.allocate_cache(desc())
+    gc.collect()
+    assert used(manager)["device"] == pages(desc())
+
+
+def test_the_callers_descriptor_is_never_changed(manager: Any) -> None:
+    made_of = desc()
+    text = repr(made_of)
+    blocks = manager.allocate_blocks_cache(made_of)
+    with raising(OOM):
+        manager.allocate_blocks_cache(desc(1, 2 * POOL))
+    batch = manager.allocate_cache(made_of)
+    assert blocks.is_blocks_cache is True
+    assert batch.is_blocks_cache is False
+    assert made_of._is_blocks is False
+    assert repr(made_of) == text
+    manager.copy_cache(batch, batch)
+    manager.copy_blocks(blocks, {0: [1]})
+
+
+def test_changing_the_descriptor_later_does_not_change_the_cache(manager: Any) -> None:
+    made_of = desc(4, 256, 1)
+    blocks = manager.allocate_blocks_cache(made_of)
+    batch = manager.allocate_cache(made_of)
+    manager.allocate_cache(desc(4, 256, 1))
+    made_of.update_dim(0, 1 << 40)
+    with raising(LE):
+        manager.copy_blocks(blocks, {0: [4]})
+    with raising(LE):
+        manager.copy_cache(batch, batch, 4, 0, 0, 1)
+    made_of.update_dim(0, 4)
+    made_of.update_dim(1, 1 << 40)
+    with raising(LE):
+        manager.copy_cache(batch, batch, 0, 0, 0, 257)
+
+
+@pytest.mark.parametrize("rank", [1, 31])
+def test_highest_and_lowest_rank(manager: Any, rank: int) -> None:
+    cache = manager.allocate_cache(CacheDesc(1, [2] + [1] * (rank - 1), DataType.DT_INT8))
+    assert cache.cache_desc.batch_size == 2
+
+
+def test_a_batch_dimension_other_than_the_first_has_no_slots(manager: Any) -> None:
+    with raising(LE):
+        cache = manager.allocate_cache(CacheDesc(1, [2, 4], DataType.DT_INT8, batch_dim_index=1))
+        manager.copy_cache(cache, cache, 1, 0)
+
+
+def test_huge_tensor_count_is_refused_without_reserving_for_it() -> None:
+    out = run_fresh(
+        """
+        import json, resource
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+        dist = LLMDataDist(LLMRole.MIX, 1)
+        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": json.dumps({"memory_size": 1 << 20})})
+        resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+        codes = []
+        for tensors, shape in ((2**32 - 1, [1]), (2**32 - 1, [2**40]), (2**32 - 1, [2**62])):
+            try:
+                dist.cache_manager.allocate_cache(CacheDesc(tensors, shape, DataType.DT_INT8))
+            except LLMException as error:
+                codes.append(error.status_code)
+        dist.cache_manager.allocate_cache(CacheDesc(1, [1 << 20], DataType.DT_INT8))
+        good = {LLMStatusCode.LLM_OUT_OF_MEMORY, LLMStatusCode.LLM_PARAM_INVALID}
+        assert len(codes) == 3 and codes[0] == LLMStatusCode.LLM_OUT_OF_MEMORY and set(codes) <= good, codes
+        dist.finalize()
+        print("refused")
+        """
+    )
+    assert out.splitlines()[-1] == "refused"

@@ -1,0 +1,460 @@
+"""The rules of docs/architecture.md that a reader of the sources can check.
+
+Each guard fails when it found nothing to look at. Rust is read as text with comments and strings blanked; that is
+enough for `use` lines, paths and keywords, and it is all this file claims to understand.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from memory import run_fresh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "crates" / "core" / "src"
+BINDING = ROOT / "crates" / "py" / "src"
+PYTHON = ROOT / "python" / "llm_datadist"
+TABLE = ROOT / "docs" / "architecture.md"
+WORDS = ("error", "status", "id", "desc", "keys", "config")
+LONGEST = 600
+TOKEN = re.compile(
+    r"//[^\n]*|/\*.*?\*/"
+    r'|b?r(?P<hashes>#*)".*?"(?P=hashes)'
+    r'|b?"(?:\\.|[^"\\])*"'
+    r"|b?'(?:\\(?:u\{[0-9a-fA-F_]+\}|x[0-9a-fA-F]{2}|.)|[^'\\])'",
+    re.DOTALL,
+)
+
+
+def blank(text: str, keep_comments: bool = False) -> str:
+    """`text` with strings (and comments) blanked; line breaks stay where they are."""
+
+    def replace(match: re.Match[str]) -> str:
+        found = match.group()
+        if keep_comments and found.startswith("//"):
+            return found
+        return re.sub(r"[^\n]", " ", found)
+
+    return TOKEN.sub(replace, text)
+
+
+def production(text: str) -> str:
+    """Everything before the file's test module."""
+    match = re.search(
+        r"^\s*#\[cfg\((?:all\()?test\b[^\n]*\n(?:\s*#\[[^\n]*\n)*\s*(?:pub(?:\([^)]*\))? )?mod \w+ *\{",
+        text,
+        re.MULTILINE,
+    )
+    return text if match is None else text[: match.start()]
+
+
+def rust_files(folder: Path) -> list[Path]:
+    """All Rust files below a folder; at least one."""
+    files = sorted(folder.rglob("*.rs"))
+    assert files, f"no Rust files in {folder}"
+    return files
+
+
+def shown(path: Path) -> str:
+    """A path for messages and test ids."""
+    return str(path.relative_to(ROOT))
+
+
+# -- (a) arrows ----------------------------------------------------------------------------------------------------
+
+
+def module_of(path: Path) -> str:
+    """Top-level module of a core file."""
+    first = path.relative_to(CORE).parts[0]
+    return first.removesuffix(".rs")
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one table row, without code marks."""
+    return [cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")]
+
+
+def names_in(cell: str) -> list[str]:
+    """Comma-separated names; remarks in brackets and `/*` endings are dropped."""
+    plain = re.sub(r"\([^)]*\)", "", cell)
+    parts = (part.strip().rstrip(".").removesuffix("only").strip() for part in re.split(r",|\band\b|;", plain))
+    return [part.split("/")[0].removeprefix("core::").strip() for part in parts if part]
+
+
+def table_rows() -> list[tuple[list[str], list[str]]]:
+    """Rows of the table: modules, and what they may use. Rows about other crates are left out."""
+    assert TABLE.is_file(), f"{shown(TABLE)} is missing"
+    rows, inside = [], False
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        row = cells(line) if line.lstrip().startswith("|") else []
+        if [cell.lower() for cell in row[:2]] == ["module", "may use"]:
+            inside = True
+            continue
+        inside = inside and bool(row)
+        if inside and not set(row[0]) <= set("-: ") and "crates" not in row[0] and "python" not in row[0]:
+            rows.append((names_in(row[0]), names_in(row[1])))
+    assert rows, f"no table `| module | may use |` in {shown(TABLE)}"
+    return rows
+
+
+def arrows() -> dict[str, set[str]]:
+    """The table: module → modules it may use."""
+    allowed: dict[str, set[str]] = {}
+    for modules, may in table_rows():
+        targets: set[str] = set()
+        for name in may:
+            if name.lower() in ("nothing", "-", "none"):
+                continue
+            if name.lower() == "words":
+                targets.update(WORDS)
+            elif name.lower() in ("everything above", "everything"):
+                targets.update(allowed)
+            else:
+                targets.add(name)
+        for module in modules:
+            allowed.setdefault(module, set()).update(targets)
+    return allowed
+
+
+def leaves(tree: str) -> Iterator[str]:
+    """All full paths of a `use` tree such as `a::{b, c::{d, self}}`."""
+    tree = tree.strip()
+    opening = tree.find("{")
+    if opening < 0:
+        yield re.sub(r"\s+as\s+\w+$", "", tree)
+        return
+    prefix, inner = tree[:opening], tree[opening + 1 : tree.rindex("}")]
+    depth, part = 0, ""
+    for sign in [*inner, ","]:
+        depth += (sign == "{") - (sign == "}")
+        if sign == "," and depth == 0:
+            if part.strip():
+                yield from (prefix + leaf for leaf in leaves(part))
+            part = ""
+        else:
+            part += sign
+
+
+def use_paths(code: str) -> list[str]:
+    """Every path named by a `use` or by a qualified `crate::`/`super::` expression."""
+    paths = []
+    for match in re.finditer(r"(?:^|[;{}\n])\s*(?:pub(?:\([^)]*\))?\s+)?use\s+([^;]+);", code):
+        paths += [re.sub(r"\s+", "", leaf) for leaf in leaves(match.group(1))]
+    paths += [
+        re.sub(r"\s+", "", found) for found in re.findall(r"\b(?:crate|super(?:\s*::\s*super)*)\s*::\s*\w+", code)
+    ]
+    return paths
+
+
+def reexports() -> dict[str, str]:
+    """Names the crate root re-exports → module they come from."""
+    code = blank((CORE / "lib.rs").read_text(encoding="utf-8"))
+    names: dict[str, str] = {}
+    for match in re.finditer(r"pub\s+use\s+([^;]+);", code):
+        for leaf in leaves(match.group(1)):
+            parts = re.sub(r"\s+", "", leaf).removeprefix("crate::").removeprefix("self::").split("::")
+            renamed = re.search(rf"\b{parts[-1]}\s+as\s+(\w+)", match.group(1))
+            names[renamed.group(1) if renamed else parts[-1]] = parts[0]
+    return names
+
+
+def target_of(path: str, file: Path, roots: dict[str, str]) -> str | None:
+    """Which top-level module a path leads to; None when it stays inside or leaves the crate."""
+    parts = path.split("::")
+    place = list(file.relative_to(CORE).with_suffix("").parts)
+    if place[-1] in ("mod", "lib"):
+        place.pop()
+    if parts[0] == "super":
+        while parts and parts[0] == "super":
+            place = place[:-1]
+            parts.pop(0)
+        full = [*place, *parts]
+    elif parts[0] == "crate":
+        full = parts[1:]
+    else:
+        return None
+    if not full or full[0] in ("self", "*"):
+        return None
+    first = roots.get(full[0], full[0])
+    return None if first == module_of(file) else first
+
+
+def test_arrows_run_one_way() -> None:
+    allowed = arrows()
+    roots = reexports()
+    files = [path for path in rust_files(CORE) if path.name not in ("lib.rs", "main.rs") or path.parent != CORE]
+    modules = {module_of(path) for path in files}
+    assert modules, "no modules found"
+    missing = modules - set(allowed)
+    assert not missing, f"not in the table of {shown(TABLE)}: {sorted(missing)}"
+    uses, wrong = 0, []
+    for path in files:
+        for used in use_paths(production(blank(path.read_text(encoding="utf-8")))):
+            target = target_of(used, path, roots)
+            if target is None or target not in modules:
+                continue
+            uses += 1
+            if target not in allowed[module_of(path)]:
+                wrong.append(f"{shown(path)}: {used} ({module_of(path)} may not use {target})")
+    assert uses, "no use lines found"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_itself_has_no_circle() -> None:
+    allowed = arrows()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"circle: {' -> '.join([*path, module])}"
+        if module not in done:
+            for target in sorted(allowed.get(module, set()) - {module}):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for name in allowed:
+        visit(name, ())
+    assert done
+
+
+# -- (b) unsafe ----------------------------------------------------------------------------------------------------
+
+
+def may_be_unsafe(path: Path) -> bool:
+    """The three rooms, and the file that lets each of them in is not one."""
+    relative = path.relative_to(ROOT).as_posix()
+    rooms = ("crates/core/src/mem/", "crates/core/src/device/cuda/")
+    return relative.startswith(rooms) or relative == "crates/py/src/raw.rs"
+
+
+def reasoned(lines: list[str], number: int) -> bool:
+    """Whether a `SAFETY:` comment stands on this line or directly above its statement."""
+    if "SAFETY:" in lines[number]:
+        return True
+    above = number - 1
+    while above >= 0 and number - above <= 25:
+        text = lines[above].strip()
+        if "SAFETY:" in text:
+            return True
+        comment_or_attribute = text.startswith(("//", "#[", "#!["))
+        if not comment_or_attribute and (not text or (text.endswith((";", "}", "{")) and "=" not in text[-3:])):
+            return False
+        above -= 1
+    return False
+
+
+def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
+    found, outside, silent = 0, [], []
+    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+        text = path.read_text(encoding="utf-8")
+        code, commented = blank(text).splitlines(), blank(text, keep_comments=True).splitlines()
+        for number, line in enumerate(code):
+            if not re.search(r"\bunsafe\b", line):
+                continue
+            found += 1
+            if not may_be_unsafe(path):
+                outside.append(f"{shown(path)}:{number + 1}")
+            following = " ".join([line[line.index("unsafe") :], *code[number + 1 : number + 3]])
+            if re.match(r"unsafe\s*(\{|impl\b)", following) and not reasoned(commented, number):
+                silent.append(f"{shown(path)}:{number + 1}")
+    assert found, "no unsafe found: this guard looked at nothing"
+    assert not outside, f"unsafe outside its rooms: {outside}"
+    assert not silent, f"unsafe without a SAFETY comment: {silent}"
+
+
+# -- (c) and (d) the binding ---------------------------------------------------------------------------------------
+
+
+def test_the_binding_uses_only_what_the_core_re_exports() -> None:
+    roots = set(reexports())
+    assert roots, "the core re-exports nothing"
+    uses, wrong = 0, []
+    for path in rust_files(BINDING):
+        code = blank(path.read_text(encoding="utf-8"))
+        paths = use_paths(code) + re.findall(r"\bllm_datadist_core\s*::\s*\w+", code)
+        for used in paths:
+            parts = [part.strip() for part in used.split("::")]
+            uses += 1
+            if parts[0] in ("std", "core", "alloc", "pyo3", "crate", "super", "self"):
+                continue
+            local = (BINDING / f"{parts[0]}.rs").is_file() or (BINDING / parts[0]).is_dir()
+            if local and path.parent == BINDING:
+                continue
+            if parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self"):
+                continue
+            wrong.append(f"{shown(path)}: {used}")
+    assert uses, "no use lines found in the binding"
+    assert not wrong, "\n".join(wrong)
+
+
+def attributes(code: str, name: str) -> list[str]:
+    """The text of every attribute `#[name ...]`, also inside `cfg_attr`."""
+    found = []
+    for match in re.finditer(rf"#\[[^\]]*?\b{name}\b", code):
+        depth, end = 0, match.start() + 1
+        for end in range(match.start() + 1, len(code)):
+            depth += (code[end] == "[") - (code[end] == "]")
+            if depth == 0:
+                break
+        found.append(code[match.start() : end + 1])
+    return found
+
+
+def test_every_class_of_the_binding_is_frozen() -> None:
+    found, thawed = 0, []
+    for path in rust_files(BINDING):
+        for attribute in attributes(blank(path.read_text(encoding="utf-8")), "pyclass"):
+            found += 1
+            if not re.search(r"\bfrozen\b", attribute):
+                thawed.append(f"{shown(path)}: {attribute}")
+    assert found, "no #[pyclass] found"
+    assert not thawed, thawed
+
+
+# -- (e) the Python front ------------------------------------------------------------------------------------------
+
+
+def python_files() -> list[Path]:
+    """All modules of the package; at least one."""
+    files = sorted(PYTHON.rglob("*.py"))
+    assert files, f"no Python files in {PYTHON}"
+    return files
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool, int]]:
+    """(top-level name, whether at module level, line) of every import; relative ones count as the package."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            inner = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield alias.name.split(".")[0], not lazy, child.lineno
+            elif isinstance(child, ast.ImportFrom):
+                yield (
+                    "llm_datadist" if child.level else (child.module or "").split(".")[0],
+                    not lazy,
+                    child.lineno,
+                )
+            yield from walk(child, inner)
+
+    yield from walk(tree, lazy=False)
+
+
+STDLIB = getattr(sys, "stdlib_module_names", None)
+
+
+@pytest.mark.skipif(STDLIB is None, reason="this Python does not list its standard library (needs 3.10)")
+def test_the_front_imports_only_the_standard_library_and_itself() -> None:
+    found, wrong = 0, []
+    for path in python_files():
+        for name, eager, line in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            found += 1
+            if name in ("llm_datadist", "llm_datadist_v1", "__future__") or name in (STDLIB or ()):
+                continue
+            if name == "numpy" and (not eager or "replay" in path.relative_to(PYTHON).parts):
+                continue
+            wrong.append(f"{shown(path)}:{line}: {name}")
+    assert found, "no imports found"
+    assert not wrong, wrong
+
+
+def test_importing_opens_nothing() -> None:
+    out = run_fresh(
+        """
+        import os, sys, threading
+        before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
+        import llm_datadist
+        from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+        LLMConfig().generate_options()
+        LLMDataDist(LLMRole.PROMPT, 1)
+        assert not {"numpy", "torch"} & set(sys.modules), "an array library was imported"
+        assert threading.active_count() == 1
+        if os.path.isdir("/proc/self/task"):
+            assert len(os.listdir("/proc/self/task")) == 1, "a native thread was started"
+            assert set(os.listdir("/proc/self/fd")) == before, "a file was opened"
+        print("quiet")
+        """
+    )
+    assert out.strip() == "quiet"
+
+
+def test_local_calls_need_no_numpy() -> None:
+    out = run_fresh(
+        """
+        import sys
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+        manager = dist.cache_manager
+        cache = manager.allocate_blocks_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
+        manager.copy_blocks(cache, {0: [1]})
+        views = manager.tensor_views(cache)
+        views[0].__dlpack__()
+        dist.finalize()
+        assert "numpy" not in sys.modules
+        print("without")
+        """
+    )
+    assert out.strip() == "without"
+
+
+# -- (f) size ------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_grows_out_of_one_head() -> None:
+    files = [*rust_files(CORE), *rust_files(BINDING), *python_files()]
+    long = {}
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        lines = len((production(text) if path.suffix == ".rs" else text).splitlines())
+        if lines > LONGEST:
+            long[shown(path)] = lines
+    assert not long, f"production part over {LONGEST} lines: {long}"
+
+
+# -- the guards themselves -----------------------------------------------------------------------------------------
+
+
+def test_the_readers_understand_what_they_read() -> None:
+    code = blank('// unsafe { x }\nlet a = "unsafe"; let b = r#"unsafe "x" "#; let c = \'"\'; unsafe { y }\n')
+    assert code.count("unsafe") == 1
+    assert code.index("unsafe") > code.index("let c")
+    assert blank("fn f<'a>(x: &'a str) -> &'a str { x }") == "fn f<'a>(x: &'a str) -> &'a str { x }"
+    assert list(leaves("crate::{a::B, c::{self, D as E}, f}")) == [
+        "crate::a::B",
+        "crate::c::self",
+        "crate::c::D",
+        "crate::f",
+    ]
+    assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == [
+        "crate::a::B",
+        "crate::c",
+        "crate::d",
+    ]
+    deep = CORE / "engine" / "ring.rs"
+    assert target_of("super::route::X", deep, {}) is None
+    assert target_of("super::super::plan::X", deep, {}) == "plan"
+    assert target_of("crate::Error", deep, {"Error": "error"}) == "error"
+    assert target_of("super::error::X", CORE / "engine" / "mod.rs", {}) == "error"
+    assert target_of("super::error::X", CORE / "pool.rs", {}) == "error"
+    assert names_in("words, plan (spans), device/*") == ["words", "plan", "device"]
+    assert reasoned(["    // SAFETY: checked above,", "    // twice.", "    let x =", "        unsafe { y };"], 3)
+    assert not reasoned(["// SAFETY: another", "f();", "unsafe { y };"], 2)
+    assert attributes("#[pyclass(module = 1, frozen)]\nstruct A;\n#[pyclass]\nstruct B;", "pyclass") == [
+        "#[pyclass(module = 1, frozen)]",
+        "#[pyclass]",
+    ]
+    assert production("fn a() {}\n#[cfg(test)]\nmod tests {\n}\n") == "fn a() {}\n"
+    found = list(imports(ast.parse("import os\ndef f():\n    import numpy\n")))
+    assert found == [("os", True, 1), ("numpy", False, 3)]

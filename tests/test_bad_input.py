@@ -1,0 +1,474 @@
+"""Every argument of every manager call, given wrongly: the exact exception, and nothing changed.
+
+One table per call: argument, bad value, expected. Values that only make sense with a certain cache are built from a
+`Bench`. Not for: constructors of value classes (`test_values.py`) and options (`test_lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMException,
+    Placement,
+)
+from memory import (
+    AE,
+    GONE,
+    INT64_MAX,
+    LE,
+    MISMATCH,
+    OOM,
+    TE,
+    UINT32_MAX,
+    UINT64_MAX,
+    VE,
+    WIDE,
+    Expected,
+    UserTensors,
+    desc,
+    fill,
+    raising,
+    refused,
+)
+
+
+class Bench:
+    """One of everything, and the good arguments of every call."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.batch = manager.allocate_cache(desc(4, 256, 2), [CacheKey(1, 1)])
+        self.other = manager.allocate_cache(desc(4, 256, 2))
+        self.blocks = manager.allocate_blocks_cache(desc(4, 256, 2), BlocksCacheKey(1, 7))
+        self.user = UserTensors(4, 256, 2)
+        self.cpu = self.user.cpu_cache()
+        self.caches = [self.batch, self.other, self.blocks]
+        for number, cache in enumerate(self.caches):
+            fill(cache, number)
+        describe = self.user.describe(Placement.DEVICE)
+        self.good: dict[str, dict[str, Any]] = {
+            "allocate_cache": {"cache_desc": desc(), "cache_keys": [CacheKey(1, 50)]},
+            "allocate_blocks_cache": {"cache_desc": desc(), "blocks_cache_key": BlocksCacheKey(1, 50)},
+            "deallocate_cache": {"cache": self.other},
+            "deallocate_blocks_cache": {"cache": self.blocks},
+            "remove_cache_key": {"cache_key": CacheKey(1, 1)},
+            "register_cache": {
+                "cache_desc": describe,
+                "addrs": self.user.addrs,
+                "cache_keys": [CacheKey(1, 60)],
+                "remote_accessible": True,
+            },
+            "register_blocks_cache": {
+                "cache_desc": describe,
+                "addrs": self.user.addrs,
+                "blocks_cache_key": BlocksCacheKey(1, 60),
+                "remote_accessible": True,
+            },
+            "unregister_cache": {"cache_id": 12345},
+            "copy_cache": {
+                "dst": self.other,
+                "src": self.batch,
+                "dst_batch_index": 0,
+                "src_batch_index": 1,
+                "offset": 0,
+                "size": 128,
+                "req_id": 5,
+            },
+            "copy_blocks": {"cache": self.blocks, "copy_block_info": {0: [1]}},
+            "swap_blocks": {"src_cache": self.cpu, "dst_cache": self.blocks, "src_to_dst": {0: 1}},
+            "tensor_views": {"cache": self.blocks},
+        }
+
+
+@pytest.fixture
+def bench(manager: Any) -> Bench:
+    """A fresh bench on the default engine."""
+    return Bench(manager)
+
+
+class Built:
+    """A bad value made from the bench; prints as `name`."""
+
+    def __init__(self, name: str, make: Callable[[Bench], Any]) -> None:
+        self.name, self.make = name, make
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+NO_INTEGER: list[Any] = [True, False, 1.0, float("nan"), "1", "nan", b"1", [1], (1,), {}, 1j]
+NO_CACHE: list[Any] = [
+    1,
+    True,
+    1.5,
+    "cache",
+    [],
+    Cache,
+    Built("a list of caches", lambda b: [b.batch]),
+    Built("a descriptor", lambda _: desc()),
+    Built("a key", lambda _: CacheKey(1, 1)),
+]
+NO_DESC: list[Any] = [
+    1,
+    True,
+    "desc",
+    [],
+    {},
+    CacheDesc,
+    Built("a cache", lambda b: b.batch),
+    DataType.DT_INT8,
+]
+UINT32: list[tuple[Any, Expected]] = [
+    *[(bad, TE) for bad in (None, *NO_INTEGER)],
+    *[(bad, VE) for bad in (-1, UINT32_MAX + 1, 2**64, -(2**64), 2**200)],
+]
+UINT64: list[tuple[Any, Expected]] = [
+    *[(bad, TE) for bad in (None, *NO_INTEGER)],
+    *[(bad, VE) for bad in (-1, UINT64_MAX + 1, -(2**64), 2**200)],
+]
+INT64: list[tuple[Any, Expected]] = [
+    *[(bad, TE) for bad in (None, *NO_INTEGER)],
+    *[(bad, VE) for bad in (INT64_MAX + 1, -INT64_MAX - 2, 2**64, -(2**200))],
+]
+
+
+def int8(shape: list[int], tensors: int = 1, data_type: Any = DataType.DT_INT8, **words: Any) -> CacheDesc:
+    """A descriptor of bytes in any shape."""
+    return CacheDesc(tensors, shape, data_type, **words)
+
+
+IMPOSSIBLE_DESCS: list[tuple[Any, Expected]] = [
+    (int8([1], 0), LE),
+    (int8([0]), LE),
+    (int8([4, 0]), LE),
+    (int8([-1]), LE),
+    (int8([-2, -2]), LE),
+    (int8([4, -(2**63)]), LE),
+    (int8([1] * 32), LE),
+    (int8([1] * 1000), LE),
+    (int8([2**32, 2**32]), LE),
+    (int8([2**32, 2**32 + 1]), LE),
+    (int8([2**33, 2**31]), LE),
+    (int8([INT64_MAX], data_type=DataType.DT_INT16), LE),
+    (int8([INT64_MAX, INT64_MAX, INT64_MAX]), LE),
+    (int8([2**62], data_type=DataType.DT_STRING), LE),
+    (int8([4], data_type=None), LE),
+]
+TOO_LARGE_DESCS: list[tuple[Any, Expected]] = [
+    (int8([1 << 40]), OOM),
+    (int8([1, (2 << 20) + 1]), OOM),
+    (int8([1], 513), OOM),
+    (int8([1], 100_000), OOM),
+    (int8([2**62 - 1]), OOM),
+]
+KEY_LISTS: list[tuple[Any, Expected]] = [
+    *[
+        (bad, TE)
+        for bad in (
+            None,
+            1,
+            True,
+            "key",
+            "",
+            set(),
+            {},
+            iter(()),
+            [1],
+            [None],
+            ["1"],
+            CacheKey(1, 1),
+            [BlocksCacheKey(1)],
+            (CacheKeyByIdAndIndex(1, 1),),
+            [CacheKey(1, 90), None],
+            {CacheKey(1, 90)},
+            [[CacheKey(1, 90)]],
+        )
+    ],
+]
+ADDRESS_LISTS: list[tuple[Any, Expected]] = [
+    *[(bad, TE) for bad in (None, 1, "12", (1, 2), {1, 2}, range(1, 3), b"12", iter([1, 2]))],
+    *[([4096, bad], TE) for bad in (None, *NO_INTEGER)],
+    ([], LE),
+    ([4096], LE),
+    ([4096] * 3, LE),
+    ([4096] * 100_000, LE),
+    ([0, 0], LE),
+    ([4096, 0], LE),
+    ([4096, -1], WIDE),
+    ([4096, UINT64_MAX + 1], WIDE),
+    ([4096, 2**200], WIDE),
+    ([4096, UINT64_MAX], LE),
+    ([4096, UINT64_MAX - 1022], LE),
+]
+FLAGS: list[tuple[Any, Expected]] = [(bad, TE) for bad in (0, 1, "True", 1.0, [], "")]
+BLOCK_MAPS: list[tuple[Any, Expected]] = [
+    (None, AE),
+    *[(bad, TE) for bad in (1, True, "01", 1.5, [(0, 1)], ((0, 1),), {0}, [], iter(()))],
+    *[({bad: [1]}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
+    *[({0: bad}, TE) for bad in (None, 1, True, (1,), "1", {1}, {1: 1}, range(1), 1.0)],
+    *[({0: [1, bad]}, TE) for bad in (None, True, 1.0, "1", [1], float("nan"))],
+    *[({0: [1], bad: [2]}, LE) for bad in (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)],
+    *[({0: [1], 2: [3, bad]}, LE) for bad in (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)],
+    *[({0: [1, bad]}, WIDE) for bad in (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)],
+    *[({0: [1], bad: [0]}, WIDE) for bad in (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)],
+    ({0: list(range(1_000)) * 100}, LE),
+    ({number: [0] for number in range(100_000)}, LE),
+]
+SWAP_MAPS: list[tuple[Any, Expected]] = [
+    (None, AE),
+    *[(bad, TE) for bad in (1, True, "01", 1.5, [(0, 1)], ((0, 1),), {0}, [], iter(()))],
+    *[({bad: 1}, TE) for bad in (None, True, 1.0, "0", (0,), float("nan"))],
+    *[({0: bad}, TE) for bad in (None, True, 1.0, "1", [1], (1,), float("nan"))],
+    *[({0: 1, bad: 2}, MISMATCH) for bad in (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)],
+    *[({0: 1, 2: bad}, MISMATCH) for bad in (-1, 4, 2**31, 2**32, 2**32 + 1, INT64_MAX, -INT64_MAX - 1)],
+    *[({0: 1, 2: bad}, WIDE) for bad in (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)],
+    *[({0: 1, bad: 2}, WIDE) for bad in (2**63, 2**64, 2**64 + 1, -(2**64), 2**200)],
+    (dict.fromkeys(range(100000), 0), MISMATCH),
+]
+SHAPELESS = Expected(
+    "TypeError, ValueError or LLMException(PARAM_INVALID)", (TypeError, ValueError, LLMException), LE.codes
+)
+ARRAYS: list[tuple[Any, Expected]] = [
+    (np.array([(0.0, 1.0)]), TE),
+    (np.array([(0, float("nan"))]), TE),
+    (np.array([(False, True)]), TE),
+    (np.array([("0", "1")]), TE),
+    (np.array([(0, 1)], dtype=object), TE),
+    (np.array([(0j, 1j)]), TE),
+    (np.array([(0, 1)], dtype="M8[s]"), TE),
+    (np.array([0, 1]), SHAPELESS),
+    (np.array(0), SHAPELESS),
+    (np.array([(0, 1, 2)]), SHAPELESS),
+    (np.array([[(0, 1)]]), SHAPELESS),
+    (np.zeros((1, 0), dtype=np.int64), SHAPELESS),
+]
+
+TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
+    ("allocate_cache", "cache_desc"): [
+        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
+    ],
+    ("allocate_cache", "cache_keys"): [
+        *KEY_LISTS,
+        ([CacheKey(1, number) for number in range(100, 105)], LE),
+        ([CacheKey(1, UINT64_MAX)] * 5, LE),
+        ([CacheKey(1, number) for number in range(100_000)], LE),
+        ([CacheKey(1, 1)], LE),
+        ([CacheKey(1, 90), CacheKey(9, 1)], LE),
+    ],
+    ("allocate_blocks_cache", "cache_desc"): [
+        (None, AE), *[(bad, TE) for bad in NO_DESC], *IMPOSSIBLE_DESCS, *TOO_LARGE_DESCS
+    ],
+    ("allocate_blocks_cache", "blocks_cache_key"): [
+        *[(bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), CacheKeyByIdAndIndex(1, 1))],
+        (BlocksCacheKey(2, 7), LE),
+    ],
+    ("deallocate_cache", "cache"): [
+        (None, AE),
+        *[(bad, TE) for bad in NO_CACHE],
+        (Built("a blocks cache", lambda b: b.blocks), LE),
+        (Built("a CPU cache", lambda b: b.cpu), LE),
+    ],
+    ("deallocate_blocks_cache", "cache"): [
+        (None, AE),
+        *[(bad, TE) for bad in NO_CACHE],
+        (Built("a batch cache", lambda b: b.batch), LE),
+    ],
+    ("remove_cache_key", "cache_key"): [
+        (None, AE),
+        *[(bad, TE) for bad in (1, True, "key", [], [CacheKey(1, 1)], BlocksCacheKey(1), CacheKeyByIdAndIndex(1, 1))],
+    ],
+    ("register_cache", "cache_desc"): [
+        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
+        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
+    ],
+    ("register_cache", "addrs"): ADDRESS_LISTS,
+    ("register_cache", "cache_keys"): KEY_LISTS,
+    ("register_cache", "remote_accessible"): FLAGS,
+    ("register_blocks_cache", "cache_desc"): [
+        (None, AE), *[(bad, TE) for bad in NO_DESC], (int8([4], 0), LE), (int8([4], 3), LE),
+        *[(int8(list(row[0].shape), 2, row[0].data_type), LE) for row in IMPOSSIBLE_DESCS[1:]],
+    ],
+    ("register_blocks_cache", "addrs"): ADDRESS_LISTS,
+    ("register_blocks_cache", "blocks_cache_key"): [
+        (bad, TE) for bad in (1, True, "key", [], [BlocksCacheKey(1)], CacheKey(1, 1), ())
+    ],
+    ("register_blocks_cache", "remote_accessible"): FLAGS,
+    ("unregister_cache", "cache_id"): [*INT64, *[(bad, TE) for bad in ("cache", Built("a cache", lambda b: b.batch))]],
+    ("copy_cache", "dst"): [
+        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        (Built("a blocks cache", lambda b: b.blocks), LE),
+        (Built("a CPU cache", lambda b: b.cpu), LE),
+        (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 3))), LE),
+        (Built("small slots", lambda b: b.manager.allocate_cache(desc(4, 127, 2))), LE),
+    ],
+    ("copy_cache", "src"): [
+        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        (Built("a blocks cache", lambda b: b.blocks), LE),
+        (Built("a CPU cache", lambda b: b.cpu), LE),
+        (Built("other tensors", lambda b: b.manager.allocate_cache(desc(4, 256, 1))), LE),
+    ],
+    ("copy_cache", "dst_batch_index"): [*UINT32, (4, LE), (2**31, LE), (UINT32_MAX, LE)],
+    ("copy_cache", "src_batch_index"): [*UINT32, (4, LE), (2**31, LE), (UINT32_MAX, LE)],
+    ("copy_cache", "offset"): [*UINT64, (129, LE), (255, LE), (256, LE), (2**63, LE), (UINT64_MAX - 127, LE)],
+    ("copy_cache", "size"): [*INT64, (0, LE), (-2, LE), (-INT64_MAX - 1, LE), (257, LE), (INT64_MAX, LE)],
+    ("copy_cache", "req_id"): [row for row in UINT64 if row[0] is not None],
+    ("copy_blocks", "cache"): [
+        (None, AE), *[(bad, TE) for bad in NO_CACHE], (Built("a batch cache", lambda b: b.batch), LE)
+    ],
+    ("copy_blocks", "copy_block_info"): [*BLOCK_MAPS, *ARRAYS],
+    ("swap_blocks", "src_cache"): [
+        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        (Built("a batch cache", lambda b: b.batch), MISMATCH),
+        (Built("the target", lambda b: b.blocks), MISMATCH),
+    ],
+    ("swap_blocks", "dst_cache"): [
+        (None, AE), *[(bad, TE) for bad in NO_CACHE],
+        (Built("a batch cache", lambda b: b.batch), MISMATCH),
+        (Built("the source", lambda b: b.cpu), MISMATCH),
+    ],
+    ("swap_blocks", "src_to_dst"): [*SWAP_MAPS, *ARRAYS],
+    ("tensor_views", "cache"): [(bad, TE) for bad in NO_CACHE],
+}  # fmt: skip
+ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.items() for bad, expected in rows]
+
+
+def short(value: Any) -> str:
+    """A readable test id."""
+    text = repr(value) if isinstance(value, (Built, int, float, str, type(None), list, dict, tuple)) else ""
+    return text if 0 < len(text) < 50 else type(value).__name__
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "bad", "expected"), ROWS, ids=[f"{r[0]}-{r[1]}-{short(r[2])}" for r in ROWS]
+)
+def test_bad_argument(bench: Bench, call: str, argument: str, bad: Any, expected: Expected) -> None:
+    value = bad.make(bench) if isinstance(bad, Built) else bad
+    arguments = {**bench.good[call], argument: value}
+    with refused(bench.manager, expected, bench.caches, [bench.user]):
+        getattr(bench.manager, call)(**arguments)
+    healthy(bench)
+
+
+def healthy(bench: Bench) -> None:
+    """The engine still knows its caches and keys, and works."""
+    manager = bench.manager
+    with raising(LE):
+        manager.allocate_cache(desc(), [CacheKey(1, 1)])
+    with raising(LE):
+        manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 7))
+    manager.copy_cache(bench.other, bench.batch, 0, 1, 0, 128, 5)
+    manager.copy_blocks(bench.blocks, {0: [1]})
+    manager.swap_blocks(bench.cpu, bench.blocks, {0: 1})
+    manager.allocate_cache(desc(), [CacheKey(1, 50), CacheKey(1, 90)])
+    manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 50))
+
+
+def test_the_good_arguments_are_good(bench: Bench) -> None:
+    """Otherwise the table above would prove nothing."""
+    order = [name for name in bench.good if not name.startswith("deallocate")]
+    for name in [*order, "deallocate_cache", "deallocate_blocks_cache"]:
+        getattr(bench.manager, name)(**bench.good[name])
+
+
+def test_every_argument_of_every_call_is_in_the_table(bench: Bench) -> None:
+    assert set(TABLE) == {(call, argument) for call, words in bench.good.items() for argument in words}
+
+
+@pytest.mark.parametrize("call", sorted({name for name, _ in TABLE}))
+def test_missing_surplus_and_unknown_arguments(bench: Bench, call: str) -> None:
+    method = getattr(bench.manager, call)
+    with refused(bench.manager, TE, bench.caches, [bench.user]):
+        method()
+    with refused(bench.manager, TE, bench.caches, [bench.user]):
+        method(**bench.good[call], no_such_argument=1)
+    with refused(bench.manager, TE, bench.caches, [bench.user]):
+        method(*bench.good[call].values(), 1, 2, 3)
+
+
+# Several things wrong at once: the first check in the stated order decides.
+ORDER: list[tuple[str, Callable[[Bench], tuple[Any, ...]], Expected]] = [
+    ("allocate_cache", lambda _: ("x", 5), TE),
+    ("allocate_cache", lambda _: (int8([0], 0), [5]), TE),
+    ("allocate_cache", lambda _: (int8([0], 0), []), LE),
+    ("allocate_blocks_cache", lambda _: (int8([0], 0), 5), TE),
+    ("register_cache", lambda _: (int8([1], 0), (1,)), TE),
+    ("register_cache", lambda _: (int8([1], 1), [], [5]), TE),
+    ("register_cache", lambda _: (int8([1], 1), [], (), 1), TE),
+    ("register_cache", lambda _: (int8([0], 1), [0, 0]), LE),
+    ("copy_cache", lambda _: (5, None, -1), TE),
+    ("copy_cache", lambda _: (None, 5), TE),
+    ("copy_cache", lambda _: (None, None, -1), VE),
+    ("copy_cache", lambda _: (None, None, 0, "0"), TE),
+    ("copy_cache", lambda _: (None, None, 0, 0, -1), VE),
+    ("copy_cache", lambda _: (None, None, 0, 0, 0, 2**63), VE),
+    ("copy_cache", lambda b: (b.blocks, b.batch, -1), VE),
+    ("copy_cache", lambda b: (b.blocks, None), AE),
+    ("copy_cache", lambda b: (None, b.blocks), LE),
+    ("copy_cache", lambda b: (b.other, b.batch, 0, 0, 0, 0, "x"), LE),
+    ("copy_cache", lambda b: (b.other, b.batch, 9, 9, 0, 5, -1), VE),
+    ("copy_cache", lambda b: (b.other, b.batch, 9, 9, 0, 5, True), TE),
+    ("copy_blocks", lambda _: (5, None), TE),
+    ("copy_blocks", lambda b: (b.batch, {0: 1}), TE),
+    ("copy_blocks", lambda b: (b.batch, {0: [99]}), LE),
+    ("copy_blocks", lambda b: (b.batch, None), AE),
+    ("swap_blocks", lambda _: ("x", None, None), TE),
+    ("swap_blocks", lambda b: (b.batch, "x", None), TE),
+    ("swap_blocks", lambda b: (b.batch, b.batch, None), MISMATCH),
+    ("swap_blocks", lambda b: (b.blocks, b.blocks, {"0": 1}), TE),
+]
+
+
+@pytest.mark.parametrize(("call", "make", "expected"), ORDER, ids=[f"{row[0]}-{n}" for n, row in enumerate(ORDER)])
+def test_the_first_check_decides(
+    bench: Bench, call: str, make: Callable[[Bench], tuple[Any, ...]], expected: Expected
+) -> None:
+    with refused(bench.manager, expected, bench.caches, [bench.user]):
+        getattr(bench.manager, call)(*make(bench))
+
+
+@pytest.mark.parametrize("key", [True, "0", None, 1.0])
+def test_mapping_errors_name_what_is_supported(bench: Bench, key: Any) -> None:
+    with pytest.raises(TypeError, match="only support"):
+        bench.manager.copy_blocks(bench.blocks, {key: [1]})
+    with pytest.raises(TypeError, match="inner type only support"):
+        bench.manager.copy_blocks(bench.blocks, {0: [1, key]})
+    with pytest.raises(TypeError, match="only support"):
+        bench.manager.copy_blocks(bench.blocks, {0: (1,)})
+
+
+@pytest.mark.parametrize("number", [-1, 0, 9999, INT64_MAX, -INT64_MAX - 1])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_handles_with_invented_ids(bench: Bench, number: int, blocks: bool) -> None:
+    invented = Cache(number, desc(4, 256, 2), list(bench.blocks.tensor_addrs), bench.manager, False, blocks)
+    manager = bench.manager
+    expected = Expected("KV_CACHE_NOT_EXIST or PARAM_INVALID", (LLMException,), (*GONE.codes, *LE.codes))
+    with refused(manager, expected, bench.caches):
+        if blocks:
+            manager.copy_blocks(invented, {0: [1]})
+        else:
+            manager.copy_cache(bench.other, invented)
+    with refused(manager, expected, bench.caches):
+        manager.tensor_views(invented)
+    (manager.deallocate_blocks_cache if blocks else manager.deallocate_cache)(invented)
+    healthy(bench)
+
+
+def test_integers_of_other_kinds_are_judged_like_integers(bench: Bench) -> None:
+    """A subclass of int that is not bool is an int."""
+
+    class Number(int):
+        """Still an integer."""
+
+    bench.manager.copy_cache(bench.other, bench.batch, Number(1), Number(2), Number(0), Number(16))
+    bench.manager.copy_blocks(bench.blocks, {Number(0): [Number(1)]})
+    assert CacheDesc(Number(1), [Number(2)], DataType.DT_INT8).size == 2

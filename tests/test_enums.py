@@ -1,0 +1,281 @@
+"""Names, numbers and texts of the enumerations and of the status module."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import logging
+import pickle
+
+import numpy as np
+import pytest
+
+import llm_datadist
+from llm_datadist import (
+    DataType,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+    Status,
+)
+from llm_datadist.status import code_2_status, handle_llm_status, raise_if_false, raise_if_true
+from memory import run_fresh
+
+STATUS = {
+    "LLM_SUCCESS": 0,
+    "LLM_FAILED": 0xFFFFFFFF,
+    "LLM_WAIT_PROCESS_TIMEOUT": 0x5010B001,
+    "LLM_KV_CACHE_NOT_EXIST": 0x5010B002,
+    "LLM_REPEAT_REQUEST": 0x5010B003,
+    "LLM_REQUEST_ALREADY_COMPLETED": 0x5010B004,
+    "LLM_PARAM_INVALID": 0x5010B005,
+    "LLM_ENGINE_FINALIZED": 0x5010B006,
+    "LLM_NOT_YET_LINK": 0x5010B007,
+    "LLM_ALREADY_LINK": 0x5010B008,
+    "LLM_LINK_FAILED": 0x5010B009,
+    "LLM_UNLINK_FAILED": 0x5010B00A,
+    "LLM_NOTIFY_PROMPT_UNLINK_FAILED": 0x5010B00B,
+    "LLM_CLUSTER_NUM_EXCEED_LIMIT": 0x5010B00C,
+    "LLM_PROCESSING_LINK": 0x5010B00D,
+    "LLM_DEVICE_OUT_OF_MEMORY": 0x5010B00E,
+    "LLM_PREFIX_ALREADY_EXIST": 0x5010B00F,
+    "LLM_PREFIX_NOT_EXIST": 0x5010B010,
+    "LLM_SEQ_LENOVERLIMIT": 0x5010B011,
+    "LLM_NO_FREE_BLOCK": 0x5010B012,
+    "LLM_BLOCKS_OUT_OF_MEMORY": 0x5010B013,
+    "LLM_EXIST_LINK": 0x5010B018,
+    "LLM_FEATURE_NOT_ENABLED": 0x5010B019,
+    "LLM_TIMEOUT": 0x5010B01A,
+    "LLM_LINK_BUSY": 0x5010B01B,
+    "LLM_OUT_OF_MEMORY": 0x5010B01C,
+    "LLM_DEVICE_MEM_ERROR": 507053,
+    "LLM_SUSPECT_REMOTE_ERROR": 507057,
+    "LLM_UNKNOWN_ERROR": -1,
+}
+
+# name -> (value, bytes of one element, numpy type of the forward map)
+DATA_TYPES = {
+    "DT_FLOAT": (0, 4, "float32"),
+    "DT_FLOAT16": (1, 2, "float16"),
+    "DT_BF16": (27, 2, "float16"),
+    "DT_INT8": (2, 1, "int8"),
+    "DT_INT16": (6, 2, "int16"),
+    "DT_UINT16": (7, 2, "uint16"),
+    "DT_UINT8": (4, 1, "uint8"),
+    "DT_INT32": (3, 4, "int32"),
+    "DT_INT64": (9, 8, "int64"),
+    "DT_UINT32": (8, 4, "uint32"),
+    "DT_UINT64": (10, 8, "uint64"),
+    "DT_BOOL": (12, 1, "bool"),
+    "DT_DOUBLE": (11, 8, "float64"),
+    "DT_STRING": (13, 16, "S"),
+}
+
+
+def test_status_codes_are_complete_and_exact() -> None:
+    assert {code.name: code.value for code in LLMStatusCode} == STATUS
+    assert issubclass(LLMStatusCode, enum.IntEnum)
+
+
+@pytest.mark.parametrize("name", STATUS)
+def test_status_code_text_and_comparison(name: str) -> None:
+    code = LLMStatusCode[name]
+    assert str(code) == f"{code}" == "%s" % code == f"LLMStatusCode.{name}"  # noqa: UP031
+    assert repr(code) == f"<LLMStatusCode.{name}: {STATUS[name]}>"
+    assert code == STATUS[name]
+    assert STATUS[name] == code
+    assert code != STATUS[name] + 1
+    assert pickle.loads(pickle.dumps(code)) is code  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, v in STATUS.items() if v != -1])
+def test_code_2_status_finds_every_native_code(name: str, value: int) -> None:
+    assert code_2_status(value) is LLMStatusCode[name]
+
+
+@pytest.mark.parametrize("value", [-1, 1, 0x5010B000, 0x5010B014, 0x5010B017, 0x5010B01D, 2**63])
+def test_code_2_status_maps_unknown_numbers_to_failed(value: int) -> None:
+    assert code_2_status(value) is LLMStatusCode.LLM_FAILED
+
+
+def test_handle_llm_status() -> None:
+    assert handle_llm_status(0, "copy", "nothing") is None
+    with pytest.raises(LLMException) as caught:
+        handle_llm_status(0x5010B01A, "pull_cache", "cluster 7")
+    assert caught.value.status_code is LLMStatusCode.LLM_TIMEOUT
+    for fragment in ("pull_cache", "failed", "LLMStatusCode.LLM_TIMEOUT", "cluster 7"):
+        assert fragment in str(caught.value)
+    with pytest.raises(LLMException) as caught:
+        handle_llm_status(12345, "f", "")
+    assert caught.value.status_code is LLMStatusCode.LLM_FAILED
+
+
+def test_raise_if_false_and_true(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, logger="LLM_DATADIST")
+    assert raise_if_false(True, "never {}", 1) is None
+    assert raise_if_true(0, "never {}", 1) is None
+    assert not caplog.records
+    with pytest.raises(LLMException) as caught:
+        raise_if_false(0, "{} is not {name}", 5, name="six")
+    assert str(caught.value) == "5 is not six"
+    assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    with pytest.raises(LLMException) as caught:
+        raise_if_true([1], "full", status_code=LLMStatusCode.LLM_LINK_BUSY)
+    assert caught.value.status_code is LLMStatusCode.LLM_LINK_BUSY
+    assert [(line.levelname, line.getMessage()) for line in caplog.records] == [
+        ("ERROR", "5 is not six"),
+        ("ERROR", "full"),
+    ]
+
+
+@pytest.mark.parametrize("passed", [LLMStatusCode.LLM_TIMEOUT, 5, None, "anything"])
+def test_exception_returns_exactly_the_code_it_was_given(passed: object) -> None:
+    error = LLMException("text", status_code=passed)
+    assert error.status_code is passed
+    assert str(error) == "text"
+    assert isinstance(error, RuntimeError)
+    with pytest.raises(AttributeError):
+        error.status_code = LLMStatusCode.LLM_SUCCESS
+
+
+def test_exception_without_code_says_success() -> None:
+    assert LLMException("text").status_code is LLMStatusCode.LLM_SUCCESS
+    assert LLMException().status_code is LLMStatusCode.LLM_SUCCESS
+    assert LLMException("a", "b").args == ("a", "b")
+
+
+def test_status_object() -> None:
+    assert Status(LLMStatusCode.LLM_SUCCESS).is_ok() is True
+    failed = Status(LLMStatusCode.LLM_FAILED)
+    assert failed.is_ok() is False
+    assert failed.status_code is LLMStatusCode.LLM_FAILED
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "members"),
+    [
+        (LLMRole, enum.IntEnum, {"PROMPT": 1, "DECODER": 2, "MIX": 3}),
+        (Placement, enum.IntEnum, {"HOST": 0, "DEVICE": 1}),
+        (RegisterMemStatus, enum.Enum, {"OK": 0, "PREPARING": 1, "FAILED": 2}),
+        (Memtype, enum.Enum, {"MEM_TYPE_DEVICE": 0, "MEM_TYPE_HOST": 1}),
+    ],
+)
+def test_other_enums(kind: type[enum.Enum], base: type, members: dict[str, int]) -> None:
+    assert {member.name: member.value for member in kind} == members
+    assert issubclass(kind, base)
+    assert issubclass(kind, int) == (base is enum.IntEnum)
+    for member in kind:
+        assert str(member) == f"{kind.__name__}.{member.name}"
+        assert f"{member}" == f"{kind.__name__}.{member.name}"
+
+
+def test_data_type_members_in_order() -> None:
+    assert [member.name for member in DataType] == list(DATA_TYPES)
+    assert {member.name: member.value for member in DataType} == {n: row[0] for n, row in DATA_TYPES.items()}
+    assert not issubclass(DataType, int)
+
+
+def test_native_constants_have_the_same_numbers() -> None:
+    wrapper = importlib.import_module("llm_datadist.metadef_wrapper")
+    for name, row in DATA_TYPES.items():
+        assert int(getattr(wrapper, name)) == row[0]
+
+
+def test_data_type_tables() -> None:
+    module = importlib.import_module("llm_datadist.data_type")
+    forward = module.python_dtype_2_dwrapper_dtype
+    assert {kind.name: int(number) for kind, number in forward.items()} == {
+        name: row[0] for name, row in DATA_TYPES.items()
+    }
+    backward = module._dwrapper_dtype_to_python_dtype
+    assert {int(number): kind.name for number, kind in backward.items()} == {
+        row[0]: name for name, row in DATA_TYPES.items()
+    }
+    for name, row in DATA_TYPES.items():
+        assert module.get_python_dtype_from_wrapper_dtype(row[0]) is DataType[name]
+    for unknown in (5, -1, 28, 2**40):
+        with pytest.raises(ValueError, match=str(unknown)):
+            module.get_python_dtype_from_wrapper_dtype(unknown)
+
+
+def test_numpy_tables() -> None:
+    module = importlib.import_module("llm_datadist.data_type")
+    assert {kind.name: np.dtype(made) for kind, made in module.dtype_to_np_dtype.items()} == {
+        name: np.dtype(row[2]) for name, row in DATA_TYPES.items()
+    }
+    assert list(module.valid_np_dtypes) == list(module.dtype_to_np_dtype.values())
+    assert module.np_dtype_to_dtype == {
+        np.dtype(row[2]): DataType[name] for name, row in DATA_TYPES.items() if name != "DT_BF16"
+    }
+    assert len(module.np_dtype_to_dtype) == 13
+    with pytest.raises(AttributeError, match="no_such_table"):
+        _ = module.no_such_table
+
+
+def test_the_data_type_module_imports_no_numpy_before_it_is_asked() -> None:
+    run_fresh(
+        """
+        import sys
+        import llm_datadist.data_type as module
+        assert "numpy" not in sys.modules
+        assert len(module.dtype_to_np_dtype) == 14
+        assert "numpy" in sys.modules
+        """
+    )
+
+
+SURFACE = {
+    "llm_datadist.configs": ["LLMClusterInfo", "LLMRole", "LlmConfig", "LLMConfig"],
+    "llm_datadist.status": ["LLMStatusCode", "LLMException", "Status"],
+    "llm_datadist.data_type": ["DataType"],
+    "llm_datadist.v2.llm_types": [
+        "CacheDesc",
+        "CacheKey",
+        "CacheKeyByIdAndIndex",
+        "Cache",
+        "BlocksCacheKey",
+        "Placement",
+        "RegisterMemStatus",
+        "Memtype",
+        "MemInfo",
+        "DataType",
+    ],
+    "llm_datadist.v2.llm_datadist": ["LLMDataDist"],
+}
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_import_paths_of_existing_clients(module: str) -> None:
+    loaded = importlib.import_module(module)
+    for name in SURFACE[module]:
+        assert getattr(loaded, name) is getattr(llm_datadist, name)
+        assert name in llm_datadist.__all__
+    assert importlib.import_module("llm_datadist.v2.cache_manager").CacheManager is not None
+
+
+def test_top_level_names() -> None:
+    assert llm_datadist.LLMConfig is llm_datadist.LlmConfig
+    assert llm_datadist.__all__
+    assert len(set(llm_datadist.__all__)) == len(llm_datadist.__all__)
+    assert set(llm_datadist.v2_list) <= set(llm_datadist.__all__)
+    for name in [*llm_datadist.v2_list, *llm_datadist.__all__]:
+        assert getattr(llm_datadist, name) is not None
+    assert "CacheManager" not in llm_datadist.__all__
+    with pytest.raises(AttributeError, match="has no attribute"):
+        _ = llm_datadist.no_such_name
+
+
+def test_star_import_brings_every_public_name() -> None:
+    names: dict[str, object] = {}
+    exec("from llm_datadist import *", names)  # noqa: S102  (a star import needs a module of its own)
+    assert set(llm_datadist.__all__) <= set(names)
+
+
+def test_importing_sets_one_variable_and_only_when_unset() -> None:
+    code = "import os; import llm_datadist; print(os.environ['AUTO_USE_UC_MEMORY'])"
+    assert run_fresh(code, AUTO_USE_UC_MEMORY="1").strip() == "1"
+    unset = f"import os; os.environ.pop('AUTO_USE_UC_MEMORY', None); {code}"
+    assert run_fresh(unset).strip() == "0"

@@ -1,0 +1,553 @@
+"""Constructing, initialising, finalizing, forking and leaving the process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from conftest import PAGE, options, pool
+from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
+from llm_datadist.v2.llm_datadist import _shutdown_handler
+from memory import (
+    AE,
+    LE,
+    TE,
+    UINT64_MAX,
+    VE,
+    Expected,
+    UserTensors,
+    contents,
+    desc,
+    fill,
+    pool_facts,
+    raising,
+    run_fresh,
+    same,
+    used,
+)
+
+FAILED = Expected("LLMException(FAILED)", (LLMException,), (LLMStatusCode.LLM_FAILED,))
+OVER = Expected("LLMException(ENGINE_FINALIZED)", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
+NO_MEMORY = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
+SEED_POOL = 18737418240
+
+
+@pytest.mark.parametrize(
+    ("role", "cluster_id", "expected"),
+    [
+        (1, 1, TE),
+        ("PROMPT", 1, TE),
+        (True, 1, TE),
+        (Placement.HOST, 1, TE),
+        (LLMRole, 1, TE),
+        *[(LLMRole.MIX, bad, TE) for bad in (None, True, 1.0, "1", "nan", [1])],
+        *[(LLMRole.MIX, bad, VE) for bad in (-1, 2**64, -(2**64), 2**200)],
+    ],
+)
+def test_constructor_refuses(role: Any, cluster_id: Any, expected: Expected) -> None:
+    with raising(expected):
+        LLMDataDist(role, cluster_id)
+
+
+@pytest.mark.parametrize("cluster_id", [0, 1, UINT64_MAX])
+def test_construction_has_no_side_effect(cluster_id: int) -> None:
+    many = [LLMDataDist(role, cluster_id) for role in LLMRole]
+    assert {made.cluster_id for made in many} == {cluster_id}
+    assert LLMDataDist.llm_engine_instance is None
+    for made in many:
+        made.finalize()
+
+
+@pytest.mark.parametrize(
+    ("role", "text"), [(LLMRole.PROMPT, "Prompt"), (LLMRole.DECODER, "Decoder"), (LLMRole.MIX, "Mix")]
+)
+def test_role_strings(role: LLMRole, text: str) -> None:
+    assert LLMDataDist._role_to_str(role) == text
+
+
+def test_before_init_everything_but_finalize_is_a_runtime_error() -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 7)
+    with pytest.raises(RuntimeError) as caught:
+        _ = dist.cache_manager
+    assert not isinstance(caught.value, LLMException)
+    assert dist.finalize() is None
+    assert dist.cluster_id == 7
+    assert dist._is_initialized is False
+
+
+def test_after_finalize_it_is_as_before_init(dist: LLMDataDist) -> None:
+    assert LLMDataDist.llm_engine_instance is dist
+    assert dist._is_initialized is True
+    assert dist.finalize() is None
+    assert LLMDataDist.llm_engine_instance is None
+    with pytest.raises(RuntimeError) as caught:
+        _ = dist.cache_manager
+    assert not isinstance(caught.value, LLMException)
+    dist.finalize()
+
+
+def test_a_second_init_of_the_same_object_is_ignored_whatever_it_is_given(dist: LLMDataDist) -> None:
+    manager = dist.cache_manager
+    cache = manager.allocate_cache(desc())
+    for ignored in (options(), {}, None, 5, {"llm.MemPoolConfig": "bad"}):
+        assert dist.init(ignored) is None
+    assert dist.cache_manager is manager
+    manager.copy_cache(cache, cache, 1, 0)
+
+
+def test_a_second_instance_is_refused_and_harms_nothing(dist: LLMDataDist) -> None:
+    other = LLMDataDist(LLMRole.DECODER, 2)
+    for given in (options(), {}, "x"):
+        with raising(FAILED):
+            other.init(given)
+    assert LLMDataDist.llm_engine_instance is dist
+    other.finalize()
+    assert LLMDataDist.llm_engine_instance is dist
+    dist.cache_manager.allocate_cache(desc())
+
+
+@pytest.mark.parametrize("role", list(LLMRole))
+def test_every_role_has_a_cache_manager(role: LLMRole) -> None:
+    dist = LLMDataDist(role, 1)
+    try:
+        dist.init(options())
+        dist.cache_manager.allocate_cache(desc())
+        assert dist.cache_manager is dist.cache_manager
+    finally:
+        dist.finalize()
+
+
+@pytest.mark.parametrize("again", ["same object", "other object"])
+def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> None:
+    given = options()
+    before = dict(given)
+    first = LLMDataDist(LLMRole.PROMPT, 1)
+    second = first if again == "same object" else LLMDataDist(LLMRole.DECODER, 2)
+    try:
+        for dist in (first, second, first):
+            dist.init(given)
+            assert given == before
+            manager = dist.cache_manager
+            assert manager.allocate_cache(desc()).cache_id == 1
+            assert used(manager)["device"] == 2 * PAGE
+            dist.finalize()
+    finally:
+        first.finalize()
+        second.finalize()
+
+
+def test_options_are_copied(start: Callable[..., Any]) -> None:
+    given = options()
+    dist = start(given)
+    given.clear()
+    dist.cache_manager.allocate_cache(desc())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, AE),
+        ("x", TE),
+        (5, TE),
+        (True, TE),
+        ([("llm.EnableCacheManager", "1")], TE),
+        ({**options(), "llm.MemPoolConfig": 5}, TE),
+        ({**options(), "llm.MemPoolConfig": {"memory_size": 5}}, TE),
+        ({**options(), "llm.EnableCacheManager": True}, TE),
+        ({**options(), "llm.CopyWorkers": 4}, TE),
+        ({**options(), "ge.exec.deviceId": 0}, TE),
+        ({**options(), 5: "x"}, TE),
+        ({**options(), "ge.flowGraphMemMaxSize": 5}, TE),
+        ({**options(), "ge.flowGraphMemMaxSize": "1,2"}, LE),
+        ({**options(), "ge.flowGraphMemMaxSize": "abc"}, LE),
+        ({**options(), "ge.flowGraphMemMaxSize": "-1"}, LE),
+        ({**options(), "llm.listenIpInfo": 5}, TE),
+        ({**options(), "llm.listenIpInfo": "127.0.0.1"}, LE),
+        ({**options(), "llm.listenIpInfo": "127.0.0.1:1:2"}, LE),
+        ({**options(), "llm.listenIpInfo": "127.0.0.1:port"}, VE),
+        ({**options(), "llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}, LE),
+        ({"llm.TransferBackend": "hixl"}, LE),
+        ({**options(), "llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "0"}, LE),
+        ({**options(), "llm.TransferBackend": "hixl"}, LE),
+        ({**options(), "llm.TransferBackend": "other", "llm.listenIpInfo": "127.0.0.1:1"}, LE),
+        *[({**options(), "llm.EnableCacheManager": bad}, LE) for bad in ("2", "true", "", "01", " 1", "nan")],
+        *[({**options(), "llm.EnableRemoteCacheAccessible": bad}, LE) for bad in ("2", "True", "", "-1")],
+        *[
+            ({**options(), key: bad}, LE)
+            for key in (
+                "llm.SyncKvCacheWaitTime",
+                "llm.LinkRetryCount",
+                "llm.LinkTotalTime",
+                "ge.exec.deviceId",
+            )
+            for bad in ("nan", "abc", "1.5", "1e3", "0x10", "1 0", "", "9" * 40)
+        ],
+        *[
+            ({**options(), key: bad}, LE)
+            for key in ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")
+            for bad in ("nan", "abc", "1.5", "9" * 40)
+        ],
+        ({**options(), "ge.exec.deviceId": "0;1"}, LE),
+        ({**options(), "llm.LinkRetryCount": "0"}, LE),
+        ({**options(), "llm.LinkRetryCount": "101"}, LE),
+        *[
+            ({**options(), "llm.CopyWorkers": bad}, LE)
+            for bad in ("0", "257", "-1", "1.0", "nan", "inf", "", " 4", "0x4", "9" * 40, "four")
+        ],
+        *[({**options(), "llm.SwapInPath": bad}, LE) for bad in ("", "Auto", "ring ", "both", "nan", "auto,ring", "0")],
+        *[({**options(), "llm.CopyKernel": bad}, LE) for bad in ("", "AUTO", "stream", "nan", "plain\0", "1")],
+    ],
+    ids=str,
+)
+def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        with raising(expected):
+            dist.init(given)
+        assert dist._is_initialized is False
+        assert LLMDataDist.llm_engine_instance is None
+        with pytest.raises(RuntimeError):
+            _ = dist.cache_manager
+        dist.init(options())
+        dist.cache_manager.allocate_cache(desc())
+    finally:
+        dist.finalize()
+
+
+@pytest.mark.parametrize(
+    ("given", "fragment"),
+    [
+        ({"llm.TransferBackend": "hixl"}, "EnableCacheManager"),
+        (
+            {**options(), "llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "0"},
+            "EnableRemoteCacheAccessible",
+        ),
+        ({**options(), "llm.TransferBackend": "hixl"}, "listenIpInfo"),
+    ],
+)
+def test_init_names_the_option_that_is_missing(given: dict[str, str], fragment: str) -> None:
+    with pytest.raises(LLMException, match=fragment):
+        LLMDataDist(LLMRole.PROMPT, 1).init(given)
+
+
+def test_a_missing_role_is_noticed_by_init() -> None:
+    dist = LLMDataDist(None, 1)
+    with raising(LE):
+        dist.init(options())
+
+
+BAD_POOLS = {
+    "not json": "not json",
+    "empty object": "{}",
+    "array": '[{"memory_size": 1048576}]',
+    "number": "5",
+    "text": '"memory_size"',
+    "null": "null",
+    "cut": '{"memory_size": 1048576',
+    "followed by more": '{"memory_size": 1048576} x',
+    "comment": '{"memory_size": 1048576} // x',
+    "deep": "[" * 100_000,
+    "size missing": '{"page_shift": 12}',
+    "size null": '{"memory_size": null}',
+    "size true": '{"memory_size": true}',
+    "size text": '{"memory_size": "1048576"}',
+    "size float": '{"memory_size": 1048576.0}',
+    "size exponent": '{"memory_size": 1e6}',
+    "size NaN": '{"memory_size": NaN}',
+    "size Infinity": '{"memory_size": Infinity}',
+    "size list": '{"memory_size": [1048576]}',
+    "size zero": '{"memory_size": 0}',
+    "size negative": '{"memory_size": -1048576}',
+    "size 2^64": '{"memory_size": 18446744073709551616}',
+    "size of 40 digits": '{"memory_size": 1111111111111111111111111111111111111111}',
+    "shift 9": '{"memory_size": 1048576, "page_shift": 9}',
+    "shift 31": '{"memory_size": 4294967296, "page_shift": 31}',
+    "shift 0": '{"memory_size": 1048576, "page_shift": 0}',
+    "shift negative": '{"memory_size": 1048576, "page_shift": -12}',
+    "shift 64": '{"memory_size": 1048576, "page_shift": 64}',
+    "shift 2^32 + 12": '{"memory_size": 1048576, "page_shift": 4294967308}',
+    "shift 2^64 + 12": '{"memory_size": 1048576, "page_shift": 18446744073709551628}',
+    "shift float": '{"memory_size": 1048576, "page_shift": 12.0}',
+    "shift text": '{"memory_size": 1048576, "page_shift": "12"}',
+    "shift true": '{"memory_size": 1048576, "page_shift": true}',
+    "page larger than pool": '{"memory_size": 65535}',
+    "page one byte larger": '{"memory_size": 1023, "page_shift": 10}',
+    "too many pages": json.dumps({"memory_size": (2**32 - 1) << 10, "page_shift": 10}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_POOLS)
+@pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
+def test_bad_pool_description(name: str, key: str) -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        with raising(LE):
+            dist.init({**options(None, None), key: BAD_POOLS[name]})
+    finally:
+        dist.finalize()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"memory_size": 65536}',
+        ' {"page_shift":10 , "memory_size":1024}\n',
+        '{"memory_size": 1024, "page_shift": 10, "other": [1, {"memory_size": "x"}]}',
+        '{"memory_size": 1073741824, "page_shift": 30}',
+    ],
+)
+@pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
+def test_good_pool_description(start: Callable[..., Any], text: str, key: str) -> None:
+    manager = start({**options(None, None), key: text}).cache_manager
+    name = "device" if key == "llm.MemPoolConfig" else "host"
+    placement = Placement.DEVICE if name == "device" else Placement.HOST
+    facts = pool_facts(manager, name)
+    assert facts["capacity_bytes"] == json.loads(text)["memory_size"]
+    cache = manager.allocate_cache(desc(1, 1, 1, placement))
+    assert used(manager)[name] == facts["page_bytes"]
+    fill(cache, 1)
+
+
+def test_host_pool_has_a_limit(start: Callable[..., Any]) -> None:
+    limit = 20 << 30
+    for too_large in (limit + 65536, limit + 1, 1 << 40):
+        with raising(LE):
+            start(options(None, pool(too_large, 16)))
+    manager = start(options(None, pool(limit, 16))).cache_manager
+    assert pool_facts(manager, "host")["capacity_bytes"] == limit
+
+
+def test_memory_that_does_not_exist_is_out_of_memory(start: Callable[..., Any]) -> None:
+    with raising(NO_MEMORY):
+        start(options(pool(1 << 58, 30), None))
+    start()
+
+
+@pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
+def test_the_documented_pool_starts_without_touching_its_memory(key: str) -> None:
+    out = run_fresh(
+        f"""
+        import resource
+        from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+        text = "{{\\"memory_size\\": {SEED_POOL}, \\"page_shift\\": 16}}"
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({{"llm.EnableCacheManager": "1", "{key}": text}})
+        device = "{key}" == "llm.MemPoolConfig"
+        place = Placement.DEVICE if device else Placement.HOST
+        cache = dist.cache_manager.allocate_cache(CacheDesc(2, [2, 1 << 20], DataType.DT_FLOAT16, place))
+        dist.cache_manager.copy_cache(cache, cache, 1, 0)
+        almost_all = CacheDesc(1, [{SEED_POOL // 65536 - 128}, 65536], DataType.DT_INT8, place)
+        rest = dist.cache_manager.allocate_cache(almost_all)
+        assert len(rest.tensor_addrs) == 1
+        dist.finalize()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        """
+    )
+    assert int(out) < 1 << 20, f"{out} KiB were resident"
+
+
+def calls(manager: Any) -> dict[str, Callable[[], Any]]:
+    """Every operation of a manager, with arguments that no operation would accept."""
+    return {
+        "allocate_cache": lambda: manager.allocate_cache(None),
+        "allocate_blocks_cache": lambda: manager.allocate_blocks_cache(5),
+        "deallocate_cache": lambda: manager.deallocate_cache(None),
+        "deallocate_blocks_cache": lambda: manager.deallocate_blocks_cache("x"),
+        "remove_cache_key": lambda: manager.remove_cache_key(None),
+        "register_cache": lambda: manager.register_cache(None, None),
+        "register_blocks_cache": lambda: manager.register_blocks_cache(5, (0,)),
+        "unregister_cache": lambda: manager.unregister_cache(2**64),
+        "copy_cache": lambda: manager.copy_cache(None, "x", -1),
+        "copy_blocks": lambda: manager.copy_blocks(None, None),
+        "swap_blocks": lambda: manager.swap_blocks(None, None, None),
+        "tensor_views": lambda: manager.tensor_views(None),
+        "stats": manager.stats,
+    }
+
+
+def test_a_finalized_manager_answers_nothing_else(start: Callable[..., Any]) -> None:
+    dist = start()
+    old = dist.cache_manager
+    good = desc()
+    cache = old.allocate_cache(good)
+    dist.finalize()
+    for name, call in calls(old).items():
+        with pytest.raises(LLMException) as caught:
+            call()
+        assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
+    with raising(OVER):
+        old.allocate_cache(good)
+    dist.init(options())
+    new = dist.cache_manager
+    assert new is not old
+    heir = new.allocate_cache(desc())
+    written = fill(heir, 1)
+    for name, call in calls(old).items():
+        with pytest.raises(LLMException) as caught:
+            call()
+        assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
+    with raising(OVER):
+        old.deallocate_cache(cache)
+    with raising(OVER):
+        old.copy_cache(heir, heir, 1, 0)
+    assert same(contents(heir), written)
+    assert used(new)["device"] == 2 * PAGE
+
+
+def test_finalize_with_leftovers_is_silent(start: Callable[..., Any]) -> None:
+    dist = start()
+    user = UserTensors()
+    dist.cache_manager.allocate_cache(desc(), [CacheKey(1, 1)])
+    dist.cache_manager.allocate_blocks_cache(desc(), BlocksCacheKey(1))
+    dist.cache_manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    dist.finalize()
+
+
+def test_many_engines_one_after_the_other_leave_no_thread_behind(start: Callable[..., Any]) -> None:
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("counting threads needs /proc")
+    dist = start()
+    dist.finalize()
+    before = len(list(tasks.iterdir()))
+    for _ in range(20):
+        dist.init(options(llm__CopyWorkers="4"))
+        cache = dist.cache_manager.allocate_cache(desc(4, 100_000))
+        dist.cache_manager.copy_cache(cache, cache, 1, 0)
+        dist.finalize()
+    for _ in range(1000):  # threads that were told to end may need a moment to leave the list
+        if len(list(tasks.iterdir())) <= before:
+            break
+        time.sleep(0.01)
+    assert len(list(tasks.iterdir())) <= before
+
+
+def test_shutdown_handler() -> None:
+    _shutdown_handler()
+    assert LLMDataDist.llm_engine_instance is None
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(options())
+    _shutdown_handler()
+    assert LLMDataDist.llm_engine_instance is None
+    with pytest.raises(RuntimeError):
+        _ = dist.cache_manager
+    _shutdown_handler()
+
+
+def test_shutdown_handler_swallows_an_engine_error(start: Callable[..., Any], capfd: Any) -> None:
+    dist = start()
+    original = dist.finalize
+
+    def failing() -> None:
+        raise LLMException("stuck", status_code=LLMStatusCode.LLM_FAILED)
+
+    dist.finalize = failing
+    try:
+        _shutdown_handler()
+    finally:
+        del dist.finalize
+        assert dist.finalize == original
+    capfd.readouterr()
+
+
+def test_leaving_the_process_without_finalize_is_clean() -> None:
+    out = run_fresh(
+        """
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+        cache = dist.cache_manager.allocate_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
+        views = dist.cache_manager.tensor_views(cache)
+        array = views[0].numpy()
+        print("left")
+        """
+    )
+    assert out.strip() == "left"
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+    out = run_fresh(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from llm_datadist import (
+            BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole,
+            LLMStatusCode, Placement,
+        )
+        options = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init(options)
+        manager = dist.cache_manager
+        desc = CacheDesc(1, [4, 100], DataType.DT_INT8)
+        batch, blocks = manager.allocate_cache(desc, [CacheKey(1, 1)]), manager.allocate_blocks_cache(desc)
+        user = bytearray(400)
+        import ctypes
+        address = ctypes.addressof(ctypes.c_char.from_buffer(user))
+        cpu = Cache.create_cpu_cache(CacheDesc(1, [4, 100], DataType.DT_INT8, Placement.HOST), [address])
+        manager.copy_cache(batch, batch, 1, 0)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            calls = {
+                "allocate_cache": lambda: manager.allocate_cache(desc),
+                "allocate_blocks_cache": lambda: manager.allocate_blocks_cache(desc),
+                "deallocate_cache": lambda: manager.deallocate_cache(batch),
+                "deallocate_blocks_cache": lambda: manager.deallocate_blocks_cache(blocks),
+                "remove_cache_key": lambda: manager.remove_cache_key(CacheKey(1, 1)),
+                "register_cache": lambda: manager.register_cache(desc, [address]),
+                "register_blocks_cache": lambda: manager.register_blocks_cache(desc, [address]),
+                "unregister_cache": lambda: manager.unregister_cache(1),
+                "copy_cache": lambda: manager.copy_cache(batch, batch, 1, 0),
+                "copy_blocks": lambda: manager.copy_blocks(blocks, {0: [1]}),
+                "swap in": lambda: manager.swap_blocks(cpu, blocks, {0: 1}),
+                "swap out": lambda: manager.swap_blocks(blocks, cpu, {0: 1}),
+            }
+            status = 0
+            for name, call in calls.items():
+                try:
+                    call()
+                except LLMException as error:
+                    if error.status_code is not LLMStatusCode.LLM_FAILED:
+                        print(name, error.status_code, error)
+                        status = 3
+                except BaseException as error:
+                    print(name, type(error), error)
+                    status = 4
+                else:
+                    print(name, "was accepted in the child")
+                    status = 5
+            sys.exit(status)
+        _, ended = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(ended) == 0, os.waitstatus_to_exitcode(ended)
+        manager.copy_cache(batch, batch, 2, 0)
+        manager.swap_blocks(cpu, blocks, {0: 1})
+        dist.finalize()
+        print("parent")
+        """
+    )
+    assert out.strip() == "parent"
+
+
+def test_a_child_forked_before_init_may_have_its_own_engine() -> None:
+    out = run_fresh(
+        """
+        import os, sys
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+        options = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
+        child = os.fork()
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init(options)
+        cache = dist.cache_manager.allocate_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
+        dist.cache_manager.copy_cache(cache, cache, 1, 0)
+        dist.finalize()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        print("both")
+        """
+    )
+    assert out.strip() == "both"

@@ -1,0 +1,218 @@
+"""The package's logger: name, level, layout, and which calls log what."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from llm_datadist.utils import log
+from memory import desc, run_fresh
+
+LINE = re.compile(
+    r"^\[(?P<level>[A-Z]+)\] LLM_DATADIST\((?P<pid>\d+),(?P<process>\w+)\):"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
+    r"\[(?P<file>[^\]:]+):(?P<line>\d+)\](?P<thread>\d+) (?P<function>\S+): (?P<message>.*)$"
+)
+
+ENGINE = """
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole
+dist = LLMDataDist(LLMRole.PROMPT, 1)
+dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+manager = dist.cache_manager
+desc = CacheDesc(1, [4, 100], DataType.DT_INT8)
+"""
+
+
+def lines(code: str, **environment: str) -> list[dict[str, str]]:
+    """The log lines a fresh process printed, each parsed; every line must have the stated layout."""
+    parsed = []
+    for line in run_fresh(ENGINE + code, **environment).splitlines():
+        match = LINE.match(line)
+        assert match, line
+        parsed.append(match.groupdict())
+    return parsed
+
+
+def test_logger_is_the_standard_one_and_cached() -> None:
+    logger = log.get_logger()
+    assert logger is log.get_logger()
+    assert logger is logging.getLogger("LLM_DATADIST")
+    assert logger.name == "LLM_DATADIST"
+    assert logger.propagate is True
+    streams = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    assert len(streams) == 1
+    assert isinstance(log.LOG_FORMAT, str)
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("0", logging.DEBUG),
+        ("1", logging.INFO),
+        ("2", logging.WARNING),
+        ("3", logging.ERROR),
+        ("4", logging.ERROR),
+        ("-1", logging.ERROR),
+        ("", logging.ERROR),
+        ("INFO", logging.ERROR),
+        ("nan", logging.ERROR),
+    ],
+)
+def test_level_comes_from_the_environment(text: str, level: int) -> None:
+    code = "from llm_datadist.utils.log import get_logger; print(get_logger().level)"
+    assert int(run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL=text)) == level
+
+
+def test_level_is_read_once_at_first_use() -> None:
+    out = run_fresh(
+        """
+        import logging, os
+        import llm_datadist
+        from llm_datadist.utils.log import get_logger
+        os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "1"
+        assert get_logger().level == logging.INFO
+        os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "3"
+        assert get_logger().level == logging.INFO
+        print("once")
+        """
+    )
+    assert out.strip() == "once"
+
+
+def test_without_the_variable_only_errors_are_shown() -> None:
+    shown = lines(
+        """
+manager.allocate_cache(desc)
+from llm_datadist.utils import log
+log.info("quiet")
+log.warn("quiet")
+log.error("loud %s", 5)
+        """
+    )
+    assert [(line["level"], line["message"]) for line in shown] == [("ERROR", "loud 5")]
+
+
+def test_every_manager_call_logs_its_start_and_success() -> None:
+    shown = lines(
+        """
+cache = manager.allocate_cache(desc, [CacheKey(1, 1)])
+blocks = manager.allocate_blocks_cache(desc)
+manager.copy_cache(cache, cache, 1, 0, req_id=987654321)
+manager.copy_cache(cache, cache, 1, 0)
+manager.copy_blocks(blocks, {0: [1]})
+manager.remove_cache_key(CacheKey(1, 1))
+manager.deallocate_cache(cache)
+manager.deallocate_blocks_cache(blocks)
+        """,
+        ASCEND_GLOBAL_LOG_LEVEL="1",
+    )
+    messages = [line["message"] for line in shown]
+    for method in (
+        "allocate_cache",
+        "allocate_blocks_cache",
+        "copy_cache",
+        "copy_blocks",
+        "remove_cache_key",
+        "deallocate_cache",
+        "deallocate_blocks_cache",
+    ):
+        for step in ("start", "success"):
+            assert any(text.startswith(f"[{method}] {step}") for text in messages), (method, step)
+    starts = [text for text in messages if text.startswith("[copy_cache] start")]
+    assert len(starts) == 2
+    assert "987654321" in starts[0]
+    assert "None" in starts[1]
+    assert {line["level"] for line in shown} == {"INFO"}
+    assert not any(line["file"].endswith("log.py") for line in shown)
+
+
+def test_a_semantic_refusal_is_logged_as_an_error_with_its_text() -> None:
+    shown = lines(
+        """
+cache = manager.allocate_cache(desc)
+try:
+    manager.copy_cache(cache, cache, 0, 0, 0, 0)
+except LLMException as error:
+    text = str(error)
+from llm_datadist.utils import log
+log.error("%s", "SAID " + " ".join(text.split()))
+        """
+    )
+    assert shown[-1]["message"].startswith("SAID ")
+    said = shown[-1]["message"][5:]
+    assert any(said in " ".join(line["message"].split()) for line in shown[:-1]), shown
+    assert all(line["level"] == "ERROR" for line in shown)
+
+
+def test_wrong_types_are_not_logged() -> None:
+    shown = lines(
+        """
+for bad in (5, "x"):
+    try:
+        manager.allocate_cache(bad)
+    except TypeError:
+        pass
+        """
+    )
+    assert shown == []
+
+
+def test_find_caller_names_the_caller_and_survives_the_top_of_a_thread() -> None:
+    name, number, function, stack = log._find_caller()
+    assert isinstance(name, str)
+    assert isinstance(number, int)
+    assert isinstance(function, str)
+    assert stack is None
+    results: list[tuple[Any, ...]] = []
+    thread = threading.Thread(target=lambda: results.append(log._find_caller(False, 1)))
+    thread.start()
+    thread.join()
+    bare = threading.Thread(target=log._find_caller)
+    bare.start()
+    bare.join()
+    assert len(results) == 1
+    assert len(results[0]) == 4
+
+
+def test_lines_name_the_place_that_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        log.info("one %s", 1)
+        log.warn("two")
+        log.error("three")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "one 1"),
+        ("WARNING", "two"),
+        ("ERROR", "three"),
+    ]
+    for record in caplog.records:
+        assert record.filename == "test_logging.py"
+        assert record.funcName == "test_lines_name_the_place_that_logged"
+
+
+def test_the_request_id_is_in_the_log_of_this_process_too(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cache = manager.allocate_cache(desc())
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        manager.copy_cache(cache, cache, 1, 0, req_id=424242)
+    assert any("424242" in record.getMessage() for record in caplog.records)
+
+
+def test_logger_is_made_once_by_many_threads() -> None:
+    out = run_fresh(
+        """
+        import threading
+        from llm_datadist.utils.log import get_logger
+        barrier = threading.Barrier(16)
+        def go():
+            barrier.wait()
+            get_logger()
+        threads = [threading.Thread(target=go) for _ in range(16)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(get_logger().handlers))
+        """
+    )
+    assert out.strip() == "1"

@@ -1,0 +1,160 @@
+"""Registering caller-owned memory: `register_cache`, `register_blocks_cache`, `unregister_cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conftest import options
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, Placement
+from memory import GONE, LE, UserTensors, contents, desc, fill, raising, refused, same, used
+
+
+@pytest.mark.parametrize("placement", list(Placement))
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("remote", [None, True, False])
+def test_registered_cache(manager: Any, placement: Placement, blocks: bool, remote: bool | None) -> None:
+    user = UserTensors(4, 100, 3)
+    made_of = user.describe(placement)
+    register = manager.register_blocks_cache if blocks else manager.register_cache
+    cache = register(made_of, user.addrs, remote_accessible=remote)
+    assert cache.cache_id == 1
+    assert cache.tensor_addrs == user.addrs
+    assert cache.cache_desc is made_of
+    assert cache.is_blocks_cache is blocks
+    assert used(manager) == {"device": 0, "host": 0}
+    manager.unregister_cache(cache.cache_id)
+    with raising(GONE):
+        _ = manager.copy_blocks(cache, {0: [1]}) if blocks else manager.copy_cache(cache, cache, 1, 0)
+
+
+def test_ids_are_shared_with_allocation(manager: Any) -> None:
+    user = UserTensors()
+    ids = [
+        manager.allocate_cache(desc()).cache_id,
+        manager.register_cache(user.describe(Placement.DEVICE), user.addrs).cache_id,
+        manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs).cache_id,
+        manager.allocate_blocks_cache(desc()).cache_id,
+    ]
+    assert ids == [1, 2, 3, 4]
+
+
+def test_registered_memory_is_copied_to_and_from(manager: Any) -> None:
+    user = UserTensors(4, 300, 2, seed=1)
+    registered = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    own = manager.allocate_cache(desc(4, 300, 2))
+    expected = fill(own, 2)
+    manager.copy_cache(own, registered, 3, 1)
+    for target, origin in zip(expected, user.arrays):
+        target[3] = origin[1]
+    assert same(contents(own), expected)
+    user_expected = user.snapshot()
+    manager.copy_cache(registered, own, 0, 2, 10, 20)
+    for target, origin in zip(user_expected, expected):
+        target[0, 10:30] = origin[2, 10:30]
+    assert same(user.snapshot(), user_expected)
+
+
+def test_registered_blocks_are_copied_in_place(manager: Any) -> None:
+    user = UserTensors(4, 300, 2, seed=1)
+    registered = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1))
+    expected = user.snapshot()
+    manager.copy_blocks(registered, {0: [1, 3]})
+    for tensor in expected:
+        tensor[1] = tensor[0]
+        tensor[3] = tensor[0]
+    assert same(user.snapshot(), expected)
+
+
+def test_the_same_memory_may_be_registered_again(manager: Any) -> None:
+    user = UserTensors()
+    first = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    second = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    assert first.cache_id != second.cache_id
+    manager.unregister_cache(first.cache_id)
+    manager.copy_cache(second, second, 1, 0)
+    with raising(GONE):
+        manager.copy_cache(first, first, 1, 0)
+
+
+def test_deallocating_a_registered_cache_does_nothing_to_it(manager: Any) -> None:
+    user = UserTensors(seed=3)
+    batch = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    blocks = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs)
+    before = user.snapshot()
+    manager.deallocate_cache(batch)
+    manager.deallocate_blocks_cache(blocks)
+    assert same(user.snapshot(), before)
+    manager.copy_cache(batch, batch, 0, 0)
+    manager.copy_blocks(blocks, {0: [0]})
+    assert same(user.snapshot(), before)
+
+
+def test_deallocating_a_cpu_cache_does_nothing(manager: Any) -> None:
+    user = UserTensors(seed=3)
+    before = user.snapshot()
+    manager.deallocate_blocks_cache(user.cpu_cache())
+    assert same(user.snapshot(), before)
+
+
+def test_unregistering_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
+    own = manager.allocate_cache(desc())
+    user = UserTensors()
+    cache = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    for number in (cache.cache_id, cache.cache_id, 0, -1, 12345, 2**63 - 1, -(2**63)):
+        assert manager.unregister_cache(number) is None
+    manager.copy_cache(own, own, 1, 0)
+
+
+def test_keys_of_registered_caches_stay_until_unregistering(manager: Any) -> None:
+    user = UserTensors()
+    key = CacheKey(1, 5)
+    cache = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, [key])
+    with refused(manager, LE, users=[user]):
+        manager.allocate_cache(desc(), [key])
+    manager.remove_cache_key(key)
+    with refused(manager, LE, users=[user]):
+        manager.allocate_cache(desc(), [key])
+    manager.unregister_cache(cache.cache_id)
+    manager.allocate_cache(desc(), [key])
+
+
+def test_more_keys_than_slots_may_be_registered(manager: Any) -> None:
+    user = UserTensors(2)
+    keys = tuple(CacheKey(1, number) for number in range(5))
+    manager.register_cache(user.describe(Placement.DEVICE), user.addrs, keys)
+    again = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, list(keys))
+    manager.copy_cache(again, again, 1, 0)
+
+
+def test_a_second_blocks_registration_takes_the_key(manager: Any) -> None:
+    user = UserTensors()
+    first = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1, 3))
+    second = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1, 3))
+    with refused(manager, LE, users=[user]):
+        manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
+    manager.unregister_cache(second.cache_id)
+    manager.copy_blocks(first, {0: [1]})
+
+
+@pytest.mark.parametrize("shape", [[0, 4], [2, -1], [1] * 32, [2**32, 2**32], [2**62, 4]])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_descriptors_without_a_size_are_refused(manager: Any, shape: list[int], blocks: bool) -> None:
+    user = UserTensors()
+    register = manager.register_blocks_cache if blocks else manager.register_cache
+    with refused(manager, LE, users=[user]):
+        register(CacheDesc(1, shape, DataType.DT_INT8), user.addrs[:1])
+
+
+def test_registering_needs_no_pool_and_no_page_alignment(start: Any) -> None:
+    manager = start(options(None, None)).cache_manager
+    user = UserTensors(3, 101, 2)
+    inner = [address + 1 for address in user.addrs]
+    cache = manager.register_blocks_cache(desc(3, 99, 2), inner)
+    before = user.snapshot()
+    manager.copy_blocks(cache, {0: [2]})
+    for tensor, was in zip(user.arrays, before):
+        flat, old = tensor.reshape(-1), was.reshape(-1)
+        old[1 + 2 * 99 : 1 + 3 * 99] = old[1 : 1 + 99].copy()
+        assert (flat == old).all()

@@ -1,0 +1,340 @@
+"""`swap_blocks`: host to device and back, by the direct path and through the ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from conftest import PAGE, POOL, options
+from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMException, Placement
+from memory import (
+    AE,
+    GONE,
+    INT64_MAX,
+    MISMATCH,
+    TE,
+    UserTensors,
+    contents,
+    desc,
+    fill,
+    pool_facts,
+    raising,
+    refused,
+    run_fresh,
+    same,
+    swaps_in,
+    tensors,
+)
+
+SEED = {1: 2, 3: 4}
+UPSTREAM = {3: 4, 0: 0, 1: 1, 2: 2, 5: 6, 6: 7, 7: 8, 9: 9}
+PATHS = ["auto", "direct", "ring"]
+MAPPINGS: list[Any] = [
+    {},
+    SEED,
+    UPSTREAM,
+    {0: 0},
+    {number: number for number in range(10)},
+    {number: 9 - number for number in range(10)},
+    {number: number for number in reversed(range(10))},
+    {9: 0, 8: 1, 7: 2, 0: 9},
+    {0: 5, 1: 5, 2: 5},
+    {2: 5, 1: 5, 0: 5},
+    {0: 1, 2: 3, 4: 5, 6: 7, 8: 9},
+]
+
+
+def swapped(to: list[np.ndarray], source: list[np.ndarray], pairs: Any) -> list[np.ndarray]:
+    """The pairs moved one after the other."""
+    after = [tensor.copy() for tensor in to]
+    for left, right in pairs:
+        for target, origin in zip(after, source):
+            target[right] = origin[left]
+    return after
+
+
+def pairs_of(mapping: Any) -> list[tuple[int, int]]:
+    """The pairs in dictionary order."""
+    return list(mapping.items())
+
+
+@pytest.fixture(params=PATHS)
+def forced(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
+    """A manager whose swap-in takes the named path."""
+    return start(options(llm__SwapInPath=request.param)).cache_manager
+
+
+@pytest.mark.parametrize("row_bytes", [1, 100, PAGE, 20_000])
+def test_in_and_out_between_user_memory_and_device(forced: Any, row_bytes: int) -> None:
+    user = UserTensors(10, row_bytes, 3, seed=1)
+    cpu = user.cpu_cache()
+    npu = forced.allocate_blocks_cache(desc(20, row_bytes, 3), BlocksCacheKey(1, 0))
+    for number, mapping in enumerate(MAPPINGS):
+        expected = swapped(fill(npu, number), user.arrays, pairs_of(mapping))
+        user_before = user.snapshot()
+        assert forced.swap_blocks(cpu, npu, mapping) is None
+        assert same(contents(npu), expected)
+        assert same(user.snapshot(), user_before)
+        expected = swapped(user.snapshot(), fill(npu, number + 100), pairs_of(mapping))
+        assert forced.swap_blocks(npu, cpu, mapping) is None
+        assert same(user.snapshot(), expected)
+
+
+@pytest.mark.parametrize("inward", [True, False])
+def test_between_the_two_pools(forced: Any, inward: bool) -> None:
+    host = forced.allocate_blocks_cache(desc(20, 300, 2, Placement.HOST))
+    device = forced.allocate_blocks_cache(desc(10, 300, 2))
+    src, dst = (host, device) if inward else (device, host)
+    for number, mapping in enumerate(MAPPINGS):
+        from_, expected = fill(src, number), fill(dst, number + 50)
+        forced.swap_blocks(src, dst, mapping)
+        assert same(contents(dst), swapped(expected, from_, pairs_of(mapping)))
+        assert same(contents(src), from_)
+
+
+def test_keyword_names(manager: Any) -> None:
+    user = UserTensors(5, 64, 2)
+    npu = manager.allocate_blocks_cache(desc(5, 64, 2))
+    expected = swapped(fill(npu, 1), user.arrays, pairs_of(SEED))
+    manager.swap_blocks(src_cache=user.cpu_cache(), dst_cache=npu, src_to_dst=SEED)
+    assert same(contents(npu), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, np.int64, np.uint64])
+def test_pairs_as_an_array(forced: Any, dtype: type) -> None:
+    user = UserTensors(10, 128, 2, seed=3)
+    npu = forced.allocate_blocks_cache(desc(10, 128, 2))
+    for number, mapping in enumerate(MAPPINGS):
+        pairs = np.array(pairs_of(mapping), dtype=dtype).reshape(-1, 2)
+        expected = swapped(fill(npu, number), user.arrays, pairs.tolist())
+        forced.swap_blocks(user.cpu_cache(), npu, pairs)
+        assert same(contents(npu), expected)
+    repeated = np.array([(0, 1), (2, 1), (0, 3), (0, 4), (5, 1)], dtype=dtype)
+    expected = swapped(fill(npu, 9), user.arrays, repeated.tolist())
+    forced.swap_blocks(user.cpu_cache(), npu, np.asfortranarray(repeated))
+    assert same(contents(npu), expected)
+
+
+def test_a_long_swap_with_repeated_destinations(forced: Any) -> None:
+    rows = 400
+    user = UserTensors(rows, 96, 2, seed=4)
+    npu = forced.allocate_blocks_cache(desc(rows, 96, 2))
+    pairs = np.random.default_rng(5).integers(0, rows, (3000, 2))
+    expected = swapped(fill(npu, 1), user.arrays, pairs.tolist())
+    forced.swap_blocks(user.cpu_cache(), npu, pairs)
+    assert same(contents(npu), expected)
+    expected = swapped(user.snapshot(), contents(npu), pairs[::-1].tolist())
+    forced.swap_blocks(npu, user.cpu_cache(), pairs[::-1])
+    assert same(user.snapshot(), expected)
+
+
+def test_a_registered_cache_swaps_like_an_allocated_one(manager: Any) -> None:
+    device, host = UserTensors(6, 100, 2, seed=1), UserTensors(4, 100, 2, seed=2)
+    registered = manager.register_blocks_cache(device.describe(Placement.DEVICE), device.addrs)
+    expected = swapped(device.snapshot(), host.arrays, [(3, 5), (0, 0)])
+    manager.swap_blocks(host.cpu_cache(), registered, {3: 5, 0: 0})
+    assert same(device.snapshot(), expected)
+
+
+@pytest.mark.parametrize(("path", "moved", "idle"), [("direct", "direct", "ring"), ("ring", "ring", "direct")])
+def test_the_forced_path_is_the_one_taken(start: Callable[..., Any], path: str, moved: str, idle: str) -> None:
+    manager = start(options(llm__SwapInPath=path)).cache_manager
+    assert swaps_in(manager) == {"direct": 0, "ring": 0}
+    user = UserTensors(10, 256, 2)
+    npu = manager.allocate_blocks_cache(desc(10, 256, 2))
+    manager.swap_blocks(npu, user.cpu_cache(), SEED)
+    assert swaps_in(manager) == {"direct": 0, "ring": 0}, "a swap out was counted as a swap in"
+    with raising(MISMATCH):
+        manager.swap_blocks(user.cpu_cache(), npu, {0: 10})
+    assert swaps_in(manager) == {"direct": 0, "ring": 0}, "a refused swap was counted"
+    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    once = swaps_in(manager)
+    assert once[moved] > 0
+    assert once[idle] == 0
+    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    twice = swaps_in(manager)
+    assert twice[moved] == 2 * once[moved]
+    assert twice[idle] == 0
+
+
+def test_the_automatic_path_is_counted_too(manager: Any) -> None:
+    user = UserTensors(10, 256, 2)
+    npu = manager.allocate_blocks_cache(desc(10, 256, 2))
+    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    assert sum(swaps_in(manager).values()) > 0
+
+
+def test_swapping_leaves_the_pools_as_they_were(forced: Any) -> None:
+    user = UserTensors(10, 256, 2)
+    npu = forced.allocate_blocks_cache(desc(10, 256, 2))
+    before = pool_facts(forced)["used_bytes"]
+    for _ in range(5):
+        forced.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+        forced.swap_blocks(npu, user.cpu_cache(), UPSTREAM)
+    assert pool_facts(forced)["used_bytes"] == before
+
+
+def test_a_full_device_pool_can_still_swap_in(start: Callable[..., Any]) -> None:
+    for path in PATHS:
+        dist = start(options(llm__SwapInPath=path))
+        manager = dist.cache_manager
+        npu = manager.allocate_blocks_cache(desc(10, POOL // 10 // 2 // PAGE * PAGE, 2))
+        rest = pool_facts(manager)["free_bytes"]
+        while rest:
+            manager.allocate_cache(desc(1, min(rest, PAGE), 1))
+            rest = pool_facts(manager)["free_bytes"]
+        user = UserTensors(10, POOL // 10 // 2 // PAGE * PAGE, 2)
+        expected = swapped(fill(npu, 1), user.arrays, pairs_of(UPSTREAM))
+        manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+        assert same(contents(npu), expected), path
+        dist.finalize()
+
+
+def mappings_out_of(source_blocks: int, target_blocks: int) -> dict[str, Any]:
+    """Mappings whose last pair leaves a cache of so many blocks."""
+    return {
+        "source -1": {0: 0, -1: 1},
+        "target -1": {0: 0, 1: -1},
+        "source last + 1": {0: 0, source_blocks: 1},
+        "target last + 1": {0: 0, 1: target_blocks},
+        "source 2^32": {0: 0, 2**32: 1},
+        "target 2^32 + 1": {0: 0, 1: 2**32 + 1},
+        "source widest": {0: 0, INT64_MAX: 1},
+        "target widest": {0: 0, 1: INT64_MAX},
+        "target lowest": {0: 0, 1: -(2**63)},
+        "array, target -1": np.array([(0, 0), (1, -1)], dtype=np.int64),
+        "array, source last + 1": np.array([(0, 0), (source_blocks, 1)], dtype=np.int32),
+        "array, target huge": np.array([(0, 0), (1, 2**64 - 1)], dtype=np.uint64),
+    }
+
+
+BLOCKS_IN_HOST, BLOCKS_IN_DEVICE = 8, 10
+
+
+@dataclass
+class Ends:
+    """A manager, user memory of 8 blocks and a device cache of 10."""
+
+    manager: Any
+    user: UserTensors
+    npu: Cache
+
+    @property
+    def cpu(self) -> Cache:
+        return self.user.cpu_cache()
+
+    def batch(self) -> Cache:
+        return self.manager.allocate_cache(desc(10, 256, 2))
+
+
+UNEQUAL: dict[str, Callable[[Ends], tuple[Any, Any, Any]]] = {
+    "host to host": lambda e: (e.cpu, UserTensors(10, 256, 2).cpu_cache(), SEED),
+    "host to itself": lambda e: (e.cpu, e.cpu, SEED),
+    "device to device": lambda e: (e.npu, e.manager.allocate_blocks_cache(desc(10, 256, 2)), SEED),
+    "device to itself": lambda e: (e.npu, e.npu, SEED),
+    "source is a batch cache": lambda e: (e.batch(), e.cpu, SEED),
+    "target is a batch cache": lambda e: (e.cpu, e.batch(), SEED),
+    "block sizes differ": lambda e: (UserTensors(10, 255, 2).cpu_cache(), e.npu, SEED),
+    "tensor counts differ": lambda e: (UserTensors(10, 256, 3).cpu_cache(), e.npu, SEED),
+    "fewer tensors": lambda e: (e.npu, UserTensors(10, 256, 1).cpu_cache(), SEED),
+    "empty mapping, host to host": lambda e: (e.cpu, e.cpu, {}),
+    "empty mapping, sizes differ": lambda e: (UserTensors(10, 255, 2).cpu_cache(), e.npu, {}),
+    **{
+        f"in, {name}": lambda e, mapping=mapping: (e.cpu, e.npu, mapping)
+        for name, mapping in mappings_out_of(BLOCKS_IN_HOST, BLOCKS_IN_DEVICE).items()
+    },
+    **{
+        f"out, {name}": lambda e, mapping=mapping: (e.npu, e.cpu, mapping)
+        for name, mapping in mappings_out_of(BLOCKS_IN_DEVICE, BLOCKS_IN_HOST).items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_mismatch_is_both_exceptions_and_moves_nothing(manager: Any, name: str) -> None:
+    user = UserTensors(BLOCKS_IN_HOST, 256, 2, seed=9)
+    npu = manager.allocate_blocks_cache(desc(BLOCKS_IN_DEVICE, 256, 2))
+    fill(npu, 8)
+    source, target, mapping = UNEQUAL[name](Ends(manager, user, npu))
+    with refused(manager, MISMATCH, [npu], [user]):
+        manager.swap_blocks(source, target, mapping)
+
+
+def test_block_size_is_what_must_match_not_the_shape(manager: Any) -> None:
+    array = np.random.default_rng(1).integers(0, 256, (4, 512), dtype=np.uint8)
+    cpu = Cache.create_cpu_cache(CacheDesc(1, [4, 8, 16], DataType.DT_FLOAT, Placement.HOST), [int(array.ctypes.data)])
+    npu = manager.allocate_blocks_cache(CacheDesc(1, (6, 512), DataType.DT_INT8))
+    manager.swap_blocks(cpu, npu, {3: 5})
+    assert np.array_equal(tensors(npu)[0][5], array[3])
+
+
+def test_none_is_an_attribute_error(manager: Any) -> None:
+    user = UserTensors(10, 256, 2)
+    npu = manager.allocate_blocks_cache(desc(10, 256, 2))
+    fill(npu, 1)
+    cpu = user.cpu_cache()
+    for args in ((None, npu, SEED), (cpu, None, SEED), (cpu, npu, None), (None, None, None)):
+        with refused(manager, AE, [npu], [user]):
+            manager.swap_blocks(*args)
+
+
+def test_freed_cache_is_not_touched(manager: Any) -> None:
+    user = UserTensors(10, 256, 2)
+    freed = manager.allocate_blocks_cache(desc(10, 256, 2))
+    manager.deallocate_blocks_cache(freed)
+    heir = manager.allocate_blocks_cache(desc(10, 256, 2))
+    fill(heir, 1)
+    for source, target in ((user.cpu_cache(), freed), (freed, user.cpu_cache())):
+        with refused(manager, GONE, [heir], [user]):
+            manager.swap_blocks(source, target, SEED)
+
+
+def test_the_order_of_checks(manager: Any) -> None:
+    user = UserTensors(10, 256, 2)
+    batch = manager.allocate_cache(desc(10, 256, 2))
+    npu = manager.allocate_blocks_cache(desc(10, 256, 2))
+    with raising(TE):
+        manager.swap_blocks(batch, "x", SEED)
+    with raising(MISMATCH):
+        manager.swap_blocks(batch, npu, "x")
+    with raising(TE):
+        manager.swap_blocks(npu, npu, {"0": 0})
+    with raising(TE):
+        manager.swap_blocks(user.cpu_cache(), npu, {0: "0"})
+
+
+@pytest.mark.parametrize("addresses", ["[0]", "[2**64 - 4096]", "[2**64]", "[-4096]", "[2**64 - 1]"])
+@pytest.mark.parametrize("inward", [True, False])
+def test_impossible_user_addresses_never_crash(addresses: str, inward: bool) -> None:
+    out = run_fresh(
+        f"""
+        from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, LLMException, LLMRole, Placement
+        dist = LLMDataDist(LLMRole.MIX, 1)
+        dist.init({{"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{{"memory_size": 1048576}}'}})
+        manager = dist.cache_manager
+        npu = manager.allocate_blocks_cache(CacheDesc(1, [4, 4096], DataType.DT_INT8))
+        try:
+            cpu = Cache.create_cpu_cache(CacheDesc(1, [4, 4096], DataType.DT_INT8, Placement.HOST), {addresses})
+            if {inward}:
+                manager.swap_blocks(cpu, npu, {{0: 0, 3: 3}})
+            else:
+                manager.swap_blocks(npu, cpu, {{0: 0, 3: 3}})
+        except (LLMException, ValueError) as error:
+            print(type(error).__name__)
+        else:
+            print("accepted")
+        dist.finalize()
+        """
+    )
+    assert out.strip() not in ("", "accepted")
+
+
+def test_exception_class_is_public(manager: Any) -> None:
+    npu = manager.allocate_blocks_cache(desc())
+    with pytest.raises(ValueError, match=r".+"):
+        manager.swap_blocks(npu, npu, {})
+    with pytest.raises(LLMException):
+        manager.swap_blocks(npu, npu, {})

@@ -1,0 +1,575 @@
+"""Value classes: descriptors, keys, memory infos, cluster infos, cache handles, and the argument validators."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMClusterInfo,
+    LLMException,
+    LLMRole,
+    MemInfo,
+    Memtype,
+    Placement,
+)
+from llm_datadist.configs import trans_str_ip
+from llm_datadist.utils import utils
+from memory import AE, LE, TE, UINT64_MAX, VE, Expected, raising
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FP16 = DataType.DT_FLOAT16
+SIZES = {
+    "DT_FLOAT": 4, "DT_FLOAT16": 2, "DT_BF16": 2, "DT_INT8": 1, "DT_INT16": 2, "DT_UINT16": 2, "DT_UINT8": 1,
+    "DT_INT32": 4, "DT_INT64": 8, "DT_UINT32": 4, "DT_UINT64": 8, "DT_BOOL": 1, "DT_DOUBLE": 8, "DT_STRING": 16,
+}  # fmt: skip
+
+# Wrong values for an integer of a stated width; `None` is listed apart where it is allowed.
+NO_INTEGER: list[Any] = [True, False, 1.0, float("nan"), "1", "nan", b"1", [1], (1,), {}, object(), 1j]
+
+
+def outside(low: int, high: int) -> list[int]:
+    """Integers just and far outside [low, high]."""
+    return [low - 1, high + 1, -(2**64), 2**64 + 1, 2**200, -(2**200)]
+
+
+def uint(bits: int) -> list[int]:
+    """Integers outside an unsigned width."""
+    return outside(0, 2**bits - 1)
+
+
+def sint(bits: int) -> list[int]:
+    """Integers outside a signed width."""
+    return outside(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+Case = tuple[Callable[[Any], Any], Any, Expected]
+
+
+def table(make: Callable[[Any], Any], *rows: tuple[Sequence[Any], Expected]) -> list[Case]:
+    """One case per bad value."""
+    return [(make, bad, expected) for values, expected in rows for bad in values]
+
+
+BAD_DESC: list[Case] = [
+    *table(lambda v: CacheDesc(v, [1, 2], FP16), ([None, *NO_INTEGER], TE), (uint(32), VE)),
+    *table(
+        lambda v: CacheDesc(1, v, FP16),
+        ([None, 1, "12", {1, 2}, range(2), [1, "2"], [1, None], [1, 2.0], (True, 2), [1, True], b"12"], TE),
+        ([[], ()], LE),
+        ([[2**63, 1], [1, -(2**63) - 1], (1, 2**64), [2**200]], VE),
+    ),
+    *table(lambda v: CacheDesc(1, [1], v), ([1, "DT_FLOAT16", True, 1.0, Placement.HOST, DataType], TE)),
+    *table(lambda v: CacheDesc(1, [1], FP16, v), ([1, 0, True, "DEVICE", FP16, 1.0, Placement], TE)),
+    *table(
+        lambda v: CacheDesc(1, [1, 2], FP16, batch_dim_index=v),
+        ([None, *NO_INTEGER], TE),
+        ([-1, 2, 3, 2**31], LE),
+    ),
+    *table(
+        lambda v: CacheDesc(1, [1, 2], FP16, seq_len_dim_index=v),
+        ([None, *NO_INTEGER], TE),
+        (sint(32), VE),
+        ([-2, 2, 3, 2**31 - 1, -(2**31)], LE),
+    ),
+    *table(lambda v: CacheDesc(1, [1], FP16, kv_tensor_format=v), ([1, True, b"ND", ["ND"]], TE)),
+]
+
+BAD_CACHE_KEY: list[Case] = [
+    *table(lambda v: CacheKey(v, 1), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(cluster_id=v, req_id=1), ([None, *NO_INTEGER], TE), ([-1], VE)),
+    *table(lambda v: CacheKey(prompt_cluster_id=v, req_id=1), (["1", True], TE), ([-1, 2**64], VE)),
+    *table(lambda v: CacheKey(1, v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(1, req_id=v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(1, 2, v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(1, 2, model_id=v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(1, 2, 3, v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKey(1, 2, prefix_id=v), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+]
+
+BAD_BLOCKS_KEY: list[Case] = [
+    *table(BlocksCacheKey, (NO_INTEGER, TE), (uint(64), VE)),
+    *table(lambda v: BlocksCacheKey(cluster_id=v), (NO_INTEGER, TE), (uint(64), VE)),
+    *table(lambda v: BlocksCacheKey(prompt_cluster_id=v), (NO_INTEGER, TE), (uint(64), VE)),
+    *table(lambda v: BlocksCacheKey(1, v), (NO_INTEGER, TE), (uint(64), VE)),
+    *table(lambda v: BlocksCacheKey(1, model_id=v), (NO_INTEGER, TE), (uint(64), VE)),
+]
+
+BAD_ID_KEY: list[Case] = [
+    *table(lambda v: CacheKeyByIdAndIndex(v, 1), ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(lambda v: CacheKeyByIdAndIndex(1, v), ([None, *NO_INTEGER], TE), (sint(64), VE)),
+    *table(lambda v: CacheKeyByIdAndIndex(1, 1, v), ([None, *NO_INTEGER], TE), (uint(32), VE)),
+]
+
+BAD_MEM_INFO: list[Case] = [
+    *table(lambda v: MemInfo(v, 1, 1), ([0, 1, True, "MEM_TYPE_DEVICE", Placement.DEVICE], TE)),
+    *table(lambda v: MemInfo(Memtype.MEM_TYPE_HOST, v, 1), (NO_INTEGER, TE)),
+    *table(lambda v: MemInfo(Memtype.MEM_TYPE_HOST, 1, v), (NO_INTEGER, TE)),
+]
+
+HOST_DESC = CacheDesc(2, [3, 4], DataType.DT_INT8, Placement.HOST)
+BAD_CPU_CACHE: list[Case] = [
+    *table(lambda v: Cache.create_cpu_cache(v, [1, 2]), ([1, "x", [], True], TE), ([None], AE)),
+    *table(
+        lambda v: Cache.create_cpu_cache(HOST_DESC, v),
+        ([None, (1, 2), "12", {1, 2}, range(1, 3), 1, [1, "2"], [1, None], [1, 2.0], [1, True]], TE),
+        ([[], [1], [1, 2, 3]], LE),
+    ),
+    *table(
+        lambda v: Cache.create_cpu_cache(CacheDesc(2, [3, 4], FP16, v), [1, 2]),
+        ([Placement.DEVICE], LE),
+    ),
+    *table(lambda v: Cache(v, HOST_DESC, [1, 2], None, False, False), ([None, *NO_INTEGER], TE), (sint(64), VE)),
+]
+
+
+def append_local(ip: Any, port: Any) -> None:
+    """The call under test, on a fresh object."""
+    LLMClusterInfo().append_local_ip_info(ip, port)
+
+
+def append_remote(ip: Any, port: Any) -> None:
+    """The call under test, on a fresh object."""
+    LLMClusterInfo().append_remote_ip_info(ip, port)
+
+
+def set_cluster(value: Any) -> None:
+    """The setter under test."""
+    LLMClusterInfo().remote_cluster_id = value
+
+
+def set_role(value: Any) -> None:
+    """The setter under test."""
+    LLMClusterInfo().remote_role_type = value
+
+
+RUNTIME = Expected("RuntimeError", (RuntimeError,))
+BAD_CLUSTER: list[Case] = [
+    *table(set_cluster, ([None, *NO_INTEGER], TE), (uint(64), VE)),
+    *table(set_role, ([1.0, "PROMPT", [1], True], TE)),
+    *[
+        case
+        for append in (append_local, append_remote)
+        for case in [
+            *table(lambda v, a=append: a(v, 1), ([None, True, 1.0, b"1.2.3.4", [1]], TE)),
+            *table(lambda v, a=append: a("1.2.3.4", v), ([None, *NO_INTEGER], TE), (uint(16), VE)),
+            *table(lambda v, a=append: a("not an address", v), ([-1, 65536], VE), (["1"], TE)),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "bad", "expected"),
+    [*BAD_DESC, *BAD_CACHE_KEY, *BAD_BLOCKS_KEY, *BAD_ID_KEY, *BAD_MEM_INFO, *BAD_CPU_CACHE, *BAD_CLUSTER],
+)
+def test_bad_argument(make: Callable[[Any], Any], bad: Any, expected: Expected) -> None:
+    with raising(expected):
+        make(bad)
+
+
+def test_desc_keeps_what_it_was_given() -> None:
+    shape = [4, 16, 8]
+    made = CacheDesc(2, shape, FP16, Placement.HOST, 1, 2, "ND")
+    assert made.num_tensors == 2
+    assert made.shape is shape
+    assert made.data_type is FP16
+    assert made.placement is Placement.HOST
+    assert made.batch_dim == 1
+    assert made.batch_size == 16
+    assert made.seq_len_dim_index == 2
+    assert made.kv_tensor_format == "ND"
+    assert made.size == 4 * 16 * 8 * 2
+    for name in ("num_tensors", "shape", "data_type", "placement", "batch_dim", "batch_size", "size"):
+        with pytest.raises(AttributeError):
+            setattr(made, name, 1)
+
+
+def test_desc_defaults_and_keywords() -> None:
+    made = CacheDesc(num_tensors=0, shape=(2, 3), data_type=DataType.DT_INT8)
+    assert (made.placement, made.batch_dim, made.batch_size) == (Placement.DEVICE, 0, 2)
+    assert (made.seq_len_dim_index, made.kv_tensor_format) == (-1, None)
+    assert made.size == 6
+    assert made._is_blocks is False
+
+
+def test_desc_text() -> None:
+    made = CacheDesc(2, [1, 2], FP16)
+    text = (
+        "CacheDesc(num_tensors=2, shape=[1, 2], data_type=DataType.DT_FLOAT16, placement=Placement.DEVICE, "
+        "batch_dim_index=0, seq_len_dim_index=-1,kv_tensor_format=None)"
+    )
+    assert repr(made) == text
+    assert str(made) == text
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_desc_size_of_every_type(name: str) -> None:
+    assert CacheDesc(1, [2, 3], DataType[name]).size == 6 * SIZES[name]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ([0], FP16),
+        ([2, 0], FP16),
+        ([2, -1], FP16),
+        ([-2, -2], FP16),
+        ([2**63 - 1], FP16),
+        ([2**32, 2**31], DataType.DT_INT8),
+        ([2**32, 2**32], DataType.DT_INT8),
+        ([2**32, 2**32 + 1], DataType.DT_INT8),
+        ([2**62], DataType.DT_STRING),
+        ([3, 2**62 // 3 + 1, 4], DataType.DT_INT8),
+    ],
+)
+def test_desc_size_that_does_not_exist(shape: list[int], kind: DataType) -> None:
+    made = CacheDesc(1, shape, kind)
+    for _ in range(2):
+        with raising(LE):
+            _ = made.size
+
+
+def test_desc_without_type_fails_when_size_is_needed() -> None:
+    made = CacheDesc(1, [1], None)
+    assert made.data_type is None
+    with raising(LE):
+        _ = made.size
+
+
+def test_update_dim_refreshes_size_but_not_batch_size() -> None:
+    shape = [2, 3]
+    made = CacheDesc(1, shape, FP16)
+    assert made.size == 12
+    made.update_dim(1, 5)
+    assert shape == [2, 5]
+    assert made.size == 20
+    made.update_dim(0, 7)
+    assert made.size == 70
+    assert made.batch_size == 2
+    with pytest.raises(TypeError):
+        CacheDesc(1, (2, 3), FP16).update_dim(0, 1)
+
+
+def test_desc_checks_in_the_stated_order() -> None:
+    with raising(VE):
+        CacheDesc(-1, "bad", None, "bad")
+    with raising(TE):
+        CacheDesc(1, [2**63], "bad")
+    with raising(TE):
+        CacheDesc(1, [], FP16, kv_tensor_format=5)
+    with raising(VE):
+        CacheDesc(1, [], FP16, seq_len_dim_index=2**31)
+    with raising(LE):
+        CacheDesc(1, [2**63], FP16, batch_dim_index=1)
+    with raising(LE):
+        CacheDesc(1, [2**63], FP16, seq_len_dim_index=1)
+
+
+def test_cache_key_positional_keyword_and_alias() -> None:
+    for made in (
+        CacheKey(1, 2, 3, 4),
+        CacheKey(cluster_id=1, req_id=2, model_id=3, prefix_id=4),
+        CacheKey(prompt_cluster_id=1, req_id=2, prefix_id=4, model_id=3),
+        CacheKey(1, 2, prefix_id=4, model_id=3),
+    ):
+        assert (made.cluster_id, made.prompt_cluster_id, made.req_id) == (1, 1, 2)
+        assert (made.model_id, made.prefix_id) == (3, 4)
+    plain = CacheKey(0, UINT64_MAX)
+    assert (plain.req_id, plain.model_id, plain.prefix_id) == (UINT64_MAX, 0, UINT64_MAX)
+    assert repr(CacheKey(1, 2)) == f"CacheKey(cluster_id=1, req_id=2, prefix_id={UINT64_MAX}, model_id=0)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "words", "fragment"),
+    [
+        (CacheKey, (1, 2, 3, 4, 5), {}, ""),
+        (CacheKey, (1, 2, 3, 4), {"x": 1}, ""),
+        (CacheKey, (), {}, "cluster_id is required"),
+        (CacheKey, (), {"req_id": 1}, "cluster_id is required"),
+        (CacheKey, (1,), {}, "req_id is required"),
+        (CacheKey, (), {"cluster_id": 1}, "req_id is required"),
+        (CacheKey, (), {"cluster_id": 1, "x": 2}, "req_id is required"),
+        (CacheKey, (1, 2), {"x": 1}, "Unsupported"),
+        (CacheKey, ("1", 2), {"x": 1}, "Unsupported"),
+        (BlocksCacheKey, (1, 2, 3), {}, ""),
+        (BlocksCacheKey, (1, 2), {"x": 1}, ""),
+        (BlocksCacheKey, (), {}, "cluster_id is required"),
+        (BlocksCacheKey, (), {"model_id": 1}, "cluster_id is required"),
+        (BlocksCacheKey, (1,), {"x": 1}, "Unsupported"),
+        (BlocksCacheKey, ("1",), {"x": 1}, "Unsupported"),
+    ],
+)
+def test_key_argument_names(kind: type, args: tuple[Any, ...], words: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(LLMException, match=fragment or None) as caught:
+        kind(*args, **words)
+    LE.judge(caught.value)
+
+
+@pytest.mark.parametrize("args", [("1",), (1, "2"), (True,), (1, 2.0)])
+def test_blocks_key_names_the_allowed_type(args: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="only support"):
+        BlocksCacheKey(*args)
+
+
+def test_blocks_key() -> None:
+    for made in (
+        BlocksCacheKey(3, 1),
+        BlocksCacheKey(cluster_id=3, model_id=1),
+        BlocksCacheKey(3, model_id=1),
+    ):
+        assert (made.cluster_id, made.prompt_cluster_id, made.model_id) == (3, 3, 1)
+        assert repr(made) == "BlocksCacheKey(cluster_id=3, model_id=1)"
+    other = BlocksCacheKey(prompt_cluster_id=3, model_id=1)
+    assert (other.cluster_id, other.prompt_cluster_id) == (3, 3)
+    assert repr(other) == "BlocksCacheKey(prompt_cluster_id=3, model_id=1)"
+    assert repr(BlocksCacheKey(1)) == "BlocksCacheKey(cluster_id=1, model_id=0)"
+    assert BlocksCacheKey(UINT64_MAX).cluster_id == UINT64_MAX
+    assert BlocksCacheKey(cluster_id=5, prompt_cluster_id=6).cluster_id == 5
+
+
+def test_positional_value_overrides_the_same_keyword() -> None:
+    assert BlocksCacheKey(1, cluster_id=2).cluster_id == 1
+
+
+def test_keys_are_equal_by_identity_only() -> None:
+    for make in (lambda: CacheKey(1, 2), lambda: BlocksCacheKey(1), lambda: CacheKeyByIdAndIndex(1, 2)):
+        one, other = make(), make()
+        assert one == one  # noqa: PLR0124  (that is the point)
+        assert one != other
+        assert len({one, other}) == 2
+
+
+def test_key_by_id_and_index() -> None:
+    made = CacheKeyByIdAndIndex(1, 2)
+    assert (made.cluster_id, made.cache_id, made.batch_index) == (1, 2, 0)
+    assert repr(made) == "CacheKeyByIdAndIndex(cluster_id=1, cache_id=2, batch_index=0)"
+    extreme = CacheKeyByIdAndIndex(UINT64_MAX, -(2**63), 2**32 - 1)
+    assert (extreme.cache_id, extreme.batch_index) == (-(2**63), 2**32 - 1)
+    assert CacheKeyByIdAndIndex(cluster_id=1, cache_id=2**63 - 1, batch_index=4).batch_index == 4
+
+
+def test_mem_info() -> None:
+    made = MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 2)
+    assert (made.mem_type, made.addr, made.size) == (Memtype.MEM_TYPE_DEVICE, 1, 2)
+    assert str(made) == repr(made) == "MemInfo(mem_type=Memtype.MEM_TYPE_DEVICE, addr=1, size=2)"
+    with pytest.raises(AttributeError):
+        made.addr = 5
+
+
+def test_cluster_info() -> None:
+    info = LLMClusterInfo()
+    assert info.remote_cluster_id is None
+    assert info.remote_role_type is None
+    assert list(info.local_ip_info_list) == []
+    assert list(info.remote_ip_info_list) == []
+    info.remote_cluster_id = UINT64_MAX
+    assert info.remote_cluster_id == UINT64_MAX
+    for role in (LLMRole.PROMPT, 2, None):
+        info.remote_role_type = role
+        assert info.remote_role_type == role
+    info.append_local_ip_info("1.2.3.4", 0)
+    info.append_local_ip_info(5, 65535)
+    info.append_remote_ip_info("127.0.0.1", 26000)
+    assert list(info.local_ip_info_list) == [(67305985, 0), (5, 65535)]
+    assert list(info.remote_ip_info_list) == [(16777343, 26000)]
+
+
+@pytest.mark.parametrize("text", ["1.2.3.4", "127.0.0.1", "0.0.0.1", "255.255.255.255", "127.1", "10.1.257", "7"])
+def test_text_addresses_follow_inet_aton(text: str) -> None:
+    assert trans_str_ip(text) == int.from_bytes(socket.inet_aton(text), "little")
+
+
+@pytest.mark.parametrize("text", ["256.1.1.1", "no address", "", "1.2.3.4.5", "::1"])
+def test_text_that_is_no_address(text: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        trans_str_ip(text)
+    assert text in str(caught.value)
+    info = LLMClusterInfo()
+    with pytest.raises(RuntimeError):
+        info.append_local_ip_info(text, 1)
+    assert list(info.local_ip_info_list) == []
+
+
+def test_cpu_cache_handle() -> None:
+    made = Cache.create_cpu_cache(HOST_DESC, [4096, 8192])
+    assert made.cache_id == -1
+    assert made.is_blocks_cache is True
+    assert made.tensor_addrs == [4096, 8192]
+    assert made.cache_desc is HOST_DESC
+    assert str(made) == repr(made) == "Cache(cache_id = -1, device_tensor_addrs = 2, is_blocks_cache = True)"
+
+
+def test_cpu_cache_checks_in_the_stated_order() -> None:
+    device = CacheDesc(2, [3, 4], FP16)
+    with raising(TE):
+        Cache.create_cpu_cache(device, (1,))
+    with pytest.raises(LLMException, match=r"(?i)host"):
+        Cache.create_cpu_cache(device, [1])
+
+
+def test_cache_built_by_hand() -> None:
+    made = Cache(3, HOST_DESC, [1, 2, 3, 4], None, False, True)
+    assert made.cache_id == 3
+    assert repr(made) == "Cache(cache_id = 3, device_tensor_addrs = 4, is_blocks_cache = True)"
+
+
+WIDTHS = {
+    "check_uint8": (0, 2**8 - 1),
+    "check_uint16": (0, 2**16 - 1),
+    "check_uint32": (0, 2**32 - 1),
+    "check_uint64": (0, 2**64 - 1),
+    "check_int32": (-(2**31), 2**31 - 1),
+    "check_int64": (-(2**63), 2**63 - 1),
+}
+LISTS = {
+    "check_list_int32": "check_int32",
+    "check_list_int64": "check_int64",
+    "check_list_uint64": "check_uint64",
+}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_integer_validator(name: str) -> None:
+    check = getattr(utils, name)
+    low, high = WIDTHS[name]
+    for good in (low, high, 0, 1):
+        assert check("the_arg", good) is None
+    for bad in (None, *NO_INTEGER):
+        with pytest.raises(TypeError, match="the_arg"):
+            check("the_arg", bad)
+    for bad in outside(low, high):
+        with pytest.raises(ValueError, match="the_arg") as caught:
+            check("the_arg", bad)
+        assert str(bad) in str(caught.value)
+        assert name[len("check_") :] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_integer_list_validator(name: str) -> None:
+    check = getattr(utils, name)
+    low, high = WIDTHS[LISTS[name]]
+    given = [low, 0, high]
+    assert check("the_arg", given) is None
+    assert given == [low, 0, high]
+    for good in ([], (), (1, 2), {3}, range(3)):
+        assert check("the_arg", good) is None
+    for bad in NO_INTEGER:
+        with pytest.raises(TypeError, match="the_arg"):
+            check("the_arg", [0, bad])
+    for bad in outside(low, high):
+        with pytest.raises(ValueError, match="the_arg"):
+            check("the_arg", (0, bad))
+
+
+class Base:
+    """A class with a subclass."""
+
+
+class Derived(Base):
+    """Accepted where `Base` is."""
+
+
+@pytest.mark.parametrize(
+    ("value", "classes", "inner"),
+    [
+        (5, int, None),
+        (5, [int], None),
+        (5, [str, int], None),
+        (None, int, None),
+        (Derived(), Base, None),
+        (True, [int, bool], None),
+        (True, bool, None),
+        ([], list, int),
+        ((), [list, tuple], int),
+        ([1, 2], [list, tuple], int),
+        ((Derived(),), [list, tuple], Base),
+        ([True], list, bool),
+    ],
+)
+def test_check_isinstance_returns_the_same_object(value: Any, classes: Any, inner: Any) -> None:
+    assert utils.check_isinstance("the_arg", value, classes, inner) is value
+
+
+@pytest.mark.parametrize(
+    ("value", "classes", "inner", "words"),
+    [
+        ("x", int, None, ["int", "str"]),
+        (1.0, [int, str], None, ["int", "str", "float"]),
+        (True, [int], None, ["int", "bool"]),
+        (True, int, None, ["int", "bool"]),
+        (Base(), Derived, None, ["Derived", "Base"]),
+        (5, [list, tuple], int, ["list", "tuple", "int"]),
+    ],
+)
+def test_check_isinstance_says_what_is_allowed(value: Any, classes: Any, inner: Any, words: list[str]) -> None:
+    with pytest.raises(TypeError) as caught:
+        utils.check_isinstance("the_arg", value, classes, inner, extra_fmt="PREFIX: ")
+    text = str(caught.value)
+    assert text.startswith("PREFIX: ")
+    assert "the_arg" in text
+    assert "only support" in text
+    for word in words:
+        assert word in text
+
+
+def test_check_isinstance_none_and_inner() -> None:
+    with pytest.raises(TypeError, match="the_arg"):
+        utils.check_isinstance("the_arg", None, int, allow_none=False)
+    for values, inner in (([1, "2"], int), ([1, True], int), ((1, None), int), ([Base()], Derived)):
+        with pytest.raises(TypeError, match="inner type only support"):
+            utils.check_isinstance("the_arg", values, [list, tuple], inner)
+
+
+def test_check_inner() -> None:
+    assert utils.check_inner("the_arg", (1, 2), int) is None
+    assert utils.check_inner("the_arg", [], int) is None
+    for bad in ([1, "2"], [True], [None], (1.0,)):
+        with pytest.raises(TypeError, match="inner type only support") as caught:
+            utils.check_inner("the_arg", bad, int)
+        assert "the_arg" in str(caught.value)
+
+
+def test_check_dict() -> None:
+    assert utils.check_dict("d", {}, int, int) is None
+    assert utils.check_dict("d", {1: "x"}, int, str) is None
+    assert utils.check_dict("d", {1: [1, 2], 2: []}, int, list, int) is None
+    assert utils.check_dict("d", {True: True}, bool, bool) is None
+    for value, k_class, v_class, match in (
+        ({"1": 1}, int, int, "d dict key only support"),
+        ({True: 1}, int, int, "d dict key only support"),
+        ({1: "1"}, int, int, "d dict value only support"),
+        ({1: False}, int, int, "d dict value only support"),
+        ({1: (1,)}, int, list, "d dict value only support"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            utils.check_dict("d", value, k_class, v_class)
+    for inner in ([1, "2"], [True]):
+        with pytest.raises(TypeError, match=r"dict value.*inner type only support"):
+            utils.check_dict("d", {1: inner}, int, list, int)
+    with pytest.raises(AttributeError):
+        utils.check_dict("d", None, int, int)
+
+
+def test_check_positive_or_set_default() -> None:
+    check = utils.check_positive_or_set_default
+    assert check("the_arg", None) == -1
+    assert check("the_arg", None, 7) == 7
+    for good in (0, 1, 2**63 - 1):
+        assert check("the_arg", good, 7) == good
+    for bad in NO_INTEGER:
+        with pytest.raises(TypeError, match="the_arg"):
+            check("the_arg", bad)
+    for bad in (-1, -(2**63), 2**63, 2**64, -(2**64)):
+        with pytest.raises(ValueError, match="the_arg"):
+            check("the_arg", bad)

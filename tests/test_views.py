@@ -1,0 +1,206 @@
+"""`tensor_views`: cache memory as arrays, without a copy and safe to keep."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from conftest import PAGE, POOL, options, pool
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
+from memory import GONE, OOM, at, desc, fill, pool_facts, raising, tensors, used
+
+NUMPY = {
+    DataType.DT_FLOAT: "float32",
+    DataType.DT_FLOAT16: "float16",
+    DataType.DT_BF16: "uint16",
+    DataType.DT_INT8: "int8",
+    DataType.DT_INT16: "int16",
+    DataType.DT_UINT16: "uint16",
+    DataType.DT_UINT8: "uint8",
+    DataType.DT_INT32: "int32",
+    DataType.DT_INT64: "int64",
+    DataType.DT_UINT32: "uint32",
+    DataType.DT_UINT64: "uint64",
+    DataType.DT_BOOL: "bool",
+    DataType.DT_DOUBLE: "float64",
+}
+
+
+@pytest.mark.parametrize("data_type", list(NUMPY))
+@pytest.mark.parametrize("placement", list(Placement))
+def test_array_over_the_cache_memory(manager: Any, data_type: DataType, placement: Placement) -> None:
+    made_of = CacheDesc(3, (4, 3, 5), data_type, placement)
+    cache = manager.allocate_cache(made_of)
+    views = manager.tensor_views(cache)
+    assert isinstance(views, list)
+    assert len(views) == 3
+    for view, address, raw in zip(views, cache.tensor_addrs, tensors(cache)):
+        array = view.numpy()
+        assert isinstance(array, np.ndarray)
+        assert array.shape == (4, 3, 5)
+        assert array.dtype == np.dtype(NUMPY[data_type])
+        assert array.ctypes.data == address
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        array.view(np.uint8)[:] = 1
+        assert (raw == 1).all()
+        raw[:] = 0
+        assert (array.view(np.uint8) == 0).all()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_both_kinds_of_cache(manager: Any, blocks: bool) -> None:
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    cache = allocate(desc(4, 100, 2))
+    written = fill(cache, 1)
+    for view, bytes_ in zip(manager.tensor_views(cache), written):
+        assert np.array_equal(view.numpy().view(np.uint8), bytes_)
+
+
+def test_every_call_of_numpy_shows_the_same_memory(manager: Any) -> None:
+    view = manager.tensor_views(manager.allocate_cache(desc()))[0]
+    one, two = view.numpy(), view.numpy()
+    one[0, 0] = 42
+    assert two[0, 0] == 42
+    assert np.shares_memory(one, two)
+
+
+@pytest.mark.parametrize("data_type", [kind for kind in NUMPY if kind is not DataType.DT_BF16])
+def test_dlpack(manager: Any, data_type: DataType) -> None:
+    cache = manager.allocate_cache(CacheDesc(1, [4, 6], data_type))
+    view = manager.tensor_views(cache)[0]
+    tensors(cache)[0][:] = 1
+    assert tuple(int(part) for part in view.__dlpack_device__()) == (1, 0)
+    array = np.from_dlpack(view)
+    assert array.shape == (4, 6)
+    assert array.dtype == np.dtype(NUMPY[data_type])
+    assert array.ctypes.data == cache.tensor_addrs[0]
+    tensors(cache)[0][:] = 0
+    assert (array == 0).all()
+
+
+def test_a_capsule_that_nobody_takes_is_dropped_quietly(manager: Any) -> None:
+    cache = manager.allocate_cache(desc())
+    view = manager.tensor_views(cache)[0]
+    for _ in range(3):
+        capsule = view.__dlpack__()
+        assert type(capsule).__name__ == "PyCapsule"
+        del capsule
+    gc.collect()
+    manager.deallocate_cache(cache)
+    del view
+    gc.collect()
+    assert used(manager)["device"] == 0
+
+
+def test_bf16_has_a_capsule_too(manager: Any) -> None:
+    view = manager.tensor_views(manager.allocate_cache(CacheDesc(1, [4], DataType.DT_BF16)))[0]
+    assert type(view.__dlpack__()).__name__ == "PyCapsule"
+
+
+def hold(view: Any, through: str) -> Any:
+    """Something that looks at the view's memory, without the view unless that is asked for."""
+    if through == "view":
+        return view
+    if through == "numpy":
+        return view.numpy()
+    if through == "slice":
+        return view.numpy()[1:, 5:]
+    return np.from_dlpack(view) if through == "dlpack" else view.__dlpack__()
+
+
+@pytest.mark.parametrize("through", ["view", "numpy", "slice", "dlpack", "capsule"])
+def test_memory_stays_while_anything_looks_at_it(manager: Any, through: str) -> None:
+    cache = manager.allocate_cache(desc(4, POOL // 16, 2))
+    address, size = cache.tensor_addrs[0], cache.cache_desc.size
+    written = fill(cache, 1)[0].reshape(-1)
+    held = hold(manager.tensor_views(cache)[0], through)
+    gc.collect()
+    manager.deallocate_cache(cache)
+    heirs = [manager.allocate_cache(desc(1, PAGE, 1)) for _ in range(pool_facts(manager)["free_bytes"] // PAGE)]
+    for heir in heirs:
+        tensors(heir)[0][:] = 0xEE
+    with raising(OOM):
+        manager.allocate_cache(desc(1, 1, 1))
+    assert np.array_equal(at(address, size), written)
+    for heir in heirs:
+        manager.deallocate_cache(heir)
+    del held, heirs
+    gc.collect()
+    assert used(manager)["device"] == 0
+
+
+def test_memory_stays_after_finalize_and_a_new_engine(start: Callable[..., Any]) -> None:
+    dist = start()
+    cache = dist.cache_manager.allocate_cache(desc(4, 50_000, 2))
+    written = fill(cache, 1)
+    views = dist.cache_manager.tensor_views(cache)
+    arrays = [view.numpy() for view in views]
+    dist.finalize()
+    dist.init(options())
+    other = dist.cache_manager.allocate_cache(desc(1, POOL, 1))
+    tensors(other)[0][:] = 0xEE
+    for array, view, bytes_ in zip(arrays, views, written):
+        assert np.array_equal(array.view(np.uint8), bytes_)
+        assert np.array_equal(view.numpy().view(np.uint8), bytes_)
+        array[:] = 7
+    dist.finalize()
+    assert all((array == 7).all() for array in arrays)
+    del arrays, views
+    gc.collect()
+
+
+def test_views_do_not_keep_the_cache_itself(manager: Any) -> None:
+    key = CacheKey(1, 1)
+    cache = manager.allocate_cache(desc(), [key])
+    views = manager.tensor_views(cache)
+    manager.deallocate_cache(cache)
+    manager.remove_cache_key(key)
+    with raising(GONE):
+        manager.copy_cache(cache, cache, 1, 0)
+    with raising(GONE):
+        manager.tensor_views(cache)
+    manager.allocate_cache(desc(), [key])
+    assert len(views) == 2
+
+
+def test_pool_pages_come_back_when_the_last_view_goes(start: Callable[..., Any]) -> None:
+    manager = start(options(pool(16 * PAGE), None)).cache_manager
+    for _ in range(10):
+        cache = manager.allocate_cache(desc(1, 8 * PAGE, 2))
+        array = manager.tensor_views(cache)[1].numpy()
+        array[:] = 3
+        manager.deallocate_cache(cache)
+        with raising(OOM):
+            manager.allocate_cache(desc(1, 8 * PAGE, 2))
+        del array
+        gc.collect()
+
+
+@pytest.mark.parametrize("bad", [5, "x", True, [], desc()])
+def test_only_caches_have_views(manager: Any, bad: Any) -> None:
+    with pytest.raises(TypeError):
+        manager.tensor_views(bad)
+
+
+def test_none_has_no_views(manager: Any) -> None:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        manager.tensor_views(None)
+    assert not isinstance(caught.value, LLMException)
+
+
+def test_changing_the_descriptor_later_does_not_change_the_view(manager: Any) -> None:
+    made_of = desc(4, 100, 1)
+    cache = manager.allocate_cache(made_of)
+    made_of.update_dim(0, 1 << 30)
+    assert manager.tensor_views(cache)[0].numpy().shape == (4, 100)
+
+
+def test_a_view_cannot_be_made_by_hand(manager: Any) -> None:
+    kind = type(manager.tensor_views(manager.allocate_cache(desc()))[0])
+    assert kind.__name__ == "TensorView"
+    with pytest.raises(TypeError):
+        kind()
