@@ -30,7 +30,10 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
-thorough: build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
+loom:  ## the model checker over pins and jobs, in a target folder of its own
+	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test rust --target-dir target/loom
+
+thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
 	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test rust
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
@@ -53,4 +56,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target $(VENV) python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast lint thorough bench build clean
+.PHONY: help demo test fast lint loom thorough bench build clean

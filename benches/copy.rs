@@ -7,7 +7,18 @@
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
-#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "sizes of a few GiB")]
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "sizes of a few GiB"
+)]
+#![allow(
+    clippy::cast_ptr_alignment,
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "hand-written copy loops"
+)]
 #![allow(unsafe_code, missing_docs, reason = "the hand-written loops are the point of comparison")]
 
 use std::sync::Arc;
@@ -119,7 +130,9 @@ fn loop_over(flat: &Flat, threads: usize, copy: Loop) {
         for part in parts {
             scope.spawn(move || part.iter().for_each(|&(src, dst)| copy(src, dst, flat.len)));
         }
-        mine.iter().for_each(|&(src, dst)| copy(src, dst, flat.len));
+        for &(src, dst) in mine {
+            copy(src, dst, flat.len);
+        }
     });
 }
 
@@ -324,9 +337,9 @@ fn slots(options: &Options, tensors: u32, wanted: &impl Fn(&str) -> bool) {
     let whole = flat(&bed.device, &bed.host, &[(0, 0)]);
     // The loops split the slot in two halves, as a person would.
     let halves = whole.moves.iter().flat_map(|&(s, d)| {
-        let half = whole.len as u64 / 2 & !4095;
+        let half = (whole.len as u64 / 2) & !4095;
         [(s, d), (s + whole.len as u64 - half, d + whole.len as u64 - half)]
     });
-    let halves = Flat { moves: halves.collect(), len: whole.len / 2 & !4095 };
+    let halves = Flat { moves: halves.collect(), len: (whole.len / 2) & !4095 };
     compare("copy_cache", options, tensors, &halves, (&bed.host, &[0]), ours);
 }

@@ -67,7 +67,9 @@ def main() -> None:
         "the copy itself: 16 KiB, numpy, 8 blocks a call", measure(rounds, lambda: np.copyto(dst[:8], src[:8]), per=8)
     )
     one = {3: 5}
-    swap = show("swap_blocks, 1 block of 16 KiB, 1 tensor, out", measure(rounds, lambda: manager.swap_blocks(device, host, one)))
+    swap = show(
+        "swap_blocks, 1 block of 16 KiB, 1 tensor, out", measure(rounds, lambda: manager.swap_blocks(device, host, one))
+    )
     assert np.array_equal(dst[5].view(np.uint16), src[3].view(np.uint16)), "the block arrived wrong"
     print(f"{'  more than the copy itself':52} {swap - itself:8.2f}")
     show("swap_blocks, the same, in", measure(rounds, lambda: manager.swap_blocks(host, device, one)))
@@ -77,7 +79,10 @@ def main() -> None:
     pairs = {block: 1023 - block for block in range(1024)}
     array = np.array(list(pairs.items()), dtype=np.int64)
     many = 50
-    show("swap_blocks, 1,024 blocks of 16 KiB, dict", measure(rounds, lambda: manager.swap_blocks(device, host, pairs), many))
+    show(
+        "swap_blocks, 1,024 blocks of 16 KiB, dict",
+        measure(rounds, lambda: manager.swap_blocks(device, host, pairs), many),
+    )
     show("swap_blocks, the same, (n, 2) array", measure(rounds, lambda: manager.swap_blocks(device, host, array), many))
     desc = CacheDesc(80, [4, 4096], DataType.DT_FLOAT16)
     keys = [CacheKey(1, req_id=number) for number in range(4)]
@@ -87,14 +92,20 @@ def main() -> None:
         for key in keys:
             manager.remove_cache_key(key)
 
-    show("allocate_cache + deallocate_cache, 80 tensors", measure(rounds, lambda: manager.deallocate_cache(manager.allocate_cache(desc))))
+    show(
+        "allocate_cache + deallocate_cache, 80 tensors",
+        measure(rounds, lambda: manager.deallocate_cache(manager.allocate_cache(desc))),
+    )
     show("the same with 4 keys, removed one by one", measure(rounds, with_keys))
     a, b = (manager.allocate_cache(CacheDesc(2, [4, 4096], DataType.DT_FLOAT16)) for _ in range(2))
     show("copy_cache, 8 KiB slot, 2 tensors", measure(rounds, lambda: manager.copy_cache(a, b, 1, 2)))
     stop = threading.Event()
     thread = threading.Thread(target=idle_thread, args=(stop,))
     thread.start()
-    show("swap_blocks, 1 block, another thread wants the GIL", measure(rounds, lambda: manager.swap_blocks(device, host, one)))
+    show(
+        "swap_blocks, 1 block, another thread wants the GIL",
+        measure(rounds, lambda: manager.swap_blocks(device, host, one)),
+    )
     stop.set()
     thread.join()
     dist.finalize()

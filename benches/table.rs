@@ -5,7 +5,12 @@
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
-#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "counts of a million")]
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "counts of a million"
+)]
 #![allow(unsafe_code, missing_docs, reason = "a counting allocator; nothing here is public")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -106,7 +111,9 @@ fn one_round(rows: u64) -> [f64; 5] {
             std::hint::black_box(table.find(caches[(id / rows) as usize]).unwrap());
         }
     });
-    caches.iter().for_each(|&id| table.deallocate(id));
+    for &id in &caches {
+        table.deallocate(id);
+    }
     assert_eq!(table.state().caches, KEYS / rows, "keys hold the caches");
     let release = each(KEYS, || order.iter().for_each(|&id| table.remove_key(key(id))));
     assert_eq!((table.state().keys, table.state().caches), (0, 0));

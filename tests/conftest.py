@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from llm_datadist import LLMDataDist, LLMRole
 
@@ -31,11 +31,12 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
+    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; the thorough profile does it
     suppress_health_check=list(HealthCheck),
 )
 settings.register_profile(
     "thorough",
-    max_examples=400,
+    max_examples=100,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -398,6 +398,36 @@ def test_a_finalized_manager_answers_nothing_else(start: Callable[..., Any]) -> 
     assert used(new)["device"] == 2 * PAGE
 
 
+def test_a_handle_of_an_earlier_engine_never_reaches_the_next(start: Callable[..., Any]) -> None:
+    dist = start()
+    old_batch, old_blocks = (
+        dist.cache_manager.allocate_cache(desc()),
+        dist.cache_manager.allocate_blocks_cache(desc()),
+    )
+    dist.finalize()
+    dist.init(options())
+    manager = dist.cache_manager
+    heirs = [manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())]
+    assert [heir.cache_id for heir in heirs] == [old_batch.cache_id, old_blocks.cache_id]
+    written = [fill(heir, number) for number, heir in enumerate(heirs)]
+    user = UserTensors()
+    calls = [
+        lambda: manager.copy_cache(old_batch, heirs[0], 1, 0),
+        lambda: manager.copy_cache(heirs[0], old_batch, 1, 0),
+        lambda: manager.copy_blocks(old_blocks, {0: [1]}),
+        lambda: manager.swap_blocks(user.cpu_cache(), old_blocks, {0: 1}),
+        lambda: manager.swap_blocks(old_blocks, user.cpu_cache(), {0: 1}),
+        lambda: manager.tensor_views(old_batch),
+    ]
+    for call in calls:
+        with pytest.raises(LLMException):
+            call()
+    manager.deallocate_cache(old_batch)
+    manager.deallocate_blocks_cache(old_blocks)
+    assert used(manager)["device"] == 4 * PAGE
+    assert all(same(contents(heir), bytes_) for heir, bytes_ in zip(heirs, written))
+
+
 def test_finalize_with_leftovers_is_silent(start: Callable[..., Any]) -> None:
     dist = start()
     user = UserTensors()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llm_datadist import LLMException
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -87,6 +88,7 @@ def test_without_the_variable_only_errors_are_shown() -> None:
     shown = lines(
         """
 manager.allocate_cache(desc)
+from llm_datadist import LLMException
 from llm_datadist.utils import log
 log.info("quiet")
 log.warn("quiet")
@@ -138,6 +140,7 @@ try:
     manager.copy_cache(cache, cache, 0, 0, 0, 0)
 except LLMException as error:
     text = str(error)
+from llm_datadist import LLMException
 from llm_datadist.utils import log
 log.error("%s", "SAID " + " ".join(text.split()))
         """
@@ -197,7 +200,13 @@ def test_the_request_id_is_in_the_log_of_this_process_too(manager: Any, caplog: 
     cache = manager.allocate_cache(desc())
     with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
         manager.copy_cache(cache, cache, 1, 0, req_id=424242)
-    assert any("424242" in record.getMessage() for record in caplog.records)
+        manager.copy_cache(cache, cache, 1, 0)
+        with pytest.raises(LLMException, match="req_id=424243"):
+            manager.copy_cache(cache, cache, 99, 0, req_id=424243)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.startswith("[copy_cache]") for line in lines if "424242" in line] == [True, True], lines
+    assert len([line for line in lines if "424243" in line]) == 2, "its start and its error"
+    assert lines.count("[copy_cache] success") == 1, "no request, no req_id"
 
 
 def test_logger_is_made_once_by_many_threads() -> None:

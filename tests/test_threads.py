@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -266,6 +267,20 @@ def test_opposite_directions_do_not_wait_for_each_other_for_ever(manager: Any) -
                 assert int(row[0]) in values
 
 
+def test_two_writers_never_meet_in_one_row(start: Callable[..., Any]) -> None:
+    manager = start(options(pool(16 << 20), None, llm__CopyWorkers="1")).cache_manager
+    size = 1 << 20
+    sources = [manager.allocate_cache(desc(1, size, 2)) for _ in range(2)]
+    target = manager.allocate_cache(desc(2, size, 2))
+    for number, source in enumerate(sources):
+        for tensor in tensors(source):
+            tensor[:] = number
+    for _ in range(4 * ROUNDS):
+        together([lambda source=source: manager.copy_cache(target, source, 1, 0) for source in sources])
+        seen = {int(value) for tensor in tensors(target) for value in (tensor[1].min(), tensor[1].max())}
+        assert len(seen) == 1, "one row holds bytes of two copies"
+
+
 @pytest.fixture
 def no_forced_switches() -> Iterator[None]:
     """From here on a thread loses the interpreter only when it gives it up itself."""
@@ -341,6 +356,56 @@ def test_statistics_may_be_read_meanwhile(start: Callable[..., Any]) -> None:
 
     together([reader, reader, writers, writer, writer])
     assert used(manager)["device"] == 0
+
+
+def test_finalize_during_copies_crashes_nothing(start: Callable[..., Any]) -> None:
+    user = UserTensors(16, 20_000, 2, 1)
+    given = user.snapshot()
+
+    def race() -> None:
+        dist = start(options(pool(8 << 20), None))
+        manager = dist.cache_manager
+        blocks = manager.allocate_blocks_cache(desc(16, 20_000))
+        everything = {block: block for block in range(16)}
+        done: list[int] = []
+
+        def work() -> None:
+            over = LLMStatusCode.LLM_ENGINE_FINALIZED
+            while attempt(lambda: manager.swap_blocks(user.cpu_cache(), blocks, everything), over) is not REFUSED:
+                done.append(1)
+
+        def close() -> None:
+            while not done:
+                time.sleep(0.0005)
+            dist.finalize()
+
+        together([work, work, work, close])
+
+    for _ in range(ROUNDS):
+        race()
+    assert same(user.snapshot(), given)
+
+
+@pytest.mark.skipif(not THOROUGH, reason="needs many seconds to show anything; set LLM_DATADIST_THOROUGH=1")
+def test_a_writer_is_not_starved_by_readers(start: Callable[..., Any]) -> None:
+    manager = start(options(pool(160 << 20), None, llm__CopyWorkers="1")).cache_manager
+    size = 8 << 20
+    source, other = manager.allocate_cache(desc(1, size, 1)), manager.allocate_cache(desc(1, size, 1))
+    stop = threading.Event()
+
+    def reader() -> None:
+        mine = manager.allocate_cache(desc(1, size, 1))
+        while not stop.is_set():
+            manager.copy_cache(mine, source)
+
+    def writer() -> None:
+        try:
+            for _ in range(100):
+                manager.copy_cache(source, other)
+        finally:
+            stop.set()
+
+    together([*[reader] * (THREADS - 1), writer])
 
 
 def test_second_init_from_many_threads_lets_one_through() -> None:

@@ -78,6 +78,9 @@ class DataDist:
     def stats(self) -> dict[str, Any]:
         """Every counter as a nested dict: bytes, nanoseconds, numbers of calls and of caches."""
 
+    def huge_page_bytes(self) -> dict[str, int]:
+        """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
+
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]
     ) -> tuple[int, list[int]]:

@@ -278,6 +278,13 @@ class CacheManager:
         """Return the engine's counters: pools, table, calls with their times in nanoseconds, bytes moved."""
         return self._engine.stats()
 
+    def huge_page_bytes(self) -> dict[str, int]:
+        """Return how many bytes of each pool, ``"device"`` and ``"host"``, lie in huge pages now.
+
+        Asks the kernel about the whole process, which takes milliseconds or more: for a report, not for a loop.
+        """
+        return self._engine.huge_page_bytes()
+
 
 def _invalidate(cache: Cache) -> None:
     cache._valid = False  # noqa: SLF001  (the handle's state is the manager's to change)

@@ -95,25 +95,32 @@ def error(message: str, *args: object) -> None:
 
 
 def logged(method: _Call) -> _Call:
-    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO; off, it costs one look-up."""
+    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO; off, it costs one look-up.
+
+    A ``req_id`` that was given is in both lines (seed ``copy_cache.md``).
+    """
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: object, *args: object, **kwargs: object) -> object:
         if not (_logger or _make_logger()).isEnabledFor(logging.INFO):
             return method(self, *args, **kwargs)
-        info("[%s] start%s", name, _arguments(method, self, args, kwargs))
+        given = _arguments(method, self, args, kwargs)
+        info("[%s] start%s", name, "".join(f", {argument} = {value}" for argument, value in given.items()))
         result = method(self, *args, **kwargs)
-        info("[%s] success", name)
+        request = given.get("req_id")
+        info("[%s] success%s", name, "" if request is None else f", req_id = {request}")
         return result
 
     return cast("_Call", call)
 
 
-def _arguments(method: _Call, self: object, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+def _arguments(
+    method: _Call, self: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
     try:
         bound = inspect.signature(method).bind(self, *args, **kwargs)
     except TypeError:
-        return ""  # the call itself is about to say what is wrong
+        return {}  # the call itself is about to say what is wrong
     bound.apply_defaults()
-    return "".join(f", {name} = {value}" for name, value in list(bound.arguments.items())[1:])
+    return dict(list(bound.arguments.items())[1:])

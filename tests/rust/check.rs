@@ -332,7 +332,7 @@ fn pool_texts() {
 fn option_texts() {
     let config = read(&[]).unwrap();
     assert_eq!((config.role, config.cluster), (Role::Prompt, ClusterId(7)));
-    assert_eq!((config.sync_timeout, config.device_id), (Duration::from_millis(1000), 0));
+    assert_eq!((config.sync_timeout, config.device_id), (Duration::from_secs(1), 0));
     assert_eq!((config.device_pool, config.host_pool, config.remote_accessible), (None, None, false));
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Auto, KernelChoice::Auto));
 

@@ -91,7 +91,7 @@ const GUARD: u8 = 0xA5;
 impl Own {
     /// A loose cache.
     pub fn loose(desc: &CacheDesc, kind: CacheKind) -> Own {
-        Self::new(desc, kind, |adopted| Cache::loose(adopted))
+        Self::new(desc, kind, Cache::loose)
     }
 
     pub fn new(desc: &CacheDesc, kind: CacheKind, enter: impl FnOnce(Adopted) -> Arc<Cache>) -> Own {
@@ -182,10 +182,6 @@ impl Gated {
             self.changed.wait_timeout_while(state, Duration::from_secs(20), |gate| gate.arrived < count);
         assert!(!waited.unwrap().1.timed_out(), "fewer than {count} batches arrived");
     }
-
-    pub fn sim(&self) -> &SimDevice {
-        &self.sim
-    }
 }
 
 impl Device for Gated {
@@ -214,13 +210,12 @@ impl Device for Gated {
         self.inside.fetch_add(1, Ordering::SeqCst);
         let _leave = Leave(self);
         let here = std::thread::current().name().unwrap_or("").to_owned();
-        let mut told = self.panics.lock().unwrap();
-        if told.as_ref().is_some_and(|name| here.contains(name.as_str())) {
-            *told = None;
-            drop(told);
+        let told = self.panics.lock().unwrap().take_if(|name| here.contains(name.as_str())).is_some();
+        if told {
+            // Not before somebody else is inside too.
+            self.wait_for(1);
             std::panic::panic_any("the gated device panics, as told");
         }
-        drop(told);
         let mut gate = self.state.lock().unwrap();
         gate.arrived += 1;
         self.changed.notify_all();

@@ -146,7 +146,7 @@ fn some_setups() -> Vec<Setup> {
 
 /// The engine, and a cache on each side of every other, which nobody may touch.
 struct Engine {
-    engine: DataDist,
+    dist: DataDist,
     setup: Setup,
     sim: Option<Arc<SimDevice>>,
     specs: Vec<Spec>,
@@ -167,13 +167,13 @@ impl Engine {
             Some(sim) => engine_on(config, sim.clone()),
             None => DataDist::open(config).unwrap(),
         };
-        Engine { engine, setup, sim, specs: vec![], ends: vec![], own: vec![], sentinels: vec![] }
+        Engine { dist: engine, setup, sim, specs: vec![], ends: vec![], own: vec![], sentinels: vec![] }
     }
 
     fn sentinel(&mut self) {
         let seed = 200 + self.sentinels.len() as u8;
         let spec = spec(Device, Blocks, 1, 1, 65_536, seed);
-        let cache = self.engine.allocate(&spec.desc(), Blocks, &[]).unwrap();
+        let cache = self.dist.allocate(&spec.desc(), Blocks, &[]).unwrap();
         self.fill(&End::Managed(cache.id()), spec);
         self.sentinels.push((cache, seed));
     }
@@ -213,9 +213,9 @@ impl Engine {
     ) {
         let rows: Vec<(i64, i64)> = (0..spec.rows as i64).map(|row| (row, row)).collect();
         match spec.kind {
-            Blocks => all(&self.engine, &rows).unwrap(),
+            Blocks => all(&self.dist, &rows).unwrap(),
             Batch => {
-                rows.iter().for_each(|&(row, _)| one(&self.engine, slots(row as u32, row as u32)).unwrap())
+                rows.iter().for_each(|&(row, _)| one(&self.dist, slots(row as u32, row as u32)).unwrap());
             }
         }
     }
@@ -237,19 +237,17 @@ impl Machine for Engine {
         self.sentinel();
         // Host caches are loose or registered in turn, and all in the caller's memory.
         let (end, own) = if spec.placement == Host || self.setup.under == Under::HostOwn {
-            let own = if self.ends.len() % 2 == 0 {
+            let own = if self.ends.len().is_multiple_of(2) {
                 Own::loose(&spec.desc(), spec.kind)
             } else {
-                Own::new(&spec.desc(), spec.kind, |adopted| {
-                    self.engine.register(adopted, &[], false).unwrap()
-                })
+                Own::new(&spec.desc(), spec.kind, |adopted| self.dist.register(adopted, &[], false).unwrap())
             };
             own.write(&spec.bytes());
             let id = own.cache.id();
             let end = if id.0 > 0 { End::Managed(id) } else { End::Loose(own.cache.clone()) };
             (end, Some(own))
         } else {
-            let end = End::Managed(self.engine.allocate(&spec.desc(), spec.kind, &[]).unwrap().id());
+            let end = End::Managed(self.dist.allocate(&spec.desc(), spec.kind, &[]).unwrap().id());
             self.fill(&end, spec);
             (end, None)
         };
@@ -260,16 +258,16 @@ impl Machine for Engine {
         self.specs.len() - 1
     }
     fn copy_cache(&mut self, dst: usize, src: usize, args: CopyArgs) -> Outcome {
-        kind_of(self.engine.copy_cache(&self.ends[dst], &self.ends[src], args))
+        kind_of(self.dist.copy_cache(&self.ends[dst], &self.ends[src], args))
     }
     fn copy_kv_cache(&mut self, src: usize, dst: usize, args: CopyArgs) -> Outcome {
-        kind_of(self.engine.copy_kv_cache(&self.ends[src], &self.ends[dst], args))
+        kind_of(self.dist.copy_kv_cache(&self.ends[src], &self.ends[dst], args))
     }
     fn copy_blocks(&mut self, cache: usize, pairs: &[(i64, i64)]) -> Outcome {
-        kind_of(self.engine.copy_blocks(&self.ends[cache], pairs))
+        kind_of(self.dist.copy_blocks(&self.ends[cache], pairs))
     }
     fn swap_blocks(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Outcome {
-        kind_of(self.engine.swap_blocks(&self.ends[src], &self.ends[dst], pairs))
+        kind_of(self.dist.swap_blocks(&self.ends[src], &self.ends[dst], pairs))
     }
     fn read(&mut self, cache: usize) -> Vec<Vec<u8>> {
         match &self.own[cache] {

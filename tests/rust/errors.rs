@@ -101,8 +101,10 @@ fn codes_are_the_numbers_of_the_contract() {
     let mut values: Vec<i64> = S::ALL.iter().map(|code| code.value()).collect();
     let mut names: Vec<&str> = S::ALL.iter().map(|code| code.name()).collect();
     assert!(names.iter().all(|name| name.starts_with("LLM_")));
-    (values.sort_unstable(), names.sort_unstable());
-    (values.dedup(), names.dedup());
+    values.sort_unstable();
+    values.dedup();
+    names.sort_unstable();
+    names.dedup();
     assert_eq!((values.len(), names.len()), (S::ALL.len(), S::ALL.len()), "numbers and names are unique");
 }
 

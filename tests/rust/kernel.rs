@@ -240,7 +240,7 @@ fn a_region_in_the_making_takes_nobodys_addresses() {
                 })
             })
             .collect();
-        for _ in 0..3000 {
+        for _ in 0..20_000 {
             drop(Region::shared("test", 64 << 20).unwrap());
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);

@@ -34,7 +34,11 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
     let counted = ran.clone();
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
-        let work = Arc::new(Units { done: std::array::from_fn(|_| Counter::new(0)), fails_at, over: Counter::new(0) });
+        let work = Arc::new(Units {
+            done: std::array::from_fn(|_| Counter::new(0)),
+            fails_at,
+            over: Counter::new(0),
+        });
         let job = Arc::new(Job {
             units,
             deadline: Deadline::after(Duration::from_secs(3600)),

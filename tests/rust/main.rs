@@ -1,7 +1,7 @@
 //! The one integration binary of the core. Each file says what it judges; `common` holds memory and devices.
 //!
 //! `cargo test -p llm-datadist-core --test rust`; `PROPTEST_CASES=5000` digs deeper. With `RUSTFLAGS="--cfg loom"` only
-//! the loom model is built, in its own target folder: `make loom`.
+//! the loom model is built, in its own target folder.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that finds nothing fails")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -9,6 +9,14 @@
     clippy::cast_possible_wrap,
     reason = "small sizes"
 )]
+#![allow(
+    clippy::items_after_statements,
+    clippy::too_many_lines,
+    reason = "a table of cases next to its only use"
+)]
+#![allow(clippy::type_complexity, clippy::needless_for_each, reason = "tables of tuples, walked in one line")]
+#![allow(clippy::manual_memcpy, reason = "the twin copies byte by byte")]
+#![allow(clippy::print_stderr, reason = "shown with a failure: in which set-up")]
 #![allow(unreachable_pub, reason = "one binary")]
 
 #[cfg(not(loom))]

@@ -57,7 +57,7 @@ pub enum SwapInPath {
     Auto,
     /// Straight to its place.
     Direct,
-    /// Through the ring of block buffers (seed `deprecated.md`, swap_blocks).
+    /// Through the ring of block buffers (seed `deprecated.md`, `swap_blocks`).
     Ring,
 }
 
@@ -101,7 +101,7 @@ pub struct Config {
 
 impl Config {
     /// Limit of a call when no option says otherwise.
-    pub const DEFAULT_TIMEOUT: Duration = Duration::from_millis(1000);
+    pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
     /// Most workers when no option says otherwise: what the seed names for swap-out.
     pub const DEFAULT_WORKERS: usize = 4;
 

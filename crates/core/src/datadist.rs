@@ -13,7 +13,7 @@ use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
-use crate::mem::{Adopted, HugePages};
+use crate::mem::Adopted;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot, Stats};
 use crate::table::{Cache, Table, pin};
@@ -66,7 +66,7 @@ impl DataDist {
     }
 
     /// Takes memory for a cache from the pool of its placement, and binds `keys`, one per row; `None` leaves a row
-    /// without a key (seed `deprecated.md`, allocate_cache).
+    /// without a key (seed `deprecated.md`, `allocate_cache`).
     pub fn allocate(
         &self,
         desc: &CacheDesc,
@@ -81,7 +81,7 @@ impl DataDist {
         })
     }
 
-    /// Lets go of a cache by id (seed `deprecated.md`, deallocate_cache). Never fails for what is not there.
+    /// Lets go of a cache by id (seed `deprecated.md`, `deallocate_cache`). Never fails for what is not there.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
         self.stats.timed(Op::Deallocate, || {
             self.table.deallocate(id);
@@ -89,7 +89,7 @@ impl DataDist {
         })
     }
 
-    /// Unbinds a key (seed `deprecated.md`, remove_cache_key). Never fails for what is not there.
+    /// Unbinds a key (seed `deprecated.md`, `remove_cache_key`). Never fails for what is not there.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
         self.stats.timed(Op::RemoveKey, || {
             self.table.remove_key(key);
@@ -138,7 +138,7 @@ impl DataDist {
     }
 
     /// Copies blocks inside one cache, with the result of copying the pairs in the order given (seed `deprecated.md`,
-    /// copy_blocks). No pairs: nothing to do.
+    /// `copy_blocks`). No pairs: nothing to do.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
         self.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
@@ -150,7 +150,7 @@ impl DataDist {
     }
 
     /// Moves blocks between a host and a device cache; the placements give the direction (seed `deprecated.md`,
-    /// swap_blocks). No pairs: nothing to do.
+    /// `swap_blocks`). No pairs: nothing to do.
     pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
         let deadline = self.deadline();
         let (src, dst) = (self.resolve(src), self.resolve(dst));
@@ -186,6 +186,13 @@ impl DataDist {
             streaming_bytes,
             copy_workers: self.engine.workers() as u64,
         }
+    }
+
+    /// Bytes of the pool of a placement that lie in huge pages, measured now; 0 without such a pool. Slow: see
+    /// [`Region::huge_bytes`](crate::mem::Region::huge_bytes).
+    #[must_use]
+    pub fn huge_bytes(&self, placement: Placement) -> u64 {
+        self.arena(placement).map_or(0, |arena| arena.region().huge_bytes())
     }
 
     fn copy_range(
@@ -252,12 +259,9 @@ fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {
 
 fn report(arena: &Arena) -> PoolReport {
     let region = arena.region();
-    let committed = region.committed();
-    let huge: HugePages = region.huge_pages();
     PoolReport {
         pool: arena.state(),
-        huge_pages: huge.name(),
-        committed_bytes: committed.bytes,
-        huge_bytes: committed.huge_bytes,
+        huge_pages: region.huge_pages().name(),
+        committed_bytes: region.committed_bytes(),
     }
 }

@@ -109,6 +109,17 @@ impl Wave {
             Some(Piece { src: src + skip, dst: dst + skip, len })
         })
     }
+
+    /// The pieces of bytes `from..to`, counted along all spans of tensor 0, then of tensor 1, and so on, each with its
+    /// tensor.
+    pub fn across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
+        let one = self.tensor_bytes().max(1);
+        (from / one..to.div_ceil(one)).flat_map(move |tensor| {
+            let start = tensor * one;
+            let pieces = self.pieces(from.saturating_sub(start), (to - start).min(one));
+            pieces.map(move |piece| (usize::try_from(tensor).unwrap_or(usize::MAX), piece))
+        })
+    }
 }
 
 /// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors.
@@ -149,7 +160,7 @@ impl CopyPlan {
         }
         let bytes = request.block_bytes;
         let waves = if order_matters(&pairs, ends) { levels(&pairs, ends) } else { vec![pairs] };
-        let merged = waves.into_iter().map(|wave| strided(contiguous(wave, bytes))).collect();
+        let merged = waves.into_iter().map(|wave| strided(&contiguous(wave, bytes))).collect();
         Self::new(request.num_tensors, merged)
     }
 
@@ -234,7 +245,7 @@ fn contiguous(mut pairs: Vec<(u64, u64)>, block_bytes: u64) -> Vec<Span> {
 }
 
 /// Joins three or more equal runs at a constant distance into one strided span.
-fn strided(runs: Vec<Span>) -> Vec<Span> {
+fn strided(runs: &[Span]) -> Vec<Span> {
     let step = |a: &Span, b: &Span| {
         let same = a.len == b.len;
         same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))

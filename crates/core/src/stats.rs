@@ -133,8 +133,6 @@ pub struct PoolReport {
     pub huge_pages: &'static str,
     /// Bytes committed by touching.
     pub committed_bytes: u64,
-    /// Of these, bytes in huge pages.
-    pub huge_bytes: u64,
 }
 
 impl Stats {

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeMap;
 
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Placement, check};
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Placement, check};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{IntoPyDict, PyDict, PyString};
 
 use crate::cache::TensorView;
 use crate::convert::{self, int, only_support};
@@ -50,6 +50,13 @@ impl DataDist {
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats::dict(py, &self.engine.enter(py, |engine| Ok(engine.stats()))?)
+    }
+
+    fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let measure = |engine: &llm_datadist_core::DataDist| {
+            Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
+        };
+        self.engine.enter(py, measure)?.into_py_dict(py)
     }
 
     fn allocate_cache(&self, cache_desc: &Any<'_>, cache_keys: &Any<'_>) -> PyResult<NewCache> {
@@ -135,9 +142,13 @@ impl DataDist {
         convert::slots("src", src)?;
         convert::slots("dst", dst)?;
         check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
-        convert::optional_int::<u64>("req_id", req_id)?;
+        let request: Option<u64> = convert::optional_int("req_id", req_id)?;
         let (to, from) = (convert::end(slf, dst)?, convert::end(slf, src)?);
-        slf.get().engine.enter(slf.py(), |engine| engine.copy_cache(&to, &from, args))
+        let named = |error: Error| match request {
+            Some(id) => error.with("req_id", id),
+            None => error,
+        };
+        slf.get().engine.enter(slf.py(), |engine| engine.copy_cache(&to, &from, args).map_err(named))
     }
 
     fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {

@@ -186,6 +186,8 @@ pub fn copy_size(size: i64) -> Result<()> {
 /// One range of one slot, in every tensor (python-api.md §7.9; engine.md (c)).
 pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
+    batch_cache("src", src.kind)?;
+    batch_cache("dst", dst.kind)?;
     copy_size(size)?;
     let (from, to) = (src.geometry, dst.geometry);
     if from.num_tensors() != to.num_tensors() {

@@ -13,7 +13,7 @@ use crate::config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 
-/// Most a host pool may have (seed `deprecated.md`, host_mem_pool_cfg: 20 G).
+/// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 const DEFAULT_PAGE_SHIFT: u32 = 16;
 
@@ -131,13 +131,11 @@ fn flag(key: &str, text: Option<&str>) -> Result<bool> {
 
 fn one_of<T: Copy + Default>(key: &str, text: Option<&str>, allowed: &[(&str, T)]) -> Result<T> {
     let Some(text) = text else { return Ok(T::default()) };
-    match allowed.iter().find(|(name, _)| *name == text) {
-        Some(&(_, value)) => Ok(value),
-        None => {
-            let names: Vec<_> = allowed.iter().map(|&(name, _)| name).collect();
-            Err(Error::argument(key, format_args!("{:?}", clipped(text)), names.join(" or ")))
-        }
-    }
+    let refused = || {
+        let names: Vec<_> = allowed.iter().map(|&(name, _)| name).collect();
+        Error::argument(key, format_args!("{:?}", clipped(text)), names.join(" or "))
+    };
+    allowed.iter().find(|(name, _)| *name == text).map(|&(_, value)| value).ok_or_else(refused)
 }
 
 fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {

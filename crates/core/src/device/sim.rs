@@ -1,7 +1,8 @@
 //! A fake device for tests: its addresses are not host addresses, it counts, it can be slow, it can fail.
 //!
 //! Anything that dereferences a device address by mistake faults at once, because nothing is mapped there. Not for:
-//! imitating the speed of any hardware.
+//! imitating the speed of any hardware. Its memory stays until the device drops, so that a stray late copy hits bytes that
+//! are still there and is seen by the test that looks for it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

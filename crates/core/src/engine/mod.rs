@@ -81,7 +81,8 @@ impl CopyEngine {
         self.ring.bytes()
     }
 
-    /// Moves every byte of `plan`, wave after wave, or says how far it got. `block_bytes` is the size of a ring buffer
+    /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
+    /// never more than arrived). `block_bytes` is the size of a ring buffer
     /// should the copy go through the ring. The caller holds pins on both ends until this returns.
     pub fn run(
         &self,
@@ -106,7 +107,7 @@ impl CopyEngine {
         };
         let ended = match route {
             Route::Direct => copy.direct(&self.workers, deadline),
-            Route::Ring => self.ring.run(&copy, &self.workers, block_bytes, deadline),
+            Route::Ring => self.ring.run(&copy, block_bytes, deadline),
         };
         let progress =
             |error: Error| error.with("copied_bytes", done.load(Ordering::Relaxed)).with("of_bytes", bytes);

@@ -1,8 +1,8 @@
 //! The swap-in pipeline: a ring of block buffers on the device between a filling and a draining stage.
 //!
-//! As the seed describes it (`deprecated.md`, swap_blocks): the calling thread fills buffers from host memory, one
-//! worker drains them into place, and both run at the same time. The buffers are allocated by the first swap-in that
-//! needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
+//! As the seed describes it (`deprecated.md`, `swap_blocks`): the calling thread fills buffers from host memory, one
+//! thread of the ring drains them into place, and both run at the same time. Buffers and thread are made by the first
+//! swap-in that needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
 //! of a plan need no barrier. Not for: deciding whether to go this way (`route`).
 
 use std::sync::atomic::Ordering;
@@ -33,6 +33,8 @@ struct State {
     lent: bool,
     kept: Option<Arc<Tensors>>,
     bytes: u64,
+    /// The thread that drains. Its own, so that no other copy can keep a swap-in waiting for it.
+    drainer: Option<Arc<Workers>>,
 }
 
 /// What the draining stage is told: which buffer, and where its bytes belong.
@@ -49,37 +51,14 @@ impl RingOwner {
     }
 
     /// Moves a copy through the ring, in pieces of at most `block_bytes`.
-    pub(super) fn run(
-        &self,
-        copying: &Copying,
-        workers: &Workers,
-        block_bytes: u64,
-        deadline: Deadline,
-    ) -> Result<()> {
+    pub(super) fn run(&self, copying: &Copying, block_bytes: u64, deadline: Deadline) -> Result<()> {
         if copying.plan.waves().is_empty() {
             return Ok(());
         }
         let loan = self.borrow(copying.device.as_ref(), block_bytes, deadline)?;
-        let (filled, to_drain) = channel();
-        let (drained, free) = channel();
-        for buffer in 0..BUFFERS {
-            // The receiver is right here, so it cannot be gone.
-            let _ = drained.send(Ok(buffer));
-        }
-        let (stage, buffers) = (copying.clone(), loan.buffers.clone());
-        workers.spawn(move || {
-            drain(&stage, &buffers, &to_drain, &drained);
-            // The sender goes last: its end says that nothing of the copy is held here any more.
-            drop((stage, buffers));
-            drop(drained);
-        });
-        let fed = fill(copying, &loan.buffers, block_bytes, &filled, &free, deadline);
-        // Tells the draining stage that nothing follows; it then drops its sender, which ends the wait below.
-        drop(filled);
-        let mut outcome = fed;
-        while let Ok(result) = free.recv() {
-            outcome = outcome.and(result.map(|_| ()));
-        }
+        let mut draining = Draining::start(copying, &loan);
+        let fed = fill(copying, &loan.buffers, block_bytes, &draining, deadline);
+        let outcome = draining.finish().and(fed);
         // A draining stage that died leaves no message: only bytes that were counted in place are in place.
         let missing = copying.plan.bytes() - copying.done.load(Ordering::Relaxed);
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
@@ -105,8 +84,12 @@ impl RingOwner {
                 state.kept.insert(made).clone()
             }
         };
+        let drainer = match &state.drainer {
+            Some(drainer) => drainer.clone(),
+            None => state.drainer.insert(Arc::new(Workers::new(Some(1))?)).clone(),
+        };
         state.lent = true;
-        Ok(Loan { owner: self, buffers })
+        Ok(Loan { owner: self, buffers, drainer })
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
@@ -118,6 +101,7 @@ impl RingOwner {
 struct Loan<'a> {
     owner: &'a RingOwner,
     buffers: Arc<Tensors>,
+    drainer: Arc<Workers>,
 }
 
 impl Drop for Loan<'_> {
@@ -127,26 +111,85 @@ impl Drop for Loan<'_> {
     }
 }
 
+/// The draining stage, as the filling stage sees it. Dropped, also by a panic, it has ended and holds nothing.
+struct Draining {
+    /// Gone once nothing follows.
+    filled: Option<Sender<Filled>>,
+    free: Receiver<Result<usize>>,
+}
+
+impl Draining {
+    fn start(copying: &Copying, loan: &Loan<'_>) -> Self {
+        let (filled, to_drain) = channel();
+        let (drained, free) = channel();
+        for buffer in 0..BUFFERS {
+            // The receiver is right here, so it cannot be gone.
+            let _ = drained.send(Ok(buffer));
+        }
+        let (stage, buffers) = (copying.clone(), loan.buffers.clone());
+        loan.drainer.spawn(move || {
+            drain(&stage, &buffers, &to_drain, &drained);
+            // The sender goes last: its end says that nothing of the copy is held here any more.
+            drop((stage, buffers));
+            drop(drained);
+        });
+        Draining { filled: Some(filled), free }
+    }
+
+    /// A buffer to fill. The limit holds also while buffers come back at once.
+    fn next_free(&self, deadline: Deadline) -> Result<usize> {
+        let left = deadline.left();
+        let too_late = || deadline.error("copying through the swap-in ring");
+        match self.free.recv_timeout(left) {
+            Ok(Ok(_)) if left.is_zero() => Err(too_late()),
+            Ok(buffer) => buffer,
+            Err(RecvTimeoutError::Timeout) => Err(too_late()),
+            Err(RecvTimeoutError::Disconnected) => Err(ended_early()),
+        }
+    }
+
+    fn send(&self, filled: Filled) {
+        if let Some(sender) = &self.filled {
+            // Fails only if the draining stage is gone; then the next `next_free` says so.
+            let _ = sender.send(filled);
+        }
+    }
+
+    /// Says that nothing follows, waits for the end, and returns the first failure.
+    fn finish(&mut self) -> Result<()> {
+        self.filled = None;
+        let mut outcome = Ok(());
+        while let Ok(drained) = self.free.recv() {
+            outcome = outcome.and(drained.map(|_| ()));
+        }
+        outcome
+    }
+}
+
+impl Drop for Draining {
+    fn drop(&mut self) {
+        let _ = self.finish();
+    }
+}
+
 /// The filling stage: host memory into the next free buffer.
 fn fill(
     copying: &Copying,
     buffers: &Tensors,
     block_bytes: u64,
-    filled: &Sender<Filled>,
-    free: &Receiver<Result<usize>>,
+    draining: &Draining,
     deadline: Deadline,
 ) -> Result<()> {
     for wave in copying.plan.waves() {
         let bytes = wave.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
-        for (tensor, whole) in copying.pieces(wave, 0, bytes) {
+        for (tensor, whole) in wave.across_tensors(0, bytes) {
             for piece in blocks_of(whole, block_bytes) {
-                let buffer = next_free(free, deadline)?;
+                let buffer = draining.next_free(deadline)?;
                 let src = copying.src.window(tensor, piece.src, piece.len)?;
                 let dst = buffers.window(buffer, 0, piece.len)?;
                 // The draining stage reads the buffer next, so it belongs in the caches.
                 copying.device.copy(&[Copy { src, dst }], Kernel::PLAIN)?;
-                // Fails only if the draining stage is gone; then the next `next_free` says so.
-                let _ = filled.send(Filled { buffer, tensor, piece });
+                draining.send(Filled { buffer, tensor, piece });
             }
         }
     }
@@ -172,18 +215,6 @@ fn drain(copying: &Copying, buffers: &Tensors, to_drain: &Receiver<Filled>, drai
         if drained.send(placed.map(|()| buffer)).is_err() || failed {
             return;
         }
-    }
-}
-
-/// A buffer to fill. The limit holds also while buffers come back at once.
-fn next_free(free: &Receiver<Result<usize>>, deadline: Deadline) -> Result<usize> {
-    let left = deadline.left();
-    let too_late = || deadline.error("copying through the swap-in ring");
-    match free.recv_timeout(left) {
-        Ok(Ok(_)) if left.is_zero() => Err(too_late()),
-        Ok(buffer) => buffer,
-        Err(RecvTimeoutError::Timeout) => Err(too_late()),
-        Err(RecvTimeoutError::Disconnected) => Err(ended_early()),
     }
 }
 

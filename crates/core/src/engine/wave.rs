@@ -13,7 +13,7 @@ use crate::device::{Copy, Device};
 use crate::error::Result;
 use crate::id::Deadline;
 use crate::mem::Tensors;
-use crate::plan::{CopyPlan, Piece, Wave};
+use crate::plan::{CopyPlan, Piece};
 
 /// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
 const INLINE: u64 = 256 << 10;
@@ -53,23 +53,6 @@ impl Copying {
         }
         Ok(())
     }
-
-    /// The pieces of bytes `from..to` of a wave, counted along all its tensors.
-    pub(super) fn pieces<'a>(
-        &'a self,
-        wave: &'a Wave,
-        from: u64,
-        to: u64,
-    ) -> impl Iterator<Item = (usize, Piece)> + 'a {
-        let one = wave.tensor_bytes();
-        let last = if one == 0 { 0 } else { to.div_ceil(one) };
-        let first = from.checked_div(one).unwrap_or(0);
-        (first..last).flat_map(move |tensor| {
-            let start = tensor * one;
-            let pieces = wave.pieces(from.saturating_sub(start), (to - start).min(one));
-            pieces.map(move |piece| (usize::try_from(tensor).unwrap_or(usize::MAX), piece))
-        })
-    }
 }
 
 /// One wave of a direct copy, cut into units.
@@ -106,7 +89,7 @@ impl Work for DirectWave {
         let kernel = tuner.choose(self.total, self.piece);
         let started = Instant::now();
         let mut batch = Vec::with_capacity(BATCH.min(plan.num_tensors() as usize * 2).max(4));
-        for (tensor, piece) in self.copying.pieces(&plan.waves()[self.wave], from, to) {
+        for (tensor, piece) in plan.waves()[self.wave].across_tensors(from, to) {
             let Piece { src: from, dst: to, len } = piece;
             batch.push(Copy { src: src.window(tensor, from, len)?, dst: dst.window(tensor, to, len)? });
             if batch.len() == BATCH {

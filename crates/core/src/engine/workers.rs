@@ -6,7 +6,7 @@
 
 use std::num::NonZero;
 use std::sync::{Arc, PoisonError};
-use std::thread::available_parallelism;
+use std::thread::{Builder, JoinHandle, available_parallelism, current};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -21,10 +21,12 @@ pub trait Work: Send + Sync + 'static {
     fn unit(&self, index: usize) -> Result<()>;
 }
 
-/// Persistent workers.
+/// Persistent workers. Dropped, they have ended: their threads are joined.
 #[derive(Debug)]
 pub struct Workers {
-    pool: ThreadPool,
+    /// `None` only while dropping.
+    pool: Option<ThreadPool>,
+    threads: Vec<JoinHandle<()>>,
     count: usize,
 }
 
@@ -38,15 +40,20 @@ impl Workers {
         });
         let refused =
             |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
+        let mut threads = Vec::new();
         let pool = ThreadPoolBuilder::new()
-            // One thread is needed even for a single worker: the ring drains on it.
+            // One at least, for tasks that are spawned: the ring drains on a set of its own.
             .num_threads(count.saturating_sub(1).max(1))
-            .thread_name(|index| format!("llm-copy-{index}"))
+            .spawn_handler(|thread| {
+                let named = Builder::new().name(format!("llm-copy-{}", thread.index()));
+                threads.push(named.spawn(|| thread.run())?);
+                Ok(())
+            })
             // A panic inside a job is recorded by the job (`Inside`), which fails its caller; the pool lives on.
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
-        Ok(Workers { pool, count })
+        Ok(Workers { pool: Some(pool), threads, count })
     }
 
     /// How many work at most on one job.
@@ -57,7 +64,9 @@ impl Workers {
 
     /// Runs `task` on a worker, some time soon.
     pub fn spawn(&self, task: impl FnOnce() + Send + 'static) {
-        self.pool.spawn(task);
+        if let Some(pool) = &self.pool {
+            pool.spawn(task);
+        }
     }
 
     /// Does units `0..units` of `work` and returns when nobody touches it any more. After a failure, or once the
@@ -73,13 +82,26 @@ impl Workers {
         });
         for _ in 1..self.count.min(units) {
             let job = job.clone();
-            self.pool.spawn(move || job.help());
+            self.spawn(move || job.help());
         }
         // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
         let closing = Closing(&job);
         job.help();
         drop(closing);
         job.outcome()
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        // Tells the threads to end once their queue is empty.
+        drop(self.pool.take());
+        for thread in self.threads.drain(..) {
+            // A worker that drops the last handle of its engine cannot wait for itself; it is on its way out.
+            if thread.thread().id() != current().id() {
+                let _ = thread.join();
+            }
+        }
     }
 }
 

@@ -86,6 +86,7 @@ fn refused(src: Window<'_>, dst: Window<'_>) -> Error {
 /// `from..from + len` is readable, `to..to + len` writable, they do not overlap, and the CPU has AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
+#[expect(clippy::cast_ptr_alignment, reason = "the loads are unaligned ones, and the head aligns the stores")]
 #[expect(
     clippy::multiple_unsafe_ops_per_block,
     reason = "one loop body: four loads and four stores of one step"

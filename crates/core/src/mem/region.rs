@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::smaps;
@@ -14,6 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Huge pages are 2 MiB on every machine this maps shared memory on; a base aligned to less never gets one.
 const HUGE_PAGE: usize = 2 << 20;
+
+const RW: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
 /// What the kernel was asked for, and granted, in huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,8 +51,9 @@ pub struct Region {
 #[derive(Debug)]
 struct Mapping {
     descriptor: OwnedFd,
-    reserved_at: usize,
-    reserved_len: usize,
+    base: usize,
+    /// Start and length of the address range to give back.
+    held: (usize, usize),
     huge: HugePages,
 }
 
@@ -61,23 +64,16 @@ impl Region {
         let too_large = || Error::new(ErrorKind::OutOfMemory, "the pool is larger than the address space");
         let bytes = usize::try_from(len).map_err(|_| too_large().with("bytes", len))?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE).ok_or_else(too_large)?;
-        // Reserved huge pages are taken only if the whole pool fits: a partial grant would fault later, at a touch.
-        let (descriptor, at, huge) = match Self::map(name, whole, MemfdFlags::HUGETLB) {
-            Ok((descriptor, at)) => (descriptor, at, HugePages::Reserved),
-            Err(_) => {
-                let refused = |error| {
-                    let text = format!("no memory for the {name}");
-                    Error::new(ErrorKind::OutOfMemory, text)
-                        .with("bytes", len)
-                        .because(std::io::Error::from(error))
-                };
-                let (descriptor, at) = Self::map(name, whole, MemfdFlags::empty()).map_err(refused)?;
-                let huge = Self::advise(at.base, whole);
-                (descriptor, at, huge)
-            }
+        let refused = |error: rustix::io::Errno| {
+            let text = format!("no memory for the {name}");
+            Error::new(ErrorKind::OutOfMemory, text).with("bytes", len).because(std::io::Error::from(error))
         };
-        let mapping = Mapping { descriptor, reserved_at: at.reserved, reserved_len: at.reserved_len, huge };
-        Ok(Region { base: at.base as u64, len, mapping: Some(mapping) })
+        // Reserved huge pages are taken only if the whole pool fits: a partial grant would fault later, at a touch.
+        let mapping = match Mapping::reserved_pages(name, whole) {
+            Ok(mapping) => mapping,
+            Err(_) => Mapping::ordinary(name, whole).map_err(refused)?,
+        };
+        Ok(Region { base: mapping.base as u64, len, mapping: Some(mapping) })
     }
 
     /// Addresses of a device that the CPU cannot touch; the device gives them meaning.
@@ -122,66 +118,71 @@ impl Region {
         self.mapping.as_ref().map_or(HugePages::Unavailable, |mapping| mapping.huge)
     }
 
-    /// Bytes committed by touching, and how many of them lie in huge pages, as the kernel reports them now. Reads the
-    /// process's memory map, so it costs a millisecond: for reports, never for decisions on a hot path.
+    /// Bytes committed by touching.
     #[must_use]
-    pub fn committed(&self) -> smaps::Committed {
-        if self.mapping.is_some() {
-            smaps::committed(self.base, self.len)
-        } else {
-            smaps::Committed::default()
-        }
+    pub fn committed_bytes(&self) -> u64 {
+        let known = self.mapping.as_ref().and_then(|mapping| fstat(&mapping.descriptor).ok());
+        known.map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
     }
 
-    fn advise(base: usize, len: usize) -> HugePages {
-        // SAFETY: the range is the mapping just made by `map`, and this advice changes no contents.
-        match unsafe { madvise(base as *mut c_void, len, Advice::LinuxHugepage) } {
-            Ok(()) => HugePages::Advised,
-            Err(_) => HugePages::Unavailable,
-        }
-    }
-
-    fn map(name: &str, len: usize, kind: MemfdFlags) -> rustix::io::Result<(OwnedFd, MappedAt)> {
-        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | kind)?;
-        ftruncate(&descriptor, len as u64)?;
-        // One huge page more than needed, so that an aligned start can be chosen inside the reservation.
-        let reserved_len = len + HUGE_PAGE;
-        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
-        let reserved = unsafe {
-            mmap_anonymous(
-                null_mut(),
-                reserved_len,
-                ProtFlags::empty(),
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        }? as usize;
-        let base = reserved.next_multiple_of(HUGE_PAGE);
-        let flags = MapFlags::SHARED | MapFlags::FIXED;
-        let wanted = base as *mut c_void;
-        // SAFETY: `base..base + len` lies inside the reservation made above, which nobody else knows of.
-        match unsafe { mmap(wanted, len, ProtFlags::READ | ProtFlags::WRITE, flags, &descriptor, 0) } {
-            Ok(_) => Ok((descriptor, MappedAt { base, reserved, reserved_len })),
-            Err(error) => {
-                // SAFETY: the reservation was made above and nothing points into it.
-                let _ = unsafe { munmap(reserved as *mut c_void, reserved_len) };
-                Err(error)
-            }
-        }
+    /// Bytes that lie in huge pages, as the kernel reports them now. Reads the memory map of the whole process, which
+    /// takes longer the more it has resident: for a report on request, never on the way of a call.
+    #[must_use]
+    pub fn huge_bytes(&self) -> u64 {
+        if self.mapping.is_some() { smaps::huge_bytes(self.base, self.len) } else { 0 }
     }
 }
 
-struct MappedAt {
-    base: usize,
-    reserved: usize,
-    reserved_len: usize,
+impl Mapping {
+    /// Made of huge pages that the administrator reserved; `Err` if there are not enough for all of it.
+    fn reserved_pages(name: &str, len: usize) -> rustix::io::Result<Self> {
+        let descriptor = Self::file(name, len, MemfdFlags::HUGETLB)?;
+        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses, aligned to its huge pages.
+        let at = unsafe { mmap(null_mut(), len, RW, MapFlags::SHARED, &descriptor, 0) }?;
+        Ok(Mapping { descriptor, base: at as usize, held: (at as usize, len), huge: HugePages::Reserved })
+    }
+
+    /// Made of ordinary pages, aligned so that the kernel may merge them into huge ones.
+    fn ordinary(name: &str, len: usize) -> rustix::io::Result<Self> {
+        let descriptor = Self::file(name, len, MemfdFlags::empty())?;
+        // One huge page more than needed, so that an aligned start can be chosen inside the reservation.
+        let held_len = len + HUGE_PAGE;
+        let nothing = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+        let held = unsafe { mmap_anonymous(null_mut(), held_len, ProtFlags::empty(), nothing) }? as usize;
+        let base = held.next_multiple_of(HUGE_PAGE);
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: `base..base + len` lies inside the reservation made above, which nobody else knows of.
+        if let Err(error) = unsafe { mmap(base as *mut c_void, len, RW, flags, &descriptor, 0) } {
+            // A fixed mapping that fails may have removed the reservation under it, and another thread may have mapped
+            // something there since: only the two ends, which it did not touch, are certainly ours. What is left of
+            // the middle stays reserved (`a_region_in_the_making_takes_nobodys_addresses`).
+            for (from, to) in [(held, base), (base + len, held + held_len)] {
+                // SAFETY: part of the reservation outside the range of the failed call; nothing points into it.
+                let _ = unsafe { munmap(from as *mut c_void, to - from) };
+            }
+            return Err(error);
+        }
+        // SAFETY: the range is the mapping just made, and this advice changes no contents.
+        let advised = unsafe { madvise(base as *mut c_void, len, Advice::LinuxHugepage) };
+        let huge = if advised.is_ok() { HugePages::Advised } else { HugePages::Unavailable };
+        Ok(Mapping { descriptor, base, held: (held, held_len), huge })
+    }
+
+    fn file(name: &str, len: usize, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {
+        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | kind)?;
+        ftruncate(&descriptor, len as u64)?;
+        Ok(descriptor)
+    }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
         if let Some(mapping) = &self.mapping {
-            // SAFETY: the range was reserved by `map` for this region alone, and everything carved from the region
-            // holds it, so nothing is left that could touch the range (promise 1).
-            let _ = unsafe { munmap(mapping.reserved_at as *mut c_void, mapping.reserved_len) };
+            let (from, len) = mapping.held;
+            // SAFETY: the range was mapped for this region alone, and everything carved from the region holds it, so
+            // nothing is left that could touch the range (promise 1).
+            let _ = unsafe { munmap(from as *mut c_void, len) };
         }
     }
 }

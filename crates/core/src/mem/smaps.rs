@@ -1,40 +1,25 @@
-//! What the kernel says about ranges of this process's memory: committed, in huge pages, mapped at all.
+//! What the kernel says about ranges of this process's memory: in huge pages, mapped at all.
 //!
 //! Reads `/proc/self`; where there is none (not Linux) it answers "unknown". Not for: hot paths.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 
-/// Bytes of a range that are committed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Committed {
-    /// In any page.
-    pub bytes: u64,
-    /// In huge pages.
-    pub huge_bytes: u64,
-}
-
-/// Sums the mappings that lie in `base..base + len`.
-pub(super) fn committed(base: u64, len: u64) -> Committed {
-    let mut sum = Committed::default();
+/// Bytes in huge pages, summed over the mappings that start in `base..base + len`.
+pub(super) fn huge_bytes(base: u64, len: u64) -> u64 {
+    let mut sum = 0;
     let mut inside = false;
     for line in lines("/proc/self/smaps") {
         if let Some((from, _, _)) = header(&line) {
             inside = (base..base.saturating_add(len)).contains(&from);
-        } else if inside {
-            let bytes =
-                || line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10;
-            match line.split(':').next() {
-                Some("Rss") => sum.bytes += bytes(),
-                Some("ShmemPmdMapped" | "Shared_Hugetlb" | "Private_Hugetlb" | "AnonHugePages") => {
-                    sum.huge_bytes += bytes();
-                }
-                _ => {}
-            }
+        } else if inside
+            && let Some(("ShmemPmdMapped" | "Shared_Hugetlb" | "Private_Hugetlb", amount)) =
+                line.split_once(':')
+        {
+            let kib = amount.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok());
+            sum += kib.unwrap_or(0) << 10;
         }
     }
-    // Reserved huge pages are not part of Rss.
-    sum.bytes = sum.bytes.max(sum.huge_bytes);
     sum
 }
 

@@ -29,7 +29,8 @@ impl Adopted {
     /// # Safety
     ///
     /// From every address on, the bytes of one tensor must stay readable and writable as long as this value, or a
-    /// cache made from it, is used in a copy.
+    /// cache made from it, is used in a copy. Tensors that share bytes with other tensors are pinned apart: copies
+    /// between them stay inside the memory given, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let side = check::addresses(desc, kind, addrs)?;
         Ok(Adopted { desc: desc.clone(), side, addrs: addrs.into() })

@@ -187,7 +187,8 @@ pub struct TableState {
 }
 
 impl Table {
-    /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache.
+    /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache. The
+    /// keys are as [`check::bindings`](crate::check::bindings) gives them, each once.
     pub fn allocate(
         &self,
         desc: &CacheDesc,

@@ -96,10 +96,8 @@ impl Twin {
     fn in_range(&self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
         let inside =
             |index: i64, cache: usize| (0..wide(self.caches[cache].rows)).contains(&i128::from(index));
-        match pairs.iter().all(|&(from, to)| inside(from, src) && inside(to, dst)) {
-            true => Ok(()),
-            false => Err(ErrorKind::InvalidArgument),
-        }
+        let legal = pairs.iter().all(|&(from, to)| inside(from, src) && inside(to, dst));
+        if legal { Ok(()) } else { Err(ErrorKind::InvalidArgument) }
     }
 
     fn pairs(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
