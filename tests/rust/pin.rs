@@ -179,3 +179,41 @@ fn a_waiting_call_goes_on_as_soon_as_the_row_is_free() {
     });
     assert_eq!(got, 6);
 }
+
+#[test]
+fn later_readers_wait_behind_a_waiting_writer() {
+    let cache = cache(4);
+    let first = within(&cache, &[1], &[], soon()).unwrap();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| within(&cache, &[], &[1], far()).map(drop));
+        // Until the writer waits, readers still get in; from then on none does.
+        let brief = || Deadline::after(Duration::from_millis(5));
+        let given_up = Deadline::after(Duration::from_secs(20));
+        while within(&cache, &[1], &[], brief()).is_ok() {
+            assert!(!given_up.passed(), "readers kept overtaking the writer");
+            std::thread::yield_now();
+        }
+        assert!(!writer.is_finished());
+        drop(within(&cache, &[2], &[3], soon()).expect("other rows are free"));
+        drop(first);
+        writer.join().unwrap().expect("the writer comes next");
+    });
+    drop(within(&cache, &[1], &[], soon()).unwrap());
+}
+
+#[test]
+fn a_call_that_gave_up_is_in_nobodys_way() {
+    let cache = cache(4);
+    let reader = within(&cache, &[1], &[], soon()).unwrap();
+    within(&cache, &[], &[0, 1], soon()).unwrap_err();
+    drop(within(&cache, &[0, 1], &[2], soon()).expect("nobody waits any more"));
+    // Nor in the way of one that came while it waited.
+    std::thread::scope(|scope| {
+        let writer =
+            scope.spawn(|| within(&cache, &[], &[1], Deadline::after(Duration::from_millis(300))).map(drop));
+        let behind = scope.spawn(|| within(&cache, &[1], &[], far()).map(drop));
+        writer.join().unwrap().unwrap_err();
+        behind.join().unwrap().unwrap();
+    });
+    drop(reader);
+}

@@ -2,10 +2,13 @@
 //!
 //! Any number of calls may read a row at once; one that writes it is alone. A call pins everything it uses before it
 //! moves a byte, or waits until its deadline. Caches are pinned in one global order, and the rows of one cache all at
-//! once, so two calls never wait for each other in a circle. Not for: keeping the memory alive, which the `Arc` of the
+//! once, so two calls never wait for each other in a circle. Calls that meet in a row get it in the order they came, so
+//! neither readers nor writers starve (`tests/rust/pin.rs`). Not for: keeping the memory alive, which the `Arc` of the
 //! cache in each pin does.
 
 use std::sync::{Arc, PoisonError};
+
+use hashbrown::HashSet;
 
 use super::Cache;
 use crate::error::Result;
@@ -30,7 +33,17 @@ pub(super) struct Pins {
 struct Rows {
     held: Vec<u32>,
     shift: u32,
-    waiting: usize,
+    /// Calls that wait, in the order they came.
+    claims: Vec<Claim>,
+    last_ticket: u64,
+}
+
+/// What a waiting call will use: whoever came later waits behind it.
+#[derive(Debug)]
+struct Claim {
+    ticket: u64,
+    reads: HashSet<usize>,
+    writes: HashSet<usize>,
 }
 
 /// The rows one call reads and writes in one cache; rows may repeat.
@@ -83,18 +96,29 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
     if rows.held.is_empty() {
         rows.prepare(cache.geometry().rows());
     }
-    while let Some(row) = rows.conflict(&used) {
+    let mut ticket = None;
+    let taken = loop {
+        let Some(row) = rows.conflict(&used, ticket) else { break Ok(()) };
         let left = deadline.left();
         if left.is_zero() {
             let error = deadline.error("waiting for blocks that another call is copying");
-            return Err(error.with("cache_id", cache.id()).with("row", row));
+            break Err(error.with("cache_id", cache.id()).with("row", row));
         }
-        rows.waiting += 1;
-        let (mut woken, _) = pins.freed.wait_timeout(rows, left).unwrap_or_else(PoisonError::into_inner);
-        woken.waiting -= 1;
-        rows = woken;
+        ticket = ticket.or_else(|| Some(rows.claim(&used)));
+        (rows, _) = pins.freed.wait_timeout(rows, left).unwrap_or_else(PoisonError::into_inner);
+    };
+    if let Some(ticket) = ticket {
+        rows.claims.retain(|claim| claim.ticket != ticket);
     }
-    rows.take(&used);
+    match taken {
+        Ok(()) => rows.take(&used),
+        Err(error) => {
+            drop(rows);
+            // Those behind this call may go on.
+            pins.freed.notify_all();
+            return Err(error);
+        }
+    }
     drop(rows);
     Ok(Pin { cache: cache.clone(), used })
 }
@@ -103,7 +127,7 @@ impl Drop for Pin {
     fn drop(&mut self) {
         let mut rows = self.cache.pins.locked();
         rows.give_back(&self.used);
-        let waiting = rows.waiting > 0;
+        let waiting = !rows.claims.is_empty();
         drop(rows);
         if waiting {
             self.cache.pins.freed.notify_all();
@@ -130,11 +154,27 @@ impl Rows {
         (row >> self.shift) as usize
     }
 
-    /// A row that another call holds in a way that excludes this one.
-    fn conflict(&self, used: &RowUse) -> Option<u64> {
+    /// A row that another call holds, or claimed before this one, in a way that excludes this one.
+    fn conflict(&self, used: &RowUse, ticket: Option<u64>) -> Option<u64> {
         let written = used.writes.iter().find(|&&row| self.held[self.index(row)] != 0);
         let read = || used.reads.iter().find(|&&row| self.held[self.index(row)] == WRITER);
-        written.or_else(read).copied()
+        let earlier = || self.claims.iter().take_while(|claim| ticket.is_none_or(|own| claim.ticket < own));
+        let claimed = || earlier().find_map(|claim| self.claimed(claim, used));
+        written.or_else(read).or_else(claimed).copied()
+    }
+
+    fn claimed<'a>(&self, claim: &Claim, used: &'a RowUse) -> Option<&'a u64> {
+        let written = |row: &u64| claim.writes.contains(&self.index(*row));
+        let touched = |row: &u64| written(row) || claim.reads.contains(&self.index(*row));
+        used.writes.iter().find(|row| touched(row)).or_else(|| used.reads.iter().find(|row| written(row)))
+    }
+
+    fn claim(&mut self, used: &RowUse) -> u64 {
+        self.last_ticket += 1;
+        let rows = |list: &[u64]| list.iter().map(|&row| self.index(row)).collect();
+        let (reads, writes) = (rows(&used.reads), rows(&used.writes));
+        self.claims.push(Claim { ticket: self.last_ticket, reads, writes });
+        self.last_ticket
     }
 
     fn take(&mut self, used: &RowUse) {
