@@ -16,7 +16,7 @@ use llm_datadist_core::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::common::{Own, config, desc, engine_on, patterned, proptest_cases};
+use crate::bed::{Own, config, desc, engine_on, patterned, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 
@@ -319,7 +319,7 @@ fn rows_are(machine: &mut dyn Machine, cache: usize, rows: &[(Spec, usize)]) {
         for (row, (from, from_row)) in rows.iter().enumerate() {
             assert_eq!(from.row_bytes, row_bytes);
             let expected: Vec<u8> = (from_row * row_bytes..(from_row + 1) * row_bytes)
-                .map(|at| crate::common::pattern(from.seed, tensor, at))
+                .map(|at| crate::bed::pattern(from.seed, tensor, at))
                 .collect();
             let got = &bytes[row * row_bytes..(row + 1) * row_bytes];
             assert!(got == expected, "tensor {tensor} row {row} is not row {from_row} of seed {}", from.seed);
@@ -484,7 +484,7 @@ fn a_refused_call_changes_nothing() {
         let other = machine.make(spec(Device, Blocks, 2, 20, 64, 3));
         let fewer = machine.make(spec(Device, Blocks, 1, 20, 128, 3));
         let batch = machine.make(spec(Device, Batch, 2, 20, 128, 3));
-        use ErrorKind::{InvalidArgument, Mismatch};
+        use ErrorKind::InvalidArgument;
         // The last pair is the bad one.
         for bad in [(10, 0), (0, 20), (-1, 0), (0, -1), (i64::MAX, 0), (0, i64::MIN), (1 << 32, 0)] {
             assert_eq!(
@@ -496,10 +496,10 @@ fn a_refused_call_changes_nothing() {
         for bad in [(20, 0), (0, 20), (-1, 0), (0, -1)] {
             assert_eq!(machine.copy_blocks(device, &[(0, 1), (1, 2), bad]), Err(InvalidArgument), "{bad:?}");
         }
-        assert_eq!(machine.swap_blocks(host, other, &[(0, 1)]), Err(Mismatch));
-        assert_eq!(machine.swap_blocks(host, fewer, &[(0, 1)]), Err(Mismatch));
-        assert_eq!(machine.swap_blocks(host, host, &[(0, 1)]), Err(Mismatch));
-        assert_eq!(machine.swap_blocks(device, device, &[(0, 1)]), Err(Mismatch));
+        assert_eq!(machine.swap_blocks(host, other, &[(0, 1)]), Err(InvalidArgument));
+        assert_eq!(machine.swap_blocks(host, fewer, &[(0, 1)]), Err(InvalidArgument));
+        assert_eq!(machine.swap_blocks(host, host, &[(0, 1)]), Err(InvalidArgument));
+        assert_eq!(machine.swap_blocks(device, device, &[(0, 1)]), Err(InvalidArgument));
         assert_eq!(machine.swap_blocks(host, batch, &[(0, 1)]), Err(InvalidArgument));
         assert_eq!(machine.swap_blocks(batch, host, &[(0, 1)]), Err(InvalidArgument));
         assert_eq!(machine.copy_blocks(batch, &[(0, 1)]), Err(InvalidArgument));
@@ -641,7 +641,7 @@ fn a_cache_in_the_callers_own_device_memory_is_refused_where_nothing_is_mapped()
     // Addresses that nobody maps: the reason, not a fault.
     let engine = DataDist::open(config(1 << 20)).unwrap();
     let desc = desc(Host, 1, 4, 4096);
-    let unmapped = crate::common::adopt(&desc, Blocks, &[4096]);
+    let unmapped = crate::bed::adopt(&desc, Blocks, &[4096]);
     let cache = engine.register(unmapped, &[], false).unwrap();
     let device = engine.allocate(&CacheDesc { placement: Device, ..desc }, Blocks, &[]).unwrap();
     for (src, dst) in [(&cache, &device), (&device, &cache)] {

@@ -10,7 +10,7 @@ use llm_datadist_core::{
     CacheId, CacheKind, DataDist, End, Error, ErrorKind, Placement, StatusCode, SwapInPath,
 };
 
-use crate::common::{Own, config, desc, engine_on};
+use crate::bed::{Own, config, desc, engine_on};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 
@@ -21,7 +21,6 @@ fn produced(kind: ErrorKind) -> Option<Error> {
     let end = End::Managed(cache.id());
     let error = match kind {
         ErrorKind::InvalidArgument => engine.copy_blocks(&end, &[(0, 4)]),
-        ErrorKind::Mismatch => engine.swap_blocks(&end, &end, &[]),
         ErrorKind::CacheNotFound => engine.copy_blocks(&End::Managed(CacheId(77)), &[]),
         ErrorKind::OutOfMemory => engine.allocate(&desc(Device, 1, 4, 1 << 20), Blocks, &[]).map(|_| ()),
         ErrorKind::Timeout => {
@@ -83,9 +82,8 @@ fn every_kind_is_produced_and_has_a_code() {
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 9] = [
+    let expected: [(ErrorKind, S, i64); 8] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
-        (ErrorKind::Mismatch, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
         (ErrorKind::Timeout, S::Timeout, 0x5010_B01A),

@@ -12,7 +12,7 @@ use llm_datadist_core::{
     Cache, CacheKey, CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
 };
 
-use crate::common::{Gated, Own, config, desc, engine_on, patterned};
+use crate::bed::{Gated, Own, config, desc, engine_on, patterned};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 

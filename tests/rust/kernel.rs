@@ -6,7 +6,7 @@ use llm_datadist_core::ErrorKind;
 use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{Region, Tensors};
 
-use crate::common::Buffer;
+use crate::bed::Buffer;
 
 /// Those of this CPU, by name. At least the plain one; the CI machine has both.
 fn kernels() -> Vec<Kernel> {

@@ -1,4 +1,4 @@
-//! The one integration binary of the core. Each file says what it judges; `common` holds memory and devices.
+//! The one integration binary of the core. Each file says what it judges; `bed` holds memory and devices.
 //!
 //! `cargo test -p llm-datadist-core --test rust`; `PROPTEST_CASES=5000` digs deeper. With `RUSTFLAGS="--cfg loom"` only
 //! the loom model is built, in its own target folder.
@@ -20,9 +20,9 @@
 #![allow(unreachable_pub, reason = "one binary")]
 
 #[cfg(not(loom))]
-mod check;
+mod bed;
 #[cfg(not(loom))]
-mod common;
+mod check;
 #[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use llm_datadist_core::table::{Pin, pin};
 use llm_datadist_core::{Cache, CacheKind, Deadline, ErrorKind, Placement};
 
-use crate::common::{adopt, desc};
+use crate::bed::{adopt, desc};
 
 /// A cache whose memory nobody touches.
 fn cache(rows: usize) -> Arc<Cache> {

@@ -9,7 +9,7 @@ use llm_datadist_core::plan::{CopyPlan, Ends, Piece, Span, Wave};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::common::proptest_cases;
+use crate::bed::proptest_cases;
 
 type Pairs = Vec<(u64, u64)>;
 

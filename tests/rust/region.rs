@@ -10,7 +10,7 @@ use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{Access, Region, Tensors};
 use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 
-use crate::common::{Buffer, adopt, desc, pattern};
+use crate::bed::{Buffer, adopt, desc, pattern};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()

@@ -8,7 +8,7 @@ use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, KernelChoice, OpState, Placement, SwapInPath,
 };
 
-use crate::common::{Own, adopt, config, desc, engine_on};
+use crate::bed::{Own, adopt, config, desc, engine_on};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 
@@ -150,4 +150,16 @@ fn kernels_are_counted_and_forced() {
             KernelChoice::Auto => assert!(plain > 0 && (streaming > 0) == have_streaming, "both are tried"),
         }
     }
+}
+
+#[test]
+fn only_swaps_take_the_ring() {
+    let mut config = config(8 << 20);
+    config.swap_in = SwapInPath::Ring;
+    let engine = DataDist::open(config).unwrap();
+    let host = engine.allocate(&desc(Host, 1, 2, 1 << 20), Batch, &[]).unwrap();
+    let device = engine.allocate(&desc(Device, 1, 2, 1 << 20), Batch, &[]).unwrap();
+    let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
+    engine.copy_cache(&End::Managed(device.id()), &End::Managed(host.id()), args).unwrap();
+    assert_eq!(engine.stats().ring_bytes, 0, "a forced ring is for swaps; a slot is no block");
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
-use crate::config::{Config, PoolConfig};
+use crate::config::{Config, PoolConfig, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
-use crate::engine::CopyEngine;
+use crate::engine::{CopyEngine, Staging};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
@@ -17,6 +17,9 @@ use crate::mem::Adopted;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot, Stats};
 use crate::table::{Cache, Table, pin};
+
+/// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
+const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
 /// One end of a copy as the caller names it.
 #[derive(Clone, Debug)]
@@ -145,7 +148,7 @@ impl DataDist {
             let cache = self.resolve(cache)?;
             let request = check::copy_blocks(cache.side(), pairs)?;
             let plan = CopyPlan::blocks(&request, Ends::OneCache);
-            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, request.block_bytes, deadline)
+            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
         })
     }
 
@@ -165,7 +168,8 @@ impl DataDist {
             let (src, dst) = (src?, dst?);
             let request = check::swap_blocks(src.side(), dst.side(), pairs)?;
             let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
-            self.run(op, (&src, &dst), request.pairs, plan, request.block_bytes, deadline)
+            let staging = Staging { path: self.config.swap_in, buffer_bytes: request.block_bytes };
+            self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
         })
     }
 
@@ -208,7 +212,7 @@ impl DataDist {
             let range = checked(src.side(), dst.side(), args)?;
             let plan = CopyPlan::range(&range, ends(&src, &dst));
             let rows = vec![(range.src_row, range.dst_row)];
-            self.run(Op::CopyCache, (&src, &dst), rows, plan, range.bytes, deadline)
+            self.run(Op::CopyCache, (&src, &dst), rows, plan, STAGED, deadline)
         })
     }
 
@@ -219,7 +223,7 @@ impl DataDist {
         (src, dst): (&Arc<Cache>, &Arc<Cache>),
         rows: Vec<(u64, u64)>,
         plan: CopyPlan,
-        block_bytes: u64,
+        staging: Staging,
         deadline: Deadline,
     ) -> Result<()> {
         if plan.waves().is_empty() {
@@ -228,7 +232,7 @@ impl DataDist {
         let (reads, writes) = rows.into_iter().unzip();
         let _pins = pin((src, reads), (dst, writes), deadline)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.engine.run(plan, ends.0, ends.1, block_bytes, deadline)?;
+        let outcome = self.engine.run(plan, ends.0, ends.1, staging, deadline)?;
         self.stats.moved(op, &outcome);
         Ok(())
     }

@@ -126,11 +126,14 @@ pub struct Geometry {
 impl Geometry {
     /// Most dimensions a tensor may have.
     pub const MAX_RANK: usize = 31;
+    /// Most tensors a cache may have; their addresses alone then take 128 MiB.
+    pub const MAX_TENSORS: u32 = 1 << 24;
 
-    /// The sizes of `desc`: 1 to 31 dimensions, each above zero, at least one tensor, the whole cache below 2^63 bytes.
+    /// The sizes of `desc`: 1 to 31 dimensions, each above zero, 1 to 2^24 tensors, the whole cache below 2^63 bytes.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
-        if desc.num_tensors == 0 {
-            return Err(Error::argument("num_tensors", 0, "at least 1"));
+        if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
+            let allowed = format!("1 to {}", Self::MAX_TENSORS);
+            return Err(Error::argument("num_tensors", desc.num_tensors, allowed));
         }
         let tensor_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
         let whole = tensor_bytes.checked_mul(u64::from(desc.num_tensors));

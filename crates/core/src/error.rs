@@ -13,8 +13,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum ErrorKind {
     /// An argument has the right type and width but no meaning here: outside its range, or against a rule.
     InvalidArgument,
-    /// Two arguments that are each legal do not fit together (a swap between unlike caches).
-    Mismatch,
     /// No cache, or no key, of that name.
     CacheNotFound,
     /// A memory pool cannot serve the request, or the system gave no memory for one.
@@ -33,9 +31,8 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
-    pub const ALL: [ErrorKind; 9] = [
+    pub const ALL: [ErrorKind; 8] = [
         ErrorKind::InvalidArgument,
-        ErrorKind::Mismatch,
         ErrorKind::CacheNotFound,
         ErrorKind::OutOfMemory,
         ErrorKind::Timeout,
@@ -57,9 +54,9 @@ impl ErrorKind {
 ///     .with("free_bytes", 0);
 /// assert_eq!(error.to_string(), "the device pool is exhausted (asked_bytes=4096, free_bytes=0)");
 /// ```
-pub struct Error(Box<Inner>);
+pub struct Error(Box<Report>);
 
-struct Inner {
+struct Report {
     kind: ErrorKind,
     message: String,
     context: Vec<(&'static str, String)>,
@@ -71,7 +68,7 @@ impl Error {
     #[cold]
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Error(Box::new(Inner { kind, message: message.into(), context: Vec::new(), source: None }))
+        Error(Box::new(Report { kind, message: message.into(), context: Vec::new(), source: None }))
     }
 
     /// The error for an argument without meaning: its name, what was given, and what is allowed.

@@ -61,7 +61,7 @@ pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes
 pub use error::{Error, ErrorKind, Result};
 pub use id::{CacheId, ClusterId, Deadline};
 pub use keys::{CacheKey, NO_ID};
-pub use mem::Adopted;
+pub use mem::{Access, Adopted};
 pub use stats::{OpState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;

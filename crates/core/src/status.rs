@@ -96,7 +96,7 @@ status_codes! {
 impl From<ErrorKind> for StatusCode {
     fn from(kind: ErrorKind) -> Self {
         match kind {
-            ErrorKind::InvalidArgument | ErrorKind::Mismatch => StatusCode::ParamInvalid,
+            ErrorKind::InvalidArgument => StatusCode::ParamInvalid,
             ErrorKind::CacheNotFound => StatusCode::KvCacheNotExist,
             ErrorKind::OutOfMemory => StatusCode::OutOfMemory,
             ErrorKind::Timeout => StatusCode::Timeout,

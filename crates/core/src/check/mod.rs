@@ -1,5 +1,6 @@
-//! Raw arguments → checked requests. The only place that says "invalid argument".
+//! Raw arguments → checked requests: the only place that knows what an argument may be.
 //!
+//! What is refused elsewhere is refused for the state things are in (a key that is taken, an address that is not mapped).
 //! Handed descriptions ([`Side`]), never the table, so it stays pure: no memory, no I/O, no clock. Not for: types and
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
@@ -8,7 +9,8 @@ mod values;
 
 pub use options::config;
 pub use values::{
-    device_id, dimensions, link_retry_count, link_total_time, mem_utilization, page_shift, sync_kv_timeout,
+    copy_kernel, copy_workers, device_id, dimensions, link_retry_count, link_total_time, mem_utilization,
+    page_shift, swap_in_path, sync_kv_timeout,
 };
 
 use hashbrown::HashMap;
@@ -260,10 +262,18 @@ pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPa
 
 #[cold]
 fn mismatch(what: &str, src: impl std::fmt::Display, dst: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Mismatch, format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
+    Error::new(
+        ErrorKind::InvalidArgument,
+        format!("src_cache and dst_cache do not match: {what} {src} and {dst}"),
+    )
 }
 
 fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<BlockPairs> {
+    let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
+    if blocks.checked_mul(src.row_bytes()).is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+        let allowed = format!("below 2^63 bytes in all, in blocks of {} bytes", src.row_bytes());
+        return Err(Error::argument("the number of block pairs", pairs.len(), allowed));
+    }
     let mut checked = Vec::with_capacity(pairs.len());
     for &(from, to) in pairs {
         checked.push((block("source block", from, src)?, block("destination block", to, dst)?));

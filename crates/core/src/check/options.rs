@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::values;
-use crate::config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};
+use super::values::{self, clipped, one_of};
+use crate::config::{Config, PoolConfig, Role};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 
@@ -59,20 +59,16 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
 /// The options this engine adds to the original's.
 fn own_options<'a>(config: &mut Config, text: impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     if let Some(workers) = text("llm.CopyWorkers") {
-        let count: usize = parsed("llm.CopyWorkers", workers, "1 to 256")?;
-        if !(1..=256).contains(&count) {
-            return Err(Error::argument("llm.CopyWorkers", count, "1 to 256"));
-        }
-        config.copy_workers = Some(count);
+        let count = number("llm.CopyWorkers", workers, "1 to 256")?;
+        values::copy_workers(count)?;
+        config.copy_workers = usize::try_from(count).ok();
     }
-    let paths = [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
-    config.swap_in = one_of("llm.SwapInPath", text("llm.SwapInPath"), &paths)?;
-    let kernels = [
-        ("auto", KernelChoice::Auto),
-        ("plain", KernelChoice::Plain),
-        ("streaming", KernelChoice::Streaming),
-    ];
-    config.kernel = one_of("llm.CopyKernel", text("llm.CopyKernel"), &kernels)?;
+    if let Some(path) = text("llm.SwapInPath") {
+        config.swap_in = values::swap_in_path(path)?;
+    }
+    if let Some(kernel) = text("llm.CopyKernel") {
+        config.kernel = values::copy_kernel(kernel)?;
+    }
     Ok(())
 }
 
@@ -126,16 +122,7 @@ fn refused(name: &str, value: &Value, allowed: &str) -> Error {
 }
 
 fn flag(key: &str, text: Option<&str>) -> Result<bool> {
-    one_of(key, text, &[("0", false), ("1", true)])
-}
-
-fn one_of<T: Copy + Default>(key: &str, text: Option<&str>, allowed: &[(&str, T)]) -> Result<T> {
-    let Some(text) = text else { return Ok(T::default()) };
-    let refused = || {
-        let names: Vec<_> = allowed.iter().map(|&(name, _)| name).collect();
-        Error::argument(key, format_args!("{:?}", clipped(text)), names.join(" or "))
-    };
-    allowed.iter().find(|(name, _)| *name == text).map(|&(_, value)| value).ok_or_else(refused)
+    text.map_or(Ok(false), |text| one_of(key, text, &[("0", false), ("1", true)]))
 }
 
 fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {
@@ -149,13 +136,4 @@ fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {
         .ok()
         .filter(|_| digits)
         .ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed))
-}
-
-/// Enough of a text to recognise it in a message.
-fn clipped(text: &str) -> String {
-    let mut short: String = text.chars().take(120).collect();
-    if short.len() < text.len() {
-        short.push('…');
-    }
-    short
 }

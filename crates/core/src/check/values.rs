@@ -2,6 +2,7 @@
 //!
 //! Not for: option texts (`options`).
 
+use crate::config::{KernelChoice, SwapInPath};
 use crate::error::{Error, Result};
 
 /// A device number: 0 or above.
@@ -37,6 +38,27 @@ pub fn mem_utilization(value: f64) -> Result<()> {
     }
 }
 
+/// `copy_workers`: 1 to 256.
+pub fn copy_workers(value: i64) -> Result<()> {
+    within("copy_workers", value, 1, 256)
+}
+
+/// `swap_in_path`: `auto`, `direct` or `ring`.
+pub fn swap_in_path(text: &str) -> Result<SwapInPath> {
+    let paths = [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
+    one_of("swap_in_path", text, &paths)
+}
+
+/// `copy_kernel`: `auto`, `plain` or `streaming`.
+pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
+    let kernels = [
+        ("auto", KernelChoice::Auto),
+        ("plain", KernelChoice::Plain),
+        ("streaming", KernelChoice::Streaming),
+    ];
+    one_of("copy_kernel", text, &kernels)
+}
+
 /// `page_shift` of a pool: 10 to 30.
 pub fn page_shift(value: u64) -> Result<u32> {
     match u32::try_from(value) {
@@ -61,4 +83,22 @@ fn within(name: &str, value: i64, low: i64, high: i64) -> Result<()> {
     } else {
         Err(Error::argument(name, value, format_args!("{low} to {high}")))
     }
+}
+
+/// The value that one of the allowed words stands for.
+pub(super) fn one_of<T: Copy>(name: &str, text: &str, allowed: &[(&str, T)]) -> Result<T> {
+    let refused = || {
+        let words: Vec<_> = allowed.iter().map(|&(word, _)| word).collect();
+        Error::argument(name, format_args!("{:?}", clipped(text)), words.join(" or "))
+    };
+    allowed.iter().find(|(word, _)| *word == text).map(|&(_, value)| value).ok_or_else(refused)
+}
+
+/// Enough of a text to recognise it in a message.
+pub(super) fn clipped(text: &str) -> String {
+    let mut short: String = text.chars().take(120).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    short
 }

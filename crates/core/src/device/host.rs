@@ -10,10 +10,6 @@ use crate::mem::kernel::{self, Kernel};
 pub struct HostDevice;
 
 impl Device for HostDevice {
-    fn name(&self) -> &'static str {
-        "host"
-    }
-
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         Region::shared(name, len)
     }

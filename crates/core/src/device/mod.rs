@@ -37,9 +37,6 @@ pub enum HostReach {
 
 /// A kind of memory and the copies it can do.
 pub trait Device: Debug + Send + Sync {
-    /// One word for reports.
-    fn name(&self) -> &'static str;
-
     /// `len` bytes, named for reports; given back when the region drops.
     fn allocate(&self, name: &str, len: u64) -> Result<Region>;
 

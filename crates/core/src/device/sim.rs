@@ -99,10 +99,6 @@ impl SimDevice {
 }
 
 impl Device for SimDevice {
-    fn name(&self) -> &'static str {
-        "sim"
-    }
-
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         let real = Arc::new(Region::shared(name, len)?);
         let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);

@@ -39,7 +39,15 @@ pub struct CopyEngine {
     workers: Workers,
     tuner: Arc<Tuner>,
     ring: ring::RingOwner,
-    swap_in: SwapInPath,
+}
+
+/// How a copy from host to device may be staged.
+#[derive(Clone, Copy, Debug)]
+pub struct Staging {
+    /// The way that is forced, if any.
+    pub path: SwapInPath,
+    /// Bytes of one ring buffer, should the copy go through the ring.
+    pub buffer_bytes: u64,
 }
 
 /// Memory at one end of a copy, and where it is placed.
@@ -53,14 +61,7 @@ impl CopyEngine {
             workers: Workers::new(config.copy_workers)?,
             tuner: Arc::new(Tuner::new(config.kernel)?),
             ring: ring::RingOwner::default(),
-            swap_in: config.swap_in,
         })
-    }
-
-    /// The devices it copies between.
-    #[must_use]
-    pub fn devices(&self) -> &DeviceSet {
-        &self.devices
     }
 
     /// Workers that copy, the calling thread among them.
@@ -82,17 +83,16 @@ impl CopyEngine {
     }
 
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived). `block_bytes` is the size of a ring buffer
-    /// should the copy go through the ring. The caller holds pins on both ends until this returns.
+    /// never more than arrived). The caller holds pins on both ends until this returns.
     pub fn run(
         &self,
         plan: CopyPlan,
         src: End<'_>,
         dst: End<'_>,
-        block_bytes: u64,
+        staging: Staging,
         deadline: Deadline,
     ) -> Result<Outcome> {
-        let route = route::choose(&self.devices, src, dst, self.swap_in)?;
+        let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
         let bytes = plan.bytes();
@@ -107,7 +107,7 @@ impl CopyEngine {
         };
         let ended = match route {
             Route::Direct => copy.direct(&self.workers, deadline),
-            Route::Ring => self.ring.run(&copy, block_bytes, deadline),
+            Route::Ring => self.ring.run(&copy, staging.buffer_bytes, deadline),
         };
         let progress =
             |error: Error| error.with("copied_bytes", done.load(Ordering::Relaxed)).with("of_bytes", bytes);

@@ -84,11 +84,11 @@ impl Twin {
             return Err(ErrorKind::InvalidArgument);
         }
         if from.row_bytes() != to.row_bytes() || from.tensors.len() != to.tensors.len() {
-            return Err(ErrorKind::Mismatch);
+            return Err(ErrorKind::InvalidArgument);
         }
         self.in_range(src, dst, pairs)?;
         if from.placement == to.placement {
-            return Err(ErrorKind::Mismatch);
+            return Err(ErrorKind::InvalidArgument);
         }
         self.pairs(src, dst, pairs)
     }

@@ -185,10 +185,6 @@ impl Gated {
 }
 
 impl Device for Gated {
-    fn name(&self) -> &'static str {
-        "gated"
-    }
-
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         if self.no_memory.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::OutOfMemory, "the gated device has no memory, as told"));
