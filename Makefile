@@ -11,7 +11,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: build  ## the main job: replay a request trace (TRACE=file for your own, REPLAY="options")
-	$(BIN)/python -m llm_datadist replay $(TRACE) $(REPLAY)
+	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(REPLAY)
 
 test: build $(VENV)/.test-tools  ## every test, Rust and Python
 	cargo test --workspace --exclude llm-datadist-py
@@ -41,6 +41,11 @@ bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/perform
 	cargo bench -p llm-datadist-core
 	$(BIN)/python benches/python_overhead.py
 
+wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
+	rm -rf dist
+	$(BIN)/maturin build --release --quiet --locked --out dist
+	ls dist/llm_datadist-*-cp39-abi3-*.whl
+
 build: $(VENV)/.build-tools  ## build the extension (release) and install it into .venv
 	$(BIN)/maturin develop --release --quiet --locked
 
@@ -56,4 +61,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target $(VENV) python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast lint loom thorough bench build clean
+.PHONY: help demo test fast lint loom thorough bench wheel build clean

@@ -459,10 +459,31 @@ def test_huge_tensor_count_is_refused_without_reserving_for_it() -> None:
             except LLMException as error:
                 codes.append(error.status_code)
         dist.cache_manager.allocate_cache(CacheDesc(1, [1 << 20], DataType.DT_INT8))
-        good = {LLMStatusCode.LLM_OUT_OF_MEMORY, LLMStatusCode.LLM_PARAM_INVALID}
-        assert len(codes) == 3 and codes[0] == LLMStatusCode.LLM_OUT_OF_MEMORY and set(codes) <= good, codes
+        assert codes == [LLMStatusCode.LLM_PARAM_INVALID] * 3, codes
         dist.finalize()
         print("refused")
         """
     )
     assert out.splitlines()[-1] == "refused"
+
+
+@pytest.mark.parametrize("tensors", [2**24, 2**24 + 1, 300_000_000])
+def test_more_tensors_than_the_process_may_describe_do_not_end_it(tensors: int) -> None:
+    out = run_fresh(
+        f"""
+        import json, resource
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+        dist = LLMDataDist(LLMRole.MIX, 1)
+        cfg = json.dumps({{"memory_size": 4390000000000, "page_shift": 10}})
+        dist.init({{"llm.EnableCacheManager": "1", "llm.MemPoolConfig": cfg}})
+        resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+        try:
+            dist.cache_manager.allocate_cache(CacheDesc({tensors}, [1], DataType.DT_INT8))
+            print("made")
+        except LLMException as error:
+            assert error.status_code == LLMStatusCode.LLM_PARAM_INVALID, error
+            print("refused")
+        dist.finalize()
+        """
+    )
+    assert out.splitlines()[-1] == ("made" if tensors <= 2**24 else "refused")

@@ -26,6 +26,8 @@ PYTHON = ROOT / "python" / "llm_datadist"
 TABLE = ROOT / "docs" / "architecture.md"
 WORDS = ("error", "status", "id", "desc", "keys", "config")
 LONGEST = 600
+LONGEST_FUNCTION = 50
+LONGEST_METHOD = 15
 TOKEN = re.compile(
     r"//[^\n]*|/\*.*?\*/"
     r'|b?r(?P<hashes>#*)".*?"(?P=hashes)'
@@ -423,6 +425,94 @@ def test_no_file_grows_out_of_one_head() -> None:
     assert not long, f"production part over {LONGEST} lines: {long}"
 
 
+# What may be longer, and why.
+LONG_FUNCTIONS: dict[str, str] = {}
+LONG_METHODS: dict[str, str] = {}
+
+
+def functions(code: str) -> Iterator[tuple[str, int, int]]:
+    """(name, line, lines between its braces) of every Rust function with a body; `code` is blanked."""
+    for match in re.finditer(r"\bfn (\w+)", code):
+        depth, place = 0, match.end()
+        while place < len(code) and not (depth == 0 and code[place] in "{;"):
+            depth += (code[place] in "([") - (code[place] in ")]")
+            place += 1
+        if code[place : place + 1] != "{":
+            continue
+        end, depth = place, 0
+        while end < len(code):
+            depth += (code[end] == "{") - (code[end] == "}")
+            if depth == 0:
+                break
+            end += 1
+        yield match[1], code.count("\n", 0, match.start()) + 1, max(code.count("\n", place, end) - 1, 0)
+
+
+def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a Python function's body, its docstring left out."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def pymethods(code: str) -> str:
+    """The `#[pymethods]` blocks of a blanked file, and what is not one of them blanked."""
+    kept = ""
+    for match in re.finditer(r"#\[pymethods\]\s*impl[^{]*\{", code):
+        end = code.find("\n}\n", match.end())
+        kept += re.sub(r"[^\n]", " ", code[len(kept) : match.start()]) + code[match.start() : end]
+    return kept
+
+
+def test_functions_fit_on_a_screen() -> None:
+    found: dict[str, int] = {}
+    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+        for name, _, lines in functions(blank(production(path.read_text(encoding="utf-8")))):
+            found[f"{shown(path)}:{name}"] = lines
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found[f"{shown(path)}:{node.name}"] = statements(node)
+    assert len(found) > 100, "this guard looked at next to nothing"
+    long = {place: lines for place, lines in found.items() if lines > LONGEST_FUNCTION}
+    assert set(long) == set(LONG_FUNCTIONS), f"over {LONGEST_FUNCTION} lines: {long}"
+
+
+def test_methods_of_the_binding_convert_enter_and_call() -> None:
+    found: dict[str, int] = {}
+    for path in rust_files(BINDING):
+        for name, _, lines in functions(pymethods(blank(path.read_text(encoding="utf-8")))):
+            found[f"{shown(path)}:{name}"] = lines
+    assert len(found) > 15, "this guard looked at next to nothing"
+    long = {place: lines for place, lines in found.items() if lines > LONGEST_METHOD}
+    assert set(long) == set(LONG_METHODS), f"over {LONGEST_METHOD} lines: {long}"
+
+
+EMPTY_NAMES = ("manager", "util", "utils", "common", "helper", "helpers", "inner")
+# Paths and classes that existing clients import under these names.
+GIVEN_NAMES = {"utils", "cache_manager", "CacheManager"}
+
+
+def test_names_say_what_things_are() -> None:
+    """No module and no type is called after nothing."""
+    names: list[tuple[str, str]] = []
+    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+        code = blank(path.read_text(encoding="utf-8"))
+        names.append((shown(path), path.stem))
+        names += [(shown(path), name) for name in re.findall(r"\b(?:struct|enum|trait|type|mod|union) (\w+)", code)]
+    for path in python_files():
+        names += [(shown(path), part) for part in path.relative_to(PYTHON).with_suffix("").parts]
+        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names += [(shown(path), node.name) for node in tree if isinstance(node, ast.ClassDef)]
+    assert len(names) > 100, "this guard looked at next to nothing"
+    empty = [(path, name) for path, name in names if name not in GIVEN_NAMES and set(words(name)) & set(EMPTY_NAMES)]
+    assert not empty, empty
+
+
+def words(name: str) -> list[str]:
+    """`CacheManager` and `cache_manager` are both two words."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
+
+
 # -- the guards themselves -----------------------------------------------------------------------------------------
 
 
@@ -455,6 +545,13 @@ def test_the_readers_understand_what_they_read() -> None:
         "#[pyclass(module = 1, frozen)]",
         "#[pyclass]",
     ]
+    assert list(functions("fn a<T>(x: [u8; 2]) -> T\n{\n f();\n {}\n}\ntrait B { fn c(); }")) == [("a", 1, 2)]
+    assert pymethods("fn a() {}\n#[pymethods]\nimpl B {\n fn c() {}\n}\nfn d() {}\n").split() == [
+        "#[pymethods]",
+        *("impl", "B", "{", "fn", "c()", "{}"),
+    ]
+    assert words("LLMDataDist") == ["llm", "data", "dist"]
+    assert words("_cache_manager2") == ["cache", "manager2"]
     assert production("fn a() {}\n#[cfg(test)]\nmod tests {\n}\n") == "fn a() {}\n"
     found = list(imports(ast.parse("import os\ndef f():\n    import numpy\n")))
     assert found == [("os", True, 1), ("numpy", False, 3)]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import PAGE, options, pool
-from llm_datadist import CacheDesc, CacheKey, DataType, Placement
-from memory import GONE, INT64_MAX, LE, UINT64_MAX, contents, desc, fill, refused, same
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
+from memory import GONE, INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
 
 @pytest.mark.parametrize("to", list(Placement))
@@ -292,3 +292,82 @@ def test_a_bad_last_block_means_nothing_was_copied(manager: Any, bad: int) -> No
     ):
         with refused(manager, LE, [cache, neighbour]):
             manager.copy_blocks(cache, mapping)
+
+
+class Tensor:
+    """What torch's tensors have in common with arrays: a `dtype` without a `kind`, and `__array__`."""
+
+    dtype = object()
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self._array, dtype=dtype)
+
+
+class Interface:
+    """Memory that only describes itself."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+@pytest.mark.parametrize("kind", [Tensor, Interface])
+def test_pairs_in_the_arrays_of_others(manager: Any, kind: type) -> None:
+    cache = manager.allocate_blocks_cache(desc(8, 100, 3))
+    pairs = [(0, 1), (1, 2), (5, 0)]
+    expected = twin(fill(cache, 1), pairs)
+    manager.copy_blocks(cache, kind(np.array(pairs, dtype=np.int32)))
+    assert same(contents(cache), expected)
+    manager.copy_blocks(cache, kind(np.zeros((0, 2), dtype=np.int64)))
+    for bad in (np.ones((2, 2)), np.ones((2, 2), dtype=bool), np.ones((2, 3), dtype=int), np.ones(2, dtype=int)):
+        with refused(manager, TE, [cache]):
+            manager.copy_blocks(cache, kind(bad))
+
+
+class Lying:
+    """Looks like an array to a careless reader, and is none."""
+
+    class dtype:  # noqa: N801
+        """With the kind of one."""
+
+        kind = "i"
+
+    shape = (5, 2)
+
+    def astype(self, *_: object) -> Lying:
+        return self
+
+    def tobytes(self) -> bytes:
+        return bytes(32)
+
+
+@pytest.mark.parametrize(
+    "bad", [Lying(), [(0, 1)], ((0, 1),), "ab", 5, object(), memoryview(b"ab"), np.int64(3)], ids=repr
+)
+def test_what_is_no_array_of_pairs(manager: Any, bad: Any) -> None:
+    cache = manager.allocate_blocks_cache(desc(8, 100, 3))
+    with pytest.raises(TypeError, match="only support"):
+        manager.copy_blocks(cache, bad)
+
+
+@pytest.mark.parametrize("wrapped", [2**63, 2**64 - 1])
+@pytest.mark.parametrize("column", [0, 1])
+def test_an_unsigned_pair_is_never_wrapped(manager: Any, wrapped: int, column: int) -> None:
+    cache = manager.allocate_blocks_cache(desc(8, 100, 3))
+    pairs = np.array([[0, 1], [2, 3]], dtype=np.uint64)
+    pairs[1, column] = wrapped
+    with pytest.raises(LLMException, match=str(wrapped)):
+        manager.copy_blocks(cache, pairs)
+
+
+def test_another_dimension_of_slots_is_looked_at_after_the_kinds(manager: Any) -> None:
+    turned = manager.allocate_cache(CacheDesc(1, [4, 4], DataType.DT_INT8, batch_dim_index=1))
+    blocks = manager.allocate_blocks_cache(CacheDesc(1, [4, 4], DataType.DT_INT8))
+    with pytest.raises(LLMException, match=r"^dst "):
+        manager.copy_cache(blocks, turned)
+    with pytest.raises(LLMException, match="batch_dim_index"):
+        manager.copy_cache(turned, turned)

@@ -272,6 +272,8 @@ def test_star_import_brings_every_public_name() -> None:
     names: dict[str, object] = {}
     exec("from llm_datadist import *", names)  # noqa: S102  (a star import needs a module of its own)
     assert set(llm_datadist.__all__) <= set(names)
+    assert not [name for name in llm_datadist.__all__ if name.startswith("_")], "it would replace the client's own"
+    assert llm_datadist.__version__
 
 
 def test_importing_sets_one_variable_and_only_when_unset() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
@@ -168,7 +169,11 @@ def test_options_are_copied(start: Callable[..., Any]) -> None:
         ({**options(), "llm.listenIpInfo": 5}, TE),
         ({**options(), "llm.listenIpInfo": "127.0.0.1"}, LE),
         ({**options(), "llm.listenIpInfo": "127.0.0.1:1:2"}, LE),
-        ({**options(), "llm.listenIpInfo": "127.0.0.1:port"}, VE),
+        *[
+            ({**options(), "llm.listenIpInfo": f"127.0.0.1:{port}"}, VE)
+            for port in ("port", "", " 1", "1 ", "+1", "-1", "1_0", "1.0", "\u0661", "65536", "9" * 5000)
+        ],
+        *[({**options(), "llm.listenIpInfo": bad}, LE) for bad in ("", ":1", "[]:1", "[::1:1", "::1:1")],
         ({**options(), "llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}, LE),
         ({"llm.TransferBackend": "hixl"}, LE),
         ({**options(), "llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "0"}, LE),
@@ -581,3 +586,124 @@ def test_a_child_forked_before_init_may_have_its_own_engine() -> None:
         """
     )
     assert out.strip() == "both"
+
+
+def test_a_signal_handler_may_finalize_at_any_moment() -> None:
+    out = run_fresh(
+        """
+        import faulthandler, random, signal, time
+        from llm_datadist import LLMDataDist, LLMException, LLMRole
+        faulthandler.dump_traceback_later(30, exit=True)
+        dist, count = LLMDataDist(LLMRole.PROMPT, 1), 0
+
+        def handler(*_):
+            global count
+            count += 1
+            dist.finalize()
+
+        signal.signal(signal.SIGALRM, handler)
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 5e-4))
+            try:
+                dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+                dist.cache_manager
+            except RuntimeError:
+                pass
+            dist.finalize()
+            assert LLMDataDist.llm_engine_instance is None
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert count > 100, count
+        print("alive")
+        """,
+        ASCEND_GLOBAL_LOG_LEVEL="3",
+    )
+    assert out.splitlines()[-1] == "alive"
+
+
+def test_a_handler_inside_the_locked_part_of_finalize_does_not_wait_for_itself(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist = start()
+    nested = threading.Thread(target=dist.finalize)
+
+    class Interrupted(type(dist.cache_manager)):  # type: ignore[misc]
+        """A manager whose expiry is where the signal arrives."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "_initialized" and value is False:
+                assert acquired(LLMDataDist._life), "a handler in this thread would wait for ever"
+                dist.finalize()
+            super().__setattr__(name, value)
+
+    def acquired(lock: Any) -> bool:
+        if not lock.acquire(timeout=1):
+            return False
+        lock.release()
+        return True
+
+    dist.cache_manager.__class__ = Interrupted
+    native = dist._llm_datadist
+    closed = []
+
+    class Native:
+        """Whether the lock is free for others while the pools are unmapped."""
+
+        def close(self) -> None:
+            nested.start()
+            nested.join(5)
+            closed.append(not nested.is_alive())
+            native.close()
+
+    monkeypatch.setattr(dist, "_llm_datadist", Native())
+    dist.finalize()
+    assert closed == [True]
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_concurrent_init_of_one_object_is_one_init(start: Callable[..., Any]) -> None:
+    dist = start()
+    for _ in range(100):
+        dist.finalize()
+        barrier = threading.Barrier(4)
+        errors: list[BaseException] = []
+
+        def work(barrier: threading.Barrier = barrier, errors: list[BaseException] = errors) -> None:
+            barrier.wait()
+            try:
+                dist.init(options())
+            except LLMException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert dist._is_initialized
+
+
+def test_a_package_imported_again_works_with_its_own_classes() -> None:
+    out = run_fresh(
+        """
+        import sys
+        import llm_datadist as first
+        for name in [name for name in sys.modules if name.split(".")[0] == "llm_datadist"]:
+            del sys.modules[name]
+        import llm_datadist as second
+        assert second.LLMException is not first.LLMException
+        dist = second.LLMDataDist(second.LLMRole.MIX, 1)
+        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+        made_of = second.CacheDesc(1, [4, 100], second.DataType.DT_INT8)
+        cache = dist.cache_manager.allocate_cache(made_of, [second.CacheKey(1, 1)])
+        dist.cache_manager.copy_cache(cache, cache, 1, 0)
+        try:
+            dist.cache_manager.copy_cache(cache, cache, 9, 0)
+        except second.LLMException as error:
+            assert error.status_code is second.LLMStatusCode.LLM_PARAM_INVALID
+            print("its own")
+        dist.finalize()
+        """
+    )
+    assert out.splitlines()[-1] == "its own"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import LLMException
+from llm_datadist import CacheKey, LLMException
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -225,3 +225,50 @@ def test_logger_is_made_once_by_many_threads() -> None:
         """
     )
     assert out.strip() == "1"
+
+
+class Unspeakable(list):
+    """A list that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+    __iter__ = __repr__  # type: ignore[assignment]
+
+
+def test_a_value_that_cannot_be_shown_breaks_no_call(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = manager.allocate_blocks_cache(desc())
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        manager.copy_blocks(blocks, {0: Unspeakable([1])})
+        for bad in (10**5000, {0: [10**5000]}):
+            with pytest.raises((LLMException, TypeError)):
+                manager.copy_blocks(blocks, bad)
+    texts = [record.getMessage() for record in caplog.records]
+    assert "[copy_blocks] success" in texts
+    assert all(len(text) < 500 for text in texts)
+
+
+def test_long_arguments_are_one_short_text(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = manager.allocate_blocks_cache(desc())
+    long: list[Any] = [
+        {key: [1] for key in range(100_000)},
+        {0: list(range(100_000))},
+        [[[[0] * 100_000]]],
+        "x" * 10**6,
+        10**4000,
+    ]
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        for value in long:
+            with pytest.raises((LLMException, TypeError)):
+                manager.copy_blocks(blocks, value)
+    starts = [record.getMessage() for record in caplog.records if "start" in record.getMessage()]
+    assert len(starts) == len(long)
+    assert all(len(text) < 1000 for text in starts)
+    assert "100000 in all" in starts[0]
+
+
+def test_descriptors_and_keys_are_shown_in_their_own_words(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made_of, key = desc(), CacheKey(1, 2)
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        manager.allocate_cache(made_of, [key])
+    assert f"cache_desc = {made_of}, cache_keys = [{key}]" in caplog.records[0].getMessage()

@@ -386,7 +386,7 @@ def test_finalize_during_copies_crashes_nothing(start: Callable[..., Any]) -> No
     assert same(user.snapshot(), given)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="needs many seconds to show anything; set LLM_DATADIST_THOROUGH=1")
+@pytest.mark.skipif(not THOROUGH, reason="the Rust tests show it in a moment; set LLM_DATADIST_THOROUGH=1")
 def test_a_writer_is_not_starved_by_readers(start: Callable[..., Any]) -> None:
     manager = start(options(pool(160 << 20), None, llm__CopyWorkers="1")).cache_manager
     size = 8 << 20

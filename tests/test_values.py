@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import socket
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -20,6 +22,7 @@ from llm_datadist import (
     MemInfo,
     Memtype,
     Placement,
+    _core,
 )
 from llm_datadist.configs import trans_str_ip
 from llm_datadist.utils import utils
@@ -390,11 +393,11 @@ def test_text_addresses_follow_inet_aton(text: str) -> None:
     assert trans_str_ip(text) == int.from_bytes(socket.inet_aton(text), "little")
 
 
-@pytest.mark.parametrize("text", ["256.1.1.1", "no address", "", "1.2.3.4.5", "::1"])
+@pytest.mark.parametrize("text", ["256.1.1.1", "no address", "", "1.2.3.4.5", "::1", "1.2.3.4\0", "\ud800"])
 def test_text_that_is_no_address(text: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         trans_str_ip(text)
-    assert text in str(caught.value)
+    assert repr(text) in str(caught.value)
     info = LLMClusterInfo()
     with pytest.raises(RuntimeError):
         info.append_local_ip_info(text, 1)
@@ -573,3 +576,49 @@ def test_check_positive_or_set_default() -> None:
     for bad in (-1, -(2**63), 2**63, 2**64, -(2**64)):
         with pytest.raises(ValueError, match="the_arg"):
             check("the_arg", bad)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        CacheDesc(2, [8, 1024], DataType.DT_FLOAT16, Placement.HOST, 1, 0, "ND"),
+        CacheDesc(1, (4,), None),
+        CacheKey(1, 2, 3, 4),
+        BlocksCacheKey(1, 7),
+        BlocksCacheKey(prompt_cluster_id=3),
+        CacheKeyByIdAndIndex(1, 2, 3),
+    ],
+    ids=repr,
+)
+def test_descriptors_and_keys_can_be_copied_and_pickled(value: Any) -> None:
+    for other in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):  # noqa: S301  (our own)
+        assert type(other) is type(value)
+        assert repr(other) == repr(value)
+        assert vars(other) == vars(value)
+
+
+class Shy(int):
+    """An integer without a text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+    __repr__ = __str__
+
+
+def test_texts_of_errors_are_short_and_quiet(capfd: Any) -> None:
+    class Long(int):
+        """An integer with a long text."""
+
+        def __str__(self) -> str:
+            return "9" * 10**6
+
+    for value in (10**5000, -(10**5000), Shy(2**64), Long(2**64)):
+        for check in (_core.check_uint64, _core.check_int32, _core.check_uint8):
+            with pytest.raises(ValueError, match=r"^name = .* is outside ") as caught:
+                check("name", value)
+            assert len(str(caught.value)) < 300
+        with pytest.raises(LLMException) as refused:
+            _core.check_link_total_time(value)
+        assert len(str(refused.value)) < 300
+    assert capfd.readouterr().err == ""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import threading
+import time
 from typing import Any, Callable
 
 import numpy as np
 import pytest
 
 from conftest import PAGE, POOL, options, pool
-from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
-from memory import GONE, OOM, at, desc, fill, pool_facts, raising, tensors, used
+from llm_datadist import Cache, CacheDesc, CacheKey, DataType, LLMException, Placement
+from memory import GONE, LE, OOM, UserTensors, at, desc, fill, pool_facts, raising, tensors, used
 
 NUMPY = {
     DataType.DT_FLOAT: "float32",
@@ -204,3 +208,101 @@ def test_a_view_cannot_be_made_by_hand(manager: Any) -> None:
     assert kind.__name__ == "TensorView"
     with pytest.raises(TypeError):
         kind()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("protection", [None, 0, 1], ids=["unmapped", "unreadable", "read only"])
+def test_memory_of_the_caller_that_is_not_there_has_no_view(manager: Any, protection: int | None, blocks: bool) -> None:
+    address = PAGE
+    if protection is not None:
+        libc = ctypes.CDLL(None)
+        mapped = mmap.mmap(-1, PAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mprotect(ctypes.c_void_p(address), PAGE, protection) == 0
+    register = manager.register_blocks_cache if blocks else manager.register_cache
+    cache = register(desc(1, PAGE, 1), [address])
+    with raising(LE):
+        manager.tensor_views(cache)
+    cpu = Cache.create_cpu_cache(desc(1, PAGE, 1, Placement.HOST), [address])
+    with raising(LE):
+        manager.tensor_views(cpu)
+
+
+def test_views_of_the_callers_memory(manager: Any) -> None:
+    user = UserTensors()
+    for cache in (user.cpu_cache(), manager.register_cache(user.describe(), user.addrs)):
+        for view, array in zip(manager.tensor_views(cache), user.arrays):
+            assert np.array_equal(view.numpy().view(np.uint8), array)
+            assert view.numpy().ctypes.data == array.ctypes.data
+
+
+def test_the_shape_is_a_tuple(manager: Any) -> None:
+    view = manager.tensor_views(manager.allocate_cache(desc(4, 100, 1)))[0]
+    assert view.shape == (4, 100)
+    assert type(view.shape) is tuple
+
+
+@pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (-1, 0), (2**40, -(2**40))])
+def test_any_version_may_be_asked_for(manager: Any, version: tuple[int, int] | None) -> None:
+    view = manager.tensor_views(manager.allocate_cache(desc()))[0]
+    capsule = view.__dlpack__(max_version=version)
+    wanted = "dltensor_versioned" if version is not None and version[0] >= 1 else "dltensor"
+    assert f'"{wanted}"' in repr(capsule)
+
+
+@pytest.mark.parametrize("through", ["view", "numpy", "dlpack", "capsule"])
+def test_the_last_view_unmaps_its_pool_without_stopping_other_threads(start: Callable[..., Any], through: str) -> None:
+    size = 512 << 20
+    dist = start(options(pool(size), None))
+    held = hold(dist.cache_manager.tensor_views(dist.cache_manager.allocate_cache(desc(1, size, 1)))[0], through)
+    at(address_of(held), size)[::PAGE] = 1
+    dist.finalize()
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=tick)
+    watcher.start()
+    time.sleep(0.02)
+    begin = time.perf_counter()
+    del held
+    end = time.perf_counter()
+    stop.set()
+    watcher.join()
+    during = [begin, *(moment for moment in ticks if begin < moment < end), end]
+    longest = max(after - before for before, after in zip(during, during[1:]))
+    assert longest < max(0.02, (end - begin) * 0.8), f"{longest} of {end - begin} seconds without the interpreter"
+
+
+def test_the_deleter_of_a_capsule_may_run_without_the_interpreter(manager: Any) -> None:
+    cache = manager.allocate_cache(desc(4, PAGE, 1))
+    capsule = manager.tensor_views(cache)[0].__dlpack__()
+    manager.deallocate_cache(cache)
+    assert used(manager)["device"] == 4 * PAGE
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    managed = pointer(capsule, b"dltensor")
+    rename = ctypes.pythonapi.PyCapsule_SetName
+    rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    taken = ctypes.create_string_buffer(b"used_dltensor")
+    assert rename(capsule, ctypes.cast(taken, ctypes.c_char_p)) == 0
+    # DLManagedTensor: the tensor's 48 bytes, a context, the deleter. ctypes calls it with the interpreter released.
+    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_uint64.from_address(managed + 56).value)
+    deleter(managed)
+    assert used(manager)["device"] == 0
+    del capsule
+
+
+def address_of(held: Any) -> int:
+    """First address of what `hold` returned."""
+    if isinstance(held, np.ndarray):
+        return int(held.ctypes.data)
+    if hasattr(held, "address"):
+        return int(held.address)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(ctypes.cast(pointer(held, b"dltensor"), ctypes.POINTER(ctypes.c_uint64))[0])

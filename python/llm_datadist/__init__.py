@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from llm_datadist._core import __version__
+from llm_datadist._core import __version__ as __version__
 from llm_datadist._core import register_types as _register_types
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
@@ -67,7 +67,6 @@ __all__ = [
     "Placement",
     "RegisterMemStatus",
     "Status",
-    "__version__",
 ]
 
 # Programs of the original read this variable after importing the package (python-api.md §1.1).

@@ -20,6 +20,8 @@ __all__ = [
     "LooseCache",
     "TensorView",
     "__version__",
+    "check_copy_kernel",
+    "check_copy_workers",
     "check_device_id",
     "check_dict",
     "check_dimensions",
@@ -34,6 +36,7 @@ __all__ = [
     "check_list_uint64",
     "check_mem_utilization",
     "check_positive_or_set_default",
+    "check_swap_in_path",
     "check_sync_kv_timeout",
     "check_uint8",
     "check_uint16",
@@ -55,7 +58,7 @@ DATA_TYPES: dict[str, int]
 """Name → number of every element type (python-api.md §3.2)."""
 
 def register_types(**classes: object) -> None:
-    """Take over the front's classes and check that their numbers are the engine's. Called once, at import."""
+    """Take over the front's classes and check that their numbers are the engine's. The latest import wins."""
 
 @final
 class DataDist:
@@ -157,13 +160,16 @@ class LooseCache:
 
 @final
 class TensorView:
-    """One tensor of a cache without a copy. Its memory stays as long as the view, or any array made from it, lives.
+    """One tensor of a cache without a copy.
+
+    Memory of a pool stays as long as the view, or any array made from it, lives. Memory of a registered or CPU cache is
+    the caller's, and no view keeps it alive.
 
     For ``numpy.asarray``, ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like; C-contiguous and writable.
     """
 
     @property
-    def shape(self) -> list[int]:
+    def shape(self) -> tuple[int, ...]:
         """Dimensions, outermost first."""
 
     @property
@@ -272,6 +278,15 @@ def check_link_total_time(arg_value: int) -> None:
 
 def check_link_retry_count(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 100."""
+
+def check_copy_workers(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 256."""
+
+def check_swap_in_path(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``direct`` or ``ring``."""
+
+def check_copy_kernel(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``plain`` or ``streaming``."""
 
 def check_mem_utilization(arg_value: float) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 0.0 to 1.0."""

@@ -254,9 +254,9 @@ class CacheManager:
                 ``(source, destination)``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a continuous cache or an index outside the blocks, and, as a
-                ``ValueError`` too, unlike block sizes, numbers of tensors, or placements that are not one ``HOST`` and
-                one ``DEVICE``; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
+            LLMException: ``LLM_PARAM_INVALID``, as a ``ValueError`` too: a continuous cache, an index outside the
+                blocks, unlike block sizes or numbers of tensors, or placements that are not one ``HOST`` and one
+                ``DEVICE``; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
         """
         self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
 
@@ -265,12 +265,15 @@ class CacheManager:
         """Return a view of every tensor without a copy, for numpy (``view.numpy()``) and ``from_dlpack``.
 
         Memory of a pool stays as long as a view, or an array made from one, lives, even when the cache is deallocated.
+        Memory of a registered or CPU cache is the caller's: no view keeps it alive, and one that is used after the
+        caller unmapped it ends the process.
 
         Args:
             cache: a cache of this engine, or a CPU cache.
 
         Raises:
-            LLMException: ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_FEATURE_NOT_ENABLED``, memory the CPU cannot address.
+            LLMException: ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_PARAM_INVALID``, memory of the caller's that is not mapped
+                readable and writable; ``LLM_FEATURE_NOT_ENABLED``, memory the CPU cannot address.
         """
         return self._engine.tensor_views(cache)
 

@@ -9,7 +9,7 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
 
-from llm_datadist import _core
+from llm_datadist import _core, log
 from llm_datadist.status import NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def trans_str_ip(ip: Union[str, int]) -> int:
         return ip
     try:
         return int.from_bytes(socket.inet_aton(ip), "little")
-    except OSError as error:
-        raise RuntimeError(f"ip = {ip!r} is not an IPv4 address") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL, or what no encoding holds
+        raise RuntimeError(f"ip = {log.shown(ip)} is not an IPv4 address") from error
 
 
 class LLMClusterInfo:
@@ -209,7 +209,8 @@ class _SyncTimeout(_Option[Union[int, str, None]]):
     def check(self, value: Any) -> None:
         if isinstance(value, str):
             digits = value.isascii() and value.isdigit()
-            raise_if_false(digits, "sync_kv_timeout = {!r} is not allowed: decimal digits, in milliseconds", value)
+            text = log.shown(value)
+            raise_if_false(digits, "sync_kv_timeout = {} is not allowed: decimal digits, in milliseconds", text)
             value = int(value)
         _core.check_sync_kv_timeout(value)
 
@@ -228,10 +229,32 @@ class _ClusterInfo(_Option[str]):
     def __set__(self, config: LlmConfig, value: Optional[str]) -> None:
         _core.check_isinstance(self._name, value, str, allow_none=False)
         description = json.loads(value or "")
-        for info in description.get("listen_ip_info", ()) if isinstance(description, dict) else ():
+        _core.check_isinstance("cluster_info", description, dict, allow_none=False)
+        addresses = description.get("listen_ip_info", [])
+        _core.check_isinstance("cluster_info listen_ip_info", addresses, list, dict, allow_none=False)
+        for info in addresses:
             if "ip" in info:
+                _core.check_isinstance("cluster_info listen_ip_info ip", info["ip"], [str, int], allow_none=False)
                 info["ip"] = trans_str_ip(info["ip"])
         super().__set__(config, json.dumps(description))
+
+
+class _CopyWorkers(_Option[Optional[int]]):
+    def check(self, value: Any) -> None:
+        if value is not None:
+            _core.check_copy_workers(value)
+
+
+class _SwapInPath(_Option[Optional[str]]):
+    def check(self, value: Any) -> None:
+        if value is not None:
+            _core.check_swap_in_path(value)
+
+
+class _CopyKernel(_Option[Optional[str]]):
+    def check(self, value: Any) -> None:
+        if value is not None:
+            _core.check_copy_kernel(value)
 
 
 class _MemUtilization(_Option[float]):
@@ -298,13 +321,13 @@ class LlmConfig:
     )
     transfer_backend = _Option("llm.TransferBackend", str, "", 'Name of a backend: ``"hixl"``.', empty=True)
     global_resource_config = _Option("llm.GlobalResourceConfig", str, "", "Handed through to the backend.", empty=True)
-    copy_workers = _Option[Optional[int]](
+    copy_workers = _CopyWorkers(
         "llm.CopyWorkers", int, None, "Threads that copy, 1 to 256, the calling one among them (own option)."
     )
-    swap_in_path = _Option[Optional[str]](
+    swap_in_path = _SwapInPath(
         "llm.SwapInPath", str, None, 'How swap-ins travel: ``"auto"``, ``"direct"`` or ``"ring"`` (own option).'
     )
-    copy_kernel = _Option[Optional[str]](
+    copy_kernel = _CopyKernel(
         "llm.CopyKernel", str, None, 'Which copy runs: ``"auto"``, ``"plain"`` or ``"streaming"`` (own option).'
     )
     cluster_info = _ClusterInfo("llm.ClusterInfo", str, "", "Description of the cluster as JSON.", none=False)

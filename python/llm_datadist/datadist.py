@@ -38,8 +38,9 @@ class LLMDataDist:
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
     """The initialised instance."""
 
-    # Held across init and finalize, so that two threads cannot both become the instance.
-    _life: ClassVar[threading.Lock] = threading.Lock()
+    # Held while an engine is opened and while one is taken out of use, so that two threads cannot both become the
+    # instance. Re-entrant: a signal handler may call finalize in the middle of either.
+    _life: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
         _core.check_isinstance("role", role, LLMRole)
@@ -74,6 +75,8 @@ class LLMDataDist:
         if self._is_initialized:
             return
         with LLMDataDist._life:
+            if self._is_initialized:
+                return  # by another thread, meanwhile
             raise_if_false(
                 LLMDataDist.llm_engine_instance is None,
                 "another LLMDataDist is initialized in this process",
@@ -121,13 +124,15 @@ class LLMDataDist:
             if not self._is_initialized:
                 return
             self._is_initialized = False
-            LLMDataDist.llm_engine_instance = None
             manager, self._cache_manager = self._cache_manager, None
             native, self._llm_datadist = self._llm_datadist, None
             if manager is not None:
                 manager._initialized = False  # noqa: SLF001  (an expired manager never reaches a later engine)
-            if native is not None:
-                native.close()
+            LLMDataDist.llm_engine_instance = (
+                None  # last: only now may another be initialised, also by a signal handler
+            )
+        if native is not None:
+            native.close()  # outside of the lock: it unmaps the pools
 
     @property
     def cache_manager(self) -> CacheManager:
@@ -166,17 +171,21 @@ def _check_graph_memory(size: object) -> None:
     """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits, without effect here."""
     _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
     if isinstance(size, str):
-        raise_if_false("," not in size, "ge.flowGraphMemMaxSize = {!r} is not allowed: one entry", size)
+        text = log.shown(size)
+        raise_if_false("," not in size, "ge.flowGraphMemMaxSize = {} is not allowed: one entry", text)
         digits = size.isascii() and size.isdigit()
-        raise_if_false(digits, "ge.flowGraphMemMaxSize = {!r} is not allowed: decimal digits", size)
+        raise_if_false(digits, "ge.flowGraphMemMaxSize = {} is not allowed: decimal digits", text)
 
 
 def _listen_address(info: str) -> tuple[str, str]:
     """Split ``ip:port`` or ``[ipv6]:port``."""
     _core.check_isinstance(_LISTEN, info, str, allow_none=False)
     ip, colon, port = info.rpartition(":")
-    bracketed = ip.startswith("[") and ip.endswith("]")
-    raise_if_false(colon and (bracketed or ":" not in ip), "{} = {!r} is not allowed: ip:port", _LISTEN, info)
+    plain = bool(ip) and not set(ip) & set(":[]")
+    bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
+    raise_if_false(colon and (plain or bracketed), "{} = {} is not allowed: ip:port", _LISTEN, log.shown(info))
+    if not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{_LISTEN} = {log.shown(info)}: the port is not decimal digits")
     _core.check_uint16("listen port", int(port))
     return ip, port
 

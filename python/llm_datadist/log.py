@@ -14,12 +14,14 @@ import os
 import sys
 import threading
 import traceback
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "warn"]
+__all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
 LOG_FORMAT = (
     "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
@@ -32,7 +34,7 @@ _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": log
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 _logger: Optional[logging.Logger] = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def get_logger() -> logging.Logger:
@@ -94,6 +96,39 @@ def error(message: str, *args: object) -> None:
     get_logger().error(message, *args)
 
 
+_MOST_ITEMS = 8
+_DEEPEST = 3
+_LONGEST = 500
+_WIDEST_BITS = 512
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for a message, cut where it is long; never raises."""
+    try:
+        text = _brief(value, _DEEPEST)
+    except Exception:  # noqa: BLE001  (the value's own code, which must not break the call that is logged)
+        return f"<{type(value).__name__} without a text>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _brief(value: object, depth: int) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{_brief(key, 0)}: {_brief(item, depth - 1)}" for key, item in dict.items(value))
+        return f"{{{_first(pairs, len(value), depth)}}}"
+    if isinstance(value, (list, tuple)):
+        text = _first((_brief(item, depth - 1) for item in value), len(value), depth)
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
+    if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
+        return f"<{type(value).__name__} of {value.bit_length()} bits>"
+    return repr(value[: _LONGEST + 1] if isinstance(value, (str, bytes)) else value)
+
+
+def _first(texts: Iterator[str], count: int, depth: int) -> str:
+    kept = list(islice(texts, _MOST_ITEMS)) if depth > 0 else []
+    rest = [] if len(kept) == count else [f"... {count} in all"]
+    return ", ".join(kept + rest)
+
+
 def logged(method: _Call) -> _Call:
     """Log ``[method] start`` with every argument, and ``[method] success``, at INFO; off, it costs one look-up.
 
@@ -106,18 +141,16 @@ def logged(method: _Call) -> _Call:
         if not (_logger or _make_logger()).isEnabledFor(logging.INFO):
             return method(self, *args, **kwargs)
         given = _arguments(method, self, args, kwargs)
-        info("[%s] start%s", name, "".join(f", {argument} = {value}" for argument, value in given.items()))
+        info("[%s] start%s", name, "".join(f", {argument} = {shown(value)}" for argument, value in given.items()))
         result = method(self, *args, **kwargs)
         request = given.get("req_id")
-        info("[%s] success%s", name, "" if request is None else f", req_id = {request}")
+        info("[%s] success%s", name, "" if request is None else f", req_id = {shown(request)}")
         return result
 
     return cast("_Call", call)
 
 
-def _arguments(
-    method: _Call, self: object, args: tuple[object, ...], kwargs: dict[str, object]
-) -> dict[str, object]:
+def _arguments(method: _Call, self: object, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     try:
         bound = inspect.signature(method).bind(self, *args, **kwargs)
     except TypeError:

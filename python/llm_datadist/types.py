@@ -1,7 +1,7 @@
 """The value classes of the API: descriptors, keys, cache handles and their enumerations (python-api.md §3.3, §4).
 
-Plain objects that can be copied and pickled. They are checked when made, by the native module; not for: operations on
-caches (``cache_manager``) or options (``configs``).
+Plain objects, checked when made by the native module; descriptors and keys can be copied and pickled, a cache handle
+belongs to its process. Not for: operations on caches (``cache_manager``) or options (``configs``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheKind, DataType, End, Error, ErrorKind, Result};
+use llm_datadist_core::{Access, Cache, CacheKind, DataType, End, Error, ErrorKind, Result};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -38,7 +38,8 @@ impl LooseCache {
     }
 }
 
-/// One tensor of a cache, without a copy. The memory stays as long as the view, or any array made from it, lives.
+/// One tensor of a cache, without a copy. Memory of a pool stays as long as the view, or any array made from it, lives;
+/// that of a registered or CPU cache is the caller's to keep.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TensorView {
     cache: Held<Cache>,
@@ -46,8 +47,10 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// A view of every tensor of `cache`.
+    /// A view of every tensor of `cache`, once the kernel says that they are mapped.
     pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
+        cache.tensors().check_mapped(Access::Read)?;
+        cache.tensors().check_mapped(Access::Write)?;
         if !cache.tensors().host_addressable() {
             let text = "the tensors are in memory that the CPU cannot address";
             return Err(Error::new(ErrorKind::NotEnabled, text));
@@ -65,8 +68,8 @@ impl TensorView {
 #[pymethods]
 impl TensorView {
     #[getter]
-    fn shape(&self, py: Python<'_>) -> PyResult<Vec<i64>> {
-        Ok(self.cache(py)?.shape().to_vec())
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.cache(py)?.shape())
     }
 
     #[getter]
@@ -99,7 +102,7 @@ impl TensorView {
         &self,
         py: Python<'py>,
         stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
+        max_version: Option<(i64, i64)>,
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {

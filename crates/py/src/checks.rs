@@ -5,7 +5,7 @@
 use llm_datadist_core::{Result, check};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyType};
+use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 
 use crate::convert::{self, inner_only_support, int, only_support};
 use crate::error::raise;
@@ -92,7 +92,9 @@ pub(crate) fn check_dict(
     }
     let dict = arg_value.cast::<PyDict>().map_err(|_| only_support(arg_name, "['dict']", arg_value))?;
     let (keys, values) = (classes(k_class)?, classes(v_class)?);
-    for (key, value) in dict.iter() {
+    // A snapshot: the classes of what is inside may run Python code that changes the dict.
+    for item in dict.items() {
+        let (key, value): (Any<'_>, Any<'_>) = item.extract()?;
         if !belongs(&key, &keys)? {
             return Err(only_support(format_args!("{arg_name} dict key"), names(&keys)?, &key));
         }
@@ -215,6 +217,24 @@ pub(crate) fn check_link_total_time(arg_value: &Any<'_>) -> PyResult<()> {
 #[pyfunction]
 pub(crate) fn check_link_retry_count(arg_value: &Any<'_>) -> PyResult<()> {
     checked(arg_value.py(), check::link_retry_count(convert::any_int("link_retry_count", arg_value)?))
+}
+
+/// Threads: 1 to 256.
+#[pyfunction]
+pub(crate) fn check_copy_workers(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::copy_workers(convert::any_int("copy_workers", arg_value)?))
+}
+
+/// `auto`, `direct` or `ring`.
+#[pyfunction]
+pub(crate) fn check_swap_in_path(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    checked(arg_value.py(), check::swap_in_path(&arg_value.to_string_lossy()).map(drop))
+}
+
+/// `auto`, `plain` or `streaming`.
+#[pyfunction]
+pub(crate) fn check_copy_kernel(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    checked(arg_value.py(), check::copy_kernel(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// A share: 0.0 to 1.0.

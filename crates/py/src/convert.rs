@@ -11,10 +11,11 @@ use llm_datadist_core::{
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyTuple, PyType};
 
 use crate::cache::LooseCache;
 use crate::datadist::DataDist;
+use crate::door;
 use crate::error::{invalid, raise};
 use crate::front::Front;
 
@@ -25,8 +26,24 @@ type Any<'py> = Bound<'py, PyAny>;
 pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &Any<'_>) -> PyErr {
     PyTypeError::new_err(format!(
         "{name} only support {allowed}, but the actual type is {}",
-        value.get_type()
+        shown(&value.get_type())
     ))
+}
+
+/// Enough of `value` for a message, whatever its own text is: a long one is cut, and one that cannot be made is named.
+#[cold]
+pub(crate) fn shown(value: &Any<'_>) -> String {
+    const LONGEST: usize = 120;
+    let Ok(text) = value.str() else {
+        let class = value.get_type().name();
+        let class = class.as_ref().map_or("object".into(), |name| name.to_string_lossy());
+        return format!("<{class} without a text>");
+    };
+    let text = text.to_string_lossy();
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.into_owned(),
+    }
 }
 
 /// The `TypeError` for an element of the wrong type; clients match the words `inner type only support`.
@@ -69,6 +86,7 @@ pub(crate) fn int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<T> {
     }
     value.extract().map_err(|_| {
         let (low, high) = (T::MIN, T::MAX);
+        let value = shown(value);
         PyValueError::new_err(format!("{name} = {value} is outside {} ({low} to {high})", T::NAME))
     })
 }
@@ -84,7 +102,7 @@ pub(crate) fn any_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
 }
 
 fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
-    value.extract().map_err(|_| invalid(value.py(), name, value, "an integer of 64 bits"))
+    value.extract().map_err(|_| invalid(value.py(), name, shown(value), "an integer of 64 bits"))
 }
 
 /// A `list` of addresses; a tuple is refused (python-api.md §4.3, §7.6).
@@ -142,7 +160,7 @@ pub(crate) fn shape(value: &Any<'_>) -> PyResult<Vec<i64>> {
 pub(crate) fn data_type(value: &Any<'_>) -> PyResult<DataType> {
     match Front::get(value.py())?.data_type(value) {
         Some(data_type) => Ok(data_type),
-        None if value.is_none() => Err(invalid(value.py(), "data_type", value, "a member of DataType")),
+        None if value.is_none() => Err(invalid(value.py(), "data_type", "None", "a member of DataType")),
         None => Err(only_support("data_type", "['DataType']", value)),
     }
 }
@@ -226,11 +244,15 @@ pub(crate) fn blocks_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
     check::blocks_cache(name, kind(cache)?).map_err(|error| raise(cache.py(), &error))
 }
 
-/// The argument called `name` must be a continuous cache whose slots are its dimension 0: only those are contiguous
-/// (python-api.md §12.1).
-pub(crate) fn slots(name: &str, cache: &Any<'_>) -> PyResult<()> {
-    batch_cache(name, cache)?;
-    slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)
+/// `src` and `dst` must be continuous caches whose slots are their dimension 0: only those are contiguous (python-api.md
+/// §7.9, §12.1).
+pub(crate) fn slots(dst: &Any<'_>, src: &Any<'_>) -> PyResult<()> {
+    batch_cache("src", src)?;
+    batch_cache("dst", dst)?;
+    for cache in [src, dst] {
+        slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)?;
+    }
+    Ok(())
 }
 
 /// A `CacheDesc` whose slots are to be named must count them in dimension 0.
@@ -269,6 +291,7 @@ pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End
 pub(crate) fn block_pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
     let mut pairs = Vec::with_capacity(dict.len());
+    // Nothing in the loop runs Python code, which could change the dict.
     for (src, dst) in dict.iter() {
         pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
     }
@@ -279,6 +302,7 @@ pub(crate) fn block_pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64
 pub(crate) fn block_lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
     let mut pairs = Vec::with_capacity(dict.len());
+    // Nothing in the loop runs Python code, which could change the dict.
     for (src, list) in dict.iter() {
         let src = dict_key(name, &src)?;
         let list = list
@@ -310,29 +334,39 @@ fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
     }
 }
 
-/// The rows of an `(n, 2)` integer array: anything with `dtype`, `shape`, `astype` and `tobytes`, so numpy stays optional.
-fn rows(name: &str, array: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let py = array.py();
-    if array.is_none() {
+/// The rows of an `(n, 2)` integer array: numpy's own, or anything that numpy can read as one.
+fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let py = given.py();
+    if given.is_none() {
         // The call that a mapping would get: `None` fails it as documented, with `AttributeError`.
-        array.getattr(intern!(py, "items"))?;
+        given.getattr(intern!(py, "items"))?;
     }
-    let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", array);
-    let Some(dtype) = array.getattr_opt(intern!(py, "dtype"))? else { return Err(wrong()) };
-    let kind: char = dtype.getattr(intern!(py, "kind"))?.extract()?;
-    let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
-    if !matches!(kind, 'i' | 'u') || !matches!(shape[..], [_, 2]) {
+    let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
+    if !given.hasattr(intern!(py, "__array__"))? && !given.hasattr(intern!(py, "__array_interface__"))? {
         return Err(wrong());
     }
-    let bytes: Vec<u8> = array
-        .call_method1(intern!(py, "astype"), (intern!(py, "<i8"),))?
-        .call_method0(intern!(py, "tobytes"))?
-        .extract()?;
-    let numbers = bytes.chunks_exact(8).map(|word| i64::from_le_bytes(word.try_into().unwrap_or_default()));
-    let numbers: Vec<i64> = numbers.collect();
-    // An unsigned number of 2^63 or more shows up negative here: it is refused, never wrapped.
-    if let Some(&wrapped) = numbers.iter().find(|&&number| kind == 'u' && number < 0) {
-        return Err(invalid(py, name, wrapped.cast_unsigned(), "an integer of 64 bits"));
+    // Only now is numpy needed: calls without an array do without it.
+    let array = py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "asarray"), (given,))?;
+    let kind: char = array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "kind"))?.extract()?;
+    let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
+    let (true, [count, 2]) = (matches!(kind, 'i' | 'u'), &shape[..]) else { return Err(wrong()) };
+    let as_words = (intern!(py, "<i8"), "C", "unsafe", false, false); // the last: no copy of what is so already
+    let words = array.call_method1(intern!(py, "astype"), as_words)?;
+    let bytes = words.call_method0(intern!(py, "tobytes"))?;
+    let bytes = bytes.cast::<PyBytes>()?.as_bytes();
+    if Some(bytes.len()) != count.checked_mul(16) {
+        return Err(wrong());
     }
-    Ok(numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+    door::aside(py, || pairs(bytes, kind == 'u'))
+        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))
+}
+
+/// Pairs of little-endian words. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
+fn pairs(bytes: &[u8], unsigned: bool) -> std::result::Result<Vec<(i64, i64)>, u64> {
+    let (words, _) = bytes.as_chunks::<8>();
+    if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {
+        return Err(u64::from_le_bytes(wrapped));
+    }
+    let (rows, _) = words.as_chunks::<2>();
+    Ok(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))).collect())
 }

@@ -4,13 +4,16 @@
 //! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use llm_datadist_core::{CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Placement, check};
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Placement, check,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyString};
 
 use crate::cache::TensorView;
-use crate::convert::{self, int, only_support};
+use crate::convert::{self, int, only_support, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
@@ -38,7 +41,7 @@ impl DataDist {
     ) -> PyResult<Self> {
         let cluster = ClusterId(int("cluster_id", cluster_id)?);
         let Some(role) = Front::get(py)?.role(role) else {
-            return Err(invalid(py, "role", role, "a member of LLMRole"));
+            return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
         };
         let config = check::config(role, cluster, &texts(options)?).map_err(|error| raise(py, &error))?;
         Ok(DataDist { engine: Engine::open(py, config)? })
@@ -139,8 +142,7 @@ impl DataDist {
         convert::cache_type("dst", dst)?;
         convert::cache_type("src", src)?;
         let args = copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        convert::slots("src", src)?;
-        convert::slots("dst", dst)?;
+        convert::slots(dst, src)?;
         check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
         let (to, from) = (convert::end(slf, dst)?, convert::end(slf, src)?);
@@ -171,11 +173,11 @@ impl DataDist {
 
     fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
         convert::cache_type("cache", cache)?;
-        let found = match convert::end(slf, cache)? {
-            End::Loose(loose) => loose,
-            End::Managed(id) => slf.get().engine.enter(slf.py(), |engine| engine.find(id))?,
-        };
-        TensorView::all(&found).map_err(|error| raise(slf.py(), &error))
+        let end = convert::end(slf, cache)?;
+        slf.get().engine.enter(slf.py(), |engine| match &end {
+            End::Loose(loose) => TensorView::all(loose),
+            End::Managed(id) => TensorView::all(&engine.find(*id)?),
+        })
     }
 }
 
@@ -184,8 +186,8 @@ impl DataDist {
         let py = desc.py();
         named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
-        let cache = self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys))?;
-        Ok((cache.id().0, cache.addrs().to_vec()))
+        let made = |cache: Arc<Cache>| (cache.id().0, cache.addrs().to_vec());
+        self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
     }
 
     fn register(
@@ -201,8 +203,8 @@ impl DataDist {
         let desc = convert::desc(desc)?;
         let remote_accessible = access.unwrap_or(desc.placement == Placement::Device);
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
-        let cache = self.engine.enter(py, |engine| engine.register(adopted, keys, remote_accessible))?;
-        Ok((cache.id().0, addrs.to_vec()))
+        let made = |cache: Arc<Cache>| (cache.id().0, addrs.to_vec());
+        self.engine.enter(py, |engine| engine.register(adopted, keys, remote_accessible).map(made))
     }
 }
 
@@ -227,7 +229,7 @@ fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
         let value = text(&key, &value)?;
         Ok((key, value))
     };
-    options.iter().map(entry).collect()
+    options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
 }
 
 /// Keys of a continuous cache name its slots.

@@ -2,6 +2,7 @@
 //!
 //! Not for: conversions, or any one operation. Nothing else in this crate detaches from the interpreter.
 
+use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -14,12 +15,12 @@ use crate::error;
 ///
 /// A forked child has a copy of the handle, but not the threads behind it, and locks in whatever state they were in:
 /// there the object is left alone for ever instead of being dropped (test: `tests/test_lifecycle.py`).
-pub(crate) struct Held<T> {
+pub(crate) struct Held<T: Send + Sync> {
     process: u32,
     value: Option<Arc<T>>,
 }
 
-impl<T> Held<T> {
+impl<T: Send + Sync> Held<T> {
     /// Holds `value` for the current process.
     pub(crate) fn new(value: Arc<T>) -> Self {
         Held { process: process::id(), value: Some(value) }
@@ -29,13 +30,31 @@ impl<T> Held<T> {
     pub(crate) fn get(&self) -> Result<&Arc<T>> {
         self.value.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the object was released"))
     }
+
+    /// Lets go on a thread that is detached already.
+    fn release(mut self) {
+        drop(self.last());
+    }
+
+    /// The object, if this was the last reference to it in the process that made it.
+    fn last(&mut self) -> Option<T> {
+        let value = self.value.take()?;
+        if self.process == process::id() {
+            Arc::into_inner(value)
+        } else {
+            std::mem::forget(value);
+            None
+        }
+    }
 }
 
-impl<T> Drop for Held<T> {
+/// The last reference may unmap a pool of gigabytes, so it goes detached (test: `tests/test_views.py`). Python drops its
+/// objects attached; the deleter of a capsule may come from any thread, and at a time when there is no interpreter.
+impl<T: Send + Sync> Drop for Held<T> {
     fn drop(&mut self) {
-        if self.process != process::id() {
-            std::mem::forget(self.value.take());
-        }
+        let Some(last) = self.last() else { return };
+        let mut last = Some(last);
+        Python::try_attach(|py| py.detach(|| drop(last.take())));
     }
 }
 
@@ -65,7 +84,10 @@ impl Engine {
     pub(crate) fn close(&self, py: Python<'_>) {
         // In a forked child another thread may have held the lock for ever: there the handle is merely forgotten.
         if self.process == process::id() {
-            py.detach(|| drop(self.open.write().unwrap_or_else(PoisonError::into_inner).take()));
+            py.detach(|| {
+                let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+                held.map(Held::release)
+            });
         }
     }
 
@@ -81,6 +103,25 @@ impl Engine {
     }
 }
 
+/// Runs `call`, which is no business of the engine's, detached from the interpreter.
+pub(crate) fn aside<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
+    py.detach(call)
+}
+
 fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    py.detach(call).map_err(|error| error::raise(py, &error))
+    py.detach(|| survived(call)).map_err(|error| error::raise(py, &error))
+}
+
+/// A panic of the engine as its error: `except Exception` is to catch it, which a `PanicException` escapes.
+fn survived<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
+    // Unwind safe: what outlives a call is behind locks of the engine, which keep their data whole or are let go by
+    // drop, and nothing that the call borrowed from here is looked at again.
+    panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|cause| {
+        let text =
+            cause.downcast_ref::<&str>().copied().or(cause.downcast_ref::<String>().map(String::as_str));
+        Err(Error::new(
+            ErrorKind::System,
+            format!("the engine panicked: {}", text.unwrap_or("no reason given")),
+        ))
+    })
 }

@@ -43,13 +43,12 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
 fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let front = Front::get(py)?;
     let text = error.to_string();
-    if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Mismatch) {
+    if error.kind() == ErrorKind::InvalidArgument {
         front.log_error.call1(py, (&text,))?;
     }
-    let class = if error.kind() == ErrorKind::Mismatch { &front.mismatch } else { &front.exception };
     let code = StatusCode::from(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
-    made(class, &text, member.bind(py))
+    made(&front.exception, &text, member.bind(py))
 }
 
 fn made(class: &Py<PyType>, text: &str, code: &Bound<'_, PyAny>) -> PyResult<PyErr> {

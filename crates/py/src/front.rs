@@ -2,13 +2,15 @@
 //!
 //! Not for: importing the front (the arrow points the other way) or defining its classes.
 
+use std::sync::{PoisonError, RwLock};
+
 use llm_datadist_core::{DataType, Placement, Role, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
-static FRONT: PyOnceLock<Front> = PyOnceLock::new();
+/// The latest registration. One is leaked for each import, so that reading is a lock and a copy, without a count.
+static FRONT: RwLock<Option<&'static Front>> = RwLock::new(None);
 
 /// What the binding needs to know of the front.
 pub(crate) struct Front {
@@ -42,8 +44,8 @@ pub(crate) struct Front {
 pub(crate) fn register_types(py: Python<'_>, classes: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
     let none = PyDict::new(py);
     let front = Front::new(classes.unwrap_or(&none))?;
-    // The first registration stays: its classes are the ones that objects already handed out belong to.
-    let _ = FRONT.set(py, front);
+    // The latest wins: a front that is imported again, after `sys.modules` was purged, works with its own classes.
+    *FRONT.write().unwrap_or_else(PoisonError::into_inner) = Some(Box::leak(Box::new(front)));
     Ok(())
 }
 
@@ -80,8 +82,9 @@ impl Front {
     }
 
     /// The front, once registered.
-    pub(crate) fn get(py: Python<'_>) -> PyResult<&'static Front> {
-        FRONT.get(py).ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
+    pub(crate) fn get(_py: Python<'_>) -> PyResult<&'static Front> {
+        let front = *FRONT.read().unwrap_or_else(PoisonError::into_inner);
+        front.ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
     }
 
     /// The member of `LLMStatusCode` for `code`.

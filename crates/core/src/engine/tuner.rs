@@ -16,7 +16,7 @@ const LARGE: u64 = 4 << 20;
 /// Units that alternate before the first verdict.
 const FIRST_LOOK: u64 = 16;
 /// One unit in this many tries the kernel that looks slower.
-const LOOK_AGAIN: u64 = 64;
+const LOOK_AGAIN: u64 = 256;
 /// A piece of this many bytes, and of four times as many, and so on, starts a class of its own.
 const CLASSES: [u64; 4] = [32 << 10, 128 << 10, 512 << 10, 2 << 20];
 

@@ -18,7 +18,7 @@ use crate::plan::{CopyPlan, Piece};
 /// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
 const INLINE: u64 = 256 << 10;
 /// A unit is neither so small that taking it costs, nor so large that the last worker to finish keeps the rest waiting.
-const UNIT: std::ops::RangeInclusive<u64> = (256 << 10)..=(2 << 20);
+const UNIT: std::ops::RangeInclusive<u64> = (256 << 10)..=(512 << 10);
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
 /// Pieces handed to the device at once.
