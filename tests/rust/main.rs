@@ -45,3 +45,5 @@ mod region;
 mod stats;
 #[cfg(not(loom))]
 mod table;
+#[cfg(not(loom))]
+mod tuner;

@@ -1,7 +1,7 @@
 //! Chooses the copy kernel by what was measured on this machine, while it copies.
 //!
 //! Small copies use ordinary stores: they fit the caches, and whoever asked will read them soon. For large ones no rule
-//! holds on every CPU, so each class of piece size keeps a running speed of both kernels, uses the faster, and now and
+//! holds on every CPU, so each class of piece size keeps the recent speed of both kernels, uses the faster, and now and
 //! then tries the other. Not for: correctness; both kernels copy the same bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ const LARGE: u64 = 4 << 20;
 /// Units that alternate before the first verdict.
 const FIRST_LOOK: u64 = 16;
 /// One unit in this many tries the kernel that looks slower.
-const LOOK_AGAIN: u64 = 256;
+const LOOK_AGAIN: u64 = 128;
 /// A piece of this many bytes, and of four times as many, and so on, starts a class of its own.
 const CLASSES: [u64; 4] = [32 << 10, 128 << 10, 512 << 10, 2 << 20];
 
@@ -30,7 +30,7 @@ pub struct Tuner {
     streaming_bytes: AtomicU64,
 }
 
-/// Running picoseconds per KiB of each kernel; 0 is unknown.
+/// Picoseconds per KiB of each kernel in its recent best unit; 0 is unknown.
 #[derive(Debug, Default)]
 struct Class {
     units: AtomicU64,
@@ -90,8 +90,9 @@ impl Tuner {
             let class = self.class(piece);
             let speed = if kernel == Kernel::PLAIN { &class.plain } else { &class.streaming };
             let known = speed.load(Ordering::Relaxed);
-            // A running mean over about eight units; a lost update between two workers costs one sample.
-            let next = if known == 0 { picos_per_kib } else { known - known / 8 + picos_per_kib / 8 };
+            // Interruptions only ever make a unit slower, so the fastest of about the last sixteen tells more than their
+            // mean: one bad sample cannot turn the verdict. A lost update between two workers costs one sample.
+            let next = if known == 0 { picos_per_kib } else { picos_per_kib.min(known + known / 16) };
             speed.store(next.max(1), Ordering::Relaxed);
         }
     }
