@@ -163,3 +163,13 @@ fn only_swaps_take_the_ring() {
     engine.copy_cache(&End::Managed(device.id()), &End::Managed(host.id()), args).unwrap();
     assert_eq!(engine.stats().ring_bytes, 0, "a forced ring is for swaps; a slot is no block");
 }
+
+#[test]
+fn four_workers_unless_told() {
+    let told = |workers| {
+        let mut config = config(1 << 20);
+        config.copy_workers = workers;
+        DataDist::open(config).unwrap().stats().copy_workers
+    };
+    assert_eq!([told(None), told(Some(1)), told(Some(9))], [4, 1, 9], "the seed's number, on any machine");
+}

@@ -90,8 +90,7 @@ pub struct Config {
     pub device_id: u32,
     /// Whether transfers are one-sided.
     pub remote_accessible: bool,
-    /// Workers that copy, the calling thread among them. `None`: [`Config::DEFAULT_WORKERS`], or one per core where
-    /// there are fewer.
+    /// Workers that copy, the calling thread among them; `None` is [`Config::DEFAULT_WORKERS`].
     pub copy_workers: Option<usize>,
     /// How swap-ins travel.
     pub swap_in: SwapInPath,
@@ -102,7 +101,7 @@ pub struct Config {
 impl Config {
     /// Limit of a call when no option says otherwise.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
-    /// Most workers when no option says otherwise: what the seed names for swap-out.
+    /// Workers when no option says otherwise: what the seed names for swap-out.
     pub const DEFAULT_WORKERS: usize = 4;
 
     /// A configuration without pools and with every default.

@@ -4,9 +4,8 @@
 //! of any size keep all of them busy. Nobody ever waits for a worker that has not started: the caller works too, closes
 //! the job when no unit is left, and waits only for those still inside. Not for: what a unit does (`wave`, `ring`).
 
-use std::num::NonZero;
 use std::sync::{Arc, PoisonError};
-use std::thread::{Builder, JoinHandle, available_parallelism, current};
+use std::thread::{Builder, JoinHandle, current};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -31,13 +30,9 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// `count` workers, the calling thread among them. More workers than cores take turns instead of sharing the work,
-    /// which costs 5 to 30 % (docs/performance.md), so the default stops there; a count that is asked for is given.
+    /// `count` workers, the calling thread among them; [`Config::DEFAULT_WORKERS`] if none is given.
     pub fn new(count: Option<usize>) -> Result<Self> {
-        let count = count.unwrap_or_else(|| {
-            let cores = available_parallelism().map_or(1, NonZero::get);
-            Config::DEFAULT_WORKERS.min(cores)
-        });
+        let count = count.unwrap_or(Config::DEFAULT_WORKERS);
         let refused =
             |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
         let mut threads = Vec::new();
