@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
 use llm_datadist_core::check::{BlockPairs, Side};
-use llm_datadist_core::mem::{Region, Tensors};
+use llm_datadist_core::mem::{Generations, Region, Tensors};
 use llm_datadist_core::plan::{CopyPlan, Ends};
 use llm_datadist_core::table::Table;
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
@@ -86,7 +86,7 @@ fn one_round(rows: u64) -> [f64; 5] {
     };
     let geometry = Geometry::new(&desc).unwrap();
     let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
-    let table = Table::default();
+    let table = Table::new(Arc::new(Generations::new().unwrap()));
     let before = live_bytes();
     let mut caches = Vec::new();
     let bind = each(KEYS, || {

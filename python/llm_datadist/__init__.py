@@ -1,4 +1,4 @@
-"""LLM-DataDist: the KV cache of large language models, allocated, copied and swapped in blocks.
+"""LLM-DataDist: the KV cache of large language models, allocated, copied, swapped and moved between processes.
 
 Every public name of the package, and the hand-over of its classes to the native module. Not for: behaviour. Importing
 opens no device, no socket and no thread, and does not import numpy.
@@ -14,6 +14,7 @@ from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.log import error as _log_error
+from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -81,7 +82,10 @@ _register_types(
     Placement=Placement,
     CacheDesc=CacheDesc,
     CacheKey=CacheKey,
+    CacheKeyByIdAndIndex=CacheKeyByIdAndIndex,
     BlocksCacheKey=BlocksCacheKey,
     Cache=Cache,
+    LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
+    log_info=_log_info,
 )

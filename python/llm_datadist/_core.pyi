@@ -9,9 +9,10 @@ from typing import Any, TypeVar, final
 
 from typing_extensions import CapsuleType, TypeAlias
 
-from llm_datadist.configs import LLMRole
+from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
-from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
+from llm_datadist.status import LLMStatusCode
+from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = [
     "DATA_TYPES",
@@ -20,6 +21,8 @@ __all__ = [
     "LooseCache",
     "TensorView",
     "__version__",
+    "abandon_sockets",
+    "check_cache_key",
     "check_copy_kernel",
     "check_copy_workers",
     "check_device_id",
@@ -29,13 +32,21 @@ __all__ = [
     "check_int32",
     "check_int64",
     "check_isinstance",
+    "check_layer_range",
+    "check_link_heartbeat",
     "check_link_retry_count",
+    "check_link_silence",
+    "check_link_streams",
+    "check_link_token",
     "check_link_total_time",
+    "check_link_transport",
     "check_list_int32",
     "check_list_int64",
     "check_list_uint64",
     "check_mem_utilization",
     "check_positive_or_set_default",
+    "check_rank_hosts",
+    "check_rank_port",
     "check_swap_in_path",
     "check_sync_kv_timeout",
     "check_uint8",
@@ -60,6 +71,9 @@ DATA_TYPES: dict[str, int]
 def register_types(**classes: object) -> None:
     """Take over the front's classes and check that their numbers are the engine's. The latest import wins."""
 
+def abandon_sockets() -> None:
+    """Close the sockets that a forked child inherited; called in the child after every fork."""
+
 @final
 class DataDist:
     """An open engine (python-api.md §6, §7).
@@ -69,7 +83,7 @@ class DataDist:
     """
 
     def __new__(cls, role: LLMRole, cluster_id: int, options: dict[str, str]) -> DataDist:
-        """Read the options and open an engine with its pools.
+        """Read the options and open an engine with its pools and, if they name an address, a listener.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, an option without meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool.
@@ -80,6 +94,94 @@ class DataDist:
 
     def stats(self) -> dict[str, Any]:
         """Every counter as a nested dict: bytes, nanoseconds, numbers of calls and of caches."""
+
+    def listening(self) -> str | None:
+        """Where peers are listened for, as ``ip:port`` with the port that was taken."""
+
+    def link_clusters(
+        self,
+        clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...],
+        timeout: int,
+        needs_local: bool,
+        one_local: bool,
+    ) -> list[LLMStatusCode]:
+        """Link to peers within ``timeout`` milliseconds; one code for each (python-api.md §6.8).
+
+        A peer must have an own address with ``needs_local``, else the call is refused; with ``one_local`` exactly one,
+        else its entry is.
+        """
+
+    def unlink_clusters(
+        self,
+        clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...],
+        timeout: int,
+        force: bool | None,
+        always_force: bool,
+        strict: bool,
+    ) -> list[LLMStatusCode]:
+        """End links; one code for each (python-api.md §6.8). With ``strict`` there must be one to end (§9.3)."""
+
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Enter a communicator and return its number (python-api.md §6.5)."""
+
+    def unlink(self, comm_id: int) -> None:
+        """Leave a communicator (python-api.md §6.6)."""
+
+    def comm_status(self, comm_id: int) -> int:
+        """Return how far a communicator is, as the number of a ``RegisterMemStatus`` (python-api.md §6.7)."""
+
+    def switch_role(self, role: LLMRole, listen: str | None) -> None:
+        """Take another role, and listen at ``listen`` or nowhere (python-api.md §6.9)."""
+
+    def check_link(self, remote_cluster_id: int) -> None:
+        """Raise unless the peer answers within ``sync_kv_timeout`` (python-api.md §6.11)."""
+
+    def remap(self) -> None:
+        """Raise ``LLM_NOT_YET_LINK`` without any link (python-api.md §7.17)."""
+
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        cache: Cache,
+        batch_index: int,
+        size: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Bring a batch slot here (python-api.md §7.12)."""
+
+    def pull_blocks(
+        self,
+        src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+        dst_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
+        options: dict[str, Any],
+    ) -> None:
+        """Bring blocks here (python-api.md §7.13)."""
+
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        size: int,
+        tensor_num_per_layer: int,
+    ) -> None:
+        """Send a batch slot to a peer (python-api.md §7.14)."""
+
+    def push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: list[int] | tuple[int, ...],
+        dst_blocks: list[int] | tuple[int, ...],
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+    ) -> None:
+        """Send blocks to a peer (python-api.md §7.15)."""
 
     def huge_page_bytes(self) -> dict[str, int]:
         """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
@@ -109,7 +211,6 @@ class DataDist:
         addrs: list[int],
         cache_keys: list[CacheKey] | tuple[CacheKey, ...],
         remote_accessible: bool | None,
-        linked: bool,
     ) -> tuple[int, list[int]]:
         """Enter the caller's memory as a continuous cache; return its id and ``addrs`` (python-api.md §7.6)."""
 
@@ -119,7 +220,6 @@ class DataDist:
         addrs: list[int],
         blocks_cache_key: BlocksCacheKey | None,
         remote_accessible: bool | None,
-        linked: bool,
     ) -> tuple[int, list[int]]:
         """Enter the caller's memory as a blocks cache; return its id and ``addrs`` (python-api.md §7.7)."""
 
@@ -287,6 +387,38 @@ def check_swap_in_path(arg_value: str) -> None:
 
 def check_copy_kernel(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``plain`` or ``streaming``."""
+
+def check_link_token(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""
+
+def check_link_heartbeat(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 3600000, in milliseconds."""
+
+def check_link_silence(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 2 to 86400000, in milliseconds; ``init`` knows the heartbeat."""
+
+def check_link_transport(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``shm`` or ``tcp``."""
+
+def check_link_streams(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 16."""
+
+def check_rank_port(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 65535."""
+
+def check_rank_hosts(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is a JSON object from a name to ``ip:port``."""
+
+def check_cache_key(cache_key: CacheKey) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
+
+def check_layer_range(name: str, layer_range: range | None, allow_none: bool = True) -> None:
+    """Raise unless the value is a ``range`` of step 1 with ``0 <= start < stop``, or ``None`` where that is allowed.
+
+    Raises:
+        TypeError: no ``range``.
+        LLMException: ``LLM_PARAM_INVALID``, another step, a start below 0, or an empty range.
+    """
 
 def check_mem_utilization(arg_value: float) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 0.0 to 1.0."""

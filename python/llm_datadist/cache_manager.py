@@ -1,4 +1,4 @@
-"""``CacheManager``: allocate, register, copy and swap caches (python-api.md §7).
+"""``CacheManager``: allocate, register, copy, swap, pull and push caches (python-api.md §7).
 
 Signatures, defaults and docstrings; every method is one call into the engine. Not for: checks, which are made there in
 the order of the contract.
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist.log import logged
+from llm_datadist import _core
+from llm_datadist.log import logged, shown
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
-from llm_datadist.types import Cache
+from llm_datadist.types import Cache, MemInfo, Memtype
 
 if TYPE_CHECKING:
-    from llm_datadist import _core
-    from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey
+    from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
-
-_UINT64_MAX = 2**64 - 1
 
 
 class CacheManager:
@@ -46,14 +44,16 @@ class CacheManager:
         raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
 
     def set_is_call_linked(self) -> None:
-        """Note that a rank-table link exists, which changes the default of ``remote_accessible``."""
+        """Note that ``LLMDataDist.link`` was called (python-api.md §7.18).
+
+        The engine knows by itself, and changes the default of ``remote_accessible``; this is for those who ask here.
+        """
         self._is_call_linked = True
 
     @staticmethod
     def check_cache_key(cache_key: CacheKey) -> None:
         """Raise ``LLMException(LLM_PARAM_INVALID)`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
-        given = [cache_key.req_id != _UINT64_MAX, cache_key.prefix_id != _UINT64_MAX]
-        raise_if_false(given.count(True) == 1, "exactly one of req_id and prefix_id must be given: {}", cache_key)
+        _core.check_cache_key(cache_key)
 
     @logged
     def allocate_cache(
@@ -153,7 +153,8 @@ class CacheManager:
             cache_desc: what the memory holds.
             addrs: address of every tensor, none 0.
             cache_keys: key *i* names batch slot *i*; a key that names another cache names this one from now on.
-            remote_accessible: whether peers may reach it; by default in ``DEVICE`` memory, unless ``link`` was called.
+            remote_accessible: whether peers may reach it one-sidedly; by default in ``DEVICE`` memory, unless
+                ``LLMDataDist.link`` was called.
 
         Returns:
             The cache; its ``tensor_addrs`` equal ``addrs``.
@@ -162,8 +163,7 @@ class CacheManager:
             LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning,
                 or ``remote_accessible=True`` after ``link``.
         """
-        linked = self._is_call_linked
-        cache_id, kept = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible, linked)
+        cache_id, kept = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
         return Cache(cache_id, cache_desc, kept, self, is_registered=True, is_blocks_cache=False)
 
     @logged
@@ -179,10 +179,7 @@ class CacheManager:
         As :meth:`register_cache`, but dimension 0 counts blocks and one key names the whole; a second registration for
         one model takes its key over.
         """
-        linked = self._is_call_linked
-        cache_id, kept = self._engine.register_blocks_cache(
-            cache_desc, addrs, blocks_cache_key, remote_accessible, linked
-        )
+        cache_id, kept = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
         return Cache(cache_id, cache_desc, kept, self, is_registered=True, is_blocks_cache=True)
 
     @logged
@@ -261,6 +258,148 @@ class CacheManager:
         self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
 
     @logged
+    def pull_cache(
+        self,
+        cache_key: Union[CacheKey, CacheKeyByIdAndIndex],
+        cache: Cache,
+        batch_index: int = 0,
+        size: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """Bring a batch slot of a linked cluster's cache here (python-api.md §7.12).
+
+        The bytes are there on return. Unless transfers are one-sided (``llm.EnableRemoteCacheAccessible``), a pull
+        of every tensor uses the key up, and its owner lets go of the slot (seed ``deprecated.md``, allocate_cache).
+
+        Args:
+            cache_key: the far slot: by its key, or by cache id and slot; one-sided, only the latter.
+            cache: continuous cache that is written.
+            batch_index: batch slot written (uint32).
+            size: bytes of each tensor from the start of the slot, or -1 for the size of the slot here (int64).
+            **kwargs: ``src_layer_range`` and ``dst_layer_range``, a ``range`` of layers there and here, ``None`` or an
+                empty one for all; ``tensor_num_per_layer``, tensors of one layer (uint32, above 0; 2 by default).
+                Others are ignored.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, the own cluster, a blocks cache, a range outside a slot, unlike numbers
+                of tensors, layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or key there;
+                ``LLM_NOT_YET_LINK``, no link, or one that broke; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
+                ``arrived`` says which rows are in place all the same.
+        """
+        self._engine.pull_cache(cache_key, cache, batch_index, size, kwargs)
+
+    @logged
+    def pull_blocks(
+        self,
+        src_cache_key: Union[CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey],
+        dst_cache: Cache,
+        src_blocks: Union[list[int], tuple[int, ...]] = (),
+        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Bring blocks, or a batch slot cut into blocks, of a linked cluster's cache here (python-api.md §7.13).
+
+        The bytes are there on return. A slot pulled by its key uses the key up, as in :meth:`pull_cache`.
+
+        Args:
+            src_cache_key: the far blocks cache by its ``BlocksCacheKey``, or a far slot by one of the other keys.
+            dst_cache: blocks cache that is written.
+            src_blocks: blocks read, one for each written; empty for a slot, whose bytes fill the blocks in order.
+            dst_blocks: blocks written, at least one.
+            **kwargs: as for :meth:`pull_cache`.
+
+        Raises:
+            LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
+                unlike length, an index outside a cache, unlike block sizes, or more blocks than a slot fills.
+        """
+        self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
+
+    @logged
+    def push_cache(
+        self,
+        dst_cache_key: CacheKeyByIdAndIndex,
+        src_cache: Cache,
+        src_batch_index: int = 0,
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        size: int = -1,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Send a batch slot into a linked cluster's cache (python-api.md §7.14); only one-sided.
+
+        The bytes are there on return. A push of every layer unbinds the key of the slot that was read, if it has one.
+
+        Args:
+            dst_cache_key: the far slot, by cache id and slot.
+            src_cache: continuous cache that is read.
+            src_batch_index: batch slot read (uint32).
+            src_layer_range: layers read; ``None`` for all, then ``dst_layer_range`` too.
+            dst_layer_range: layers written, as many.
+            size: -1, the whole slot.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, without ``llm.EnableRemoteCacheAccessible``, a blocks cache, layers or
+                slots outside a cache, a slot larger than the far one, a cache registered as not accessible;
+                ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or there; ``LLM_NOT_YET_LINK``; ``LLM_TIMEOUT``.
+                ``arrived`` says which rows are in place there all the same.
+        """
+        self._engine.push_cache(
+            dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
+        )
+
+    @logged
+    def push_blocks(
+        self,
+        dst_cache_key: BlocksCacheKey,
+        src_cache: Cache,
+        src_blocks: Union[list[int], tuple[int, ...]] = (),
+        dst_blocks: Union[list[int], tuple[int, ...]] = (),
+        src_layer_range: Optional[range] = None,
+        dst_layer_range: Optional[range] = None,
+        tensor_num_per_layer: int = 2,
+    ) -> None:
+        """Send blocks into a linked cluster's cache (python-api.md §7.15); only one-sided.
+
+        Args:
+            dst_cache_key: the far blocks cache.
+            src_cache: blocks cache that is read.
+            src_blocks: blocks read, one for each written.
+            dst_blocks: blocks written, at least one.
+            src_layer_range: as for :meth:`push_cache`.
+            dst_layer_range: as for :meth:`push_cache`.
+            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+
+        Raises:
+            LLMException: as for :meth:`push_cache`; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of unlike
+                length, an index outside a cache, or unlike block sizes.
+        """
+        self._engine.push_blocks(
+            dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+        )
+
+    @logged
+    def remap_registered_memory(self, mem_infos: Union[MemInfo, list[MemInfo]]) -> None:
+        """Tell peers that registered memory has moved to other pages (python-api.md §7.17).
+
+        Nothing has to be done here: peers look up addresses anew with every transfer.
+
+        Args:
+            mem_infos: pieces of ``DEVICE`` memory, at least one.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, wrong types included; ``LLM_NOT_YET_LINK``,
+                no link.
+        """
+        engine = self._engine
+        infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
+        raise_if_false(isinstance(infos, list), "mem_infos = {} is not allowed: a MemInfo or a list", shown(infos))
+        for info in infos:
+            _check_mem_info(info)
+        raise_if_false(infos, "mem_infos = [] is not allowed: at least one MemInfo")
+        engine.remap()
+
+    @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
         """Return a view of every tensor without a copy, for numpy (``view.numpy()``) and ``from_dlpack``.
 
@@ -287,6 +426,16 @@ class CacheManager:
         Asks the kernel about the whole process, which takes milliseconds or more: for a report, not for a loop.
         """
         return self._engine.huge_page_bytes()
+
+
+def _check_mem_info(info: object) -> None:
+    raise_if_false(isinstance(info, MemInfo), "mem_infos: {} is no MemInfo", shown(info))
+    if isinstance(info, MemInfo):
+        device = info.mem_type == Memtype.MEM_TYPE_DEVICE
+        raise_if_false(device, "mem_type = {} is not allowed: Memtype.MEM_TYPE_DEVICE", info.mem_type)
+        # An address or a size may be None.
+        raise_if_false(info.addr, "addr = {} is not allowed: not 0", info.addr)
+        raise_if_false((info.size or 0) > 0, "size = {} is not allowed: above 0", info.size)
 
 
 def _invalidate(cache: Cache) -> None:

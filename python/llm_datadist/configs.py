@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Callable, Generic, Optional, TypeVar, Union, overload
 
 from llm_datadist import _core, log
 from llm_datadist.status import NamedIntEnum, raise_if_false
@@ -44,17 +44,21 @@ def trans_str_ip(ip: Union[str, int]) -> int:
 
 
 class LLMClusterInfo:
-    """A peer: its cluster id and the addresses of both ends."""
+    """A peer: its cluster id and the addresses of both ends (python-api.md §4.1).
+
+    Addresses are kept as ``(ip, port)``; an IPv4 address as a little-endian 32-bit integer, an IPv6 address, which the
+    contract does not know, as its shortest text.
+    """
 
     def __init__(self) -> None:
         self._remote_cluster_id: Optional[int] = None
         self._remote_role_type: Union[LLMRole, int, None] = None
-        self._local_ip_info_list: list[tuple[int, int]] = []
-        self._remote_ip_info_list: list[tuple[int, int]] = []
+        self._local_ip_info_list: list[tuple[Union[int, str], int]] = []
+        self._remote_ip_info_list: list[tuple[Union[int, str], int]] = []
 
     @property
     def remote_cluster_id(self) -> Optional[int]:
-        """Cluster id of the peer (uint64); ``None`` until set."""
+        """Cluster id of the peer (uint64); ``None`` until set, and without it no link is made."""
         return self._remote_cluster_id
 
     @remote_cluster_id.setter
@@ -73,12 +77,12 @@ class LLMClusterInfo:
         self._remote_role_type = remote_role_type
 
     @property
-    def local_ip_info_list(self) -> list[tuple[int, int]]:
+    def local_ip_info_list(self) -> list[tuple[Union[int, str], int]]:
         """Own addresses as ``(ip, port)``."""
         return self._local_ip_info_list
 
     @property
-    def remote_ip_info_list(self) -> list[tuple[int, int]]:
+    def remote_ip_info_list(self) -> list[tuple[Union[int, str], int]]:
         """Addresses of the peer as ``(ip, port)``."""
         return self._remote_ip_info_list
 
@@ -86,7 +90,7 @@ class LLMClusterInfo:
         """Add an own address.
 
         Args:
-            ip: dotted text, or a little-endian integer.
+            ip: dotted text, the text of an IPv6 address, or a little-endian integer.
             port: uint16; 0 for none.
 
         Raises:
@@ -100,11 +104,42 @@ class LLMClusterInfo:
         """Add an address of the peer; arguments and errors as for :meth:`append_local_ip_info`."""
         self._remote_ip_info_list.append(_address(ip, port))
 
+    def __repr__(self) -> str:
+        remote = ", ".join(map(_address_text, self._remote_ip_info_list))
+        local = ", ".join(map(_address_text, self._local_ip_info_list))
+        return f"LLMClusterInfo(remote_cluster_id={self._remote_cluster_id}, remote=[{remote}], local=[{local}])"
 
-def _address(ip: Union[str, int], port: int) -> tuple[int, int]:
+
+def _address(ip: Union[str, int], port: int) -> tuple[Union[int, str], int]:
     _core.check_isinstance("ip", ip, [str, int], allow_none=False)
     _core.check_uint16("port", port)
+    if isinstance(ip, str) and ":" in ip:
+        return _ipv6(ip), port
     return trans_str_ip(ip), port
+
+
+def _ipv6(ip: str) -> str:
+    try:
+        return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, ip))
+    except (OSError, ValueError) as error:  # ValueError: a NUL, or what no encoding holds
+        raise RuntimeError(f"ip = {log.shown(ip)} is not an IPv6 address") from error
+
+
+def _address_text(address: tuple[Union[int, str], int]) -> str:
+    ip, port = address
+    if isinstance(ip, str):
+        return f"[{ip}]:{port}"
+    known = ip.bit_length() <= 32 and ip >= 0  # noqa: PLR2004  (an IPv4 address)
+    return f"{socket.inet_ntoa(ip.to_bytes(4, 'little')) if known else ip}:{port}"
+
+
+class _Secret(str):
+    """A text that does not show where a dict of options is printed or logged."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'(not shown)'"
 
 
 _Value = TypeVar("_Value")
@@ -239,22 +274,21 @@ class _ClusterInfo(_Option[str]):
         super().__set__(config, json.dumps(description))
 
 
-class _CopyWorkers(_Option[Optional[int]]):
+class _Own(_Option[Optional[_Value]]):
+    """An option that only this engine has: unset until assigned, and checked by the engine."""
+
+    def __init__(self, key: str, allowed: type[_Value], check: Callable[[_Value], None], doc: str) -> None:
+        super().__init__(key, allowed, None, doc)
+        self._check = check
+
     def check(self, value: Any) -> None:
         if value is not None:
-            _core.check_copy_workers(value)
+            self._check(value)
 
 
-class _SwapInPath(_Option[Optional[str]]):
-    def check(self, value: Any) -> None:
-        if value is not None:
-            _core.check_swap_in_path(value)
-
-
-class _CopyKernel(_Option[Optional[str]]):
-    def check(self, value: Any) -> None:
-        if value is not None:
-            _core.check_copy_kernel(value)
+class _Token(_Own[str]):
+    def text(self, value: Any) -> str:
+        return _Secret(value)
 
 
 class _MemUtilization(_Option[float]):
@@ -302,7 +336,13 @@ class LlmConfig:
     )
     enable_cache_manager = _Flag("llm.EnableCacheManager", "Whether ``LLMDataDist.cache_manager`` is used.")
     enable_remote_cache_accessible = _Flag("llm.EnableRemoteCacheAccessible", "Whether peers reach caches one-sidedly.")
-    listen_ip_info = _Option("llm.listenIpInfo", str, "", "Where to listen: ``ip:port``.")
+    listen_ip_info = _Option(
+        "llm.listenIpInfo",
+        str,
+        "",
+        "Where to listen: ``ip:port``, or ``[ipv6]:port`` (own addition); port 0 for any free one, which "
+        "``LLMDataDist.listen_ip_info`` names.",
+    )
     link_total_time = _LinkTotalTime(
         "llm.LinkTotalTime", int, 0, "Limit of link set-up in seconds (0 to 2^32 - 1); 0 for the default.", none=False
     )
@@ -321,14 +361,73 @@ class LlmConfig:
     )
     transfer_backend = _Option("llm.TransferBackend", str, "", 'Name of a backend: ``"hixl"``.', empty=True)
     global_resource_config = _Option("llm.GlobalResourceConfig", str, "", "Handed through to the backend.", empty=True)
-    copy_workers = _CopyWorkers(
-        "llm.CopyWorkers", int, None, "Threads that copy, 1 to 256, the calling one among them (own option)."
+    copy_workers = _Own(
+        "llm.CopyWorkers",
+        int,
+        _core.check_copy_workers,
+        "Threads that copy, 1 to 256, the calling one among them (own option).",
     )
-    swap_in_path = _SwapInPath(
-        "llm.SwapInPath", str, None, 'How swap-ins travel: ``"auto"``, ``"direct"`` or ``"ring"`` (own option).'
+    swap_in_path = _Own(
+        "llm.SwapInPath",
+        str,
+        _core.check_swap_in_path,
+        'How swap-ins travel: ``"auto"``, ``"direct"`` or ``"ring"`` (own option).',
     )
-    copy_kernel = _CopyKernel(
-        "llm.CopyKernel", str, None, 'Which copy runs: ``"auto"``, ``"plain"`` or ``"streaming"`` (own option).'
+    copy_kernel = _Own(
+        "llm.CopyKernel",
+        str,
+        _core.check_copy_kernel,
+        'Which copy runs: ``"auto"``, ``"plain"`` or ``"streaming"`` (own option).',
+    )
+    link_token = _Token(
+        "llm.LinkToken",
+        str,
+        _core.check_link_token,
+        "What both ends of a link must know, at least 16 characters; never shown (own option). Without it, the "
+        "environment variable ``LLM_DATADIST_TOKEN`` counts.",
+    )
+    link_accept_remote = _Flag(
+        "llm.LinkAcceptRemote",
+        "Whether a listener without a token accepts peers of other hosts (own option); or the environment variable "
+        "``LLM_DATADIST_ACCEPT_REMOTE``.",
+    )
+    link_heartbeat = _Own(
+        "llm.LinkHeartbeat",
+        int,
+        _core.check_link_heartbeat,
+        "Milliseconds between two signs of life of a silent link; 1000 (own option).",
+    )
+    link_silence = _Own(
+        "llm.LinkSilence",
+        int,
+        _core.check_link_silence,
+        "Milliseconds without a sign of life after which a link is broken, at least two heartbeats; 5000 (own option).",
+    )
+    link_transport = _Own(
+        "llm.LinkTransport",
+        str,
+        _core.check_link_transport,
+        'How bytes travel: ``"auto"``, ``"shm"`` (shared memory, or no link) or ``"tcp"`` (own option).',
+    )
+    link_streams = _Own(
+        "llm.LinkStreams",
+        int,
+        _core.check_link_streams,
+        "Connections that share one large transfer between hosts, 1 to 16 (own option).",
+    )
+    rank_port = _Own(
+        "llm.RankPort",
+        int,
+        _core.check_rank_port,
+        "Port of device 0 for ``LLMDataDist.link``, 1 to 65535; device ``n`` has the ``n``-th after it (own option); "
+        "or ``LLM_DATADIST_RANK_PORT``.",
+    )
+    rank_hosts = _Own(
+        "llm.RankHosts",
+        str,
+        _core.check_rank_hosts,
+        "Where ends of ``LLMDataDist.link`` really are: a JSON object from ``device_ip`` or cluster id to ``ip:port`` "
+        "(own option). Or ``LLM_DATADIST_RANK_HOSTS``.",
     )
     cluster_info = _ClusterInfo("llm.ClusterInfo", str, "", "Description of the cluster as JSON.", none=False)
     output_max_size = _Option[Optional[int]]("llm.OutputMaxSize", int, None, "Largest output; without effect.")

@@ -1,4 +1,4 @@
-"""``LLMDataDist``: one engine, its life and its manager (python-api.md §6).
+"""``LLMDataDist``: one engine, its life, its links and its manager (python-api.md §6).
 
 Not for: operations on caches (``cache_manager``) or reading option texts (the engine).
 """
@@ -6,13 +6,19 @@ Not for: operations on caches (``cache_manager``) or reading option texts (the e
 from __future__ import annotations
 
 import atexit
+import os
 import threading
-from typing import Any, ClassVar, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMRole
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.log import logged
+from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
+from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
+
+if TYPE_CHECKING:
+    from llm_datadist.configs import LLMClusterInfo
 
 __all__ = ["LLMDataDist"]
 
@@ -21,6 +27,22 @@ _ROLE_NAMES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX
 _CACHE_MANAGER = "llm.EnableCacheManager"
 _REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
 _LISTEN = "llm.listenIpInfo"
+_LISTEN_TOO = "llm.ListenIpInfo"
+_LOCAL_RESOURCES = "llm.LocalCommRes"
+_BACKEND = "llm.TransferBackend"
+_TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
+
+# Options that the environment gives where the caller does not.
+_ENVIRONMENT = {
+    "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
+    _TOKEN: "LLM_DATADIST_TOKEN",
+    "llm.LinkAcceptRemote": "LLM_DATADIST_ACCEPT_REMOTE",
+    "llm.RankHosts": "LLM_DATADIST_RANK_HOSTS",
+    "llm.RankPort": "LLM_DATADIST_RANK_PORT",
+}
+
+# Clusters of one call without the cache manager (python-api.md §9.3).
+_MOST_CLUSTERS = 16
 
 
 class LLMDataDist:
@@ -63,14 +85,18 @@ class LLMDataDist:
         """Open the engine. Without effect when already initialised; may be repeated after a failure.
 
         Args:
-            options: option texts, usually from ``LLMConfig.generate_options``; copied.
+            options: option texts, usually from ``LLMConfig.generate_options``; copied. Where one is absent, the
+                environment is asked: ``LLM_DATADIST_TOKEN``, ``LLM_DATADIST_ACCEPT_REMOTE``,
+                ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) where
+                ``link_total_time`` is 0.
 
         Raises:
             TypeError: ``options`` is no dict, or an option no text.
             AttributeError: ``options`` is ``None``.
             ValueError: the port of ``llm.listenIpInfo`` is no uint16.
             LLMException: ``LLM_FAILED``, another instance is initialised; ``LLM_PARAM_INVALID``, an option without
-                meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool.
+                meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool; ``LLM_FAILED``, an address that cannot be
+                listened at.
         """
         if self._is_initialized:
             return
@@ -86,9 +112,10 @@ class LLMDataDist:
             _check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = self._resolved(options)
             self._llm_datadist = _core.DataDist(self._role, self._cluster_id, resolved)
+            resolved.pop(_TOKEN, None)  # only the engine needs it
             self._engine_options = resolved
             self._enable_cache_mgr = resolved.get(_CACHE_MANAGER) == "1"
-            self._enable_local_comm_res = "llm.LocalCommRes" in resolved
+            self._enable_local_comm_res = _LOCAL_RESOURCES in resolved
             if self._enable_cache_mgr:
                 self._cache_manager = CacheManager(self._llm_datadist, resolved)
             LLMDataDist.llm_engine_instance = self
@@ -97,15 +124,18 @@ class LLMDataDist:
     def _resolved(self, options: dict[str, str]) -> dict[str, str]:
         """Return a copy of ``options`` with everything that follows from them (python-api.md §6.2, steps 5 to 10)."""
         resolved = {**options, "llm.Role": self._role_to_str(self._role)}
-        if "llm.ListenIpInfo" in resolved:
-            resolved.setdefault(_LISTEN, resolved["llm.ListenIpInfo"])
-        if "llm.LocalCommRes" in resolved:
+        for option, variable in _ENVIRONMENT.items():
+            if os.environ.get(variable):
+                resolved.setdefault(option, os.environ[variable])
+        if _LISTEN_TOO in resolved:
+            resolved.setdefault(_LISTEN, resolved[_LISTEN_TOO])
+        if _LOCAL_RESOURCES in resolved:
             resolved.setdefault(_CACHE_MANAGER, "1")
             resolved.setdefault(_REMOTE_ACCESS, "1")
         cache_manager = resolved.get(_CACHE_MANAGER) == "1"
-        if "llm.LocalCommRes" in resolved:
+        if _LOCAL_RESOURCES in resolved:
             raise_if_false(cache_manager, "llm.LocalCommRes needs {} = 1", _CACHE_MANAGER)
-        if "llm.TransferBackend" in resolved:
+        if _BACKEND in resolved:
             raise_if_false(cache_manager, "llm.TransferBackend needs {} = 1", _CACHE_MANAGER)
             resolved.setdefault(_REMOTE_ACCESS, "1")
             raise_if_false(resolved[_REMOTE_ACCESS] != "0", "llm.TransferBackend needs {} = 1", _REMOTE_ACCESS)
@@ -148,13 +178,226 @@ class LLMDataDist:
             raise RuntimeError("llm datadist is not initialized")
         return self._cache_manager
 
+    @property
+    def listen_ip_info(self) -> Optional[str]:
+        """Where peers are listened for, ``"ip:port"`` with the port that was really taken; ``None`` without a listener.
+
+        Own addition: with port 0 in ``llm.listenIpInfo`` this is what peers need.
+
+        Raises:
+            RuntimeError: not initialised.
+        """
+        return self._check_initialized().listening()
+
+    @logged
+    def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
+        """Enter a communicator of 2 to 4 clusters, all of which make this call (python-api.md §6.5).
+
+        Returns at once; links come about in the background, see :meth:`query_register_mem_status`. From now on
+        registered memory can be reached by peers only where ``register_*`` said so before.
+
+        Args:
+            comm_name: its name, 1 to 127 characters, the same at every member.
+            cluster_rank_info: cluster id (uint64) → rank (uint32), ranks ascending, this cluster among them.
+            rank_table: where the ranks are, as JSON.
+
+        Returns:
+            The number of the communicator, for :meth:`query_register_mem_status` and :meth:`unlink`.
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: an argument of the wrong type; ValueError: a number outside its width; AttributeError:
+                ``cluster_rank_info`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``, without the cache manager, or arguments without meaning;
+                ``LLM_FEATURE_NOT_ENABLED``, transfer backend ``hixl``; ``LLM_LINK_FAILED``.
+        """
+        comm_id = self._by_rank("link").link(comm_name, cluster_rank_info, rank_table)
+        manager = self._cache_manager
+        if manager is not None:
+            manager.set_is_call_linked()
+        return comm_id
+
+    @logged
+    def unlink(self, comm_id: int) -> None:
+        """Leave a communicator and end its links (python-api.md §6.6).
+
+        Args:
+            comm_id: what :meth:`link` returned (uint64).
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: no ``int``; ValueError: outside uint64.
+            LLMException: ``LLM_NOT_YET_LINK``, no such communicator; ``LLM_UNLINK_FAILED``; and as for :meth:`link`.
+        """
+        self._by_rank("unlink").unlink(comm_id)
+
+    @logged
+    def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
+        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (python-api.md §6.7).
+
+        Arguments and errors as for :meth:`unlink`.
+        """
+        number = self._by_rank("query_register_mem_status").comm_status(comm_id)
+        return int_to_mem_status_dict.get(number, RegisterMemStatus.FAILED)
+
+    @logged
+    def link_clusters(
+        self, clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]], timeout: int = 3000
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """Link to peers that listen, in parallel (python-api.md §6.8). A link that fails raises nothing.
+
+        Args:
+            clusters: the peers, each with its cluster id, one address of its own and one of this side (which
+                ``llm.LocalCommRes`` replaces).
+            timeout: limit in milliseconds (int32, above 0).
+
+        Returns:
+            The code of the last that failed, or ``LLM_SUCCESS``; and the code of each, in order. Reasons are logged.
+            No clusters: ``(LLM_PARAM_INVALID, [])``.
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: an argument of the wrong type, or a peer without ``remote_cluster_id``.
+            ValueError: a number outside its width.
+            LLMException: ``LLM_PARAM_INVALID``, a ``timeout`` of 0 or less, or a peer without an own address.
+        """
+        native = self._check_initialized()
+        refused = self._refused(clusters, links=True)
+        if refused is not None:
+            return refused, []
+        one_local = not self._engine_options.get(_LOCAL_RESOURCES)
+        codes = native.link_clusters(clusters, timeout, self._enable_cache_mgr and one_local, one_local)
+        return _last_failing(codes), codes
+
+    @logged
+    def unlink_clusters(
+        self,
+        clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]],
+        timeout: int = 3000,
+        force: bool = False,
+    ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
+        """End links, whichever side made them (python-api.md §6.8).
+
+        Args:
+            clusters: the peers. With ``force`` a cluster id is enough.
+            timeout: limit in milliseconds (int32, above 0).
+            force: end only this side's half and tell the peer nothing.
+
+        Returns:
+            As for :meth:`link_clusters`. Unlinking a cluster that is not linked succeeds; without the cache manager its
+            code is ``LLM_NOT_YET_LINK``, which does not count in the first.
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: an argument of the wrong type, or a peer without ``remote_cluster_id``.
+            ValueError: a number outside its width.
+            LLMException: ``LLM_PARAM_INVALID``, a ``timeout`` of 0 or less.
+        """
+        native = self._check_initialized()
+        refused = self._refused(clusters, links=False)
+        if refused is not None:
+            return refused, []
+        one_sided = _BACKEND in self._engine_options
+        codes = native.unlink_clusters(clusters, timeout, force, one_sided, not self._enable_cache_mgr)
+        if self._enable_cache_mgr:
+            return _last_failing(codes), codes
+        told = {LLMStatusCode.LLM_UNLINK_FAILED: LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED}
+        codes = [told.get(code, code) for code in codes]
+        return _last_failing(codes, LLMStatusCode.LLM_NOT_YET_LINK), codes
+
+    @logged
+    def switch_role(self, role: LLMRole, switch_options: Optional[dict[str, str]] = None) -> None:
+        """Take another role, and listen elsewhere or nowhere (python-api.md §6.9).
+
+        Args:
+            role: the new role; without the cache manager another than now.
+            switch_options: ``llm.listenIpInfo`` says where to listen from now on; without it a listener is stopped.
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: an argument of the wrong type; ValueError: a port outside uint16.
+            LLMException: ``LLM_EXIST_LINK``, links remain; ``LLM_PARAM_INVALID``, an address without meaning, and
+                without the cache manager the same role or a prompt role without an address;
+                ``LLM_FEATURE_NOT_ENABLED``, another address with transfer backend ``hixl``, and without the cache
+                manager ``llm.EnableSwitchRole`` missing at init; ``LLM_FAILED``, an address that cannot be listened at.
+        """
+        native = self._check_initialized()
+        _core.check_isinstance("role", role, LLMRole, allow_none=False)
+        _core.check_isinstance("switch_options", switch_options, dict)
+        options = switch_options or {}
+        listen = options.get(_LISTEN, options.get(_LISTEN_TOO))
+        if listen is not None:
+            _listen_address(listen)
+        if not self._enable_cache_mgr:
+            self._check_switch(role, listen)
+        elif _BACKEND in self._engine_options:
+            now = native.listening()
+            raise_if_false(
+                listen in (None, now, self._engine_options[_LISTEN]),
+                "{} = {} is another address than {}, which {} does not allow",
+                *(_LISTEN, log.shown(listen), now, _BACKEND),
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+            listen = now
+        native.switch_role(role, listen)
+        self._role = role
+
+    @logged
+    def check_link_status(self, remote_cluster_id: int) -> None:
+        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (python-api.md §6.11).
+
+        Only without the cache manager, and for ``LLMRole.DECODER``.
+
+        Args:
+            remote_cluster_id: the peer (uint64).
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: no ``int``; ValueError: outside uint64.
+            LLMException: ``LLM_PARAM_INVALID``, with the cache manager, or another role; ``LLM_NOT_YET_LINK``, not
+                linked or broken; ``LLM_TIMEOUT``, no answer.
+        """
+        native = self._check_initialized()
+        raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {} = 1", _CACHE_MANAGER)
+        _core.check_uint64("remote_cluster_id", remote_cluster_id)
+        raise_if_false(self._role == LLMRole.DECODER, "check_link_status is for the decoder, not for {}", self._role)
+        native.check_link(remote_cluster_id)
+
     def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, calls with their times in nanoseconds, bytes moved.
+        """Return the engine's counters: pools, table, links, calls with their times in nanoseconds, bytes moved.
 
         Raises:
             RuntimeError: not initialised.
         """
         return self._check_initialized().stats()
+
+    def _by_rank(self, call: str) -> _core.DataDist:
+        native = self._check_initialized()
+        raise_if_false(self._enable_cache_mgr, "{} needs {} = 1", call, _CACHE_MANAGER)
+        return native
+
+    def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
+        """Return why a link call is refused without the cache manager, if it is (python-api.md §9.3)."""
+        if self._enable_cache_mgr:
+            return None
+        if links and self._role != LLMRole.DECODER:
+            log.error("link_clusters is for the decoder, not for %s", self._role)
+            return LLMStatusCode.LLM_PARAM_INVALID
+        if isinstance(clusters, (list, tuple)) and len(clusters) > _MOST_CLUSTERS:
+            log.error("%s clusters in one call, more than %s", len(clusters), _MOST_CLUSTERS)
+            return LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+        return None
+
+    def _check_switch(self, role: LLMRole, listen: Optional[str]) -> None:
+        """Raise where the role cannot be switched without the cache manager (python-api.md §6.9)."""
+        raise_if_false(role != self._role, "the role is {} already", role)
+        prompt = role == LLMRole.PROMPT
+        raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, _LISTEN)
+        raise_if_false(
+            self._engine_options.get("llm.EnableSwitchRole") == "1",
+            "switch_role needs llm.EnableSwitchRole = 1 at init",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
 
     def _check_initialized(self) -> _core.DataDist:
         if not self._is_initialized or self._llm_datadist is None:
@@ -190,6 +433,15 @@ def _listen_address(info: str) -> tuple[str, str]:
     return ip, port
 
 
+def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:
+    """Return the code of a whole call: the last that failed (python-api.md §6.8)."""
+    if not codes:
+        log.error("clusters is empty")
+        return LLMStatusCode.LLM_PARAM_INVALID
+    failing = [code for code in codes if code not in (LLMStatusCode.LLM_SUCCESS, harmless)]
+    return failing[-1] if failing else LLMStatusCode.LLM_SUCCESS
+
+
 def _shutdown_handler() -> None:
     """Finalize the active instance, whatever happens: the interpreter is going down."""
     instance = LLMDataDist.llm_engine_instance
@@ -204,3 +456,5 @@ def _shutdown_handler() -> None:
 
 
 atexit.register(_shutdown_handler)
+# A forked child keeps no socket of its parent's open: peers of a parent that dies are to notice at once.
+os.register_at_fork(after_in_child=_core.abandon_sockets)

@@ -79,11 +79,20 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
     def __init__(self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> None:
         super().__init__(*args)
         self._status_code = status_code
+        self._arrived: list[tuple[int, list[tuple[int, int]]]] = []
 
     @property
     def status_code(self) -> LLMStatusCode:
         """The code the exception was made with."""
         return self._status_code
+
+    @property
+    def arrived(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """What a failed pull or push moved all the same: ``(tensor, [(first row, row after the last), ...])``.
+
+        Rows of the destination whose bytes are all in place; empty for every other failure (own addition).
+        """
+        return self._arrived
 
 
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Optional, Union
 
 from llm_datadist import _core
+from llm_datadist._core import check_layer_range
 from llm_datadist.data_type import DataType
 from llm_datadist.status import NamedIntEnum, raise_if_false
 
@@ -27,6 +28,7 @@ __all__ = [
     "Placement",
     "PushType",
     "RegisterMemStatus",
+    "check_layer_range",
     "int_to_mem_status_dict",
 ]
 

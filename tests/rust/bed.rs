@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::device::{Copy, Device, DeviceSet, HostReach};
+use llm_datadist_core::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::mem::Region;
 use llm_datadist_core::mem::kernel::Kernel;
 use llm_datadist_core::{
@@ -195,7 +195,9 @@ impl Device for Gated {
     fn host_reach(&self) -> HostReach {
         self.sim.host_reach()
     }
+}
 
+impl Copier for Gated {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         struct Leave<'a>(&'a Gated);
         impl Drop for Leave<'_> {
@@ -240,4 +242,21 @@ pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
         failure_persistence: None,
         ..proptest::test_runner::Config::default()
     }
+}
+
+/// Writes the tensors of a pool cache of host memory. Only while no copy runs.
+pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
+    assert_eq!(tensors.len(), cache.addrs().len());
+    for (&addr, bytes) in cache.addrs().iter().zip(tensors) {
+        assert_eq!(bytes.len() as u64, cache.geometry().tensor_bytes());
+        // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now.
+        unsafe { (addr as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+}
+
+/// The tensors of a cache of host memory. Only while no copy runs.
+pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
+    let len = cache.geometry().tensor_bytes() as usize;
+    // SAFETY: as in `fill`.
+    cache.addrs().iter().map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec()).collect()
 }

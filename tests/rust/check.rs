@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::check::{self, CopyArgs, Pools, Side};
+use llm_datadist_core::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataType, Error, ErrorKind, Geometry, KernelChoice,
     Placement, PoolConfig, Result, Role, SwapInPath,
@@ -391,6 +392,12 @@ fn option_texts() {
         ("llm.SwapInPath", &["Auto", "ring ", "directly"]),
         ("llm.CopyKernel", &["PLAIN", "fast"]),
         ("llm.TransferBackend", &["HIXL", "nixl"]),
+        ("llm.LinkAcceptRemote", &["2", "yes"]),
+        ("llm.LinkHeartbeat", &["0", "3600001"]),
+        ("llm.LinkSilence", &["0", "1999", "86400001"]),
+        ("llm.LinkTransport", &["SHM", "rdma"]),
+        ("llm.LinkStreams", &["0", "17"]),
+        ("llm.RankPort", &["0", "65536"]),
     ] {
         for text in not_a_number.iter().chain(more) {
             let error = read(&[(key, text)]).map(|_| ()).expect_err(&format!("{key} = {text:?}"));
@@ -403,6 +410,11 @@ fn option_texts() {
                 "copy_workers",
                 "swap_in_path",
                 "copy_kernel",
+                "link_heartbeat",
+                "link_silence",
+                "link_transport",
+                "link_streams",
+                "rank_port",
             ];
             let names_it =
                 error.to_string().contains(key) || known.iter().any(|name| error.to_string().contains(name));
@@ -412,7 +424,7 @@ fn option_texts() {
         let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
         assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
     }
-    assert_eq!(looked_at, 12 * 15 + 23);
+    assert_eq!(looked_at, 18 * 15 + 36);
 }
 
 #[test]
@@ -484,4 +496,153 @@ fn a_blocks_cache_has_no_slots() {
     refused(check::copy_cache(side(Blocks), side(Batch), args), &["src is a blocks cache"]);
     refused(check::copy_cache(side(Batch), side(Blocks), args), &["dst is a blocks cache"]);
     check::copy_cache(side(Batch), side(Batch), args).unwrap();
+}
+
+#[test]
+fn link_options() {
+    let links = |options: &[(&str, &str)]| read(options).map(|config| config.links);
+    assert_eq!(links(&[]).unwrap(), LinkConfig::default());
+    let all = links(&[
+        ("llm.ListenIp", "127.0.0.1"),
+        ("llm.ListenPort", "0"),
+        ("llm.LinkTotalTime", "7"),
+        ("llm.LinkRetryCount", "100"),
+        ("llm.TransferBackend", "hixl"),
+        ("llm.LinkToken", "sixteen letters!"),
+        ("llm.LinkAcceptRemote", "1"),
+        ("llm.LinkHeartbeat", "250"),
+        ("llm.LinkSilence", "500"),
+        ("llm.LinkTransport", "tcp"),
+        ("llm.LinkStreams", "16"),
+        ("llm.RankPort", "65535"),
+        ("llm.RankHosts", r#"{"5": "[::1]:70", "192.0.2.9": "192.0.2.8:1"}"#),
+    ])
+    .unwrap();
+    let hosts = [("192.0.2.9", "192.0.2.8:1"), ("5", "[::1]:70")];
+    let expected = LinkConfig {
+        listen: Some("127.0.0.1:0".parse().unwrap()),
+        token: Some(Token::new("sixteen letters!")),
+        accept_remote: true,
+        heartbeat: Duration::from_millis(250),
+        silence: Duration::from_millis(500),
+        total: Duration::from_secs(7),
+        retries: 100,
+        transport: TransportChoice::Tcp,
+        streams: 16,
+        rank_port: 65_535,
+        rank_hosts: hosts.iter().map(|&(name, at)| (name.to_owned(), at.parse().unwrap())).collect(),
+        both_ways: true,
+    };
+    assert_eq!(all, expected);
+    // 0 seconds is what the environment says, and without one the default.
+    let total = |given: &str, env: &str| {
+        links(&[("llm.LinkTotalTime", given), ("env.HCCL_CONNECT_TIMEOUT", env)]).map(|links| links.total)
+    };
+    for (given, env, seconds) in [("0", "", 120), ("0", "0", 120), ("0", "600", 600), ("5", "600", 5)] {
+        assert_eq!(total(given, env).unwrap(), Duration::from_secs(seconds), "{given}, {env}");
+    }
+    assert_eq!(links(&[("env.HCCL_CONNECT_TIMEOUT", "9")]).unwrap().total, Duration::from_secs(9));
+    refused(total("0", "soon"), &["env.HCCL_CONNECT_TIMEOUT", "soon"]);
+    // A slow heartbeat alone takes the silence along; a silence below two of them is refused.
+    let slow = links(&[("llm.LinkHeartbeat", "4000")]).unwrap();
+    assert_eq!(slow.silence, Duration::from_secs(8));
+    assert_eq!(links(&[("llm.LinkHeartbeat", "10")]).unwrap().silence, LinkConfig::default().silence);
+    refused(
+        links(&[("llm.LinkHeartbeat", "4000"), ("llm.LinkSilence", "7999")]),
+        &["link_silence = 7999", "8000"],
+    );
+    assert_eq!(links(&[("llm.RankHosts", "")]).unwrap().rank_hosts.len(), 0);
+}
+
+#[test]
+fn listening_addresses() {
+    let listen = |options: &[(&str, &str)]| read(options).map(|config| config.links.listen);
+    for (text, expected) in [
+        ("127.0.0.1:26000", "127.0.0.1:26000"),
+        ("0.0.0.0:0", "0.0.0.0:0"),
+        ("[::1]:65535", "[::1]:65535"),
+        ("[2001:db8::1]:7", "[2001:db8::1]:7"),
+    ] {
+        let (ip, port) = text.rsplit_once(':').unwrap();
+        let expected = Some(expected.parse().unwrap());
+        // As given, in both spellings, and as the Python front splits it.
+        assert_eq!(listen(&[("llm.listenIpInfo", text)]).unwrap(), expected);
+        assert_eq!(listen(&[("llm.ListenIpInfo", text)]).unwrap(), expected);
+        let split = [("llm.listenIpInfo", text), ("llm.ListenIp", ip), ("llm.ListenPort", port)];
+        assert_eq!(listen(&split).unwrap(), expected);
+    }
+    assert_eq!(listen(&[("llm.ListenIp", "::1"), ("llm.ListenPort", "1")]).unwrap(), "[::1]:1".parse().ok());
+    assert_eq!(listen(&[("llm.listenIpInfo", ""), ("llm.ListenIp", "")]).unwrap(), None);
+    for text in [
+        "localhost:1",
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":1",
+        "1:1",
+        "127.0.0.1:65536",
+        "127.0.0.1:+1",
+        "127.0.0.1: 1",
+        "::1:1",
+        "[::1]",
+        "[127.0.0.1]:1",
+        "[::1:1",
+        "127.1:1",
+        "127.0.0.01:1",
+        "127.0.0.1:1;127.0.0.1:2",
+    ] {
+        refused(listen(&[("llm.listenIpInfo", text)]), &["llm.listenIpInfo", text, "ip:port"]);
+    }
+    refused(
+        listen(&[("llm.ListenIp", "node-a"), ("llm.ListenPort", "1")]),
+        &["llm.ListenIp", "node-a", "no host name"],
+    );
+    refused(
+        listen(&[("llm.ListenIp", "::1"), ("llm.ListenPort", "70000")]),
+        &["llm.ListenPort", "70000", "65535"],
+    );
+    refused(listen(&[("llm.ListenIp", "::1")]), &["llm.ListenIp", "only with llm.ListenPort"]);
+    refused(listen(&[("llm.ListenPort", "1")]), &["llm.ListenPort", "only with llm.ListenIp"]);
+}
+
+#[test]
+fn a_token_never_shows() {
+    for (token, ok) in
+        [("", false), ("fifteen-letters", false), ("sixteen letters!", true), ("ключключключключ", true)]
+    {
+        let read = read(&[("llm.LinkToken", token)]);
+        assert_eq!(read.is_ok(), ok, "{} bytes", token.len());
+        match read {
+            Ok(config) => {
+                assert_eq!(config.links.token.as_ref().unwrap().bytes(), token.as_bytes());
+                assert!(!format!("{config:?}").contains(token));
+            }
+            Err(error) => {
+                let text = format!("{error} {error:?}");
+                assert!(token.is_empty() || !text.contains(token), "{text}");
+                let count = format!("({} characters, not shown)", token.chars().count());
+                assert!(
+                    text.contains("link_token") && text.contains(&count) && text.contains("at least 16"),
+                    "{text}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn hosts_of_ranks() {
+    assert!(check::rank_hosts("{}").unwrap().is_empty());
+    for (text, fact) in [
+        ("", "not JSON"),
+        ("x", "not JSON"),
+        ("[]", "not an object"),
+        (r#"{"5": 7}"#, "\"5\" is 7"),
+        (r#"{"5": "node-a:7"}"#, "no host name"),
+        (r#"{"5": "192.0.2.1"}"#, "ip:port"),
+        (r#"{"5": "192.0.2.1:0"}"#, "192.0.2.1:0"),
+    ] {
+        refused(check::rank_hosts(text), &["rank_hosts", fact]);
+    }
+    let error = check::rank_hosts(&format!(r#"{{"{}": 1}}"#, "x".repeat(100_000))).unwrap_err();
+    assert!(error.to_string().len() < 1000);
 }

@@ -240,7 +240,7 @@ impl Machine for Engine {
             let own = if self.ends.len().is_multiple_of(2) {
                 Own::loose(&spec.desc(), spec.kind)
             } else {
-                Own::new(&spec.desc(), spec.kind, |adopted| self.dist.register(adopted, &[], false).unwrap())
+                Own::new(&spec.desc(), spec.kind, |adopted| self.dist.register(adopted, &[], Some(false)).unwrap())
             };
             own.write(&spec.bytes());
             let id = own.cache.id();
@@ -642,7 +642,7 @@ fn a_cache_in_the_callers_own_device_memory_is_refused_where_nothing_is_mapped()
     let engine = DataDist::open(config(1 << 20)).unwrap();
     let desc = desc(Host, 1, 4, 4096);
     let unmapped = crate::bed::adopt(&desc, Blocks, &[4096]);
-    let cache = engine.register(unmapped, &[], false).unwrap();
+    let cache = engine.register(unmapped, &[], Some(false)).unwrap();
     let device = engine.allocate(&CacheDesc { placement: Device, ..desc }, Blocks, &[]).unwrap();
     for (src, dst) in [(&cache, &device), (&device, &cache)] {
         let ends = (End::Managed(src.id()), End::Managed(dst.id()));

@@ -7,14 +7,15 @@ use std::time::Duration;
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::{
-    CacheId, CacheKind, DataDist, End, Error, ErrorKind, Placement, StatusCode, SwapInPath,
+    CacheId, CacheKind, ClusterId, DataDist, End, Error, ErrorKind, PeerAddress, Placement, Role, StatusCode,
+    SwapInPath,
 };
 
 use crate::bed::{Own, config, desc, engine_on};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 
-/// An error of `kind` as a user meets it, or `None` for the two that only the binding makes.
+/// An error of `kind` as a user meets it, or `None` for those that are made elsewhere.
 fn produced(kind: ErrorKind) -> Option<Error> {
     let engine = DataDist::open(config(1 << 20)).unwrap();
     let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
@@ -48,10 +49,37 @@ fn produced(kind: ErrorKind) -> Option<Error> {
             let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
             engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1)])
         }
-        // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork.
-        ErrorKind::Closed | ErrorKind::Forked => return None,
+        ErrorKind::NotLinked => engine.check_link(ClusterId(9)),
+        ErrorKind::LinkFailed => link_to_itself(&engine, "127.0.0.1:1"),
+        ErrorKind::Interrupted => {
+            // A member that never comes: whoever waits for it is asked first whether to go on.
+            let table = r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": 0}, {"rank_id": 1}]}]}"#;
+            let own = engine.config().cluster;
+            engine.link("nobody", &[(own, 0), (ClusterId(99), 1)], table).unwrap();
+            engine.interrupted_by(|| true).check_link(ClusterId(99))
+        }
+        ErrorKind::AlreadyLinked | ErrorKind::LinksExist => {
+            let mut config = config(1 << 20);
+            config.links.listen = Some("127.0.0.1:0".parse().unwrap());
+            let engine = DataDist::open(config).unwrap();
+            let address = engine.listening().unwrap().to_string();
+            link_to_itself(&engine, &address).unwrap();
+            match kind {
+                ErrorKind::AlreadyLinked => link_to_itself(&engine, &address),
+                _ => engine.switch_role(Role::Decoder, None),
+            }
+        }
+        // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork. `links`: a peer that goes
+        // away while it is being told.
+        ErrorKind::Closed | ErrorKind::Forked | ErrorKind::UnlinkFailed => return None,
     };
     Some(error.expect_err("the case of this kind succeeds"))
+}
+
+fn link_to_itself(engine: &DataDist, address: &str) -> Result<(), Error> {
+    let cluster = engine.config().cluster;
+    let peer = PeerAddress { cluster, remote: vec![address.parse().unwrap()], local: vec![] };
+    engine.link_clusters(&[peer], Duration::from_secs(2)).remove(0)
 }
 
 #[test]
@@ -72,8 +100,8 @@ fn every_kind_is_produced_and_has_a_code() {
             None => by_the_binding.push(kind),
         }
     }
-    assert_eq!(by_the_binding, [ErrorKind::Closed, ErrorKind::Forked]);
-    assert_eq!(looked_at, ErrorKind::ALL.len() - 2);
+    assert_eq!(by_the_binding, [ErrorKind::Closed, ErrorKind::Forked, ErrorKind::UnlinkFailed]);
+    assert_eq!(looked_at, ErrorKind::ALL.len() - 3);
     let mut kinds = ErrorKind::ALL.to_vec();
     kinds.dedup();
     assert_eq!(kinds.len(), ErrorKind::ALL.len());
@@ -82,7 +110,7 @@ fn every_kind_is_produced_and_has_a_code() {
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 8] = [
+    let expected: [(ErrorKind, S, i64); 14] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
@@ -90,6 +118,12 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::Closed, S::EngineFinalized, 0x5010_B006),
         (ErrorKind::Forked, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::NotEnabled, S::FeatureNotEnabled, 0x5010_B019),
+        (ErrorKind::NotLinked, S::NotYetLink, 0x5010_B007),
+        (ErrorKind::AlreadyLinked, S::AlreadyLink, 0x5010_B008),
+        (ErrorKind::LinkFailed, S::LinkFailed, 0x5010_B009),
+        (ErrorKind::UnlinkFailed, S::UnlinkFailed, 0x5010_B00A),
+        (ErrorKind::LinksExist, S::ExistLink, 0x5010_B018),
+        (ErrorKind::Interrupted, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);

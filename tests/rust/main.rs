@@ -24,13 +24,21 @@ mod bed;
 #[cfg(not(loom))]
 mod check;
 #[cfg(not(loom))]
+mod consume;
+#[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]
 mod errors;
 #[cfg(not(loom))]
 mod faults;
 #[cfg(not(loom))]
+mod foreign;
+#[cfg(not(loom))]
+mod heap;
+#[cfg(not(loom))]
 mod kernel;
+#[cfg(not(loom))]
+mod links;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]
@@ -40,10 +48,20 @@ mod plan;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
+mod ranks;
+#[cfg(not(loom))]
+mod progress;
+#[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod table;
 #[cfg(not(loom))]
+mod transfer;
+#[cfg(not(loom))]
+mod transport;
+#[cfg(not(loom))]
 mod tuner;
+#[cfg(not(loom))]
+mod wire;

@@ -347,3 +347,160 @@ fn offsets_near_two_to_the_63_do_not_overflow() {
         assert!(all.contains(&Piece { src: src * block_bytes, dst: dst * block_bytes, len: block_bytes }));
     }
 }
+
+/// A span of a peer: small numbers that nearly fit, and the largest there are.
+fn foreign_spans() -> impl Strategy<Value = Span> {
+    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
+    let step = || prop_oneof![12 => -12..12i64, 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => any::<i64>()];
+    let count = prop_oneof![12 => 0..5u64, 1 => Just(u64::MAX), 1 => any::<u64>()];
+    (number(), number(), prop_oneof![12 => 0..6u64, 1 => any::<u64>()], count, step(), step()).prop_map(
+        |(src, dst, len, count, src_step, dst_step)| Span { src, dst, len, count, src_step, dst_step },
+    )
+}
+
+/// The pieces of a span, one by one, in numbers that cannot overflow.
+fn one_by_one(span: &Span) -> Vec<(i128, i128)> {
+    let mut pieces = vec![];
+    let (mut src, mut dst) = (i128::from(span.src), i128::from(span.dst));
+    for _ in 0..span.count {
+        pieces.push((src, dst));
+        src += i128::from(span.src_step);
+        dst += i128::from(span.dst_step);
+    }
+    pieces
+}
+
+/// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
+#[test]
+fn plans_of_peers() {
+    let waves = prop::collection::vec(prop::collection::vec(foreign_spans(), 0..3), 0..3);
+    let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
+    let sizes = (1..40u64, 1..40u64, 1..9u64);
+    let seen = std::cell::Cell::new((0, 0, 0));
+    TestRunner::new(proptest_cases(6000))
+        .run(&(tensors(), tensors(), tensors(), waves, sizes), |(count, src, dst, waves, sizes)| {
+            let (src_bytes, dst_bytes, row_bytes) = sizes;
+            let (made, fits, does_not) = seen.get();
+            let sound = waves.iter().flatten().all(|span| {
+                let few = span.count > 0 && span.count <= 1 << 20 && span.len > 0;
+                few && one_by_one(span)
+                    .windows(2)
+                    .all(|two| (two[0].1 - two[1].1).unsigned_abs() >= u128::from(span.len))
+                    && one_by_one(span).iter().all(|&(src, dst)| {
+                        let end = i128::from(u64::MAX) - i128::from(span.len);
+                        (0..=end).contains(&src) && (0..=end).contains(&dst)
+                    })
+            });
+            let all =
+                |sum: u128, span: &Span| sum.saturating_add(u128::from(span.len) * u128::from(span.count));
+            let total = waves.iter().flatten().fold(0, all);
+            let sound = sound
+                && count > 0
+                && src.checked_add(count).is_some()
+                && dst.checked_add(count).is_some()
+                && total.saturating_mul(u128::from(count)) < 1 << 63;
+            let Ok(plan) = CopyPlan::from_parts(count, src, dst, waves.clone()) else {
+                prop_assert!(!sound, "refused, but sound");
+                return Ok(());
+            };
+            prop_assert!(sound, "taken, but not sound");
+            prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
+            prop_assert_eq!(u128::from(plan.bytes()), total * u128::from(count));
+            let inside = |piece: (i128, i128), len: u64| {
+                piece.0 + i128::from(len) <= i128::from(src_bytes)
+                    && piece.1 + i128::from(len) <= i128::from(dst_bytes)
+            };
+            let pieces =
+                waves.iter().flatten().all(|span| one_by_one(span).iter().all(|&p| inside(p, span.len)));
+            let room = waves
+                .iter()
+                .all(|wave| wave.iter().map(|span| span.len * span.count).sum::<u64>() <= dst_bytes);
+            let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+            let expected = pieces && room && src + count <= 4 && dst + count <= 4;
+            prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
+            if expected {
+                let rows = |which: fn(&(i128, i128)) -> i128| -> Vec<u64> {
+                    let bytes = waves.iter().flatten().flat_map(|span| {
+                        let starts = one_by_one(span).into_iter().map(move |piece| which(&piece) as u64);
+                        starts.flat_map(|start| start..start + span.len)
+                    });
+                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
+                    rows.into_iter().collect()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes), rows(|piece| piece.0));
+                prop_assert_eq!(plan.dst_rows(row_bytes), rows(|piece| piece.1));
+                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
+                prop_assert_eq!(walked, plan.bytes());
+            }
+            seen.set((made + 1, fits + u64::from(expected), does_not + u64::from(!expected)));
+            Ok(())
+        })
+        .unwrap();
+    let (made, fits, does_not) = seen.get();
+    assert!(made > 100 && fits > 50 && does_not > 50, "{made} made, {fits} fit, {does_not} do not");
+}
+
+#[test]
+fn what_a_plan_of_a_peer_may_not_say() {
+    let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let plan = |waves: Vec<Vec<Span>>| CopyPlan::from_parts(1, 0, 0, waves);
+    assert_eq!(plan(vec![vec![], vec![span], vec![]]).unwrap().waves().len(), 1);
+    for (bad, why) in [
+        (Span { len: 0, ..span }, "no bytes"),
+        (Span { count: 0, ..span }, "no pieces"),
+        (Span { count: 2, ..span }, "written twice"),
+        (Span { count: 3, len: 4, dst_step: -3, ..span }, "overlapping"),
+        (Span { count: 2, dst_step: -1, ..span }, "before the start"),
+        (Span { count: 2, dst_step: 1, src_step: -1, ..span }, "read before the start"),
+        (Span { len: 1 << 63, ..span }, "2^63 bytes"),
+        (Span { count: (1 << 24) + 1, dst_step: 1, ..span }, "too many pieces"),
+        (Span { src: u64::MAX, ..span }, "beyond 64 bits"),
+        (Span { count: u64::MAX, len: u64::MAX, dst_step: i64::MIN, ..span }, "everything at once"),
+    ] {
+        let error = plan(vec![vec![span], vec![bad]]).expect_err(why);
+        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::InvalidArgument, "{why}");
+        assert!(error.to_string().contains("makes no sense"), "{error}");
+    }
+    for (tensors, src, dst) in [(0, 0, 0), (1, u32::MAX, 0), (u32::MAX, 0, 1)] {
+        CopyPlan::from_parts(tensors, src, dst, vec![vec![span]]).unwrap_err();
+    }
+    // A count alone costs nothing: positions and rows are computed, not walked.
+    let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
+    let plan = plan(vec![vec![wide]]).unwrap();
+    let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4)).unwrap();
+    assert_eq!(error, [1]);
+    let error = plan.check_ends(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
+    assert_eq!((error.fact("which"), error.fact("tensor_bytes")), (Some("written"), Some("17592184995840")));
+    let error = plan.check_ends(Some((1, 5)), None).unwrap_err();
+    assert_eq!(error.fact("which"), Some("read"));
+    let error = plan.check_ends(Some((0, 6)), None).unwrap_err();
+    assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
+}
+
+/// Byte positions count wave after wave, and each wave along all of its tensors.
+#[test]
+fn positions_across_waves() {
+    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, Ends::TwoCaches);
+    assert_eq!((plan.waves().len(), plan.bytes()), (2, 3 * 3 * 5));
+    let all: Vec<_> = plan.pieces(0, plan.bytes()).collect();
+    let mut expected = vec![];
+    for wave in plan.waves() {
+        for tensor in 0..3 {
+            expected.extend(pieces(wave).into_iter().map(|piece| (tensor, piece)));
+        }
+    }
+    assert_eq!(all, expected);
+    let bytes = |list: Vec<(usize, Piece)>| -> Vec<(usize, u64, u64)> {
+        let byte = |(tensor, piece): (usize, Piece)| {
+            (0..piece.len).map(move |k| (tensor, piece.src + k, piece.dst + k))
+        };
+        list.into_iter().flat_map(byte).collect()
+    };
+    let all = bytes(all);
+    for from in 0..=45 {
+        for to in from..=46 {
+            let part = bytes(plan.pieces(from as u64, to as u64).collect());
+            assert_eq!(part, all[from..to.min(45)], "{from} to {to}");
+        }
+    }
+}

@@ -37,7 +37,7 @@ fn every_call_is_counted_under_its_name() {
     let blocks = engine.allocate(&desc(Device, 2, 8, 100), Blocks, &[]).unwrap();
     engine.allocate(&desc(Device, 2, 8, 100), Batch, &[Some(key)]).unwrap_err();
     let own = Own::loose(&desc(Host, 2, 8, 100), Blocks);
-    let registered = engine.register(adopt(&desc(Host, 1, 1, 1), Batch, &[4096]), &[], false).unwrap();
+    let registered = engine.register(adopt(&desc(Host, 1, 1, 1), Batch, &[4096]), &[], Some(false)).unwrap();
     engine.unregister(registered.id()).unwrap();
     engine.unregister(CacheId(99)).unwrap();
 
@@ -68,6 +68,11 @@ fn every_call_is_counted_under_its_name() {
         ("copy_blocks", 4, 2, 400),
         ("swap_in", 1, 0, 600),
         ("swap_out", 2, 1, 200),
+        ("link", 0, 0, 0),
+        ("unlink", 0, 0, 0),
+        ("pull", 0, 0, 0),
+        ("push", 0, 0, 0),
+        ("served", 0, 0, 0),
     ];
     assert_eq!(ops(&engine), expected);
     let stats = engine.stats();

@@ -54,3 +54,24 @@ fn small_copies_and_forced_ones_are_not_learned() {
     assert_eq!(run(&plain, 100, 100, 1), 0);
     assert_eq!(plain.bytes(), (100 * UNIT, 0));
 }
+
+#[test]
+fn one_beside_learns_for_itself_and_counts_into_the_same_sums() {
+    let tuner = Tuner::new(KernelChoice::Auto).unwrap();
+    let beside = tuner.beside();
+    if Kernel::streaming().is_some() {
+        // In one memory streaming stores win, in the other they lose.
+        run(&tuner, 200, 100, 60);
+        run(&beside, 200, 60, 100);
+        assert!(run(&tuner, 200, 100, 60) >= 195);
+        assert!(run(&beside, 200, 60, 100) <= 5);
+    } else {
+        run(&tuner, 400, 1, 1);
+        run(&beside, 400, 1, 1);
+    }
+    let (plain, streaming) = tuner.bytes();
+    assert_eq!(plain + streaming, 800 * UNIT);
+    assert_eq!(beside.bytes(), tuner.bytes());
+    let forced = Tuner::new(KernelChoice::Plain).unwrap().beside();
+    assert_eq!(run(&forced, 100, 100, 1), 0);
+}

@@ -2,6 +2,9 @@
 //!
 //! Not for: parsing, defaults that depend on the machine (`engine::workers` reads those).
 
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use crate::id::ClusterId;
@@ -73,6 +76,90 @@ pub enum KernelChoice {
     Streaming,
 }
 
+/// How the bytes of a link travel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Shared memory between processes of one host, sockets otherwise.
+    #[default]
+    Auto,
+    /// Shared memory, or no link.
+    Shm,
+    /// Sockets, on one host as well.
+    Tcp,
+}
+
+/// What both ends of a link must know. Never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(Box<[u8]>);
+
+impl Token {
+    /// The token of a text.
+    #[must_use]
+    pub fn new(text: &str) -> Self {
+        Token(text.as_bytes().into())
+    }
+
+    /// Its bytes, to compute proofs with.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(…)")
+    }
+}
+
+/// How links are made and kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkConfig {
+    /// Where to listen for peers, if anywhere; port 0 for any free one.
+    pub listen: Option<SocketAddr>,
+    /// What a peer must prove to know, and this side proves.
+    pub token: Option<Token>,
+    /// Whether a listener without a token accepts peers of other hosts.
+    pub accept_remote: bool,
+    /// How often a link that is silent is tried.
+    pub heartbeat: Duration,
+    /// How long a peer may be silent before its link breaks.
+    pub silence: Duration,
+    /// Limit of a rank-table link, all its tries together.
+    pub total: Duration,
+    /// How often a rank-table link is tried within that limit.
+    pub retries: u32,
+    /// How bytes travel.
+    pub transport: TransportChoice,
+    /// Streams of one large transfer between hosts.
+    pub streams: usize,
+    /// Port of device 0 for rank-table links; device `n` has the `n`-th after it.
+    pub rank_port: u16,
+    /// Where ends of rank-table links really are, by `device_ip` or cluster id.
+    pub rank_hosts: BTreeMap<String, SocketAddr>,
+    /// Whether both sides may link to each other (`llm.TransferBackend = hixl`).
+    pub both_ways: bool,
+}
+
+impl Default for LinkConfig {
+    fn default() -> Self {
+        LinkConfig {
+            listen: None,
+            token: None,
+            accept_remote: false,
+            heartbeat: Duration::from_secs(1),
+            silence: Duration::from_secs(5),
+            total: Duration::from_secs(120),
+            retries: 1,
+            transport: TransportChoice::Auto,
+            streams: 1,
+            rank_port: 16_666,
+            rank_hosts: BTreeMap::new(),
+            both_ways: false,
+        }
+    }
+}
+
 /// Everything an engine is opened with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -96,6 +183,8 @@ pub struct Config {
     pub swap_in: SwapInPath,
     /// Which copy kernel runs.
     pub kernel: KernelChoice,
+    /// How links are made and kept.
+    pub links: LinkConfig,
 }
 
 impl Config {
@@ -118,6 +207,7 @@ impl Config {
             copy_workers: None,
             swap_in: SwapInPath::Auto,
             kernel: KernelChoice::Auto,
+            links: LinkConfig::default(),
         }
     }
 }

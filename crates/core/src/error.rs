@@ -25,13 +25,25 @@ pub enum ErrorKind {
     Forked,
     /// The call needs an option that was not given.
     NotEnabled,
+    /// There is no live link to that cluster: never made, unlinked, or broken; the message says which.
+    NotLinked,
+    /// The link is there already.
+    AlreadyLinked,
+    /// A link could not be made.
+    LinkFailed,
+    /// The peer could not be told that the link ends; this side has dropped it.
+    UnlinkFailed,
+    /// Links remain that the call cannot work with.
+    LinksExist,
+    /// The caller was interrupted while it waited (Ctrl-C).
+    Interrupted,
     /// The system refused something the engine needed; the source says what.
     System,
 }
 
 impl ErrorKind {
     /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
-    pub const ALL: [ErrorKind; 8] = [
+    pub const ALL: [ErrorKind; 14] = [
         ErrorKind::InvalidArgument,
         ErrorKind::CacheNotFound,
         ErrorKind::OutOfMemory,
@@ -39,6 +51,12 @@ impl ErrorKind {
         ErrorKind::Closed,
         ErrorKind::Forked,
         ErrorKind::NotEnabled,
+        ErrorKind::NotLinked,
+        ErrorKind::AlreadyLinked,
+        ErrorKind::LinkFailed,
+        ErrorKind::UnlinkFailed,
+        ErrorKind::LinksExist,
+        ErrorKind::Interrupted,
         ErrorKind::System,
     ];
 }
@@ -56,10 +74,14 @@ impl ErrorKind {
 /// ```
 pub struct Error(Box<Report>);
 
+/// What a transfer that failed had put in place: tensors of the destination, and in each the rows that are whole.
+pub type Arrived = Vec<(u32, Vec<std::ops::Range<u64>>)>;
+
 struct Report {
     kind: ErrorKind,
     message: String,
     context: Vec<(&'static str, String)>,
+    arrived: Arrived,
     source: Option<Box<dyn StdError + Send + Sync>>,
 }
 
@@ -68,7 +90,7 @@ impl Error {
     #[cold]
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Error(Box::new(Report { kind, message: message.into(), context: Vec::new(), source: None }))
+        Error(Box::new(Report { kind, message: message.into(), context: Vec::new(), arrived: Vec::new(), source: None }))
     }
 
     /// The error for an argument without meaning: its name, what was given, and what is allowed.
@@ -90,6 +112,19 @@ impl Error {
     pub fn because(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.0.source = Some(Box::new(source));
         self
+    }
+
+    /// The same error with what of the destination is in place nevertheless.
+    #[must_use]
+    pub fn with_arrived(mut self, arrived: Arrived) -> Self {
+        self.0.arrived = arrived;
+        self
+    }
+
+    /// What of the destination a failed transfer put in place; empty if it is nothing, or the error is of no transfer.
+    #[must_use]
+    pub fn arrived(&self) -> &[(u32, Vec<std::ops::Range<u64>>)] {
+        &self.0.arrived
     }
 
     /// Which of the closed list it is.

@@ -32,14 +32,33 @@ impl fmt::Display for ClusterId {
 pub struct Deadline {
     at: Instant,
     limit: Duration,
+    /// The option or argument that set it, for the message.
+    name: &'static str,
+    /// Asked now and then while the caller waits: whether the wait shall end early (Ctrl-C).
+    interrupted: Option<fn() -> bool>,
 }
 
 impl Deadline {
-    /// A deadline `limit` from now. A limit beyond what the clock can hold is cut to ten years.
+    /// The longest sleep of a wait that may be interrupted: Ctrl-C is noticed within this time.
+    const NAP: Duration = Duration::from_millis(100);
+
+    /// A deadline `limit` from now, set by `sync_kv_timeout`. A limit beyond what the clock can hold is cut to ten years.
     #[must_use]
     pub fn after(limit: Duration) -> Self {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
-        Deadline { at: Instant::now() + limit, limit }
+        Deadline { at: Instant::now() + limit, limit, name: "sync_kv_timeout", interrupted: None }
+    }
+
+    /// The same moment, set by the option or argument called `name`.
+    #[must_use]
+    pub fn named(self, name: &'static str) -> Self {
+        Deadline { name, ..self }
+    }
+
+    /// The same moment, and waits that end early once `interrupted` says so.
+    #[must_use]
+    pub fn watched(self, interrupted: Option<fn() -> bool>) -> Self {
+        Deadline { interrupted, ..self }
     }
 
     /// What is left; zero once it has passed.
@@ -54,16 +73,31 @@ impl Deadline {
         self.left().is_zero()
     }
 
+    /// How long to sleep before looking again: what is left, in slices where the wait may be interrupted. Whoever sleeps
+    /// calls [`waiting`](Self::waiting) each time it wakes without what it waited for.
+    #[must_use]
+    pub fn nap(&self) -> Duration {
+        if self.interrupted.is_some() { self.left().min(Self::NAP) } else { self.left() }
+    }
+
     /// The error for a call that was still `doing` something when the deadline passed.
     #[cold]
     #[must_use]
     pub fn error(&self, doing: &str) -> Error {
-        Error::new(ErrorKind::Timeout, format!("sync_kv_timeout passed while {doing}"))
+        Error::new(ErrorKind::Timeout, format!("{} passed while {doing}", self.name))
             .with("limit_ms", self.limit.as_millis())
     }
 
     /// `Err` once the deadline has passed.
     pub fn check(&self, doing: &str) -> Result<()> {
         if self.passed() { Err(self.error(doing)) } else { Ok(()) }
+    }
+
+    /// `Err` once the deadline has passed or the caller was interrupted. Only on the thread of the caller.
+    pub fn waiting(&self, doing: &str) -> Result<()> {
+        if self.interrupted.is_some_and(|interrupted| interrupted()) {
+            return Err(Error::new(ErrorKind::Interrupted, format!("interrupted while {doing}")));
+        }
+        self.check(doing)
     }
 }

@@ -4,6 +4,8 @@
 
 use std::fmt;
 
+use crate::id::CacheId;
+
 /// "No request" and "no prefix" in the public API; as a request id it marks an unused batch slot.
 pub const NO_ID: u64 = u64::MAX;
 
@@ -50,6 +52,29 @@ impl fmt::Display for CacheKey {
             CacheKey::Request { model, id } => write!(f, "req_id {id} of model {model}"),
             CacheKey::Prefix { model, id } => write!(f, "prefix_id {id} of model {model}"),
             CacheKey::Blocks { model } => write!(f, "blocks of model {model}"),
+        }
+    }
+}
+
+/// How a peer names a cache of ours, or we one of theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Name {
+    /// By a key.
+    Key(CacheKey),
+    /// One row of a cache by its id (`CacheKeyByIdAndIndex`).
+    Row {
+        /// The cache.
+        cache: CacheId,
+        /// The batch slot; 0 for a blocks cache.
+        row: u32,
+    },
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Name::Key(key) => key.fmt(f),
+            Name::Row { cache, row } => write!(f, "slot {row} of cache {cache}"),
         }
     }
 }

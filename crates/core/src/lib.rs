@@ -1,11 +1,12 @@
 //! The engine of `llm_datadist`: pools, cache table, copy engine. Knows nothing of Python.
 //!
 //! ```text
-//!  operations   datadist   stats
-//!  movement     engine/{wave, ring, route, tuner, workers}    the only thing that moves bytes
-//!  resources    table/{pin}   arena   device/{host, sim}   mem/{region, tensors, kernel, smaps}
+//!  operations   datadist/{remote}   peer
+//!  resources    links   cluster   stats
+//!  movement     engine/{wave, ring, stream, route, tuner, workers}    the only thing that moves bytes
+//!  resources    table/{pin, remote}   arena   device   transport   wire   mem
 //!  thought      check   plan   pool        pure: no memory, no I/O, no clock
-//!  words        keys   desc   config   id   status   error
+//!  words        keys   desc   config   id   status   error   counters
 //! ```
 //!
 //! Arrows point down; `docs/architecture.md` has the table, `tests/test_architecture.py` reads it.
@@ -35,7 +36,9 @@
 
 pub mod arena;
 pub mod check;
+pub mod cluster;
 pub mod config;
+pub mod counters;
 pub mod datadist;
 pub mod desc;
 pub mod device;
@@ -43,8 +46,10 @@ pub mod engine;
 pub mod error;
 pub mod id;
 pub mod keys;
+pub mod links;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
+mod peer;
 pub mod plan;
 pub mod pool;
 pub mod stats;
@@ -53,15 +58,19 @@ mod sync;
 pub mod table;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod transport;
+pub mod wire;
 
-pub use check::CopyArgs;
-pub use config::{Config, KernelChoice, PoolConfig, Role, SwapInPath};
-pub use datadist::{DataDist, End};
+pub use check::{CopyArgs, ExtParam, LayerRange, Layers, PullRows, PushRows};
+pub use config::{Config, KernelChoice, LinkConfig, PoolConfig, Role, SwapInPath, Token, TransportChoice};
+pub use counters::OpState;
+pub use datadist::{CacheIndex, DataDist, End, FarName};
 pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
 pub use error::{Error, ErrorKind, Result};
 pub use id::{CacheId, ClusterId, Deadline};
-pub use keys::{CacheKey, NO_ID};
-pub use mem::{Access, Adopted};
-pub use stats::{OpState, PoolReport, Snapshot};
+pub use keys::{CacheKey, NO_ID, Name};
+pub use links::{CommStatus, PeerAddress};
+pub use mem::{Access, Adopted, abandon as abandon_sockets};
+pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;

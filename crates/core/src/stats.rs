@@ -6,8 +6,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::counters::{Counters, OpState};
 use crate::engine::{Outcome, Route};
 use crate::error::Result;
+use crate::id::ClusterId;
 use crate::pool::PoolState;
 use crate::table::TableState;
 
@@ -30,11 +32,21 @@ pub enum Op {
     SwapIn,
     /// `swap_blocks`, device to host.
     SwapOut,
+    /// `link_clusters`, each cluster of the list for itself.
+    Link,
+    /// `unlink_clusters`, each cluster of the list for itself.
+    Unlink,
+    /// `pull_cache`, `pull_blocks`.
+    Pull,
+    /// `push_cache`, `push_blocks`, and the seed's `PushKvCache`.
+    Push,
+    /// Requests of peers answered; bytes are those that went through this process.
+    Served,
 }
 
 impl Op {
     /// Every operation, with its name in reports.
-    pub const ALL: [(Op, &'static str); 8] = [
+    pub const ALL: [(Op, &'static str); 13] = [
         (Op::Allocate, "allocate"),
         (Op::Deallocate, "deallocate"),
         (Op::RemoveKey, "remove_key"),
@@ -43,33 +55,12 @@ impl Op {
         (Op::CopyBlocks, "copy_blocks"),
         (Op::SwapIn, "swap_in"),
         (Op::SwapOut, "swap_out"),
+        (Op::Link, "link"),
+        (Op::Unlink, "unlink"),
+        (Op::Pull, "pull"),
+        (Op::Push, "push"),
+        (Op::Served, "served"),
     ];
-}
-
-/// Buckets of the histogram: bucket `i` counts calls of less than `2^i` nanoseconds; the last takes the rest.
-const BUCKETS: usize = 40;
-
-#[derive(Debug)]
-struct Counters {
-    calls: AtomicU64,
-    failures: AtomicU64,
-    bytes: AtomicU64,
-    nanos: AtomicU64,
-    max_nanos: AtomicU64,
-    histogram: [AtomicU64; BUCKETS],
-}
-
-impl Default for Counters {
-    fn default() -> Self {
-        Counters {
-            calls: AtomicU64::default(),
-            failures: AtomicU64::default(),
-            bytes: AtomicU64::default(),
-            nanos: AtomicU64::default(),
-            max_nanos: AtomicU64::default(),
-            histogram: std::array::from_fn(|_| AtomicU64::default()),
-        }
-    }
 }
 
 /// All counters of one engine.
@@ -78,25 +69,6 @@ pub struct Stats {
     ops: [Counters; Op::ALL.len()],
     direct: AtomicU64,
     ring: AtomicU64,
-}
-
-/// The counters of one operation, as they were when read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct OpState {
-    /// Calls that ended, failures included.
-    pub calls: u64,
-    /// Calls that failed.
-    pub failures: u64,
-    /// Bytes moved by calls that succeeded.
-    pub bytes: u64,
-    /// Nanoseconds in all calls.
-    pub total_nanos: u64,
-    /// The longest call in nanoseconds.
-    pub max_nanos: u64,
-    /// Upper bound in nanoseconds of the fastest half, to a power of two.
-    pub p50_nanos: u64,
-    /// Upper bound in nanoseconds of the fastest 99 %, to a power of two.
-    pub p99_nanos: u64,
 }
 
 /// Everything an engine counts, in one structure.
@@ -122,6 +94,33 @@ pub struct Snapshot {
     pub streaming_bytes: u64,
     /// Workers that copy, the calling thread among them.
     pub copy_workers: u64,
+    /// Every link that lives.
+    pub links: Vec<LinkState>,
+}
+
+/// A link as it is now.
+#[derive(Clone, Debug)]
+pub struct LinkState {
+    /// Who is at the other end.
+    pub cluster: ClusterId,
+    /// Where.
+    pub address: String,
+    /// How messages travel: `shm`, `tcp` or `local`.
+    pub transport: &'static str,
+    /// How the memory of its pools travels: `mapped` or `stream`.
+    pub pools: &'static str,
+    /// How its registered memory travels: `process` or `stream`.
+    pub registered: &'static str,
+    /// Why registered memory is not read by process id, on a link whose pools are mapped.
+    pub refusal: Option<String>,
+    /// Whether this side made the link.
+    pub outgoing: bool,
+    /// Milliseconds since the last sign of life.
+    pub silent_ms: u64,
+    /// Requests to the peer: calls, failures, bytes and times.
+    pub requests: OpState,
+    /// Pulls and pushes: calls, failures, bytes and times.
+    pub transfers: OpState,
 }
 
 /// A pool and the memory under it.
@@ -140,13 +139,23 @@ impl Stats {
     pub fn timed<T>(&self, op: Op, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let started = Instant::now();
         let result = call();
-        self.count(op, started.elapsed(), result.is_ok());
+        self.ops[op as usize].count(started.elapsed(), result.is_ok());
         result
+    }
+
+    /// Counts a call that ended.
+    pub fn counted(&self, op: Op, took: Duration, ok: bool) {
+        self.ops[op as usize].count(took, ok);
+    }
+
+    /// Counts bytes that travelled over a link.
+    pub fn travelled(&self, op: Op, bytes: u64) {
+        self.ops[op as usize].moved(bytes);
     }
 
     /// Counts what a copy moved.
     pub fn moved(&self, op: Op, outcome: &Outcome) {
-        self.ops[op as usize].bytes.fetch_add(outcome.bytes, Ordering::Relaxed);
+        self.ops[op as usize].moved(outcome.bytes);
         if op == Op::SwapIn {
             let way = if outcome.route == Route::Ring { &self.ring } else { &self.direct };
             way.fetch_add(1, Ordering::Relaxed);
@@ -164,45 +173,4 @@ impl Stats {
     pub fn ops(&self) -> Vec<(&'static str, OpState)> {
         Op::ALL.iter().map(|&(op, name)| (name, self.ops[op as usize].state())).collect()
     }
-
-    fn count(&self, op: Op, took: Duration, ok: bool) {
-        let counters = &self.ops[op as usize];
-        let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        let bucket = (u64::BITS - nanos.leading_zeros()) as usize;
-        counters.calls.fetch_add(1, Ordering::Relaxed);
-        counters.failures.fetch_add(u64::from(!ok), Ordering::Relaxed);
-        counters.nanos.fetch_add(nanos, Ordering::Relaxed);
-        counters.max_nanos.fetch_max(nanos, Ordering::Relaxed);
-        counters.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-impl Counters {
-    fn state(&self) -> OpState {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let histogram: Vec<u64> = self.histogram.iter().map(load).collect();
-        OpState {
-            calls: load(&self.calls),
-            failures: load(&self.failures),
-            bytes: load(&self.bytes),
-            total_nanos: load(&self.nanos),
-            max_nanos: load(&self.max_nanos),
-            p50_nanos: percentile(&histogram, 50),
-            p99_nanos: percentile(&histogram, 99),
-        }
-    }
-}
-
-/// The upper bound of the bucket that holds the call below which `percent` of all lie.
-fn percentile(histogram: &[u64], percent: u64) -> u64 {
-    let total: u64 = histogram.iter().sum();
-    let wanted = (total * percent).div_ceil(100);
-    let mut seen = 0;
-    for (bucket, count) in histogram.iter().enumerate() {
-        seen += count;
-        if total > 0 && seen >= wanted {
-            return 1 << bucket;
-        }
-    }
-    0
 }

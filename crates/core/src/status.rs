@@ -102,7 +102,12 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::Timeout => StatusCode::Timeout,
             ErrorKind::Closed => StatusCode::EngineFinalized,
             ErrorKind::NotEnabled => StatusCode::FeatureNotEnabled,
-            ErrorKind::Forked | ErrorKind::System => StatusCode::Failed,
+            ErrorKind::NotLinked => StatusCode::NotYetLink,
+            ErrorKind::AlreadyLinked => StatusCode::AlreadyLink,
+            ErrorKind::LinkFailed => StatusCode::LinkFailed,
+            ErrorKind::UnlinkFailed => StatusCode::UnlinkFailed,
+            ErrorKind::LinksExist => StatusCode::ExistLink,
+            ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::System => StatusCode::Failed,
         }
     }
 }

@@ -9,6 +9,7 @@ use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 
 use crate::convert::{self, inner_only_support, int, only_support};
 use crate::error::raise;
+use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -235,6 +236,62 @@ pub(crate) fn check_swap_in_path(arg_value: &Bound<'_, PyString>) -> PyResult<()
 #[pyfunction]
 pub(crate) fn check_copy_kernel(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
     checked(arg_value.py(), check::copy_kernel(&arg_value.to_string_lossy()).map(drop))
+}
+
+/// At least 16 characters; no message shows them.
+#[pyfunction]
+pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    let text = convert::text("link_token", arg_value)?;
+    checked(arg_value.py(), check::link_token(&text).map(drop))
+}
+
+/// Milliseconds: 1 to an hour.
+#[pyfunction]
+pub(crate) fn check_link_heartbeat(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_heartbeat(convert::any_int("link_heartbeat", arg_value)?))
+}
+
+/// Milliseconds: at least two of the shortest heartbeats; `init` compares with the heartbeat that is set.
+#[pyfunction]
+pub(crate) fn check_link_silence(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_silence(convert::any_int("link_silence", arg_value)?, 1))
+}
+
+/// `auto`, `shm` or `tcp`.
+#[pyfunction]
+pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_transport(&arg_value.to_string_lossy()).map(drop))
+}
+
+/// 1 to 16.
+#[pyfunction]
+pub(crate) fn check_link_streams(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_streams(convert::any_int("link_streams", arg_value)?))
+}
+
+/// 1 to 65535.
+#[pyfunction]
+pub(crate) fn check_rank_port(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::rank_port(convert::any_int("rank_port", arg_value)?))
+}
+
+/// A JSON object from a name to `ip:port`.
+#[pyfunction]
+pub(crate) fn check_rank_hosts(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    checked(arg_value.py(), check::rank_hosts(&arg_value.to_string_lossy()).map(drop))
+}
+
+/// Exactly one of `req_id` and `prefix_id` of a `CacheKey`.
+#[pyfunction]
+pub(crate) fn check_cache_key(cache_key: &Any<'_>) -> PyResult<()> {
+    transfer::check_cache_key(cache_key)
+}
+
+/// A `range` of step 1 over at least one layer, none below 0; `None` where that is allowed.
+#[pyfunction]
+#[pyo3(signature = (name, layer_range, allow_none=true))]
+pub(crate) fn check_layer_range(name: &str, layer_range: &Any<'_>, allow_none: bool) -> PyResult<()> {
+    transfer::check_layer_range(name, layer_range, allow_none)
 }
 
 /// A share: 0.0 to 1.0.

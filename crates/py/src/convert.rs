@@ -6,12 +6,12 @@
 use std::fmt::Display;
 
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKey, CacheKind, DataType, End, Error, ErrorKind, Placement, check,
+    CacheDesc, CacheId, CacheKey, CacheKind, DataType, End, Error, ErrorKind, Name, Placement, check,
 };
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyTuple, PyType};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::cache::LooseCache;
 use crate::datadist::DataDist;
@@ -115,7 +115,7 @@ pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
 }
 
 /// Whether `value` is an instance of a class of the front; exact instances answer without a lookup.
-fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
+pub(crate) fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
     let class = class.bind(value.py());
     Ok(value.get_type().is(class) || value.is_instance(class)?)
 }
@@ -194,7 +194,8 @@ pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
     }
 }
 
-fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
+/// What a `CacheKey` names; `None` for a placeholder.
+pub(crate) fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
     let py = value.py();
     Ok(CacheKey::new(
         int("req_id", &value.getattr(intern!(py, "_req_id"))?)?,
@@ -205,13 +206,21 @@ fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
 
 /// `blocks_cache_key` must be a `BlocksCacheKey` or `None`.
 pub(crate) fn blocks_cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
+    typed("blocks_cache_key", value, &Front::get(value.py())?.blocks_cache_key, "BlocksCacheKey")?;
+    if value.is_none() { Ok(None) } else { blocks_key(value).map(Some) }
+}
+
+/// What a `BlocksCacheKey` names.
+pub(crate) fn blocks_key(value: &Any<'_>) -> PyResult<CacheKey> {
+    let model = int("model_id", &value.getattr(intern!(value.py(), "_model_id"))?)?;
+    Ok(CacheKey::Blocks { model })
+}
+
+/// What a `CacheKeyByIdAndIndex` names.
+pub(crate) fn row_name(value: &Any<'_>) -> PyResult<Name> {
     let py = value.py();
-    typed("blocks_cache_key", value, &Front::get(py)?.blocks_cache_key, "BlocksCacheKey")?;
-    if value.is_none() {
-        return Ok(None);
-    }
-    let model = int("model_id", &value.getattr(intern!(py, "_model_id"))?)?;
-    Ok(Some(CacheKey::Blocks { model }))
+    let cache = CacheId(int("cache_id", &value.getattr(intern!(py, "_cache_id"))?)?);
+    Ok(Name::Row { cache, row: int("batch_index", &value.getattr(intern!(py, "_batch_index"))?)? })
 }
 
 /// `remote_accessible` must be a `bool` or `None`.
@@ -249,10 +258,17 @@ pub(crate) fn blocks_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
 pub(crate) fn slots(dst: &Any<'_>, src: &Any<'_>) -> PyResult<()> {
     batch_cache("src", src)?;
     batch_cache("dst", dst)?;
-    for cache in [src, dst] {
-        slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)?;
-    }
-    Ok(())
+    [src, dst].into_iter().try_for_each(slots_of)
+}
+
+/// The argument called `name` must be a continuous cache whose slots are its dimension 0.
+pub(crate) fn slot(name: &str, cache: &Any<'_>) -> PyResult<()> {
+    batch_cache(name, cache)?;
+    slots_of(cache)
+}
+
+fn slots_of(cache: &Any<'_>) -> PyResult<()> {
+    slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)
 }
 
 /// A `CacheDesc` whose slots are to be named must count them in dimension 0.
@@ -369,4 +385,9 @@ fn pairs(bytes: &[u8], unsigned: bool) -> std::result::Result<Vec<(i64, i64)>, u
     }
     let (rows, _) = words.as_chunks::<2>();
     Ok(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))).collect())
+}
+
+/// A text of Python's as one of Rust's. One that is not UTF-8 is refused without being shown: it may be a secret.
+pub(crate) fn text(name: &str, value: &Bound<'_, PyString>) -> PyResult<String> {
+    value.extract().map_err(|_| PyValueError::new_err(format!("{name} is no UTF-8 text")))
 }

@@ -10,13 +10,15 @@ use llm_datadist_core::{
     Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Placement, check,
 };
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyString};
+use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
 use crate::cache::TensorView;
 use crate::convert::{self, int, only_support, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
+use crate::links::{self, Membership, by_rank};
+use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{raw, stats};
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -28,6 +30,8 @@ type NewCache = (i64, Vec<u64>);
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct DataDist {
     engine: Engine,
+    cluster: ClusterId,
+    one_sided: bool,
 }
 
 #[pymethods]
@@ -44,15 +48,168 @@ impl DataDist {
             return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
         };
         let config = check::config(role, cluster, &texts(options)?).map_err(|error| raise(py, &error))?;
-        Ok(DataDist { engine: Engine::open(py, config)? })
+        let one_sided = config.remote_accessible;
+        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided };
+        made.report(py)?;
+        Ok(made)
     }
 
-    fn close(&self, py: Python<'_>) {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let reported = self.report(py);
         self.engine.close(py);
+        reported
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        stats::dict(py, &self.engine.enter(py, |engine| Ok(engine.stats()))?)
+        let snapshot = self.engine.enter(py, |engine| Ok(engine.stats()))?;
+        self.report(py)?;
+        stats::dict(py, &snapshot)
+    }
+
+    fn listening(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.engine.enter(py, |engine| Ok(engine.listening().map(|address| address.to_string())))
+    }
+
+    fn link_clusters<'py>(
+        &self,
+        clusters: &Any<'py>,
+        timeout: &Any<'py>,
+        needs_local: bool,
+        one_local: bool,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let py = clusters.py();
+        let timeout = links::timeout(timeout)?;
+        let infos = links::infos(clusters)?;
+        if needs_local {
+            links::local_given(&infos)?;
+        }
+        let peers = links::peers(&infos)?;
+        let linked = self.engine.enter(py, |engine| Ok(links::link(engine, &peers, timeout, one_local)));
+        self.report(py)?;
+        links::codes(py, &linked?)
+    }
+
+    fn unlink_clusters<'py>(
+        &self,
+        clusters: &Any<'py>,
+        timeout: &Any<'py>,
+        force: &Any<'py>,
+        always_force: bool,
+        strict: bool,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let py = clusters.py();
+        let timeout = links::timeout(timeout)?;
+        let infos = links::infos(clusters)?;
+        let force = links::force(force)? || always_force;
+        let peers = links::peers(&infos)?;
+        let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
+        let unlinked = self.engine.enter(py, call);
+        self.report(py)?;
+        links::codes(py, &unlinked?)
+    }
+
+    fn link(&self, comm_name: &Any<'_>, cluster_rank_info: &Any<'_>, rank_table: &Any<'_>) -> PyResult<u64> {
+        let py = comm_name.py();
+        let given = Membership::new(self.cluster, comm_name, cluster_rank_info, rank_table)?;
+        let Membership { name, clusters, rank_table } = given;
+        let entered = self.engine.enter(py, |engine| by_rank(engine)?.link(&name, &clusters, &rank_table));
+        self.report(py)?;
+        entered
+    }
+
+    fn unlink(&self, comm_id: &Any<'_>) -> PyResult<()> {
+        let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
+        let left = self.engine.enter(py, |engine| by_rank(engine)?.unlink(comm));
+        self.report(py)?;
+        left
+    }
+
+    fn comm_status(&self, comm_id: &Any<'_>) -> PyResult<i64> {
+        let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
+        let status = self.engine.enter(py, |engine| by_rank(engine)?.comm_status(comm));
+        self.report(py)?;
+        status.map(links::status_number)
+    }
+
+    fn switch_role(&self, role: &Any<'_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+        let py = role.py();
+        let Some(new) = Front::get(py)?.role(role) else {
+            return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
+        };
+        let listen = links::listen(listen)?;
+        let switched = self.engine.enter(py, |engine| engine.switch_role(new, listen));
+        self.report(py)?;
+        switched
+    }
+
+    fn check_link(&self, remote_cluster_id: &Any<'_>) -> PyResult<()> {
+        let (py, cluster) = (remote_cluster_id.py(), ClusterId(int("remote_cluster_id", remote_cluster_id)?));
+        let checked = self.engine.enter(py, |engine| engine.check_link(cluster));
+        self.report(py)?;
+        checked
+    }
+
+    fn remap(&self, py: Python<'_>) -> PyResult<()> {
+        self.engine.enter(py, llm_datadist_core::DataDist::remap)
+    }
+
+    fn pull_cache(
+        slf: &Bound<'_, Self>,
+        cache_key: &Any<'_>,
+        cache: &Any<'_>,
+        batch_index: &Any<'_>,
+        size: &Any<'_>,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<()> {
+        let pull = transfer::pull_cache(slf, (cache_key, cache), (batch_index, size), options)?;
+        slf.get().pull(slf.py(), &pull)
+    }
+
+    fn pull_blocks(
+        slf: &Bound<'_, Self>,
+        src_cache_key: &Any<'_>,
+        dst_cache: &Any<'_>,
+        src_blocks: &Any<'_>,
+        dst_blocks: &Any<'_>,
+        options: &Bound<'_, PyDict>,
+    ) -> PyResult<()> {
+        let blocks = (src_blocks, dst_blocks);
+        let pull = transfer::pull_blocks(slf, (src_cache_key, dst_cache), blocks, options)?;
+        slf.get().pull(slf.py(), &pull)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn push_cache<'py>(
+        slf: &Bound<'py, Self>,
+        dst_cache_key: &Any<'py>,
+        src_cache: &Any<'py>,
+        src_batch_index: &Any<'py>,
+        src_layer_range: Any<'py>,
+        dst_layer_range: Any<'py>,
+        size: &Any<'py>,
+        tensor_num_per_layer: Any<'py>,
+    ) -> PyResult<()> {
+        let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let slot = (src_batch_index, size);
+        let push = transfer::push_cache(slf, (dst_cache_key, src_cache), slot, &layers)?;
+        slf.get().push(slf.py(), &push)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn push_blocks<'py>(
+        slf: &Bound<'py, Self>,
+        dst_cache_key: &Any<'py>,
+        src_cache: &Any<'py>,
+        src_blocks: &Any<'py>,
+        dst_blocks: &Any<'py>,
+        src_layer_range: Any<'py>,
+        dst_layer_range: Any<'py>,
+        tensor_num_per_layer: Any<'py>,
+    ) -> PyResult<()> {
+        let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
+        let blocks = (src_blocks, dst_blocks);
+        let push = transfer::push_blocks(slf, (dst_cache_key, src_cache), blocks, &layers)?;
+        slf.get().push(slf.py(), &push)
     }
 
     fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -99,12 +256,11 @@ impl DataDist {
         addrs: &Any<'_>,
         cache_keys: &Any<'_>,
         remote_accessible: &Any<'_>,
-        linked: bool,
     ) -> PyResult<NewCache> {
         convert::desc_type(cache_desc)?;
         let addrs = convert::addresses("addrs", addrs)?;
         let keys = convert::cache_keys(cache_keys)?;
-        let access = access(remote_accessible, linked)?;
+        let access = convert::remote_accessible(remote_accessible)?;
         self.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
     }
 
@@ -114,12 +270,11 @@ impl DataDist {
         addrs: &Any<'_>,
         blocks_cache_key: &Any<'_>,
         remote_accessible: &Any<'_>,
-        linked: bool,
     ) -> PyResult<NewCache> {
         convert::desc_type(cache_desc)?;
         let addrs = convert::addresses("addrs", addrs)?;
         let key = convert::blocks_cache_key(blocks_cache_key)?;
-        let access = access(remote_accessible, linked)?;
+        let access = convert::remote_accessible(remote_accessible)?;
         self.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
     }
 
@@ -182,6 +337,36 @@ impl DataDist {
 }
 
 impl DataDist {
+    /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
+    pub(crate) fn one_sided(&self) -> bool {
+        self.one_sided
+    }
+
+    /// Logs what became of links since the last time. An engine that is closed has nothing to say.
+    fn report(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(notes) = self.engine.notes(py) else { return Ok(()) };
+        let front = Front::get(py)?;
+        notes.into_iter().try_for_each(|note| front.log_info.call1(py, (note,)).map(drop))
+    }
+
+    fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
+        let pulled =
+            self.engine.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
+        if pulled.is_err() {
+            self.report(py)?;
+        }
+        pulled
+    }
+
+    fn push(&self, py: Python<'_>, push: &Push) -> PyResult<()> {
+        let pushed =
+            self.engine.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
+        if pushed.is_err() {
+            self.report(py)?;
+        }
+        pushed
+    }
+
     fn allocate(&self, desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<NewCache> {
         let py = desc.py();
         named_rows(desc, kind, keys)?;
@@ -201,10 +386,9 @@ impl DataDist {
         let py = desc.py();
         named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
-        let remote_accessible = access.unwrap_or(desc.placement == Placement::Device);
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
         let made = |cache: Arc<Cache>| (cache.id().0, addrs.to_vec());
-        self.engine.enter(py, |engine| engine.register(adopted, keys, remote_accessible).map(made))
+        self.engine.enter(py, |engine| engine.register(adopted, keys, access).map(made))
     }
 }
 
@@ -221,7 +405,7 @@ fn swap(engine: &Bound<'_, DataDist>, src: &Any<'_>, dst: &Any<'_>, src_to_dst: 
 /// Option texts by key.
 fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
     let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
-        Ok(text) => text.extract::<String>(),
+        Ok(text) => convert::text(what, text),
         Err(_) => Err(only_support(what, "['str']", value)),
     };
     let entry = |(key, value): (Any<'_>, Any<'_>)| {
@@ -235,18 +419,6 @@ fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
 /// Keys of a continuous cache name its slots.
 fn named_rows(desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<()> {
     if kind == CacheKind::Batch && !keys.is_empty() { convert::slot_dim(desc) } else { Ok(()) }
-}
-
-/// Whether peers may reach registered memory, as far as the caller or a rank-table link says; `None` leaves it to the
-/// placement (python-api.md §7.6).
-fn access(remote_accessible: &Any<'_>, linked: bool) -> PyResult<Option<bool>> {
-    match convert::remote_accessible(remote_accessible)? {
-        Some(true) if linked => {
-            Err(invalid(remote_accessible.py(), "remote_accessible", "True", "False or None after link()"))
-        }
-        None if linked => Ok(Some(false)),
-        access => Ok(access),
-    }
 }
 
 fn copy_args(dst: &Any<'_>, src: &Any<'_>, offset: &Any<'_>, size: &Any<'_>) -> PyResult<CopyArgs> {

@@ -1,7 +1,8 @@
-//! The door between Python and the engine: which process it belongs to, the detach, and the error mapping.
+//! The door between Python and the engine: which process it belongs to, the detach, Ctrl-C, and the error mapping.
 //!
 //! Not for: conversions, or any one operation. Nothing else in this crate detaches from the interpreter.
 
+use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -67,7 +68,7 @@ pub(crate) struct Engine {
 impl Engine {
     /// Opens an engine.
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
-        let engine = detached(py, || DataDist::open(config))?;
+        let engine = detached(py, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
         Ok(Engine { process: process::id(), open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
     }
 
@@ -78,6 +79,11 @@ impl Engine {
         call: impl FnOnce(&DataDist) -> Result<T> + Send,
     ) -> PyResult<T> {
         detached(py, || call(&*self.engine()?))
+    }
+
+    /// What became of links since the last time; `None` once closed, or in another process.
+    pub(crate) fn notes(&self, py: Python<'_>) -> Option<Vec<String>> {
+        py.detach(|| survived(|| Ok(self.engine()?.notes()))).ok()
     }
 
     /// Closes the engine: later calls fail, those under way end normally, memory lives as long as views of it.
@@ -108,8 +114,32 @@ pub(crate) fn aside<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) ->
     py.detach(call)
 }
 
+/// Closes in a forked child the sockets it inherited, so that peers notice when the parent is gone.
+#[pyfunction]
+pub(crate) fn abandon_sockets() {
+    // MARKER(lead): call the core's `links::abandon` here, by a name that the core re-exports, once it is there.
+}
+
+thread_local! {
+    /// What a signal handler raised while this thread waited in the engine.
+    static RAISED: Cell<Option<PyErr>> = const { Cell::new(None) };
+}
+
+/// Whether a signal handler raised meanwhile: the engine asks now and then on the thread of a call that waits, and the
+/// call then fails with what was raised (test: `tests/test_link_arguments.py`).
+fn interrupted() -> bool {
+    let asked = Python::try_attach(|py| py.check_signals());
+    let Some(Err(raised)) = asked else { return false };
+    RAISED.set(Some(raised));
+    true
+}
+
 fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    py.detach(|| survived(call)).map_err(|error| error::raise(py, &error))
+    let result = py.detach(|| survived(call));
+    match RAISED.take() {
+        Some(raised) => Err(raised),
+        None => result.map_err(|error| error::raise(py, &error)),
+    }
 }
 
 /// A panic of the engine as its error: `except Exception` is to catch it, which a `PanicException` escapes.

@@ -48,7 +48,17 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     }
     let code = StatusCode::from(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
-    made(&front.exception, &text, member.bind(py))
+    let exception = made(&front.exception, &text, member.bind(py))?;
+    if !error.arrived().is_empty() {
+        exception.value(py).setattr(intern!(py, "_arrived"), arrived(error))?;
+    }
+    Ok(exception)
+}
+
+/// Tensors of the destination, each with its rows that are complete, as half-open ranges.
+fn arrived(error: &Error) -> Vec<(u32, Vec<(u64, u64)>)> {
+    let rows = |rows: &[std::ops::Range<u64>]| rows.iter().map(|rows| (rows.start, rows.end)).collect();
+    error.arrived().iter().map(|(tensor, ranges)| (*tensor, rows(ranges))).collect()
 }
 
 fn made(class: &Py<PyType>, text: &str, code: &Bound<'_, PyAny>) -> PyResult<PyErr> {

@@ -24,10 +24,16 @@ pub(crate) struct Front {
     pub(crate) cache_key: Py<PyType>,
     /// `BlocksCacheKey`.
     pub(crate) blocks_cache_key: Py<PyType>,
+    /// `CacheKeyByIdAndIndex`.
+    pub(crate) cache_key_by_id: Py<PyType>,
     /// `Cache`.
     pub(crate) cache: Py<PyType>,
+    /// `LLMClusterInfo`.
+    pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
     pub(crate) log_error: Py<PyAny>,
+    /// Called with a line that says what became of a link.
+    pub(crate) log_info: Py<PyAny>,
     /// Members of `LLMStatusCode`, in the order of `StatusCode::ALL`.
     status: Vec<Py<PyAny>>,
     /// Members of `DataType`, in the order of `DataType::ALL`.
@@ -63,8 +69,11 @@ impl Front {
             cache_desc: class("CacheDesc")?,
             cache_key: class("CacheKey")?,
             blocks_cache_key: class("BlocksCacheKey")?,
+            cache_key_by_id: class("CacheKeyByIdAndIndex")?,
             cache: class("Cache")?,
+            cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
+            log_info: named("log_info")?.unbind(),
             status: members(
                 &named("LLMStatusCode")?,
                 StatusCode::ALL.iter().map(|code| (code.name(), code.value())),

@@ -10,9 +10,11 @@ mod datadist;
 mod door;
 mod error;
 mod front;
+mod links;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
 mod raw;
 mod stats;
+mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
 use pyo3::prelude::*;
@@ -25,14 +27,18 @@ mod _core {
     use crate::cache::{LooseCache, TensorView};
     #[pymodule_export]
     use crate::checks::{
-        check_copy_kernel, check_copy_workers, check_device_id, check_dict, check_dimensions, check_inner,
-        check_int32, check_int64, check_isinstance, check_link_retry_count, check_link_total_time,
-        check_list_int32, check_list_int64, check_list_uint64, check_mem_utilization,
-        check_positive_or_set_default, check_swap_in_path, check_sync_kv_timeout, check_uint8, check_uint16,
-        check_uint32, check_uint64, tensor_bytes,
+        check_cache_key, check_copy_kernel, check_copy_workers, check_device_id, check_dict,
+        check_dimensions, check_inner, check_int32, check_int64, check_isinstance, check_layer_range,
+        check_link_heartbeat, check_link_retry_count, check_link_silence, check_link_streams,
+        check_link_token, check_link_total_time, check_link_transport, check_list_int32, check_list_int64,
+        check_list_uint64, check_mem_utilization, check_positive_or_set_default, check_rank_hosts,
+        check_rank_port, check_swap_in_path, check_sync_kv_timeout, check_uint8, check_uint16, check_uint32,
+        check_uint64, tensor_bytes,
     };
     #[pymodule_export]
     use crate::datadist::DataDist;
+    #[pymodule_export]
+    use crate::door::abandon_sockets;
     #[pymodule_export]
     use crate::front::register_types;
 

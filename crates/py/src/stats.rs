@@ -2,7 +2,7 @@
 //!
 //! Not for: counting (`core::stats`), or choosing what to show: every field of the snapshot is there, under its name.
 
-use llm_datadist_core::{OpState, PoolReport, Snapshot};
+use llm_datadist_core::{LinkState, OpState, PoolReport, Snapshot};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -33,6 +33,8 @@ pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<
     swap_in.set_item("direct", snapshot.swap_in_direct)?;
     swap_in.set_item("ring", snapshot.swap_in_ring)?;
     dict.set_item("swap_in", swap_in)?;
+    let links = snapshot.links.iter().map(|state| link(py, state));
+    dict.set_item("links", links.collect::<PyResult<Vec<_>>>()?)?;
     fields!(dict, snapshot, ring_bytes plain_bytes streaming_bytes copy_workers);
     Ok(dict)
 }
@@ -42,6 +44,17 @@ fn pool<'py>(py: Python<'py>, report: &PoolReport) -> PyResult<Bound<'py, PyDict
     fields!(dict, report.pool, capacity_bytes page_bytes used_bytes free_bytes peak_used_bytes largest_free_run_bytes);
     fields!(dict, report.pool, used_ranges free_ranges allocations frees failures);
     fields!(dict, report, huge_pages committed_bytes);
+    Ok(dict)
+}
+
+fn link<'py>(py: Python<'py>, state: &LinkState) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("cluster", state.cluster.0)?;
+    dict.set_item("address", &state.address)?;
+    dict.set_item("refusal", state.refusal.as_deref())?;
+    fields!(dict, state, transport pools registered outgoing silent_ms);
+    dict.set_item("requests", op(py, &state.requests)?)?;
+    dict.set_item("transfers", op(py, &state.transfers)?)?;
     Ok(dict)
 }
 

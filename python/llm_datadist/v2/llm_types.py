@@ -12,6 +12,7 @@ from llm_datadist.types import (
     Placement,
     PushType,
     RegisterMemStatus,
+    check_layer_range,
     int_to_mem_status_dict,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "Placement",
     "PushType",
     "RegisterMemStatus",
+    "check_layer_range",
     "int_to_mem_status_dict",
 ]

@@ -4,13 +4,21 @@
 //! Handed descriptions ([`Side`]), never the table, so it stays pure: no memory, no I/O, no clock. Not for: types and
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
+mod layers;
 mod options;
+pub mod ranks;
+mod transfer;
 mod values;
 
+pub use layers::{ExtParam, LayerRange, Layers, push_kv_cache, push_size, push_spans, tensors_per_layer};
 pub use options::config;
+pub use transfer::{
+    Far, Move, Moves, PullRows, PushRows, accessible, named, pull, pull_near, push, push_near, reachable,
+};
 pub use values::{
-    copy_kernel, copy_workers, device_id, dimensions, link_retry_count, link_total_time, mem_utilization,
-    page_shift, swap_in_path, sync_kv_timeout,
+    copy_kernel, copy_workers, device_id, dimensions, link_heartbeat, link_retry_count, link_silence,
+    link_streams, link_token, link_total_time, link_transport, mem_utilization, page_shift, rank_hosts,
+    rank_port, socket_address, swap_in_path, sync_kv_timeout,
 };
 
 use hashbrown::HashMap;

@@ -3,13 +3,14 @@
 //! Not for: the Python-side rules of `LLMDataDist.init` (which options imply which), or single values (`values`).
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::values::{self, clipped, one_of};
-use crate::config::{Config, PoolConfig, Role};
+use super::values::{self, clipped, decimal, ip_address, one_of};
+use crate::config::{Config, LinkConfig, PoolConfig, Role};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 
@@ -38,26 +39,18 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
         values::device_id(device)?;
         config.device_id = u32::try_from(device).unwrap_or_default();
     }
-    if let Some(seconds) = text("llm.LinkTotalTime") {
-        values::link_total_time(number("llm.LinkTotalTime", seconds, "a whole number of seconds")?)?;
-    }
-    if let Some(count) = text("llm.LinkRetryCount") {
-        values::link_retry_count(number("llm.LinkRetryCount", count, "1 to 100")?)?;
-    }
     for key in ["llm.RdmaTrafficClass", "llm.RdmaServiceLevel"] {
         if let Some(value) = text(key) {
             let _: u32 = parsed(key, value, "a whole number of 32 bits")?;
         }
     }
-    if let Some(backend) = text("llm.TransferBackend").filter(|&name| name != "hixl") {
-        return Err(Error::argument("llm.TransferBackend", format_args!("{:?}", clipped(backend)), "hixl"));
-    }
-    own_options(&mut config, text)?;
+    config.links = links(&text)?;
+    own_options(&mut config, &text)?;
     Ok(config)
 }
 
 /// The options this engine adds to the original's.
-fn own_options<'a>(config: &mut Config, text: impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     if let Some(workers) = text("llm.CopyWorkers") {
         let count = number("llm.CopyWorkers", workers, "1 to 256")?;
         values::copy_workers(count)?;
@@ -68,6 +61,109 @@ fn own_options<'a>(config: &mut Config, text: impl Fn(&str) -> Option<&'a str>) 
     }
     if let Some(kernel) = text("llm.CopyKernel") {
         config.kernel = values::copy_kernel(kernel)?;
+    }
+    Ok(())
+}
+
+/// How links are made and kept: the original's options first, then this engine's.
+fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
+    let mut links = LinkConfig { listen: listen(text)?, ..LinkConfig::default() };
+    if let Some(seconds) = total_time(text)? {
+        links.total = Duration::from_secs(seconds);
+    }
+    if let Some(count) = text("llm.LinkRetryCount") {
+        let count = number("llm.LinkRetryCount", count, "1 to 100")?;
+        values::link_retry_count(count)?;
+        links.retries = u32::try_from(count).unwrap_or(1);
+    }
+    if let Some(backend) = text("llm.TransferBackend") {
+        if backend != "hixl" {
+            let value = format!("{:?}", clipped(backend));
+            return Err(Error::argument("llm.TransferBackend", value, "hixl"));
+        }
+        links.both_ways = true;
+    }
+    links.token = text("llm.LinkToken").map(values::link_token).transpose()?;
+    links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
+    silence(&mut links, text)?;
+    if let Some(transport) = text("llm.LinkTransport") {
+        links.transport = values::link_transport(transport)?;
+    }
+    if let Some(streams) = text("llm.LinkStreams") {
+        let streams = number("llm.LinkStreams", streams, "1 to 16")?;
+        values::link_streams(streams)?;
+        links.streams = usize::try_from(streams).unwrap_or(1);
+    }
+    if let Some(port) = text("llm.RankPort") {
+        let port = number("llm.RankPort", port, "1 to 65535")?;
+        values::rank_port(port)?;
+        links.rank_port = u16::try_from(port).unwrap_or(links.rank_port);
+    }
+    if let Some(hosts) = text("llm.RankHosts").filter(|hosts| !hosts.is_empty()) {
+        links.rank_hosts = values::rank_hosts(hosts)?;
+    }
+    Ok(links)
+}
+
+/// Where to listen: `llm.ListenIp` and `llm.ListenPort` as the Python front splits them, else the text it splits.
+fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAddr>> {
+    let given = |key: &str| text(key).filter(|value| !value.is_empty());
+    match (given("llm.ListenIp"), given("llm.ListenPort")) {
+        (None, None) => {
+            let whole =
+                ["llm.listenIpInfo", "llm.ListenIpInfo"].into_iter().find_map(|key| Some((key, given(key)?)));
+            whole.map(|(key, value)| values::socket_address(key, value)).transpose()
+        }
+        (Some(ip), Some(port)) => {
+            let refused = |key: &str, value: &str, allowed: &str| {
+                Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
+            };
+            let at =
+                ip_address(ip).ok_or_else(|| refused("llm.ListenIp", ip, "an IP address; no host name"))?;
+            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "0 to 65535"))?;
+            Ok(Some(SocketAddr::new(at, port)))
+        }
+        (Some(ip), None) => Err(Error::argument(
+            "llm.ListenIp",
+            format_args!("{:?}", clipped(ip)),
+            "only with llm.ListenPort",
+        )),
+        (None, Some(port)) => {
+            let value = format!("{:?}", clipped(port));
+            Err(Error::argument("llm.ListenPort", value, "only with llm.ListenIp"))
+        }
+    }
+}
+
+/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (python-api.md §5).
+fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
+    let seconds = |key: &str| {
+        let Some(seconds) = text(key) else { return Ok(None) };
+        let seconds = number(key, seconds, "a whole number of seconds, 0 to 4294967295")?;
+        values::link_total_time(seconds)?;
+        Ok(Some(seconds.unsigned_abs()).filter(|&seconds| seconds > 0))
+    };
+    match seconds("llm.LinkTotalTime")? {
+        Some(given) => Ok(Some(given)),
+        // A variable set to nothing is as good as not set.
+        None if text("env.HCCL_CONNECT_TIMEOUT").is_some_and(str::is_empty) => Ok(None),
+        None => seconds("env.HCCL_CONNECT_TIMEOUT"),
+    }
+}
+
+/// Heartbeat and silence. A heartbeat given alone keeps the silence at two heartbeats at least.
+fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    let millis = |key: &str| {
+        text(key).map(|value| number(key, value, "a whole number of milliseconds above 0")).transpose()
+    };
+    if let Some(heartbeat) = millis("llm.LinkHeartbeat")? {
+        values::link_heartbeat(heartbeat)?;
+        links.heartbeat = Duration::from_millis(heartbeat.unsigned_abs());
+        links.silence = links.silence.max(links.heartbeat * 2);
+    }
+    if let Some(silence) = millis("llm.LinkSilence")? {
+        values::link_silence(silence, i64::try_from(links.heartbeat.as_millis()).unwrap_or(i64::MAX))?;
+        links.silence = Duration::from_millis(silence.unsigned_abs());
     }
     Ok(())
 }
@@ -129,11 +225,6 @@ fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {
     parsed(key, text, allowed)
 }
 
-/// Digits only: no sign, no blanks, no underscores, no exponent.
 fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {
-    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    text.parse()
-        .ok()
-        .filter(|_| digits)
-        .ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed))
+    decimal(text).ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed))
 }

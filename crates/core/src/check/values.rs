@@ -2,8 +2,16 @@
 //!
 //! Not for: option texts (`options`).
 
-use crate::config::{KernelChoice, SwapInPath};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+use serde_json::Value;
+
+use crate::config::{KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result};
+
+/// Fewest characters of a token: what is shorter can be guessed.
+const TOKEN_CHARACTERS: usize = 16;
 
 /// A device number: 0 or above.
 pub fn device_id(value: i64) -> Result<()> {
@@ -57,6 +65,86 @@ pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
         ("streaming", KernelChoice::Streaming),
     ];
     one_of("copy_kernel", text, &kernels)
+}
+
+/// `link_token`: at least 16 characters. The value never shows.
+pub fn link_token(text: &str) -> Result<Token> {
+    match text.chars().count() {
+        TOKEN_CHARACTERS.. => Ok(Token::new(text)),
+        count => {
+            let value = format!("({count} characters, not shown)");
+            let allowed = format!("at least {TOKEN_CHARACTERS} characters");
+            Err(Error::argument("link_token", value, allowed))
+        }
+    }
+}
+
+/// `link_heartbeat`: milliseconds, up to an hour.
+pub fn link_heartbeat(value: i64) -> Result<()> {
+    within("link_heartbeat", value, 1, 3_600_000)
+}
+
+/// `link_silence`: milliseconds, at least two heartbeats (of `heartbeat` milliseconds), up to a day.
+pub fn link_silence(value: i64, heartbeat: i64) -> Result<()> {
+    within("link_silence", value, heartbeat.saturating_mul(2), 86_400_000)
+}
+
+/// `link_transport`: `auto`, `shm` or `tcp`.
+pub fn link_transport(text: &str) -> Result<TransportChoice> {
+    let choices =
+        [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
+    one_of("link_transport", text, &choices)
+}
+
+/// `link_streams`: 1 to 16.
+pub fn link_streams(value: i64) -> Result<()> {
+    within("link_streams", value, 1, 16)
+}
+
+/// `rank_port`: 1 to 65535.
+pub fn rank_port(value: i64) -> Result<()> {
+    within("rank_port", value, 1, i64::from(u16::MAX))
+}
+
+/// `rank_hosts`: a JSON object from a `device_ip` or cluster id to `ip:port`.
+pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
+    let invalid = |reason: &str| {
+        let value = format!("{:?}", clipped(text));
+        Error::argument("rank_hosts", value, format_args!("a JSON object of name: \"ip:port\"; {reason}"))
+    };
+    let hosts: Value = serde_json::from_str(text).map_err(|error| invalid("not JSON").because(error))?;
+    let Value::Object(hosts) = hosts else { return Err(invalid("not an object")) };
+    let host = |(name, host): (String, Value)| {
+        let reason = || format!("{:?} is {}", clipped(&name), clipped(&host.to_string()));
+        let at = host.as_str().ok_or_else(|| invalid(&reason()))?;
+        let at = socket_address("rank_hosts", at).map_err(|error| invalid(&reason()).because(error))?;
+        if at.port() == 0 { Err(invalid(&reason())) } else { Ok((name.clone(), at)) }
+    };
+    hosts.into_iter().map(host).collect()
+}
+
+/// `ip:port` or `[ipv6]:port`; host names are not resolved.
+pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
+    let parts = text.rsplit_once(':').filter(|(ip, _)| !ip.contains(':') || ip.starts_with('['));
+    let read = parts.and_then(|(ip, port)| Some(SocketAddr::new(ip_address(ip)?, decimal(port)?)));
+    read.ok_or_else(|| {
+        let allowed = "ip:port or [ipv6]:port, port 0 to 65535; no host name";
+        Error::argument(name, format_args!("{:?}", clipped(text)), allowed)
+    })
+}
+
+/// A dotted quad or an IPv6 address, with or without brackets. Nothing lenient: "1" is not 0.0.0.1.
+pub(super) fn ip_address(text: &str) -> Option<IpAddr> {
+    match text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        Some(six) => six.parse().ok().map(IpAddr::V6),
+        None => text.parse().ok(),
+    }
+}
+
+/// Digits only: no sign, no blanks, no underscores, no exponent.
+pub(super) fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|_| digits)
 }
 
 /// `page_shift` of a pool: 10 to 30.

@@ -1,6 +1,6 @@
 //! Host memory as a device: shared mappings, copied by the CPU.
 
-use super::{Copy, Device, HostReach};
+use super::{Copier, Copy, Device, HostReach};
 use crate::error::Result;
 use crate::mem::Region;
 use crate::mem::kernel::{self, Kernel};
@@ -17,7 +17,9 @@ impl Device for HostDevice {
     fn host_reach(&self) -> HostReach {
         HostReach::Direct
     }
+}
 
+impl Copier for HostDevice {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         batch.iter().try_for_each(|copy| kernel::copy(copy.src, copy.dst, kernel))
     }

@@ -1,13 +1,15 @@
 //! Devices: who owns memory of a kind, and how bytes get in, out and around.
 //!
-//! One trait, one file per device. Host memory is always there; `sim` is a fake device for tests whose addresses the
+//! Two traits: a copier copies, a device also owns memory. One file for each; `process` copies out of other processes. Host memory is always there; `sim` is a fake device for tests whose addresses the
 //! CPU must not touch. Not for: which bytes move (`plan`), on which workers and by which way (`engine`).
 
 mod host;
+mod process;
 #[cfg(feature = "testing")]
 pub mod sim;
 
 pub use host::HostDevice;
+pub use process::ProcessReader;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -35,17 +37,36 @@ pub enum HostReach {
     Staged,
 }
 
+/// Who copies bytes from window to window.
+pub trait Copier: Debug + Send + Sync {
+    /// Does all of `batch`, in any order, and returns when the bytes are in place. The windows stay valid until then
+    /// because the caller holds what they were cut from.
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()>;
+
+    /// Pieces worth handing over at once.
+    fn batch(&self) -> usize {
+        64
+    }
+
+    /// Least and most bytes of the units that a copy is cut into: neither so small that taking one costs, nor so large
+    /// that the last worker to finish keeps the rest waiting.
+    fn unit(&self) -> (u64, u64) {
+        (256 << 10, 512 << 10)
+    }
+
+    /// Whether the kernel it is told makes a difference; if not, there is nothing to learn from its speed.
+    fn uses_kernels(&self) -> bool {
+        true
+    }
+}
+
 /// A kind of memory and the copies it can do.
-pub trait Device: Debug + Send + Sync {
+pub trait Device: Copier {
     /// `len` bytes, named for reports; given back when the region drops.
     fn allocate(&self, name: &str, len: u64) -> Result<Region>;
 
     /// How host memory reaches it.
     fn host_reach(&self) -> HostReach;
-
-    /// Does all of `batch`, in any order, and returns when the bytes are in place. The windows stay valid until then
-    /// because the caller holds what they were cut from.
-    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()>;
 }
 
 /// The two devices of one engine: host memory and the device proper.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Copy, Device, HostReach};
+use super::{Copier, Copy, Device, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::kernel::{self, Kernel};
 use crate::mem::{Region, Tensors, Window};
@@ -111,7 +111,9 @@ impl Device for SimDevice {
     fn host_reach(&self) -> HostReach {
         self.reach
     }
+}
 
+impl Copier for SimDevice {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         batch.iter().try_for_each(|copy| self.one(*copy, kernel))
     }

@@ -3,18 +3,20 @@
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
+mod progress;
 mod ring;
 mod route;
+mod stream;
 mod tuner;
 mod wave;
 mod workers;
 
+pub use progress::{Arrived, Progress};
 pub use route::Route;
 pub use tuner::Tuner;
 pub use workers::Workers;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
@@ -38,6 +40,8 @@ pub struct CopyEngine {
     devices: DeviceSet,
     workers: Workers,
     tuner: Arc<Tuner>,
+    /// Memory of other processes has page tables, and so speeds, of its own.
+    foreign_tuner: Arc<Tuner>,
     ring: ring::RingOwner,
 }
 
@@ -56,10 +60,12 @@ pub type End<'a> = (&'a Arc<Tensors>, crate::desc::Placement);
 impl CopyEngine {
     /// An engine with the workers and choices of `config`, over `devices`.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
+        let tuner = Tuner::new(config.kernel)?;
         Ok(CopyEngine {
             devices,
             workers: Workers::new(config.copy_workers)?,
-            tuner: Arc::new(Tuner::new(config.kernel)?),
+            foreign_tuner: Arc::new(tuner.beside()),
+            tuner: Arc::new(tuner),
             ring: ring::RingOwner::default(),
         })
     }
@@ -70,7 +76,7 @@ impl CopyEngine {
         self.workers.count()
     }
 
-    /// Bytes each kernel has copied, and what it has learned.
+    /// Bytes each kernel has copied, and what was learned of it in this process's memory.
     #[must_use]
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
@@ -83,35 +89,43 @@ impl CopyEngine {
     }
 
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived). The caller holds pins on both ends until this returns.
+    /// never more than arrived); `progress` says which bytes. The caller holds pins on both ends until this returns. The
+    /// source may be another process's memory, the destination never.
     pub fn run(
         &self,
-        plan: CopyPlan,
+        plan: impl Into<Arc<CopyPlan>>,
         src: End<'_>,
         dst: End<'_>,
         staging: Staging,
         deadline: Deadline,
+        progress: &Arc<Progress>,
     ) -> Result<Outcome> {
         let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
+        let plan = plan.into();
         let bytes = plan.bytes();
-        let done = Arc::new(AtomicU64::new(0));
         let copy = wave::Copying {
-            plan: Arc::new(plan),
+            plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
-            device: route::copier(&self.devices, src, dst).clone(),
-            tuner: self.tuner.clone(),
-            done: done.clone(),
+            copier: route::copier(&self.devices, src, dst),
+            tuner: if src.0.reach().foreign() { self.foreign_tuner.clone() } else { self.tuner.clone() },
+            progress: progress.clone(),
         };
         let ended = match route {
             Route::Direct => copy.direct(&self.workers, deadline),
-            Route::Ring => self.ring.run(&copy, staging.buffer_bytes, deadline),
+            Route::Ring => {
+                let device = route::device(&self.devices, src, dst).as_ref();
+                self.ring.run(&copy, device, staging.buffer_bytes, deadline)
+            }
         };
-        let progress =
-            |error: Error| error.with("copied_bytes", done.load(Ordering::Relaxed)).with("of_bytes", bytes);
-        ended.map_err(progress)?;
+        ended.map_err(|error| so_far(error, progress, bytes))?;
         Ok(Outcome { bytes, route })
     }
+}
+
+/// The error of a transfer that ended early, with how far it got.
+fn so_far(error: Error, progress: &Progress, of_bytes: u64) -> Error {
+    error.with("copied_bytes", progress.bytes()).with("of_bytes", of_bytes)
 }

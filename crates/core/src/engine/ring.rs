@@ -5,7 +5,6 @@
 //! swap-in that needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
 //! of a plan need no barrier. Not for: deciding whether to go this way (`route`).
 
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -51,16 +50,22 @@ impl RingOwner {
     }
 
     /// Moves a copy through the ring, in pieces of at most `block_bytes`.
-    pub(super) fn run(&self, copying: &Copying, block_bytes: u64, deadline: Deadline) -> Result<()> {
+    pub(super) fn run(
+        &self,
+        copying: &Copying,
+        device: &dyn Device,
+        block_bytes: u64,
+        deadline: Deadline,
+    ) -> Result<()> {
         if copying.plan.waves().is_empty() {
             return Ok(());
         }
-        let loan = self.borrow(copying.device.as_ref(), block_bytes, deadline)?;
+        let loan = self.borrow(device, block_bytes, deadline)?;
         let mut draining = Draining::start(copying, &loan);
         let fed = fill(copying, &loan.buffers, block_bytes, &draining, deadline);
         let outcome = draining.finish().and(fed);
         // A draining stage that died leaves no message: only bytes that were counted in place are in place.
-        let missing = copying.plan.bytes() - copying.done.load(Ordering::Relaxed);
+        let missing = copying.plan.bytes().saturating_sub(copying.progress.bytes());
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
     }
 
@@ -185,10 +190,10 @@ fn fill(
         for (tensor, whole) in wave.across_tensors(0, bytes) {
             for piece in blocks_of(whole, block_bytes) {
                 let buffer = draining.next_free(deadline)?;
-                let src = copying.src.window(tensor, piece.src, piece.len)?;
+                let src = copying.source(tensor, piece)?;
                 let dst = buffers.window(buffer, 0, piece.len)?;
                 // The draining stage reads the buffer next, so it belongs in the caches.
-                copying.device.copy(&[Copy { src, dst }], Kernel::PLAIN)?;
+                copying.copier.copy(&[Copy { src, dst }], Kernel::PLAIN)?;
                 draining.send(Filled { buffer, tensor, piece });
             }
         }
@@ -199,18 +204,21 @@ fn fill(
 /// The draining stage: buffers into place, each then free again; ends after the first failure.
 fn drain(copying: &Copying, buffers: &Tensors, to_drain: &Receiver<Filled>, drained: &Sender<Result<usize>>) {
     let total = copying.plan.bytes();
+    // Pieces leave the ring in the order they entered, which is that of the plan.
+    let mut at = 0;
     for Filled { buffer, tensor, piece } in to_drain {
         let place = || {
             let src = buffers.window(buffer, 0, piece.len)?;
-            let dst = copying.dst.window(tensor, piece.dst, piece.len)?;
+            let dst = copying.target(tensor, piece)?;
             let kernel = copying.tuner.choose(total, piece.len);
             copying.tuner.count(kernel, piece.len);
-            copying.device.copy(&[Copy { src, dst }], kernel)
+            copying.copier.copy(&[Copy { src, dst }], kernel)
         };
         let placed = place();
         let failed = placed.is_err();
         if !failed {
-            copying.done.fetch_add(piece.len, Ordering::Relaxed);
+            copying.progress.done(at, at + piece.len);
+            at += piece.len;
         }
         if drained.send(placed.map(|()| buffer)).is_err() || failed {
             return;

@@ -4,6 +4,7 @@
 //! holds on every CPU, so each class of piece size keeps the recent speed of both kernels, uses the faster, and now and
 //! then tries the other. Not for: correctness; both kernels copy the same bytes.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -26,8 +27,14 @@ pub struct Tuner {
     forced: Option<Kernel>,
     streaming: Option<Kernel>,
     classes: [Class; CLASSES.len() + 1],
-    plain_bytes: AtomicU64,
-    streaming_bytes: AtomicU64,
+    counted: Arc<Counted>,
+}
+
+/// Bytes copied by each kernel.
+#[derive(Debug, Default)]
+struct Counted {
+    plain: AtomicU64,
+    streaming: AtomicU64,
 }
 
 /// Picoseconds per KiB of each kernel in its recent best unit; 0 is unknown.
@@ -50,13 +57,14 @@ impl Tuner {
             KernelChoice::Plain => Some(Kernel::PLAIN),
             KernelChoice::Streaming => Some(streaming.ok_or_else(missing)?),
         };
-        Ok(Tuner {
-            forced,
-            streaming,
-            classes: Default::default(),
-            plain_bytes: AtomicU64::new(0),
-            streaming_bytes: AtomicU64::new(0),
-        })
+        Ok(Tuner { forced, streaming, classes: Default::default(), counted: Arc::default() })
+    }
+
+    /// One that learns for itself, of memory whose speed tells nothing about other memory, and counts into the same sums.
+    #[must_use]
+    pub fn beside(&self) -> Self {
+        let classes = Default::default();
+        Tuner { forced: self.forced, streaming: self.streaming, classes, counted: self.counted.clone() }
     }
 
     /// The kernel for the next unit of a copy of `total` bytes in pieces of about `piece` bytes.
@@ -77,7 +85,7 @@ impl Tuner {
 
     /// Counts bytes a kernel copies.
     pub fn count(&self, kernel: Kernel, bytes: u64) {
-        let counter = if kernel == Kernel::PLAIN { &self.plain_bytes } else { &self.streaming_bytes };
+        let counter = if kernel == Kernel::PLAIN { &self.counted.plain } else { &self.counted.streaming };
         counter.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -100,7 +108,7 @@ impl Tuner {
     /// Bytes copied with ordinary and with streaming stores.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
-        (self.plain_bytes.load(Ordering::Relaxed), self.streaming_bytes.load(Ordering::Relaxed))
+        (self.counted.plain.load(Ordering::Relaxed), self.counted.streaming.load(Ordering::Relaxed))
     }
 
     fn class(&self, piece: u64) -> &Class {

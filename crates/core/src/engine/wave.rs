@@ -4,43 +4,41 @@
 //! nothing is stored per unit, block or tensor. Not for: choosing the way (`route`) or the workers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use super::Progress;
 use super::tuner::Tuner;
 use super::workers::{Work, Workers};
-use crate::device::{Copy, Device};
+use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
-use crate::mem::Tensors;
+use crate::mem::kernel::Kernel;
+use crate::mem::{Tensors, Window};
 use crate::plan::{CopyPlan, Piece};
 
 /// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
 const INLINE: u64 = 256 << 10;
-/// A unit is neither so small that taking it costs, nor so large that the last worker to finish keeps the rest waiting.
-const UNIT: std::ops::RangeInclusive<u64> = (256 << 10)..=(512 << 10);
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
-/// Pieces handed to the device at once.
-const BATCH: usize = 64;
-
 /// A copy under way.
 #[derive(Clone)]
 pub(super) struct Copying {
     pub(super) plan: Arc<CopyPlan>,
     pub(super) src: Arc<Tensors>,
     pub(super) dst: Arc<Tensors>,
-    pub(super) device: Arc<dyn Device>,
+    pub(super) copier: Arc<dyn Copier>,
     pub(super) tuner: Arc<Tuner>,
-    /// Bytes in place.
-    pub(super) done: Arc<AtomicU64>,
+    /// What is in place.
+    pub(super) progress: Arc<Progress>,
 }
 
 impl Copying {
     /// Straight from source to destination, wave after wave.
     pub(super) fn direct(&self, workers: &Workers, deadline: Deadline) -> Result<()> {
+        let mut start = 0;
         for index in 0..self.plan.waves().len() {
-            let wave = DirectWave::new(self.clone(), index, workers.count());
+            let wave = DirectWave::new(self.clone(), index, start, workers.count());
+            start += wave.total;
             let units = wave.units();
             if wave.total <= INLINE || units == 1 {
                 (0..units).try_for_each(|unit| wave.unit(unit))?;
@@ -53,12 +51,44 @@ impl Copying {
         }
         Ok(())
     }
+
+    /// What a piece of the `index`-th tensor of the plan reads.
+    pub(super) fn source(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        source(&self.plan, &self.src, index, piece)
+    }
+
+    /// What it writes.
+    pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        target(&self.plan, &self.dst, index, piece)
+    }
+}
+
+/// What a piece of the `index`-th tensor of `plan` reads of `src`.
+pub(super) fn source<'a>(
+    plan: &CopyPlan,
+    src: &'a Tensors,
+    index: usize,
+    piece: Piece,
+) -> Result<Window<'a>> {
+    src.window(index.saturating_add(plan.src_tensor() as usize), piece.src, piece.len)
+}
+
+/// What it writes of `dst`.
+pub(super) fn target<'a>(
+    plan: &CopyPlan,
+    dst: &'a Tensors,
+    index: usize,
+    piece: Piece,
+) -> Result<Window<'a>> {
+    dst.window(index.saturating_add(plan.dst_tensor() as usize), piece.dst, piece.len)
 }
 
 /// One wave of a direct copy, cut into units.
 struct DirectWave {
     copying: Copying,
     wave: usize,
+    /// Where it starts along the bytes of the whole plan.
+    start: u64,
     total: u64,
     unit: u64,
     /// Typical bytes of one piece, for the choice of kernel.
@@ -66,14 +96,15 @@ struct DirectWave {
 }
 
 impl DirectWave {
-    fn new(copying: Copying, wave: usize, workers: usize) -> Self {
+    fn new(copying: Copying, wave: usize, start: u64, workers: usize) -> Self {
         let this = &copying.plan.waves()[wave];
         let total = this.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
-        let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(*UNIT.start(), *UNIT.end());
+        let (least, most) = copying.copier.unit();
+        let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
         let pieces: u64 = this.spans().iter().map(|span| span.count).sum();
         let piece = this.tensor_bytes().checked_div(pieces).unwrap_or(0);
         // Whole pages, so that a cut piece stays aligned for the kernels.
-        DirectWave { wave, total, unit: unit.next_multiple_of(4096), piece, copying }
+        DirectWave { wave, start, total, unit: unit.next_multiple_of(4096), piece, copying }
     }
 
     fn units(&self) -> usize {
@@ -83,23 +114,27 @@ impl DirectWave {
 
 impl Work for DirectWave {
     fn unit(&self, index: usize) -> Result<()> {
-        let Copying { plan, src, dst, device, tuner, done } = &self.copying;
+        let Copying { plan, copier, tuner, progress, .. } = &self.copying;
         let from = index as u64 * self.unit;
         let to = (from + self.unit).min(self.total);
-        let kernel = tuner.choose(self.total, self.piece);
+        let learns = copier.uses_kernels();
+        let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
+        let most = copier.batch();
         let started = Instant::now();
-        let mut batch = Vec::with_capacity(BATCH.min(plan.num_tensors() as usize * 2).max(4));
+        let mut batch = Vec::with_capacity(most.min(plan.num_tensors() as usize * 2).max(4));
         for (tensor, piece) in plan.waves()[self.wave].across_tensors(from, to) {
-            let Piece { src: from, dst: to, len } = piece;
-            batch.push(Copy { src: src.window(tensor, from, len)?, dst: dst.window(tensor, to, len)? });
-            if batch.len() == BATCH {
-                device.copy(&batch, kernel)?;
+            let (src, dst) = (self.copying.source(tensor, piece)?, self.copying.target(tensor, piece)?);
+            batch.push(Copy { src, dst });
+            if batch.len() == most {
+                copier.copy(&batch, kernel)?;
                 batch.clear();
             }
         }
-        device.copy(&batch, kernel)?;
-        tuner.learn(self.total, self.piece, kernel, to - from, started.elapsed());
-        done.fetch_add(to - from, Ordering::Relaxed);
+        copier.copy(&batch, kernel)?;
+        if learns {
+            tuner.learn(self.total, self.piece, kernel, to - from, started.elapsed());
+        }
+        progress.done(self.start + from, self.start + to);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! Not for: splitting work, or choosing a kernel.
 
-use super::Window;
+use super::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A kernel that exists on this CPU: the streaming one can only be had from [`Kernel::streaming`].
@@ -49,7 +49,7 @@ impl Kernel {
 /// if through a buffer. Bytes that another thread writes at the same time come out old, new or mixed; the pins of
 /// `table` keep that from happening between calls of one engine.
 pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
-    if src.len() != dst.len() || !src.host_addressable() || !dst.host_addressable() {
+    if src.len() != dst.len() || !src.host_addressable() || dst.reach() != Reach::Host {
         return Err(refused(src, dst));
     }
     let len = usize::try_from(src.len()).map_err(|_| refused(src, dst))?;
@@ -73,10 +73,12 @@ pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
 fn refused(src: Window<'_>, dst: Window<'_>) -> Error {
     Error::new(
         ErrorKind::System,
-        "the host kernel needs two windows of equal length in host-addressable memory",
+        "the host kernel needs two windows of equal length in host-addressable memory, the second writable",
     )
     .with("src_bytes", src.len())
     .with("dst_bytes", dst.len())
+    .with("src", format_args!("{:?}", src.reach()))
+    .with("dst", format_args!("{:?}", dst.reach()))
 }
 
 /// Copies with 32-byte stores that bypass the caches; the unaligned head and the tail with ordinary ones.

@@ -6,16 +6,29 @@
 //! 2. Foreign memory has one entrance, the unsafe constructor of [`Adopted`]: whoever calls it promises that the
 //!    addresses stay valid, readable and writable as long as the value, or anything made from it, lives.
 //! 3. A [`Window`] exists only inside the tensor it was cut from; its bounds were checked when it was made.
-//! 4. Bytes move only in [`kernel::copy`], by raw copies between two windows; no slice over memory that others may
-//!    write is ever lent out.
-//! 5. Who may read and write which rows at the same time is decided above, by the pins of `table`.
+//! 4. Bytes move only in [`kernel::copy`], [`vectored`] and [`ForeignProcess::read`], between windows or a window and the
+//!    kernel, by raw addresses; no slice over memory that others may write is ever lent out.
+//! 5. Nobody writes into another process: its memory is mapped without the right to write, or read through the kernel,
+//!    and a window of it is refused as a destination.
+//! 6. Who may read and write which rows at the same time is decided above, by the pins of `table`.
 //!
 //! Not for: which bytes to copy (`plan`), or who copies them (`engine`).
 
+mod credentials;
+mod foreign;
+mod generations;
 pub mod kernel;
+mod process;
 mod region;
 mod smaps;
+mod sockets;
 mod tensors;
+pub mod vectored;
 
+pub use credentials::peer_process;
+pub use foreign::ForeignRegion;
+pub use generations::{ForeignGenerations, Generations};
+pub use process::{ForeignProcess, Probe, allow_readers, own_probe};
 pub use region::{HugePages, Region};
-pub use tensors::{Access, Adopted, Tensors, Window};
+pub use sockets::{Kept, abandon};
+pub use tensors::{Access, Adopted, Reach, Tensors, Window};

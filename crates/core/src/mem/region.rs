@@ -9,11 +9,12 @@ use std::ptr::null_mut;
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
+use super::foreign::seal;
 use super::smaps;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Huge pages are 2 MiB on every machine this maps shared memory on; a base aligned to less never gets one.
-const HUGE_PAGE: usize = 2 << 20;
+pub(super) const HUGE_PAGE: usize = 2 << 20;
 
 const RW: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
@@ -50,11 +51,21 @@ pub struct Region {
 
 #[derive(Debug)]
 struct Mapping {
+    range: Aligned,
     descriptor: OwnedFd,
-    base: usize,
+    huge: HugePages,
+    /// Whether peers are kept from writing; without, nobody is given the descriptor.
+    sealed: bool,
+}
+
+/// A shared mapping that starts where a huge page may, given back on drop.
+#[derive(Debug)]
+pub(super) struct Aligned {
+    pub(super) base: usize,
     /// Start and length of the address range to give back.
     held: (usize, usize),
-    huge: HugePages,
+    /// Whether the kernel was told, and heard, that huge pages are welcome.
+    advised: bool,
 }
 
 impl Region {
@@ -73,7 +84,7 @@ impl Region {
             Ok(mapping) => mapping,
             Err(_) => Mapping::ordinary(name, whole).map_err(refused)?,
         };
-        Ok(Region { base: mapping.base as u64, len, mapping: Some(mapping) })
+        Ok(Region { base: mapping.range.base as u64, len, mapping: Some(mapping) })
     }
 
     /// Addresses of a device that the CPU cannot touch; the device gives them meaning.
@@ -106,10 +117,12 @@ impl Region {
         self.mapping.is_some()
     }
 
-    /// The descriptor behind it, for another process to map.
+    /// The descriptor behind it, for another process to map for reading. None where there is none, and where the kernel
+    /// cannot keep that process from writing.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.mapping.as_ref().map(|mapping| mapping.descriptor.as_fd())
+        let shared = self.mapping.as_ref().filter(|mapping| mapping.sealed);
+        shared.map(|mapping| mapping.descriptor.as_fd())
     }
 
     /// What was asked of the kernel in huge pages.
@@ -139,21 +152,37 @@ impl Mapping {
         let descriptor = Self::file(name, len, MemfdFlags::HUGETLB)?;
         // SAFETY: no address is asked for, so the kernel chooses a range nobody uses, aligned to its huge pages.
         let at = unsafe { mmap(null_mut(), len, RW, MapFlags::SHARED, &descriptor, 0) }?;
-        Ok(Mapping { descriptor, base: at as usize, held: (at as usize, len), huge: HugePages::Reserved })
+        let range = Aligned { base: at as usize, held: (at as usize, len), advised: false };
+        Ok(Mapping { range, sealed: seal(&descriptor), descriptor, huge: HugePages::Reserved })
     }
 
     /// Made of ordinary pages, aligned so that the kernel may merge them into huge ones.
     fn ordinary(name: &str, len: usize) -> rustix::io::Result<Self> {
         let descriptor = Self::file(name, len, MemfdFlags::empty())?;
+        let range = Aligned::map(&descriptor, len, RW)?;
+        let huge = if range.advised { HugePages::Advised } else { HugePages::Unavailable };
+        Ok(Mapping { range, sealed: seal(&descriptor), descriptor, huge })
+    }
+
+    fn file(name: &str, len: usize, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {
+        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)?;
+        ftruncate(&descriptor, len as u64)?;
+        Ok(descriptor)
+    }
+}
+
+impl Aligned {
+    /// The first `len` bytes of `descriptor`, a multiple of [`HUGE_PAGE`].
+    pub(super) fn map(descriptor: &OwnedFd, len: usize, rights: ProtFlags) -> rustix::io::Result<Self> {
         // One huge page more than needed, so that an aligned start can be chosen inside the reservation.
-        let held_len = len + HUGE_PAGE;
+        let held_len = len.checked_add(HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let nothing = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
         let held = unsafe { mmap_anonymous(null_mut(), held_len, ProtFlags::empty(), nothing) }? as usize;
         let base = held.next_multiple_of(HUGE_PAGE);
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: `base..base + len` lies inside the reservation made above, which nobody else knows of.
-        if let Err(error) = unsafe { mmap(base as *mut c_void, len, RW, flags, &descriptor, 0) } {
+        if let Err(error) = unsafe { mmap(base as *mut c_void, len, rights, flags, descriptor, 0) } {
             // A fixed mapping that fails may have removed the reservation under it, and another thread may have mapped
             // something there since: only the two ends, which it did not touch, are certainly ours. What is left of
             // the middle stays reserved (`a_region_in_the_making_takes_nobodys_addresses`).
@@ -164,25 +193,16 @@ impl Mapping {
             return Err(error);
         }
         // SAFETY: the range is the mapping just made, and this advice changes no contents.
-        let advised = unsafe { madvise(base as *mut c_void, len, Advice::LinuxHugepage) };
-        let huge = if advised.is_ok() { HugePages::Advised } else { HugePages::Unavailable };
-        Ok(Mapping { descriptor, base, held: (held, held_len), huge })
-    }
-
-    fn file(name: &str, len: usize, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {
-        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | kind)?;
-        ftruncate(&descriptor, len as u64)?;
-        Ok(descriptor)
+        let advised = unsafe { madvise(base as *mut c_void, len, Advice::LinuxHugepage) }.is_ok();
+        Ok(Aligned { base, held: (held, held_len), advised })
     }
 }
 
-impl Drop for Region {
+impl Drop for Aligned {
     fn drop(&mut self) {
-        if let Some(mapping) = &self.mapping {
-            let (from, len) = mapping.held;
-            // SAFETY: the range was mapped for this region alone, and everything carved from the region holds it, so
-            // nothing is left that could touch the range (promise 1).
-            let _ = unsafe { munmap(from as *mut c_void, len) };
-        }
+        let (from, len) = self.held;
+        // SAFETY: the range was mapped for this region alone, and everything carved from the region holds it, so nothing
+        // is left that could touch the range (promise 1).
+        let _ = unsafe { munmap(from as *mut c_void, len) };
     }
 }

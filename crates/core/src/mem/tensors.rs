@@ -7,8 +7,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use super::Region;
 use super::smaps;
+use super::{ForeignProcess, ForeignRegion, Region};
 use crate::check::{self, Side};
 use crate::desc::{CacheDesc, CacheKind};
 use crate::error::{Error, ErrorKind, Result};
@@ -54,7 +54,7 @@ pub struct Tensors {
     addrs: Box<[u64]>,
     tensor_bytes: u64,
     memory: Memory,
-    /// Gives the memory back when dropped (a lease of a pool); nothing for adopted memory.
+    /// Gives the memory back when dropped (a lease of a pool, a mapping); nothing for adopted memory.
     _owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
@@ -62,6 +62,23 @@ enum Memory {
     Carved(Arc<Region>),
     /// Set by the first copy that reads, and by the first that writes: where the addresses are not mapped so.
     Adopted([OnceLock<Option<u64>>; 2]),
+    /// Another process's memory, mapped here for reading.
+    Mapped,
+    /// Another process's memory, not mapped here.
+    Process(Arc<ForeignProcess>),
+}
+
+/// What this process can do with the bytes of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// The CPU reads and writes them.
+    Host,
+    /// The CPU reads them: another process's memory, mapped.
+    HostRead,
+    /// Only the kernel reads them, on request: another process's memory.
+    Process,
+    /// Only their device reads and writes them.
+    Device,
 }
 
 /// What a copy does with memory.
@@ -81,16 +98,29 @@ impl Tensors {
         tensor_bytes: u64,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Tensors> {
-        let mut addrs = Vec::new();
-        for offset in offsets {
-            let end = offset.checked_add(tensor_bytes);
-            if end.is_none_or(|end| end > region.len()) {
-                let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
-                return Err(Error::new(ErrorKind::System, text).with("region_bytes", region.len()));
-            }
-            addrs.push(region.base() + offset);
+        let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
+        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Carved(region), _owner: Some(owner) })
+    }
+
+    /// Tensors of `tensor_bytes` at `offsets` of another process's memory that is mapped here: to be read, never
+    /// written. `Err` if one sticks out.
+    pub fn mapped(
+        region: Arc<ForeignRegion>,
+        offsets: impl IntoIterator<Item = u64>,
+        tensor_bytes: u64,
+    ) -> Result<Tensors> {
+        let addrs = inside(region.base(), region.len(), offsets, tensor_bytes)?;
+        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Mapped, _owner: Some(Box::new(region)) })
+    }
+
+    /// Tensors of `tensor_bytes` at the addresses `addrs` of another process: to be read, never written, and not by the
+    /// CPU. Wrong addresses are reported by the read.
+    pub fn of_process(process: Arc<ForeignProcess>, addrs: Box<[u64]>, tensor_bytes: u64) -> Result<Tensors> {
+        if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
+            let text = format!("{tensor_bytes} bytes at {addr:#x} are outside every address space");
+            return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
-        Ok(Tensors { addrs: addrs.into(), tensor_bytes, memory: Memory::Carved(region), _owner: Some(owner) })
+        Ok(Tensors { addrs, tensor_bytes, memory: Memory::Process(process), _owner: None })
     }
 
     /// The caller's own memory.
@@ -116,13 +146,27 @@ impl Tensors {
         self.tensor_bytes
     }
 
-    /// Whether the CPU can dereference the addresses.
+    /// What this process can do with them.
+    #[must_use]
+    pub fn reach(&self) -> Reach {
+        match &self.memory {
+            Memory::Carved(region) if !region.host_addressable() => Reach::Device,
+            Memory::Carved(_) | Memory::Adopted(_) => Reach::Host,
+            Memory::Mapped => Reach::HostRead,
+            Memory::Process(_) => Reach::Process,
+        }
+    }
+
+    /// Whether the CPU can dereference the addresses, to read at least.
     #[must_use]
     pub fn host_addressable(&self) -> bool {
-        match &self.memory {
-            Memory::Carved(region) => region.host_addressable(),
-            Memory::Adopted(_) => true,
-        }
+        self.reach().host_addressable()
+    }
+
+    /// The process that must be asked for the bytes, if they are its own and not mapped here.
+    #[must_use]
+    pub fn process(&self) -> Option<&Arc<ForeignProcess>> {
+        if let Memory::Process(process) = &self.memory { Some(process) } else { None }
     }
 
     /// `Err` if adopted addresses are not mapped in this process: the reason, instead of a fault in the middle of a
@@ -144,7 +188,7 @@ impl Tensors {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
         match self.addrs.get(tensor) {
             Some(&addr) if inside => {
-                Ok(Window { addr: addr + offset, len, host: self.host_addressable(), tensors: PhantomData })
+                Ok(Window { addr: addr + offset, len, reach: self.reach(), tensors: PhantomData })
             }
             _ => Err(self.outside(tensor, offset, len)),
         }
@@ -161,6 +205,44 @@ impl Tensors {
     }
 }
 
+/// The addresses of tensors at `offsets` of `base..base + len`, or `Err` if one sticks out.
+fn inside(
+    base: u64,
+    len: u64,
+    offsets: impl IntoIterator<Item = u64>,
+    tensor_bytes: u64,
+) -> Result<Box<[u64]>> {
+    let at = |offset: u64| {
+        let end = offset.checked_add(tensor_bytes);
+        if end.is_none_or(|end| end > len) {
+            let text = format!("tensor at {offset} + {tensor_bytes} bytes is outside its region");
+            return Err(Error::new(ErrorKind::System, text).with("region_bytes", len));
+        }
+        Ok(base + offset)
+    };
+    offsets.into_iter().map(at).collect()
+}
+
+impl Reach {
+    /// Whether the CPU can dereference the addresses, to read at least.
+    #[must_use]
+    pub fn host_addressable(self) -> bool {
+        matches!(self, Reach::Host | Reach::HostRead)
+    }
+
+    /// Whether it is another process's memory.
+    #[must_use]
+    pub fn foreign(self) -> bool {
+        matches!(self, Reach::HostRead | Reach::Process)
+    }
+
+    /// Whether anybody here may write there. Nobody writes into another process.
+    #[must_use]
+    pub fn writable(self) -> bool {
+        matches!(self, Reach::Host | Reach::Device)
+    }
+}
+
 impl fmt::Debug for Tensors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tensors({} × {} bytes)", self.addrs.len(), self.tensor_bytes)
@@ -172,7 +254,7 @@ impl fmt::Debug for Tensors {
 pub struct Window<'a> {
     addr: u64,
     len: u64,
-    host: bool,
+    reach: Reach,
     tensors: PhantomData<&'a Tensors>,
 }
 
@@ -195,15 +277,23 @@ impl Window<'_> {
         self.len == 0
     }
 
-    /// Whether the CPU can dereference it.
+    /// What this process can do with it.
     #[must_use]
-    pub fn host_addressable(&self) -> bool {
-        self.host
+    pub fn reach(&self) -> Reach {
+        self.reach
     }
 
-    /// Whether both name some byte in common.
+    /// Whether the CPU can dereference it, to read at least.
+    #[must_use]
+    pub fn host_addressable(&self) -> bool {
+        self.reach.host_addressable()
+    }
+
+    /// Whether both name some byte in common. Addresses of another process name no byte of this one.
     #[must_use]
     pub fn overlaps(&self, other: &Window<'_>) -> bool {
-        self.addr < other.addr + other.len && other.addr < self.addr + self.len
+        (self.reach == Reach::Process) == (other.reach == Reach::Process)
+            && self.addr < other.addr + other.len
+            && other.addr < self.addr + self.len
     }
 }

@@ -5,139 +5,24 @@
 //! copy lives until the copy ends (`tests/rust/table.rs`, `released_during_a_copy`). Not for: memory (`arena`, `mem`)
 //! or which keys make sense (`check`).
 
+mod cache;
 mod pin;
+mod remote;
 
-pub use pin::{Pin, RowUse, pin};
+pub use cache::{Cache, Origin};
+pub use pin::{Pin, RowUse, pin, pin_reads, pin_writes};
+pub use remote::Found;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashMap;
 
 use crate::check::Side;
-use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
+use crate::desc::{CacheDesc, CacheKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CacheId;
 use crate::keys::CacheKey;
-use crate::mem::{Adopted, Tensors};
-
-/// Who gave the memory of a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// A pool of the engine; returns there when the last reference goes.
-    Allocated,
-    /// The caller, through a register call; keys are an index only.
-    Registered,
-    /// The caller, without the table: a handle over host memory (`Cache.create_cpu_cache`).
-    Loose,
-}
-
-/// A group of equal tensors under one name.
-#[derive(Debug)]
-pub struct Cache {
-    id: CacheId,
-    origin: Origin,
-    side: Side,
-    shape: Box<[i64]>,
-    data_type: DataType,
-    remote_accessible: bool,
-    tensors: Arc<Tensors>,
-    pins: pin::Pins,
-}
-
-impl Cache {
-    /// A cache over the caller's memory that no table knows; its id is −1.
-    #[must_use]
-    pub fn loose(adopted: Adopted) -> Arc<Cache> {
-        let (desc, side) = (adopted.desc().clone(), adopted.side());
-        Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, side, Tensors::adopted(adopted), false))
-    }
-
-    fn new(
-        id: CacheId,
-        origin: Origin,
-        desc: &CacheDesc,
-        side: Side,
-        tensors: Tensors,
-        remote_accessible: bool,
-    ) -> Self {
-        Cache {
-            id,
-            origin,
-            side,
-            shape: desc.shape.as_slice().into(),
-            data_type: desc.data_type,
-            remote_accessible,
-            tensors: Arc::new(tensors),
-            pins: pin::Pins::default(),
-        }
-    }
-
-    /// Its name; −1 for a loose one.
-    #[must_use]
-    pub fn id(&self) -> CacheId {
-        self.id
-    }
-
-    /// Who gave the memory.
-    #[must_use]
-    pub fn origin(&self) -> Origin {
-        self.origin
-    }
-
-    /// Sizes, kind and placement.
-    #[must_use]
-    pub fn side(&self) -> Side {
-        self.side
-    }
-
-    /// Sizes.
-    #[must_use]
-    pub fn geometry(&self) -> Geometry {
-        self.side.geometry
-    }
-
-    /// How its rows are read.
-    #[must_use]
-    pub fn kind(&self) -> CacheKind {
-        self.side.kind
-    }
-
-    /// Which pool it belongs to.
-    #[must_use]
-    pub fn placement(&self) -> Placement {
-        self.side.placement
-    }
-
-    /// Dimensions of one tensor.
-    #[must_use]
-    pub fn shape(&self) -> &[i64] {
-        &self.shape
-    }
-
-    /// Element type.
-    #[must_use]
-    pub fn data_type(&self) -> DataType {
-        self.data_type
-    }
-
-    /// Whether peers may reach it.
-    #[must_use]
-    pub fn remote_accessible(&self) -> bool {
-        self.remote_accessible
-    }
-
-    /// The address of every tensor.
-    #[must_use]
-    pub fn addrs(&self) -> &[u64] {
-        self.tensors.addrs()
-    }
-
-    /// Its memory.
-    #[must_use]
-    pub fn tensors(&self) -> &Arc<Tensors> {
-        &self.tensors
-    }
-}
+use crate::mem::{Adopted, Generations, Tensors};
 
 /// What becomes of a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,13 +32,17 @@ enum Taken {
 }
 
 /// All caches and keys of one engine.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Table {
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    /// Of each place: raised when its cache leaves or loses a key, under the lock, so before its memory is used again.
+    generations: Arc<Generations>,
+    /// Which tensors of a key's slot peers have pulled, while some are missing.
+    pulled: HashMap<CacheKey, remote::Pulled>,
     last_id: i64,
     ids: HashMap<CacheId, Place>,
     /// The place of its cache, and the row in it.
@@ -187,6 +76,21 @@ pub struct TableState {
 }
 
 impl Table {
+    /// A table without caches, whose changes show in `generations`.
+    #[must_use]
+    pub fn new(generations: Arc<Generations>) -> Table {
+        let state = State {
+            generations,
+            pulled: HashMap::new(),
+            last_id: 0,
+            ids: HashMap::new(),
+            keys: HashMap::new(),
+            slots: Vec::new(),
+            free: Vec::new(),
+        };
+        Table { state: Mutex::new(state) }
+    }
+
     /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache. The
     /// keys are as [`check::bindings`](crate::check::bindings) gives them, each once.
     pub fn allocate(
@@ -230,7 +134,7 @@ impl Table {
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
             let text = format!("{key} already names a live cache");
-            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", other.cache.id));
+            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", other.cache.id()));
         }
         for &(_, key) in keys {
             released.extend(state.unbind(key));
@@ -252,17 +156,14 @@ impl Table {
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
         let state = self.locked();
         let found = state.ids.get(&id).and_then(|&place| state.slot(place));
-        match found {
-            Some(slot) => Ok(slot.cache.clone()),
-            None => Err(Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)),
-        }
+        found.map(|slot| slot.cache.clone()).ok_or_else(|| no_cache(id))
     }
 
     /// The cache and row a key names.
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.locked();
         let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
-        found.ok_or_else(|| Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}")))
+        found.ok_or_else(|| no_key(key))
     }
 
     /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
@@ -270,7 +171,7 @@ impl Table {
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else { return };
-        let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin == Origin::Allocated) else {
+        let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin() == Origin::Allocated) else {
             return;
         };
         slot.held = false;
@@ -286,7 +187,7 @@ impl Table {
     /// of registered caches: nothing to do (python-api.md §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.locked();
-        let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin == Origin::Allocated);
+        let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
         drop(state);
         drop(released);
@@ -296,7 +197,7 @@ impl Table {
     pub fn unregister(&self, id: CacheId) {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else { return };
-        let registered = state.slot(place).is_some_and(|slot| slot.cache.origin == Origin::Registered);
+        let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
         drop(state);
         drop(released);
@@ -342,6 +243,7 @@ impl State {
     /// Takes a key away; returns the cache if that was its last reference.
     fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
         let (place, _) = self.keys.remove(&key)?;
+        self.forget(place, key);
         self.slot_mut(place)?.bound -= 1;
         self.settle(place)
     }
@@ -349,7 +251,7 @@ impl State {
     /// Removes an allocated cache that nobody refers to any more.
     fn settle(&mut self, place: Place) -> Option<Slot> {
         let slot = self.slot(place)?;
-        let gone = slot.cache.origin == Origin::Allocated && !slot.held && slot.bound == 0;
+        let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
         if gone { self.take(place) } else { None }
     }
 
@@ -362,15 +264,33 @@ impl State {
                 && (named, at as usize) == (place, row)
             {
                 self.keys.remove(key);
+                self.pulled.remove(key);
             }
         }
         Some(slot)
     }
 
+    /// Forgets what peers were told of `place` and pulled of `key`, which does not lead there any more.
+    fn forget(&mut self, place: Place, key: CacheKey) {
+        self.pulled.remove(&key);
+        self.generations.bump(place);
+    }
+
     fn take(&mut self, place: Place) -> Option<Slot> {
         let slot = self.slots.get_mut(place as usize)?.take()?;
-        self.ids.remove(&slot.cache.id);
+        self.ids.remove(&slot.cache.id());
+        self.generations.bump(place);
         self.free.push(place);
         Some(slot)
     }
+}
+
+#[cold]
+fn no_cache(id: CacheId) -> Error {
+    Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)
+}
+
+#[cold]
+fn no_key(key: CacheKey) -> Error {
+    Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}"))
 }

@@ -90,6 +90,16 @@ pub fn pin(
     }
 }
 
+/// Pins rows that are read. `Err` once `deadline` has passed.
+pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
+    pin_one(cache, RowUse { reads, writes: vec![] }, deadline)
+}
+
+/// Pins rows that are written. `Err` once `deadline` has passed.
+pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin> {
+    pin_one(cache, RowUse { reads: vec![], writes }, deadline)
+}
+
 fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {
     let pins = &cache.pins;
     let mut rows = pins.locked();

@@ -51,7 +51,7 @@
 //!
 //! ```compile_fail,E0451
 //! use llm_datadist_core::mem::Window;
-//! let _ = Window { addr: 0, len: 8, host: true, tensors: std::marker::PhantomData };
+//! let _ = Window { addr: 0, len: 8, reach: llm_datadist_core::mem::Reach::Host, tensors: std::marker::PhantomData };
 //! ```
 //!
 //! The streaming kernel is only had from the CPU that has it:

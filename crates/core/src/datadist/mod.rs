@@ -2,21 +2,28 @@
 //!
 //! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
 
+mod remote;
+
+pub use remote::{CacheIndex, FarName};
+
 use std::sync::Arc;
 
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
-use crate::config::{Config, PoolConfig, SwapInPath};
+use crate::cluster::Cluster;
+use crate::config::{Config, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
-use crate::engine::{CopyEngine, Staging};
-use crate::error::{Error, ErrorKind, Result};
+use crate::engine::Staging;
+use crate::error::Result;
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
+use crate::links::Links;
 use crate::mem::Adopted;
+use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
-use crate::stats::{Op, PoolReport, Snapshot, Stats};
-use crate::table::{Cache, Table, pin};
+use crate::stats::{Op, PoolReport, Snapshot};
+use crate::table::{Cache, pin};
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -30,42 +37,41 @@ pub enum End {
     Loose(Arc<Cache>),
 }
 
-/// An open engine. Shared by any number of threads; dropped, it gives everything back once the last copy has ended.
+/// An open engine. Shared by any number of threads; dropped, its links end, and it gives everything back once the last
+/// copy has ended.
 #[derive(Debug)]
 pub struct DataDist {
-    config: Config,
-    device: Option<Arc<Arena>>,
-    host: Option<Arc<Arena>>,
-    table: Table,
-    engine: CopyEngine,
-    stats: Stats,
+    // First, so that links end before what they answer with goes.
+    links: Links,
+    cluster: Arc<Cluster>,
+    interrupted: Option<fn() -> bool>,
 }
 
 impl DataDist {
-    /// Opens an engine over host memory. The pools of `config` cost address space only until they are touched.
+    /// Opens an engine over host memory, and a listener if the configuration names an address. The pools of `config`
+    /// cost address space only until they are touched.
     pub fn open(config: Config) -> Result<Self> {
         Self::open_on(config, DeviceSet::host_only())
     }
 
     /// Opens an engine over `devices`.
     pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
-        let arena = |pool: Option<PoolConfig>, placement| {
-            pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
-        };
-        Ok(DataDist {
-            device: arena(config.device_pool, Placement::Device)?,
-            host: arena(config.host_pool, Placement::Host)?,
-            table: Table::default(),
-            engine: CopyEngine::new(&config, devices)?,
-            stats: Stats::default(),
-            config,
-        })
+        let cluster = Arc::new(Cluster::open(config, devices)?);
+        let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())))?;
+        Ok(DataDist { links, cluster, interrupted: None })
+    }
+
+    /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they
+    /// shall end early.
+    #[must_use]
+    pub fn interrupted_by(self, interrupted: fn() -> bool) -> Self {
+        DataDist { interrupted: Some(interrupted), ..self }
     }
 
     /// What it was opened with.
     #[must_use]
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.cluster.config
     }
 
     /// Takes memory for a cache from the pool of its placement, and binds `keys`, one per row; `None` leaves a row
@@ -76,57 +82,64 @@ impl DataDist {
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> Result<Arc<Cache>> {
-        self.stats.timed(Op::Allocate, || {
-            let pools = Pools { host: self.host.is_some(), device: self.device.is_some() };
+        self.cluster.stats.timed(Op::Allocate, || {
+            let pools = Pools {
+                host: self.cluster.pool(Placement::Host).is_some(),
+                device: self.cluster.pool(Placement::Device).is_some(),
+            };
             let request = check::allocate(desc, kind, keys, pools)?;
-            let tensors = self.arena(desc.placement)?.allocate(&request.side.geometry)?;
-            self.table.allocate(desc, request.side, tensors, &request.keys)
+            let tensors = self.cluster.arena(desc.placement)?.allocate(&request.side.geometry)?;
+            self.cluster.table.allocate(desc, request.side, tensors, &request.keys)
         })
     }
 
     /// Lets go of a cache by id (seed `deprecated.md`, `deallocate_cache`). Never fails for what is not there.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
-        self.stats.timed(Op::Deallocate, || {
-            self.table.deallocate(id);
+        self.cluster.stats.timed(Op::Deallocate, || {
+            self.cluster.table.deallocate(id);
             Ok(())
         })
     }
 
     /// Unbinds a key (seed `deprecated.md`, `remove_cache_key`). Never fails for what is not there.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
-        self.stats.timed(Op::RemoveKey, || {
-            self.table.remove_key(key);
+        self.cluster.stats.timed(Op::RemoveKey, || {
+            self.cluster.table.remove_key(key);
             Ok(())
         })
     }
 
-    /// Enters the caller's memory as a cache (python-api.md §7.6, §7.7).
+    /// Enters the caller's memory as a cache (python-api.md §7.6, §7.7). Whether peers may reach it follows from the mode
+    /// where `remote_accessible` does not say.
     pub fn register(
         &self,
         adopted: Adopted,
         keys: &[Option<CacheKey>],
-        remote_accessible: bool,
+        remote_accessible: Option<bool>,
     ) -> Result<Arc<Cache>> {
-        self.stats
-            .timed(Op::Register, || self.table.register(adopted, &check::bindings(keys), remote_accessible))
+        self.cluster.stats.timed(Op::Register, || {
+            let (placement, one_sided) = (adopted.side().placement, self.cluster.config.remote_accessible);
+            let access = check::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
+            self.cluster.table.register(adopted, &check::bindings(keys), access)
+        })
     }
 
     /// Removes a registered cache (python-api.md §7.8). Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {
-        self.stats.timed(Op::Register, || {
-            self.table.unregister(id);
+        self.cluster.stats.timed(Op::Register, || {
+            self.cluster.table.unregister(id);
             Ok(())
         })
     }
 
     /// The cache of an id.
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
-        self.table.find(id)
+        self.cluster.table.find(id)
     }
 
     /// The cache and the row a key names.
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
-        self.table.find_key(key)
+        self.cluster.table.find_key(key)
     }
 
     /// Copies one range of one batch slot, the same in every tensor (seed `copy_cache.md`).
@@ -143,7 +156,7 @@ impl DataDist {
     /// Copies blocks inside one cache, with the result of copying the pairs in the order given (seed `deprecated.md`,
     /// `copy_blocks`). No pairs: nothing to do.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
-        self.stats.timed(Op::CopyBlocks, || {
+        self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
             let cache = self.resolve(cache)?;
             let request = check::copy_blocks(cache.side(), pairs)?;
@@ -164,11 +177,11 @@ impl DataDist {
             (Err(_), Err(_)) => false,
         };
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
-        self.stats.timed(op, || {
+        self.cluster.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
             let request = check::swap_blocks(src.side(), dst.side(), pairs)?;
             let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
-            let staging = Staging { path: self.config.swap_in, buffer_bytes: request.block_bytes };
+            let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
             self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
         })
     }
@@ -176,19 +189,20 @@ impl DataDist {
     /// Every counter, and the state of pools and table.
     #[must_use]
     pub fn stats(&self) -> Snapshot {
-        let (swap_in_direct, swap_in_ring) = self.stats.swap_ins();
-        let (plain_bytes, streaming_bytes) = self.engine.tuner().bytes();
+        let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
+        let (plain_bytes, streaming_bytes) = self.cluster.engine.tuner().bytes();
         Snapshot {
-            device_pool: self.device.as_deref().map(report),
-            host_pool: self.host.as_deref().map(report),
-            table: self.table.state(),
-            ops: self.stats.ops(),
+            device_pool: self.cluster.pool(Placement::Device).map(|arena| report(arena)),
+            host_pool: self.cluster.pool(Placement::Host).map(|arena| report(arena)),
+            table: self.cluster.table.state(),
+            ops: self.cluster.stats.ops(),
             swap_in_direct,
             swap_in_ring,
-            ring_bytes: self.engine.ring_bytes(),
+            ring_bytes: self.cluster.engine.ring_bytes(),
             plain_bytes,
             streaming_bytes,
-            copy_workers: self.engine.workers() as u64,
+            copy_workers: self.cluster.engine.workers() as u64,
+            links: self.links.states(),
         }
     }
 
@@ -196,7 +210,7 @@ impl DataDist {
     /// [`Region::huge_bytes`](crate::mem::Region::huge_bytes).
     #[must_use]
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
-        self.arena(placement).map_or(0, |arena| arena.region().huge_bytes())
+        self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
     }
 
     fn copy_range(
@@ -206,7 +220,7 @@ impl DataDist {
         args: CopyArgs,
         checked: fn(check::Side, check::Side, CopyArgs) -> Result<check::CopyRange>,
     ) -> Result<()> {
-        self.stats.timed(Op::CopyCache, || {
+        self.cluster.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let range = checked(src.side(), dst.side(), args)?;
@@ -232,28 +246,20 @@ impl DataDist {
         let (reads, writes) = rows.into_iter().unzip();
         let _pins = pin((src, reads), (dst, writes), deadline)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.engine.run(plan, ends.0, ends.1, staging, deadline)?;
-        self.stats.moved(op, &outcome);
+        let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, deadline, &Arc::default())?;
+        self.cluster.stats.moved(op, &outcome);
         Ok(())
     }
 
     fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
-            End::Managed(id) => self.table.find(*id),
+            End::Managed(id) => self.cluster.table.find(*id),
             End::Loose(cache) => Ok(cache.clone()),
         }
     }
 
-    fn arena(&self, placement: Placement) -> Result<&Arc<Arena>> {
-        let arena = match placement {
-            Placement::Device => self.device.as_ref(),
-            Placement::Host => self.host.as_ref(),
-        };
-        arena.ok_or_else(|| Error::new(ErrorKind::NotEnabled, format!("there is no {placement} pool")))
-    }
-
     fn deadline(&self) -> Deadline {
-        Deadline::after(self.config.sync_timeout)
+        Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted)
     }
 }
 

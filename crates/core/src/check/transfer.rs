@@ -1,0 +1,330 @@
+//! Pull and push: arguments → [`Moves`], the bytes that go from one cache to another, in closed form per tensor.
+//!
+//! Each rule stands once, in the part that has what it needs: what this side alone decides is checked before a peer is
+//! asked ([`pull_near`], [`push_near`]), the rest once the far cache is known ([`pull`], [`push`]), which check both
+//! again. Order of the rules: python-api.md §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
+
+use super::layers::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
+use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
+use crate::desc::{CacheKind, Geometry, Placement};
+use crate::error::{Error, ErrorKind, Result};
+
+/// What a pull reads and writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PullRows {
+    /// The start of a far batch slot, into the near one.
+    Slot {
+        /// The near batch slot.
+        near: u32,
+        /// Bytes of every tensor; −1 for the near slot's.
+        size: i64,
+    },
+    /// Far blocks into near ones, pair by pair.
+    Blocks {
+        /// Read.
+        far: Vec<i64>,
+        /// Written.
+        near: Vec<i64>,
+    },
+    /// A far batch slot, cut into near blocks from its start.
+    SlotToBlocks {
+        /// Written.
+        near: Vec<i64>,
+    },
+}
+
+/// What a push reads and writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PushRows {
+    /// A whole near batch slot, into the far one.
+    Slot {
+        /// The near batch slot.
+        near: u32,
+    },
+    /// Near blocks into far ones, pair by pair.
+    Blocks {
+        /// Read.
+        near: Vec<i64>,
+        /// Written.
+        far: Vec<i64>,
+    },
+}
+
+/// The cache of a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Far {
+    /// Sizes, kind and placement.
+    pub side: Side,
+    /// The batch slot it was found by; 0 for a blocks cache.
+    pub row: u32,
+    /// Whether its owner lets peers reach it.
+    pub accessible: bool,
+}
+
+/// Bytes of one tensor that go from one place to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// First byte read, from the start of the tensor.
+    pub src: u64,
+    /// First byte written, from the start of the tensor.
+    pub dst: u64,
+    /// How many, above zero.
+    pub len: u64,
+}
+
+/// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moves {
+    /// In one tensor.
+    pub pieces: Vec<Move>,
+    /// The first tensor read.
+    pub src_tensor: u32,
+    /// The first tensor written.
+    pub dst_tensor: u32,
+    /// How many of each.
+    pub num_tensors: u32,
+    /// The rows of the near cache that are used; rows may repeat.
+    pub near_rows: Vec<u64>,
+    /// Whether every tensor of the source is read.
+    pub whole: bool,
+}
+
+/// Whether registered memory can be reached by peers (python-api.md §7.6): as `given`, else in one-sided mode by where
+/// it lies, and otherwise always, since there it is only ever served under the key or id it was registered by.
+pub fn accessible(
+    given: Option<bool>,
+    placement: Placement,
+    one_sided: bool,
+    after_rank_link: bool,
+) -> Result<bool> {
+    match given {
+        Some(true) if after_rank_link => {
+            Err(Error::argument("remote_accessible", "True", "False or None after link()"))
+        }
+        Some(given) => Ok(given),
+        None if one_sided => Ok(placement == Placement::Device && !after_rank_link),
+        None => Ok(true),
+    }
+}
+
+/// The cache called `name` must be one that peers may reach (python-api.md §12.4).
+pub fn reachable(name: &str, accessible: bool) -> Result<()> {
+    if accessible {
+        return Ok(());
+    }
+    let text = format!("{name} was registered with remote_accessible False");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// What this side alone decides of a pull.
+pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
+    let geometry = near.geometry;
+    match rows {
+        PullRows::Slot { near: slot, size } => {
+            batch_cache("cache", near.kind)?;
+            copy_size(*size)?;
+            per_layer(layers)?;
+            row("batch_index", u64::from(*slot), geometry)?;
+            slot_bytes("cache", *size, geometry, geometry)?;
+        }
+        PullRows::Blocks { far, near: blocks } => {
+            blocks_cache("dst_cache", near.kind)?;
+            named("dst_blocks", blocks)?;
+            per_layer(layers)?;
+            named("src_blocks", far)?;
+            equally_many(("src_blocks", far.len()), ("dst_blocks", blocks.len()))?;
+            in_range("dst_blocks", blocks, geometry)?;
+        }
+        PullRows::SlotToBlocks { near: blocks } => {
+            blocks_cache("dst_cache", near.kind)?;
+            named("dst_blocks", blocks)?;
+            per_layer(layers)?;
+            in_range("dst_blocks", blocks, geometry)?;
+        }
+    }
+    pull_layers(geometry, layers).map(|_| ())
+}
+
+/// A pull, with what its owner says of the far cache.
+pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Moves> {
+    pull_near(near, rows, layers)?;
+    let (here, there) = (near.geometry, far.side.geometry);
+    far_row(far, ErrorKind::CacheNotFound)?;
+    let tensors = pull_layers(here, layers)?;
+    if layers_given(layers.src).is_none() && there.num_tensors() != tensors.count {
+        let text = format!(
+            "the far cache has {} tensors and {} are written here",
+            there.num_tensors(),
+            tensors.count
+        );
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    let slot = u64::from(far.row) * there.row_bytes();
+    let (pieces, near_rows) = match rows {
+        PullRows::Slot { near: index, size } => {
+            batch_cache("the far cache", far.side.kind)?;
+            reachable("the far cache", far.accessible)?;
+            let len = slot_bytes("the far cache", *size, here, there)?;
+            let index = u64::from(*index);
+            (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
+        }
+        PullRows::Blocks { far: theirs, near: ours } => {
+            blocks_cache("the far cache", far.side.kind)?;
+            reachable("the far cache", far.accessible)?;
+            equal_blocks(here, there)?;
+            let theirs = in_range("src_blocks", theirs, there)?;
+            let ours = in_range("dst_blocks", ours, here)?;
+            (block_moves(&theirs, &ours, here.row_bytes())?, ours)
+        }
+        PullRows::SlotToBlocks { near: ours } => {
+            batch_cache("the far cache", far.side.kind)?;
+            reachable("the far cache", far.accessible)?;
+            let ours = in_range("dst_blocks", ours, here)?;
+            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?, ours)
+        }
+    };
+    let whole = tensors.count == there.num_tensors();
+    Ok(tensors.moves(pieces, near_rows, whole))
+}
+
+/// What this side alone decides of a push.
+pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
+    let geometry = near.geometry;
+    match rows {
+        PushRows::Slot { .. } => batch_cache("src_cache", near.kind)?,
+        PushRows::Blocks { near: blocks, far } => {
+            blocks_cache("src_cache", near.kind)?;
+            named("dst_blocks", far)?;
+            named("src_blocks", blocks)?;
+        }
+    }
+    push_layers(geometry, layers)?;
+    match rows {
+        PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
+        PushRows::Blocks { near: blocks, far } => {
+            equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
+            in_range("src_blocks", blocks, geometry).map(|_| ())
+        }
+    }
+}
+
+/// A push, with what its owner says of the far cache.
+pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Moves> {
+    push_near(near, rows, layers)?;
+    let (here, there) = (near.geometry, far.side.geometry);
+    reachable("the far cache", far.accessible)?;
+    let tensors = push_layers(here, layers)?;
+    within("dst_layer_range", tensors.dst, tensors.count, "the far cache", there)?;
+    let (pieces, near_rows) = match rows {
+        PushRows::Slot { near: index } => {
+            batch_cache("the far cache", far.side.kind)?;
+            far_row(far, ErrorKind::InvalidArgument)?;
+            let len = here.row_bytes();
+            if len > there.row_bytes() {
+                let text = format!(
+                    "a slot of src_cache has {len} bytes and one of the far cache {}",
+                    there.row_bytes()
+                );
+                return Err(Error::new(ErrorKind::InvalidArgument, text));
+            }
+            let index = u64::from(*index);
+            let dst = u64::from(far.row) * there.row_bytes();
+            (vec![Move { src: index * len, dst, len }], vec![index])
+        }
+        PushRows::Blocks { near: ours, far: theirs } => {
+            blocks_cache("the far cache", far.side.kind)?;
+            equal_blocks(here, there)?;
+            let ours = in_range("src_blocks", ours, here)?;
+            let theirs = in_range("dst_blocks", theirs, there)?;
+            (block_moves(&ours, &theirs, here.row_bytes())?, ours)
+        }
+    };
+    let whole = tensors.count == here.num_tensors();
+    if tensors.count == 0 {
+        return Ok(tensors.moves(vec![], vec![], false));
+    }
+    Ok(tensors.moves(pieces, near_rows, whole))
+}
+
+fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
+    // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
+    let rows = if far.side.kind == CacheKind::Batch { far.side.geometry.rows() } else { 1 };
+    if u64::from(far.row) < rows {
+        return Ok(());
+    }
+    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", far.row, rows - 1)))
+}
+
+/// Bytes that `size` stands for, the slot of the near cache by default; they must fit a slot `of` the cache called
+/// `name`.
+fn slot_bytes(name: &str, size: i64, near: Geometry, of: Geometry) -> Result<u64> {
+    let bytes = if size == -1 { near.row_bytes() } else { size.unsigned_abs() };
+    if bytes <= of.row_bytes() {
+        return Ok(bytes);
+    }
+    let allowed = format!("{bytes} bytes must fit a slot of {name}, {} bytes", of.row_bytes());
+    Err(Error::argument("size", size, allowed))
+}
+
+/// A list of blocks that must not be empty.
+pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
+    if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
+}
+
+fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
+    if left == right {
+        return Ok(());
+    }
+    let text = format!("{src} has {left} entries and {dst} {right}");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
+    let entry = |(at, &index): (usize, &i64)| {
+        // The text is only made for the entry that is refused.
+        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of))
+    };
+    blocks.iter().enumerate().map(entry).collect()
+}
+
+fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
+    if near.row_bytes() == far.row_bytes() {
+        return Ok(());
+    }
+    let text =
+        format!("blocks have {} bytes here and {} in the far cache", near.row_bytes(), far.row_bytes());
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+fn block_moves(src: &[u64], dst: &[u64], len: u64) -> Result<Vec<Move>> {
+    total(src.len(), len)?;
+    Ok(src.iter().zip(dst).map(|(&src, &dst)| Move { src: src * len, dst: dst * len, len }).collect())
+}
+
+/// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
+fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
+    let most = slot_bytes.div_ceil(block_bytes);
+    if blocks.len() as u64 > most {
+        let allowed =
+            format!("at most {most}: the far slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
+    }
+    total(blocks.len(), block_bytes)?;
+    let piece = |(at, &block): (usize, &u64)| {
+        let start = at as u64 * block_bytes;
+        Move { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
+    };
+    Ok(blocks.iter().enumerate().map(piece).collect())
+}
+
+/// Lists may repeat blocks, so their bytes are not bounded by a tensor.
+fn total(blocks: usize, block_bytes: u64) -> Result<()> {
+    match (blocks as u64).checked_mul(block_bytes) {
+        Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
+        _ => {
+            let allowed = format!("below 2^63 bytes in all, in blocks of {block_bytes} bytes");
+            Err(Error::argument("the number of blocks", blocks, allowed))
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! What one cluster owns: its pools, its table, its copy engine, its counters. Shared by its own calls and by those that
+//! answer its peers.
+//!
+//! Not for: the operations users call (`datadist`) or peers ask for (`peer`).
+
+use std::sync::Arc;
+
+use crate::arena::Arena;
+use crate::config::{Config, PoolConfig};
+use crate::desc::Placement;
+use crate::device::DeviceSet;
+use crate::engine::CopyEngine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::Generations;
+use crate::stats::Stats;
+use crate::table::{Cache, Origin, Table};
+
+/// The state of one cluster.
+#[derive(Debug)]
+pub struct Cluster {
+    /// What it was opened with.
+    pub config: Config,
+    /// Its caches and keys.
+    pub table: Table,
+    /// What moves its bytes.
+    pub engine: CopyEngine,
+    /// What it counts.
+    pub stats: Stats,
+    host: Option<Arc<Arena>>,
+    device: Option<Arc<Arena>>,
+    generations: Arc<Generations>,
+}
+
+/// Where the tensors of a cache lie, as far as another process can make use of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// At these offsets of the pool of this placement.
+    Pool(Placement, Vec<u64>),
+    /// At these addresses of this process.
+    Process(Vec<u64>),
+    /// Nowhere another process could look: memory of a device that the CPU cannot address.
+    Hidden,
+}
+
+impl Cluster {
+    /// Pools, table and workers of `config`, over `devices`.
+    pub fn open(config: Config, devices: DeviceSet) -> Result<Self> {
+        let arena = |pool: Option<PoolConfig>, placement| {
+            pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
+        };
+        let generations = Arc::new(Generations::new()?);
+        Ok(Cluster {
+            host: arena(config.host_pool, Placement::Host)?,
+            device: arena(config.device_pool, Placement::Device)?,
+            table: Table::new(generations.clone()),
+            engine: CopyEngine::new(&config, devices)?,
+            stats: Stats::default(),
+            generations,
+            config,
+        })
+    }
+
+    /// The pool of a placement, if there is one.
+    #[must_use]
+    pub fn pool(&self, placement: Placement) -> Option<&Arc<Arena>> {
+        match placement {
+            Placement::Host => self.host.as_ref(),
+            Placement::Device => self.device.as_ref(),
+        }
+    }
+
+    /// The pool of a placement.
+    pub fn arena(&self, placement: Placement) -> Result<&Arc<Arena>> {
+        let missing = || Error::new(ErrorKind::NotEnabled, format!("there is no {placement} pool"));
+        self.pool(placement).ok_or_else(missing)
+    }
+
+    /// The generation of every place of the table.
+    #[must_use]
+    pub fn generations(&self) -> &Generations {
+        &self.generations
+    }
+
+    /// Where another process finds the tensors of `cache`.
+    #[must_use]
+    pub fn whereabouts(&self, cache: &Cache) -> Whereabouts {
+        if !cache.tensors().host_addressable() {
+            return Whereabouts::Hidden;
+        }
+        match (cache.origin(), self.pool(cache.placement())) {
+            (Origin::Allocated, Some(arena)) => {
+                let base = arena.region().base();
+                let offsets = cache.addrs().iter().map(|addr| addr - base).collect();
+                Whereabouts::Pool(cache.placement(), offsets)
+            }
+            _ => Whereabouts::Process(cache.addrs().to_vec()),
+        }
+    }
+}

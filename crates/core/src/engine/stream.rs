@@ -1,0 +1,96 @@
+//! A stretch of a plan over a socket: the sender's windows go out in the order of the plan, the receiver's take them in.
+//!
+//! Both sides count along the same plan, so nothing but the bytes travels, and nothing is copied in between
+//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Not for:
+//! agreeing on the plan (`wire`, `peer`).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{CopyEngine, Progress, so_far, wave};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
+use crate::mem::{Access, Reach, Tensors, Window};
+use crate::plan::{CopyPlan, Piece};
+use crate::transport::Stream;
+
+/// Windows of one call of the stream.
+const WINDOWS: usize = 256;
+/// Bytes of one call: what a failure makes doubtful, and what is reported at once.
+const BYTES: u64 = 4 << 20;
+
+impl CopyEngine {
+    /// Sends the bytes at positions `range` of `plan`, read from `src`. An error says how far it got.
+    pub fn send(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        src: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Result<()> {
+        src.check_mapped(Access::Read)?;
+        if !src.host_addressable() {
+            return Err(unreachable(src.reach(), "read"));
+        }
+        let sent = Progress::default();
+        let window = |index, piece| wave::source(plan, src, index, piece);
+        in_batches(plan, range, &sent, window, |windows| stream.send_windows(windows, deadline))
+    }
+
+    /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
+    pub fn receive(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        dst: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        progress: &Progress,
+    ) -> Result<()> {
+        dst.check_mapped(Access::Write)?;
+        if dst.reach() != Reach::Host {
+            return Err(unreachable(dst.reach(), "written"));
+        }
+        let window = |index, piece| wave::target(plan, dst, index, piece);
+        in_batches(plan, range, progress, window, |windows| stream.receive_windows(windows, deadline))
+    }
+}
+
+/// Cuts `range` into batches of windows, moves one after the other, and reports each.
+fn in_batches<'a>(
+    plan: &CopyPlan,
+    range: Range<u64>,
+    progress: &Progress,
+    window: impl Fn(usize, Piece) -> Result<Window<'a>>,
+    moved: impl Fn(&[Window<'a>]) -> Result<()>,
+) -> Result<()> {
+    let of_bytes = range.end.saturating_sub(range.start);
+    if range.end > plan.bytes() {
+        return Err(Error::new(ErrorKind::System, "a stretch that ends behind its plan")
+            .with("end", range.end)
+            .with("plan_bytes", plan.bytes()));
+    }
+    let mut batch = Vec::with_capacity(WINDOWS);
+    let mut at = range.start;
+    while at < range.end {
+        batch.clear();
+        let mut end = at;
+        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(BYTES))).take(WINDOWS) {
+            batch.push(window(index, piece)?);
+            end += piece.len;
+        }
+        if end == at {
+            return Err(Error::new(ErrorKind::System, "a plan without pieces for its bytes").with("at", at));
+        }
+        moved(&batch).map_err(|error| so_far(error, progress, of_bytes))?;
+        progress.done(at, end);
+        at = end;
+    }
+    Ok(())
+}
+
+fn unreachable(reach: Reach, done: &str) -> Error {
+    let text = format!("memory that the CPU cannot address is not {done} through a socket");
+    Error::new(ErrorKind::NotEnabled, text).with("memory", format_args!("{reach:?}"))
+}

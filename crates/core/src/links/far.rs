@@ -1,0 +1,156 @@
+//! What this side asks of a peer, and what it keeps of the answers.
+//!
+//! A far cache is described by its owner once, at first use; the description is good as long as the owner's generation
+//! of its place says so. Not for: what a pull or push does with it (`datadist`).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::link::{Lease, Link};
+use super::talk;
+use crate::check::Far;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{CacheId, Deadline};
+use crate::keys::Name;
+use crate::mem::Tensors;
+use crate::wire::{MESSAGE_LIMIT, Place, Record, Reply, Request};
+
+/// How long a reply is watched for before the thread sleeps: about one hand-over between two processes.
+const PATIENCE: Duration = Duration::from_micros(60);
+
+/// A far cache, as its owner described it.
+#[derive(Debug)]
+pub(crate) struct Known {
+    /// Where it is in the owner's table, and the generation for which this is true.
+    pub(crate) at: Place,
+    /// Its id at its owner.
+    pub(crate) cache: CacheId,
+    /// Its sizes and the row the name led to.
+    pub(crate) far: Far,
+    /// Whether a pull of one of its slots may release a key.
+    pub(crate) consumable: bool,
+    /// Its memory, if this process can see it.
+    pub(crate) tensors: Option<Arc<Tensors>>,
+}
+
+impl Link {
+    /// The far cache that `name` leads to: as known, if that is still true as far as can be seen from here, else as its
+    /// owner describes it now.
+    pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+        match self.record(&name) {
+            Some(known) if self.current(&known) => Ok(known),
+            _ => self.describe(name, deadline),
+        }
+    }
+
+    /// Whether nothing says that the owner changed the cache since it was described. Without a view of the owner's
+    /// memory nothing can: there the owner compares.
+    pub(crate) fn current(&self, known: &Known) -> bool {
+        let Place { place, generation } = known.at;
+        self.reach().is_none_or(|reach| reach.generations().still(place, generation))
+    }
+
+    /// Asks the owner what `name` leads to.
+    pub(crate) fn describe(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+        self.forget(&name);
+        let limit_ms = limit_ms(deadline);
+        let reply = self.ask(&Request::Describe { name: name.into(), limit_ms }, deadline)?;
+        let Reply::Described(record) = reply else { return Err(self.unexpected(&reply)) };
+        let known = Arc::new(self.read_record(&record).map_err(|error| self.named(error))?);
+        self.remember(name, known.clone());
+        Ok(known)
+    }
+
+    /// Releases the key behind `name`, now that tensors `first..first + count` of its row have arrived.
+    pub(crate) fn consume(&self, name: Name, known: &Known, first: u32, count: u32, deadline: Deadline) -> Result<()> {
+        let cache = known.cache.0;
+        let request = Request::Consume { name: name.into(), cache, first, count, limit_ms: limit_ms(deadline) };
+        self.done(&request, deadline).map(|_| ())
+    }
+
+    /// Asks whether the peer answers.
+    pub(crate) fn ping(&self, deadline: Deadline) -> Result<()> {
+        self.done(&Request::Ping { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
+    }
+
+    /// Asks the peer to drop the link.
+    pub(crate) fn unlink(&self, deadline: Deadline) -> Result<()> {
+        self.done(&Request::Unlink { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
+    }
+
+    /// One request whose answer is that it was done.
+    pub(crate) fn done(&self, request: &Request, deadline: Deadline) -> Result<u64> {
+        match self.ask(request, deadline)? {
+            Reply::Done { bytes } => Ok(bytes),
+            reply => Err(self.unexpected(&reply)),
+        }
+    }
+
+    /// One request and its reply, on a stream of its own.
+    pub(crate) fn ask(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
+        let started = Instant::now();
+        let mut lease = self.lease(deadline)?;
+        let reply = self.exchange(&lease, request, deadline);
+        lease.whole = reply.is_ok();
+        drop(lease);
+        self.requests().count(started.elapsed(), reply.is_ok());
+        // What the peer refused is an answer: the stream goes on, the call does not.
+        reply.and_then(|reply| self.refusal(reply))
+    }
+
+    /// Sends `request` on the stream of `lease` and waits for the reply.
+    pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
+        let stream = lease.stream();
+        let asked = talk::say(stream, request, deadline);
+        asked.and_then(|()| self.reply(lease, deadline)).map_err(|error| self.why_or(error))
+    }
+
+    /// Waits for a reply on the stream of `lease`.
+    pub(crate) fn reply(&self, lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
+        talk::hear(lease.stream(), MESSAGE_LIMIT, PATIENCE, deadline)
+    }
+
+    /// A reply that is an error, as that error.
+    pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
+        match reply {
+            Reply::Failed { kind, message, facts } => {
+                Err(self.named(Reply::error(kind, &message, &facts)).with("said_by", "the peer"))
+            }
+            reply => Ok(reply),
+        }
+    }
+
+    /// The error for a stream that failed: why the link broke, if it did.
+    pub(crate) fn why_or(&self, error: Error) -> Error {
+        match self.check() {
+            Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
+            _ => self.named(error),
+        }
+    }
+
+    #[cold]
+    pub(crate) fn unexpected(&self, reply: &Reply) -> Error {
+        let text = format!("the peer gave an answer that fits no request of this kind: {reply:?}");
+        self.named(Error::new(ErrorKind::System, text))
+    }
+
+    fn read_record(&self, record: &Record) -> Result<Known> {
+        let side = record.side()?;
+        let tensors = match self.reach() {
+            Some(reach) => reach.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?,
+            None => None,
+        };
+        Ok(Known {
+            at: record.at,
+            cache: CacheId(record.cache),
+            far: Far { side, row: record.row, accessible: record.accessible },
+            consumable: record.allocated && !record.blocks,
+            tensors,
+        })
+    }
+}
+
+/// What is left of a deadline, for the peer, which has no clock in common with this side.
+pub(crate) fn limit_ms(deadline: Deadline) -> u64 {
+    u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).max(1)
+}

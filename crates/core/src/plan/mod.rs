@@ -1,0 +1,135 @@
+//! Request and geometry → [`CopyPlan`]: which bytes of every tensor go where, merged, and in what order they must run.
+//!
+//! Pure arithmetic: a plan never sees an address. All tensors of a cache are equal, so one list of spans serves them
+//! all and a plan of 4,096 blocks in 80 tensors has at most 4,096 spans. Not for: bounds of local plans (checked by
+//! `check` before and by `mem::Window` again) or who moves the bytes (`engine`).
+
+mod order;
+mod parts;
+mod wave;
+
+pub use wave::{Piece, Span, Wave};
+
+use crate::check::{BlockPairs, CopyRange, Move, Moves};
+
+/// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
+/// `src_tensor + t` into tensor `dst_tensor + t`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CopyPlan {
+    num_tensors: u32,
+    src_tensor: u32,
+    dst_tensor: u32,
+    waves: Vec<Wave>,
+}
+
+/// Whether a plan reads and writes the same cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ends {
+    /// Source and destination are one cache, so a block may be both.
+    OneCache,
+    /// They are two.
+    TwoCaches,
+}
+
+impl CopyPlan {
+    /// One range in every tensor. A range onto itself is nothing to do.
+    #[must_use]
+    pub fn range(range: &CopyRange, ends: Ends) -> Self {
+        let onto_itself = ends == Ends::OneCache && range.src_offset == range.dst_offset;
+        let spans = if onto_itself {
+            vec![]
+        } else {
+            vec![Span::single(range.src_offset, range.dst_offset, range.bytes)]
+        };
+        Self::new(range.num_tensors, vec![spans])
+    }
+
+    /// Whole blocks, with the result of copying the pairs one after the other in the order given.
+    #[must_use]
+    pub fn blocks(request: &BlockPairs, ends: Ends) -> Self {
+        let mut pairs = request.pairs.clone();
+        if ends == Ends::OneCache {
+            pairs.retain(|&(src, dst)| src != dst);
+        }
+        let bytes = request.block_bytes;
+        let waves =
+            if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
+        let merged = waves.into_iter().map(|mut wave| {
+            wave.sort_unstable();
+            let pieces =
+                wave.iter().map(|&(src, dst)| Piece { src: src * bytes, dst: dst * bytes, len: bytes });
+            order::strided(&order::contiguous(pieces))
+        });
+        let merged = merged.collect();
+        Self::new(request.num_tensors, merged)
+    }
+
+    /// What a pull or push moves between two caches, with the result of moving piece after piece in the order given.
+    #[must_use]
+    pub fn moves(moves: &Moves) -> Self {
+        let pieces = &moves.pieces;
+        let waves = if order::order_matters(pieces, Ends::TwoCaches) {
+            order::levels(pieces, Ends::TwoCaches)
+        } else {
+            vec![pieces.clone()]
+        };
+        let merged = waves.into_iter().map(|mut wave| {
+            wave.sort_unstable_by_key(|piece| (piece.src, piece.dst));
+            let pieces = wave.iter().map(|&Move { src, dst, len }| Piece { src, dst, len });
+            order::strided(&order::contiguous(pieces))
+        });
+        let plan = Self::new(moves.num_tensors, merged.collect());
+        CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan }
+    }
+
+    fn new(num_tensors: u32, waves: Vec<Vec<Span>>) -> Self {
+        let waves = waves.into_iter().filter(|spans| !spans.is_empty()).map(Wave::new).collect();
+        CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves }
+    }
+
+    /// In how many tensors.
+    #[must_use]
+    pub fn num_tensors(&self) -> u32 {
+        self.num_tensors
+    }
+
+    /// The first tensor read.
+    #[must_use]
+    pub fn src_tensor(&self) -> u32 {
+        self.src_tensor
+    }
+
+    /// The first tensor written.
+    #[must_use]
+    pub fn dst_tensor(&self) -> u32 {
+        self.dst_tensor
+    }
+
+    /// The waves, in the order they must run.
+    #[must_use]
+    pub fn waves(&self) -> &[Wave] {
+        &self.waves
+    }
+
+    /// Bytes in all tensors and waves.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let one: u64 = self.waves.iter().map(Wave::tensor_bytes).sum();
+        one.saturating_mul(u64::from(self.num_tensors))
+    }
+
+    /// The pieces of bytes `from..to` of the whole plan, counted wave after wave and in each as
+    /// [`Wave::across_tensors`] does, each with its tensor, counted from [`src_tensor`](Self::src_tensor) and
+    /// [`dst_tensor`](Self::dst_tensor).
+    pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
+        let tensors = u64::from(self.num_tensors);
+        let starts = self.waves.iter().scan(0u64, move |end, wave| {
+            let start = *end;
+            *end = start.saturating_add(wave.tensor_bytes().saturating_mul(tensors));
+            Some((wave, start, *end))
+        });
+        starts.filter(move |&(_, start, end)| start < to && from < end).flat_map(move |(wave, start, end)| {
+            wave.across_tensors(from.max(start) - start, to.min(end) - start)
+        })
+    }
+}

@@ -1,0 +1,108 @@
+//! Which pieces must wait for which others, and how those that need not are joined.
+//!
+//! Not for: what a request may ask for (`check`).
+
+use hashbrown::HashMap;
+
+use super::Ends;
+use super::wave::{Piece, Span};
+use crate::check::Move;
+
+/// Something that is read in one place and written in another. Two that share a place share it whole.
+pub(super) trait Pair: Copy {
+    /// What names the place read, and the place written.
+    fn ends(&self) -> (u64, u64);
+}
+
+impl Pair for (u64, u64) {
+    fn ends(&self) -> (u64, u64) {
+        *self
+    }
+}
+
+impl Pair for Move {
+    fn ends(&self) -> (u64, u64) {
+        (self.src, self.dst)
+    }
+}
+
+/// Whether some pair writes a block that another pair writes, or (in one cache) reads.
+pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> bool {
+    if pairs.len() < 2 {
+        return false;
+    }
+    let mut written: Vec<u64> = pairs.iter().map(|pair| pair.ends().1).collect();
+    written.sort_unstable();
+    if written.windows(2).any(|two| two[0] == two[1]) {
+        return true;
+    }
+    ends == Ends::OneCache && pairs.iter().any(|pair| written.binary_search(&pair.ends().0).is_ok())
+}
+
+/// Splits pairs into waves: each pair runs as early as the pairs before it that touch its blocks allow.
+pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Vec<Vec<T>> {
+    /// The first wave in which a block may be read, and the first in which it may be written.
+    #[derive(Default)]
+    struct Free {
+        read: usize,
+        write: usize,
+    }
+    let mut blocks: HashMap<(bool, u64), Free> = HashMap::with_capacity(2 * pairs.len());
+    // In two caches block 3 read and block 3 written are different blocks.
+    let apart = ends == Ends::TwoCaches;
+    let mut waves: Vec<Vec<T>> = Vec::new();
+    for &pair in pairs {
+        let (src, dst) = pair.ends();
+        let earliest_read = blocks.entry((apart, src)).or_default().read;
+        let earliest_write = blocks.entry((false, dst)).or_default().write;
+        let level = earliest_read.max(earliest_write);
+        if waves.len() <= level {
+            waves.resize_with(level + 1, Vec::new);
+        }
+        waves[level].push(pair);
+        let source = blocks.entry((apart, src)).or_default();
+        source.write = source.write.max(level + 1);
+        let target = blocks.entry((false, dst)).or_default();
+        (target.read, target.write) = (level + 1, level + 1);
+    }
+    waves
+}
+
+/// Joins neighbours whose source and destination both continue.
+pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Vec<Span> {
+    let mut runs: Vec<Span> = Vec::with_capacity(pieces.len());
+    for Piece { src, dst, len } in pieces {
+        match runs.last_mut() {
+            Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += len,
+            _ => runs.push(Span::single(src, dst, len)),
+        }
+    }
+    runs
+}
+
+/// Joins three or more equal runs at a constant distance into one strided span.
+pub(super) fn strided(runs: &[Span]) -> Vec<Span> {
+    let step = |a: &Span, b: &Span| {
+        let same = a.len == b.len;
+        same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))
+    };
+    let mut spans = Vec::with_capacity(runs.len());
+    let mut at = 0;
+    while at < runs.len() {
+        let mut last = at;
+        if let Some(steps) = runs.get(at + 1).and_then(|next| step(&runs[at], next)) {
+            while last + 1 < runs.len() && step(&runs[last], &runs[last + 1]) == Some(steps) {
+                last += 1;
+            }
+            if last >= at + 2 {
+                let count = (last - at + 1) as u64;
+                spans.push(Span { count, src_step: steps.0, dst_step: steps.1, ..runs[at] });
+                at = last + 1;
+                continue;
+            }
+        }
+        spans.push(runs[at]);
+        at += 1;
+    }
+    spans
+}

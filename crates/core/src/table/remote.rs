@@ -1,0 +1,145 @@
+//! What peers ask of the table: where a name leads, whether it still does, and the release of keys they have pulled.
+//!
+//! Not for: the messages (`peer`), or bytes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Cache, Origin, Place, Slot, State, Table, no_cache, no_key};
+use crate::desc::CacheKind;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::CacheId;
+use crate::keys::{CacheKey, Name};
+
+/// What the ids 0 and below of a public name mean (python-api.md §12.4).
+const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
+
+/// Where a name leads, and what to compare before that is believed again.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The cache.
+    pub cache: Arc<Cache>,
+    /// Its place in the table.
+    pub place: u32,
+    /// The generation of the place.
+    pub generation: u64,
+    /// The batch slot; 0 for a blocks cache.
+    pub row: u32,
+}
+
+/// Tensors that were pulled: ranges, ascending, apart from each other.
+#[derive(Debug, Default)]
+pub(super) struct Pulled(Vec<Range<u32>>);
+
+impl Pulled {
+    /// Adds tensors; whether all of `count` are there now.
+    fn add(&mut self, tensors: Range<u32>, count: u32) -> bool {
+        self.0.push(tensors);
+        self.0.sort_unstable_by_key(|range| range.start);
+        self.0.dedup_by(|next, last| {
+            let joined = next.start <= last.end;
+            if joined {
+                last.end = last.end.max(next.end);
+            }
+            joined
+        });
+        matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count)
+    }
+}
+
+impl Table {
+    /// The cache and row a peer means. `Err` for a name that leads nowhere, or to a row that is not there.
+    pub fn describe(&self, name: Name) -> Result<Found> {
+        let state = self.locked();
+        let (place, slot, row) = state.lookup(name)?;
+        let cache = slot.cache.clone();
+        Ok(Found { cache, place, generation: state.generations.of(place), row })
+    }
+
+    /// The cache a peer was told of as `place` and `generation`, if it is the same one, unchanged.
+    #[must_use]
+    pub fn at(&self, place: u32, generation: u64) -> Option<Arc<Cache>> {
+        let state = self.locked();
+        // The highest number marks places that have none of their own (`Generations::of`).
+        let same = generation != u64::MAX && state.generations.of(place) == generation;
+        state.slot(place).filter(|_| same).map(|slot| slot.cache.clone())
+    }
+
+    /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
+    /// pulled under one request key, the key is unbound, and the cache released if that was its last reference
+    /// (python-api.md §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
+    /// `Err` if the name leads to that cache no more: then nobody knows whether the bytes were still its own.
+    pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
+        let mut state = self.locked();
+        let released = state.consume(name, cache, first, count)?;
+        drop(state);
+        drop(released);
+        Ok(())
+    }
+
+    /// Every tensor of a batch slot was pushed to a peer: unbinds the request key of that slot of an allocated cache, if
+    /// it has one (python-api.md, further rulings).
+    pub fn release_row(&self, cache: CacheId, row: u32) {
+        let mut state = self.locked();
+        let place = state.ids.get(&cache).copied();
+        let key = place.and_then(|place| state.consumable(place, row));
+        let released = key.and_then(|key| state.unbind(key));
+        drop(state);
+        drop(released);
+    }
+}
+
+impl State {
+    fn lookup(&self, name: Name) -> Result<(Place, &Slot, u32)> {
+        let by_key = |key: CacheKey| {
+            let &(place, row) = self.keys.get(&key)?;
+            Some((place, self.slot(place)?, row))
+        };
+        let (id, row) = match name {
+            Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
+            Name::Row { cache, row } => (cache, row),
+        };
+        let found = if id.0 > 0 {
+            self.ids.get(&id).and_then(|&place| Some((place, self.slot(place)?)))
+        } else {
+            by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
+        };
+        let (place, slot) = found.ok_or_else(|| no_cache(id))?;
+        // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
+        let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
+        if u64::from(row) < rows {
+            return Ok((place, slot, row));
+        }
+        let text = format!("the cache has no slot {row}, only 0 to {}", rows - 1);
+        Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", slot.cache.id()))
+    }
+
+    fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<Option<Slot>> {
+        // Prefixes and blocks are never consumed, also when they were unbound meanwhile.
+        if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
+            return Ok(None);
+        }
+        let (place, slot, row) = self.lookup(name)?;
+        if slot.cache.id() != cache {
+            let text = format!("{name} names another cache by now");
+            return Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", cache));
+        }
+        let tensors = slot.cache.geometry().num_tensors();
+        let Some(end) = first.checked_add(count).filter(|&end| end <= tensors) else {
+            let value = format!("{count} tensors from tensor {first}");
+            return Err(Error::argument("pulled", value, format_args!("the {tensors} tensors of the cache")));
+        };
+        let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
+        let complete = count == tensors || self.pulled.entry(key).or_default().add(first..end, tensors);
+        Ok(if complete { self.unbind(key) } else { None })
+    }
+
+    /// The request key of a slot of an allocated cache.
+    fn consumable(&self, place: Place, row: u32) -> Option<CacheKey> {
+        let slot = self.slot(place)?;
+        let allocated = slot.cache.origin() == Origin::Allocated && slot.cache.kind() == CacheKind::Batch;
+        let key = slot.keys.get(row as usize).copied().flatten().filter(|_| allocated)?;
+        let live = self.keys.get(&key) == Some(&(place, row));
+        (live && matches!(key, CacheKey::Request { .. })).then_some(key)
+    }
+}

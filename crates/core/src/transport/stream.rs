@@ -1,0 +1,355 @@
+//! One connected socket: frames, descriptors and windows, each with a deadline.
+//!
+//! Every call tries the socket first and sleeps in `poll` only when it must; a reply that is due soon may be awaited for
+//! a bounded time without sleeping (`patience`). One thread sends and one receives at a time; whoever owns the stream
+//! sees to it. A call that fails in the middle of a frame shuts the stream, because what follows would be read as
+//! something else (`half_a_frame_ends_the_stream`). Not for: making connections (`tcp`, `unix`, `local`), or what frames
+//! say (`wire`).
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, recv, recvmsg, send, sendmsg, shutdown,
+};
+
+use super::faults::Running;
+use super::transfer::{Moved, Transfer, Way};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
+use crate::mem::{Kept, Window, vectored};
+use crate::wire::{HEADER, Header};
+
+/// Most descriptors that travel with one frame.
+pub const MAX_DESCRIPTORS: usize = 8;
+
+/// What a body is given before any of it has arrived; later steps grow with what has.
+const FIRST_STEP: usize = 64 << 10;
+
+/// Kind, body and descriptors of one frame.
+pub type Received = (u8, Vec<u8>, Vec<OwnedFd>);
+
+/// Windows handed to one system call; the kernel takes no more, and the rest need not be looked at.
+const MOST_WINDOWS: usize = 1024;
+
+const OPEN: u8 = 0;
+const BROKEN: u8 = 1;
+const CLOSED: u8 = 2;
+
+/// A connection to a peer.
+#[derive(Debug)]
+pub struct Stream {
+    _kept: Kept,
+    socket: OwnedFd,
+    about: About,
+    /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
+    state: AtomicU8,
+    faults: Running,
+}
+
+/// What a transport knows about a connection it made.
+#[derive(Clone, Debug)]
+pub(super) struct About {
+    pub(super) peer: String,
+    pub(super) same_host: bool,
+    pub(super) carries_descriptors: bool,
+    pub(super) peer_pid: Option<i32>,
+}
+
+impl Stream {
+    pub(super) fn new(socket: OwnedFd, about: About) -> Stream {
+        Stream { _kept: Kept::new(&socket), socket, about, state: AtomicU8::new(OPEN), faults: Running::default() }
+    }
+
+    /// The same stream, misbehaving.
+    #[cfg(feature = "testing")]
+    #[must_use]
+    pub fn with_faults(mut self, faults: super::Faults) -> Stream {
+        self.faults = Running::new(faults);
+        self
+    }
+
+    /// Who is at the other end, for messages.
+    #[must_use]
+    pub fn peer(&self) -> &str {
+        &self.about.peer
+    }
+
+    /// Whether the peer is on this host, as far as the addresses tell.
+    #[must_use]
+    pub fn same_host(&self) -> bool {
+        self.about.same_host
+    }
+
+    /// Whether descriptors can be sent.
+    #[must_use]
+    pub fn carries_descriptors(&self) -> bool {
+        self.about.carries_descriptors
+    }
+
+    /// Process of the peer, where the kernel says so.
+    #[must_use]
+    pub fn peer_pid(&self) -> Option<i32> {
+        self.about.peer_pid
+    }
+
+    /// Ends the stream in both directions and wakes whoever waits on it. More than once is fine.
+    pub fn close(&self) {
+        self.end(CLOSED);
+    }
+
+    /// Whether it is of no use any more: this side closed it, or a call found it broken or left half a frame.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.state.load(Ordering::Acquire) != OPEN
+    }
+
+    /// Ends it after half a frame: what follows would be read as something else.
+    pub(super) fn spoilt(&self) {
+        self.end(BROKEN);
+    }
+
+    pub(super) fn faults(&self) -> &Running {
+        &self.faults
+    }
+
+    fn end(&self, state: u8) {
+        self.mark(state);
+        // Fails only if the peer is gone, which ends the stream as well.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+
+    fn mark(&self, state: u8) {
+        // The first reason stays: it is the one to tell.
+        let _ = self.state.compare_exchange(OPEN, state, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Sends one frame.
+    pub fn send(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
+        self.send_from(frame, 0, deadline)
+    }
+
+    /// Sends one frame with copies of `descriptors`.
+    pub fn send_with(&self, frame: &[u8], descriptors: &[BorrowedFd<'_>], deadline: Deadline) -> Result<()> {
+        if descriptors.is_empty() {
+            return self.send(frame, deadline);
+        }
+        let (count, peer) = (descriptors.len(), &self.about.peer);
+        let limit = if self.about.carries_descriptors { MAX_DESCRIPTORS } else { 0 };
+        if count > limit || frame.is_empty() {
+            let text = format!("{count} descriptors cannot travel with one frame to {peer}");
+            return Err(Error::new(ErrorKind::System, text).with("limit", limit));
+        }
+        // The first bytes that leave take them along; what is left of the frame follows on its own.
+        let mut transfer = Transfer::new(self, Way::Out, deadline);
+        let first = transfer.next(0, || self.push_with(frame, descriptors))?;
+        self.send_from(frame, first, deadline)
+    }
+
+    fn send_from(&self, frame: &[u8], from: usize, deadline: Deadline) -> Result<()> {
+        let mut transfer = Transfer::new(self, Way::Out, deadline);
+        let mut sent = from;
+        while sent < frame.len() {
+            sent += transfer.next(sent as u64, || self.push(&frame[sent..]))?;
+        }
+        Ok(())
+    }
+
+    /// The next frame: its kind and body. `None` if the stream ended between two frames, or this side closed it.
+    /// `patience` is how long to look for it again and again, giving way to other threads, before sleeping. Descriptors
+    /// that come along are closed. After a header that cannot be read, a refusal may be sent and nothing received
+    /// (`a_refusal_answers_another_version`).
+    pub fn receive(
+        &self,
+        limit: usize,
+        patience: Duration,
+        deadline: Deadline,
+    ) -> Result<Option<(u8, Vec<u8>)>> {
+        // The kernel closes what comes along where no room is given for it.
+        self.frame(limit, patience, deadline, |rest| self.pull(rest))
+    }
+
+    /// The next frame with the descriptors that came along, at most [`MAX_DESCRIPTORS`].
+    pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<Received>> {
+        let mut descriptors = Vec::new();
+        // They are attached to the first byte of a frame, so none can come with the body.
+        let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
+        let frame = self.frame(limit, Duration::ZERO, deadline, step)?;
+        Ok(frame.map(|(kind, body)| (kind, body, descriptors)))
+    }
+
+    /// One frame whose header is read by `step`.
+    fn frame(
+        &self,
+        limit: usize,
+        patience: Duration,
+        deadline: Deadline,
+        mut step: impl FnMut(&mut [u8]) -> io::Result<Moved>,
+    ) -> Result<Option<(u8, Vec<u8>)>> {
+        match self.state.load(Ordering::Acquire) {
+            OPEN => {}
+            CLOSED => return Ok(None),
+            _ => return Err(self.over("the connection broke before").with("peer", &self.about.peer)),
+        }
+        let mut transfer = Transfer::new(self, Way::In, deadline);
+        transfer.patience = patience.min(deadline.left());
+        let (mut header, mut filled) = ([0; HEADER], 0);
+        while filled < HEADER {
+            match transfer.attempt(filled as u64, || step(&mut header[filled..]))? {
+                Some(bytes) => filled += bytes,
+                None if filled == 0 => return Ok(None),
+                None => return Err(self.ended(filled as u64)),
+            }
+        }
+        let header = Header::parse(&header, limit).map_err(|error| {
+            // Where its body ends is not known, so nothing more is received; but a refusal may still be sent.
+            self.mark(BROKEN);
+            error.with("peer", &self.about.peer)
+        })?;
+        let (mut body, mut got) = (Vec::new(), 0);
+        while got < header.length {
+            if got == body.len() {
+                // Memory grows with what has arrived: a length alone is given `FIRST_STEP` at most.
+                body.resize(header.length.min(got + got.max(FIRST_STEP)), 0);
+            }
+            got += transfer.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
+        }
+        Ok(Some((header.kind, body)))
+    }
+
+    /// Sends the bytes of `windows`, one after the other, from where they are.
+    pub fn send_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
+        self.windows(windows, Way::Out, deadline)
+    }
+
+    /// Receives as many bytes as `windows` hold, one after the other, to where they belong.
+    pub fn receive_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
+        self.windows(windows, Way::In, deadline)
+    }
+
+    fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline) -> Result<()> {
+        let mut transfer = Transfer::new(self, way, deadline);
+        // Windows that are done leave the list, so that no step walks over them again.
+        let (mut windows, mut skip, mut done) = (windows, 0, 0);
+        while let Some(first) = windows.first() {
+            if skip >= first.len() {
+                (windows, skip) = (&windows[1..], skip - first.len());
+                continue;
+            }
+            let bytes = transfer.next(done, || self.step_windows(windows, skip, way))? as u64;
+            (skip, done) = (skip + bytes, done + bytes);
+        }
+        Ok(())
+    }
+
+    /// The stream ended where more had to come.
+    #[cold]
+    pub(super) fn ended(&self, done: u64) -> Error {
+        self.over("the peer closed the connection").with("peer", &self.about.peer).with("bytes_before", done)
+    }
+
+    /// The socket reported an error.
+    #[cold]
+    pub(super) fn broken(&self, error: io::Error) -> Error {
+        let told = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
+        told.because(error)
+    }
+
+    fn over(&self, how: &str) -> Error {
+        self.end(BROKEN);
+        let ours = self.state.load(Ordering::Acquire) == CLOSED;
+        Error::new(ErrorKind::NotLinked, if ours { "this side closed the connection" } else { how })
+    }
+}
+
+/// The system calls, none of which sleeps.
+impl Stream {
+    fn push(&self, bytes: &[u8]) -> io::Result<Moved> {
+        let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+        let bytes = self.faults.garbled(&bytes[..most]);
+        let sent = outcome(send(&self.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
+        Ok(self.faults.passed(Way::Out, sent))
+    }
+
+    fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<Moved> {
+        let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+        let bytes = self.faults.garbled(&bytes[..most]);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            return Err(Errno::MSGSIZE.into());
+        }
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let sent = outcome(sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, flags))?;
+        Ok(self.faults.passed(Way::Out, sent))
+    }
+
+    fn pull(&self, rest: &mut [u8]) -> io::Result<Moved> {
+        let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+        let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
+        self.faults.garble(rest, &got);
+        Ok(self.faults.passed(Way::In, received(got)?))
+    }
+
+    fn pull_with(&self, rest: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<Moved> {
+        let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let message = recvmsg(&self.socket, &mut [IoSliceMut::new(&mut rest[..most])], &mut control, flags);
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(more) = part {
+                descriptors.extend(more);
+            }
+        }
+        let cut = message.as_ref().is_ok_and(|message| message.flags.contains(ReturnFlags::CTRUNC));
+        if cut || descriptors.len() > MAX_DESCRIPTORS {
+            // This process may open no more, or the peer sent more than agreed: the frame means nothing without them.
+            return Err(Errno::MFILE.into());
+        }
+        let got = message.map(|message| message.bytes);
+        self.faults.garble(rest, &got);
+        Ok(self.faults.passed(Way::In, received(got)?))
+    }
+
+    fn step_windows(&self, windows: &[Window<'_>], skip: u64, way: Way) -> io::Result<Moved> {
+        let lens = windows.iter().map(Window::len);
+        let Some(most) = self.faults.allow_windows(way, lens, skip)? else { return Ok(Moved::NotYet) };
+        let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
+        let result = match way {
+            Way::Out => vectored::send(socket, windows, skip),
+            Way::In => vectored::receive(socket, windows, skip),
+        };
+        let moved = match result {
+            Ok(0) if way == Way::In => Moved::Ended,
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(bytes) => Moved::Bytes(bytes),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Moved::NotYet,
+            Err(error) => return Err(error),
+        };
+        Ok(self.faults.passed(way, moved))
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn outcome(result: rustix::io::Result<usize>) -> io::Result<Moved> {
+    match result {
+        Ok(bytes) => Ok(Moved::Bytes(bytes)),
+        Err(Errno::AGAIN) => Ok(Moved::NotYet),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn received(result: rustix::io::Result<usize>) -> io::Result<Moved> {
+    if result == Ok(0) { Ok(Moved::Ended) } else { outcome(result) }
+}

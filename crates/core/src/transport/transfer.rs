@@ -1,0 +1,140 @@
+//! One frame, or one list of windows, on its way: tries, waits and gives up.
+//!
+//! Not for: what is tried (`stream`).
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::Stream;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
+
+/// What a step of a transfer came to.
+pub(super) enum Moved {
+    Bytes(usize),
+    /// The other side sends no more.
+    Ended,
+    NotYet,
+}
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    In,
+    Out,
+}
+
+/// One frame, or one list of windows, on its way.
+pub(super) struct Transfer<'a> {
+    stream: &'a Stream,
+    way: Way,
+    deadline: Deadline,
+    /// How long its first bytes are looked for without sleeping.
+    pub(super) patience: Duration,
+    /// When it first found nothing.
+    since: Option<Instant>,
+    /// When it last asked whether to go on.
+    asked: Option<Instant>,
+}
+
+impl<'a> Transfer<'a> {
+    /// How long a transfer that never waits in vain goes on without asking whether to.
+    const ASK: Duration = Duration::from_millis(100);
+
+    pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
+        Transfer { stream, way, deadline, patience: Duration::ZERO, since: None, asked: None }
+    }
+
+    /// How many bytes the next step moves; the end of the stream is an error.
+    pub(super) fn next(&mut self, done: u64, step: impl FnMut() -> io::Result<Moved>) -> Result<usize> {
+        self.attempt(done, step)?.ok_or_else(|| self.stream.ended(done))
+    }
+
+    /// Repeats `step` until it moves bytes, waiting in between; `None` at the end of the stream. An error after `done`
+    /// bytes ends the stream.
+    pub(super) fn attempt(
+        &mut self,
+        done: u64,
+        mut step: impl FnMut() -> io::Result<Moved>,
+    ) -> Result<Option<usize>> {
+        let (mut slept, mut on) = (false, if done > 0 { self.still_on() } else { Ok(()) });
+        let failed = loop {
+            if let Err(error) = on {
+                break error;
+            }
+            match step() {
+                Ok(Moved::Bytes(bytes)) => return Ok(Some(bytes)),
+                Ok(Moved::Ended) => return Ok(None),
+                Ok(Moved::NotYet) => on = self.wait(slept).map(|sleeping| slept = sleeping),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if memory_refused(&error) => {
+                    break Error::new(ErrorKind::System, "memory cannot be sent or received").because(error);
+                }
+                Err(error) => break self.stream.broken(error),
+            }
+        };
+        if done > 0 {
+            self.stream.spoilt();
+        }
+        Err(failed.with("peer", self.stream.peer()).with("bytes_before", done))
+    }
+
+    /// Between two steps that moved bytes: now and then whether to go on, because a peer that always has bytes, or room
+    /// for them, would never let this sleep. What is there already is received even when no time is left.
+    fn still_on(&mut self) -> Result<()> {
+        let now = Instant::now();
+        if now.duration_since(*self.asked.get_or_insert(now)) < Self::ASK {
+            return Ok(());
+        }
+        self.asked = Some(now);
+        self.deadline.waiting(self.doing())
+    }
+
+    fn doing(&self) -> &'static str {
+        match self.way {
+            Way::In => "waiting for bytes of the peer",
+            Way::Out => "waiting for the peer to take bytes",
+        }
+    }
+
+    /// Sleeps until the socket may be ready and says so; does not sleep while patience is left.
+    fn wait(&mut self, slept: bool) -> Result<bool> {
+        if !self.patience.is_zero() {
+            let since = *self.since.get_or_insert_with(Instant::now);
+            if since.elapsed() < self.patience {
+                std::thread::yield_now();
+                return Ok(false);
+            }
+        }
+        if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
+        let stalled = self.stream.faults().stalled(self.way);
+        let events = match self.way {
+            _ if stalled => PollFlags::empty(),
+            Way::In => PollFlags::IN,
+            Way::Out => PollFlags::OUT,
+        };
+        let mut socket = [PollFd::new(self.stream, events)];
+        match poll(&mut socket, Some(&timespec(self.deadline.nap()))) {
+            // A stalled stream would find the same again and again.
+            Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
+            Ok(_) | Err(Errno::INTR) => Ok(true),
+            Err(errno) => Err(self.stream.broken(errno.into())),
+        }
+    }
+}
+
+/// Whether the fault is with the memory, not with the connection.
+fn memory_refused(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::InvalidInput || error.raw_os_error() == Some(Errno::FAULT.raw_os_error())
+}
+
+/// A limit as `poll` takes it.
+pub(super) fn timespec(limit: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: limit.subsec_nanos().into(),
+    }
+}

@@ -1,0 +1,196 @@
+//! From the words to the messages and back.
+//!
+//! What arrives is checked as far as it can be without the cache it is about; bounds are `plan` and `check`'s work. Not
+//! for: bytes (`message`).
+
+use super::message::{Place, Record, Reply, Run, WireName, WirePlan, WireSpan};
+use crate::check::Side;
+use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::CacheId;
+use crate::keys::{CacheKey, Name};
+use crate::plan::{CopyPlan, Span, Wave};
+
+/// The number of a kind of error: its position in the closed list, which only grows at its end.
+#[must_use]
+pub fn kind_number(kind: ErrorKind) -> u8 {
+    let position = ErrorKind::ALL.iter().position(|&known| known == kind);
+    position.and_then(|at| u8::try_from(at).ok()).unwrap_or(u8::MAX)
+}
+
+/// The kind of a number; a kind that only the peer knows is [`ErrorKind::System`].
+#[must_use]
+pub fn kind_of(number: u8) -> ErrorKind {
+    ErrorKind::ALL.get(usize::from(number)).copied().unwrap_or(ErrorKind::System)
+}
+
+impl From<Name> for WireName {
+    fn from(name: Name) -> Self {
+        match name {
+            Name::Key(CacheKey::Request { model, id }) => WireName::Request { model, id },
+            Name::Key(CacheKey::Prefix { model, id }) => WireName::Prefix { model, id },
+            Name::Key(CacheKey::Blocks { model }) => WireName::Blocks { model },
+            Name::Row { cache, row } => WireName::Row { cache: cache.0, row },
+        }
+    }
+}
+
+impl From<WireName> for Name {
+    fn from(name: WireName) -> Self {
+        match name {
+            WireName::Request { model, id } => Name::Key(CacheKey::Request { model, id }),
+            WireName::Prefix { model, id } => Name::Key(CacheKey::Prefix { model, id }),
+            WireName::Blocks { model } => Name::Key(CacheKey::Blocks { model }),
+            WireName::Row { cache, row } => Name::Row { cache: CacheId(cache), row },
+        }
+    }
+}
+
+impl From<&CopyPlan> for WirePlan {
+    fn from(plan: &CopyPlan) -> Self {
+        let spans: Vec<WireSpan> =
+            plan.waves().iter().flat_map(Wave::spans).map(|&span| span.into()).collect();
+        WirePlan {
+            num_tensors: plan.num_tensors(),
+            src_tensor: plan.src_tensor(),
+            dst_tensor: plan.dst_tensor(),
+            // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
+            waves: plan.waves().iter().map(|w| u32::try_from(w.spans().len()).unwrap_or(u32::MAX)).collect(),
+            spans,
+        }
+    }
+}
+
+impl TryFrom<WirePlan> for CopyPlan {
+    type Error = Error;
+
+    fn try_from(plan: WirePlan) -> Result<CopyPlan> {
+        let uneven = || {
+            let text = "the peer sent a plan whose waves and spans do not fit together";
+            Error::new(ErrorKind::NotLinked, text)
+        };
+        // No wave is empty, so there are no more waves than spans, whatever the numbers say.
+        if plan.waves.len() > plan.spans.len() {
+            return Err(uneven());
+        }
+        let mut spans = plan.spans.into_iter().map(Span::from);
+        let mut waves = Vec::with_capacity(plan.waves.len());
+        for count in plan.waves {
+            // `take` stops at the last span, whatever the number says.
+            let wave: Vec<Span> = spans.by_ref().take(count as usize).collect();
+            if wave.is_empty() || wave.len() != count as usize {
+                return Err(uneven());
+            }
+            waves.push(wave);
+        }
+        if spans.next().is_some() {
+            return Err(uneven());
+        }
+        CopyPlan::from_parts(plan.num_tensors, plan.src_tensor, plan.dst_tensor, waves)
+    }
+}
+
+impl From<Span> for WireSpan {
+    fn from(Span { src, dst, len, count, src_step, dst_step }: Span) -> Self {
+        WireSpan { src, dst, len, count, src_step, dst_step }
+    }
+}
+
+impl From<WireSpan> for Span {
+    fn from(WireSpan { src, dst, len, count, src_step, dst_step }: WireSpan) -> Self {
+        Span { src, dst, len, count, src_step, dst_step }
+    }
+}
+
+impl Record {
+    /// A record of the row `row` of a cache of these sizes, not yet located and nothing allowed.
+    #[must_use]
+    pub fn new(at: Place, cache: CacheId, row: u32, side: Side) -> Record {
+        Record {
+            at,
+            cache: cache.0,
+            row,
+            num_tensors: side.geometry.num_tensors(),
+            rows: side.geometry.rows(),
+            row_bytes: side.geometry.row_bytes(),
+            blocks: side.kind == CacheKind::Blocks,
+            placement: side.placement as u8,
+            allocated: false,
+            accessible: false,
+            location: super::Location::Hidden,
+        }
+    }
+
+    /// Sizes, kind and placement of the far cache. `Err(NotLinked)` if they make no sense.
+    pub fn side(&self) -> Result<Side> {
+        let nonsense = |what: &str| {
+            let text = format!("the peer described cache {} with {what} that make no sense", self.cache);
+            Error::new(ErrorKind::NotLinked, text)
+        };
+        let placement = Placement::ALL.into_iter().find(|&known| known as u8 == self.placement);
+        let placement = placement.ok_or_else(|| nonsense("places"))?;
+        let dim = |number: u64| i64::try_from(number).map_err(|_| nonsense("sizes"));
+        let desc = CacheDesc {
+            num_tensors: self.num_tensors,
+            shape: vec![dim(self.rows)?, dim(self.row_bytes)?],
+            data_type: DataType::Uint8,
+            placement,
+        };
+        let geometry = Geometry::new(&desc).map_err(|error| nonsense("sizes").because(error))?;
+        let kind = if self.blocks { CacheKind::Blocks } else { CacheKind::Batch };
+        Ok(Side { geometry, kind, placement })
+    }
+}
+
+impl Run {
+    /// `numbers` in as few runs as neighbours at a constant distance make.
+    #[must_use]
+    pub fn pack(numbers: &[u64]) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        for &number in numbers {
+            match runs.last_mut() {
+                Some(run) if run.count == 1 => {
+                    run.step = number.wrapping_sub(run.start);
+                    run.count = 2;
+                }
+                Some(run) if run.at(run.count) == number && run.count < u32::MAX => run.count += 1,
+                _ => runs.push(Run { start: number, step: 0, count: 1 }),
+            }
+        }
+        runs
+    }
+
+    /// The numbers of `runs`. `Err(NotLinked)` unless they are `expected`: a count is believed only where something else
+    /// said as much.
+    pub fn unpack(runs: &[Run], expected: u32) -> Result<Vec<u64>> {
+        let count: u64 = runs.iter().fold(0, |sum, run| sum.saturating_add(u64::from(run.count)));
+        if count != u64::from(expected) || expected > Geometry::MAX_TENSORS {
+            let text = "the peer located another number of tensors than the cache has";
+            return Err(Error::new(ErrorKind::NotLinked, text)
+                .with("located", count)
+                .with("tensors", expected));
+        }
+        Ok(runs.iter().flat_map(|run| (0..run.count).map(|k| run.at(k))).collect())
+    }
+
+    fn at(&self, k: u32) -> u64 {
+        self.start.wrapping_add(self.step.wrapping_mul(u64::from(k)))
+    }
+}
+
+impl Reply {
+    /// The answer that a request failed with `error`; its facts and causes are in the message.
+    #[must_use]
+    pub fn failed(error: &Error) -> Reply {
+        Reply::Failed { kind: kind_number(error.kind()), message: error.to_string(), facts: Vec::new() }
+    }
+
+    /// The error of a failure at the peer: facts are appended to the text, because the names of facts are fixed here.
+    #[must_use]
+    pub fn error(kind: u8, message: &str, facts: &[(String, String)]) -> Error {
+        let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let text =
+            if facts.is_empty() { message.to_owned() } else { format!("{message} ({})", facts.join(", ")) };
+        Error::new(kind_of(kind), text)
+    }
+}

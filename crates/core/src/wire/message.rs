@@ -1,0 +1,394 @@
+//! The messages, field by field in the order of their bytes.
+//!
+//! They are structs of their own, so that a word can change without changing the protocol; `convert` leads from one to
+//! the other. A field that changes place, type or width is a new [`VERSION`](super::VERSION). Not for: what the numbers
+//! mean together (`convert`, `check`).
+
+use std::fmt;
+
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// Most facts of a failure that are read.
+pub const MAX_FACTS: usize = 64;
+
+/// First frame of a greeting, from the side that dialled: who it is and what the stream is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// What the stream is for.
+    pub purpose: Purpose,
+    /// Who dials.
+    pub from: Party,
+    /// The cluster it wants to reach, if it knows.
+    pub asked: Option<u64>,
+    /// Names the machine: equal on both sides if they share it, whatever namespaces they live in.
+    pub host: String,
+    /// Makes the proofs of this greeting differ from all others.
+    pub nonce: [u8; 16],
+}
+
+/// Who greets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Party {
+    /// Its cluster.
+    pub cluster: u64,
+    /// Drawn when its engine was opened, so that a restart is noticed.
+    pub instance: u64,
+    /// Whether its caches may be read and written without asking.
+    pub remote_accessible: bool,
+}
+
+/// What a stream is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Purpose {
+    /// The control stream of a link.
+    Link {
+        /// Names the link; drawn by the side that dials.
+        link: u64,
+        /// The communicator the link is part of, if any.
+        comm: Option<Comm>,
+        /// Only asks for the name of the local socket.
+        probe_local: bool,
+    },
+    /// One more stream of a link, for calls.
+    Call {
+        /// Which link.
+        link: u64,
+        /// Whether the side that accepts will be the caller.
+        reverse: bool,
+    },
+}
+
+/// A communicator as its rank table describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Comm {
+    /// Its name.
+    pub name: String,
+    /// Cluster and rank of each member.
+    pub members: Vec<(u64, u32)>,
+}
+
+/// Second frame, from the side that accepted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Challenge {
+    /// Makes the proofs of this greeting differ from all others.
+    pub nonce: [u8; 16],
+}
+
+/// Third frame, from the side that dialled: that it knows the token.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proof {
+    /// HMAC-SHA256 with the token, over `dialer`, the hello and the challenge.
+    pub mac: [u8; 32],
+}
+
+/// Fourth frame, from the side that accepted: that it knows the token as well, and who it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Who accepted.
+    pub from: Party,
+    /// HMAC-SHA256 with the token, over `acceptor`, the hello and the challenge.
+    pub mac: [u8; 32],
+    /// Abstract name of its local socket, if the dialler is on its machine.
+    pub local: Option<String>,
+}
+
+/// What one side lets the other map; its descriptors travel with the frame, in the order of the fields.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attach {
+    /// Whether the descriptor of the generations follows.
+    pub generations: bool,
+    /// Bytes of the regions of host and device whose descriptors follow.
+    pub regions: [Option<u64>; 2],
+    /// Address and bytes of the secret by which a reader finds that it reads the right process.
+    pub probe: Option<(u64, [u8; 16])>,
+}
+
+/// What became of an [`Attach`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attached {
+    /// Whether the regions were mapped, or why not.
+    pub mapped: Result<(), String>,
+    /// Whether the process can be read, or why not.
+    pub registered: Result<(), String>,
+}
+
+/// What the control stream carries after the greeting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Control {
+    /// Are you there.
+    Ping,
+    /// I am.
+    Pong,
+    /// The link ends.
+    Bye {
+        /// Why.
+        reason: String,
+    },
+    /// Dial one more call stream towards me, to be used by me.
+    Dial,
+}
+
+/// What a caller asks on a call stream. `limit_ms` is what is left of the caller's deadline.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Where and what is that cache.
+    Describe {
+        /// By which name.
+        name: WireName,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// Send me these bytes of it.
+    Read {
+        /// Which cache, as described.
+        at: Place,
+        /// Source: the cache; destination: the caller's.
+        plan: WirePlan,
+        /// First byte position of the plan.
+        from: u64,
+        /// End of the byte positions.
+        to: u64,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// Take these bytes into it.
+    Write {
+        /// Which cache, as described.
+        at: Place,
+        /// Source: the caller's; destination: the cache.
+        plan: WirePlan,
+        /// First byte position of the plan.
+        from: u64,
+        /// End of the byte positions.
+        to: u64,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// Read these bytes out of my memory into it.
+    Fetch {
+        /// Which cache, as described.
+        at: Place,
+        /// Source: the caller's memory; destination: the cache.
+        plan: WirePlan,
+        /// Where the caller's memory is.
+        source: Location,
+        /// Tensors of the source.
+        num_tensors: u32,
+        /// Bytes of each.
+        tensor_bytes: u64,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// The tensors of that name have been pulled.
+    Consume {
+        /// By which name.
+        name: WireName,
+        /// The cache the name led to when it was described.
+        cache: i64,
+        /// First tensor.
+        first: u32,
+        /// How many.
+        count: u32,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// The link ends.
+    Unlink {
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+    /// Are you there.
+    Ping {
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
+}
+
+/// The answer to a [`Request`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// To describe.
+    Described(Record),
+    /// The bytes follow, or may be sent.
+    Ready {
+        /// How many.
+        bytes: u64,
+    },
+    /// It is done.
+    Done {
+        /// Bytes moved.
+        bytes: u64,
+    },
+    /// The cache has changed since it was described.
+    Stale,
+    /// The source cannot be read from there.
+    Unreachable {
+        /// Why.
+        reason: String,
+    },
+    /// It failed.
+    Failed {
+        /// Position of the kind in the closed list.
+        kind: u8,
+        /// What went wrong.
+        message: String,
+        /// Facts around it.
+        #[serde(deserialize_with = "few")]
+        facts: Vec<(String, String)>,
+    },
+}
+
+/// A place in the owner's table, and what was there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Which place.
+    pub place: u32,
+    /// Its generation when the cache was described.
+    pub generation: u64,
+}
+
+/// A far cache as its owner describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Where the owner finds it again.
+    pub at: Place,
+    /// Its id.
+    pub cache: i64,
+    /// The row that the name led to.
+    pub row: u32,
+    /// Tensors.
+    pub num_tensors: u32,
+    /// Batch slots or blocks of one tensor.
+    pub rows: u64,
+    /// Bytes of one row in one tensor.
+    pub row_bytes: u64,
+    /// Whether rows are blocks.
+    pub blocks: bool,
+    /// Public number of the placement.
+    pub placement: u8,
+    /// Whether a pool of the owner gave its memory.
+    pub allocated: bool,
+    /// Whether it may be read and written without asking.
+    pub accessible: bool,
+    /// Where its tensors are.
+    pub location: Location,
+}
+
+/// Where the tensors of a cache are, for a peer on the same machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Location {
+    /// In a region that was attached.
+    Region {
+        /// 0 host, 1 device.
+        region: u8,
+        /// Offsets of the tensors.
+        runs: Vec<Run>,
+    },
+    /// In the memory of the owner's process.
+    Process {
+        /// Addresses of the tensors.
+        runs: Vec<Run>,
+    },
+    /// Nowhere a peer could read.
+    Hidden,
+}
+
+/// Numbers at a constant distance: `start`, `start + step`, … `count` of them, wrapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    /// The first.
+    pub start: u64,
+    /// From one to the next, modulo 2^64.
+    pub step: u64,
+    /// How many.
+    pub count: u32,
+}
+
+/// How a peer names a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WireName {
+    /// By the request in a slot.
+    Request {
+        /// Model.
+        model: u64,
+        /// Request.
+        id: u64,
+    },
+    /// By the prefix in a slot.
+    Prefix {
+        /// Model.
+        model: u64,
+        /// Prefix.
+        id: u64,
+    },
+    /// The blocks cache of a model.
+    Blocks {
+        /// Model.
+        model: u64,
+    },
+    /// One row of a cache.
+    Row {
+        /// The cache.
+        cache: i64,
+        /// The row.
+        row: u32,
+    },
+}
+
+/// A plan. Its spans stand in one list, so that what it takes in memory is bounded by its bytes
+/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WirePlan {
+    /// Tensors.
+    pub num_tensors: u32,
+    /// First tensor read.
+    pub src_tensor: u32,
+    /// First tensor written.
+    pub dst_tensor: u32,
+    /// Spans of each wave.
+    pub waves: Vec<u32>,
+    /// The spans of all waves, one wave after the other.
+    pub spans: Vec<WireSpan>,
+}
+
+/// A span of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireSpan {
+    /// First byte read.
+    pub src: u64,
+    /// First byte written.
+    pub dst: u64,
+    /// Bytes of one piece.
+    pub len: u64,
+    /// Pieces.
+    pub count: u64,
+    /// From one piece read to the next.
+    pub src_step: i64,
+    /// From one piece written to the next.
+    pub dst_step: i64,
+}
+
+/// At most [`MAX_FACTS`] facts: an empty one takes two bytes on the wire and many more in memory.
+fn few<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
+    struct Few;
+    impl<'de> Visitor<'de> for Few {
+        type Value = Vec<(String, String)>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX_FACTS} facts")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+            let mut facts = Vec::new();
+            while let Some(fact) = seq.next_element()? {
+                if facts.len() == MAX_FACTS {
+                    return Err(serde::de::Error::invalid_length(facts.len() + 1, &self));
+                }
+                facts.push(fact);
+            }
+            Ok(facts)
+        }
+    }
+    from.deserialize_seq(Few)
+}

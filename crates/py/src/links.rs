@@ -1,0 +1,249 @@
+//! Arguments of links → core values, in the order of the contract (python-api.md §6.5 to §6.9), and what became of them.
+//!
+//! Not for: rules about addresses and members (`core::check`, `core::links`).
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use llm_datadist_core::{
+    ClusterId, CommStatus, DataDist, Error, ErrorKind, PeerAddress, Result, StatusCode, check,
+};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
+
+use crate::convert::{self, inner_only_support, int, is_int, only_support, shown, text};
+use crate::error::{invalid, raise};
+use crate::front::Front;
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// Milliseconds above 0.
+pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
+    let millis: i32 = int("timeout", value)?;
+    match u64::try_from(millis) {
+        Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
+        _ => Err(invalid(value.py(), "timeout", millis, "above 0, in milliseconds")),
+    }
+}
+
+/// A list or tuple of `LLMClusterInfo`.
+pub(crate) fn infos<'py>(value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+    let infos: Vec<Any<'py>> = if let Ok(list) = value.cast::<PyList>() {
+        list.iter().collect()
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        tuple.iter().collect()
+    } else {
+        return Err(only_support("clusters", "['list', 'tuple']", value));
+    };
+    let class = &Front::get(value.py())?.cluster_info;
+    for info in &infos {
+        if !convert::instance(info, class)? {
+            return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
+        }
+    }
+    Ok(infos)
+}
+
+/// `force` must be a `bool`, or `None` for no.
+pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
+    if value.is_none() {
+        return Ok(false);
+    }
+    let flag = value.cast::<PyBool>().map_err(|_| only_support("force", "['bool']", value))?;
+    Ok(flag.is_true())
+}
+
+/// Every cluster must have a local address (python-api.md §6.8, row 5).
+pub(crate) fn local_given(infos: &[Any<'_>]) -> PyResult<()> {
+    for info in infos {
+        if info.getattr(intern!(info.py(), "_local_ip_info_list"))?.is_empty()? {
+            let text = "local_ip_info_list is empty; append_local_ip_info was not called, and no llm.LocalCommRes given";
+            return Err(raise(info.py(), &Error::new(ErrorKind::InvalidArgument, text)));
+        }
+    }
+    Ok(())
+}
+
+/// Where the clusters are.
+pub(crate) fn peers(infos: &[Any<'_>]) -> PyResult<Vec<PeerAddress>> {
+    let id = |info: &Any<'_>| {
+        int("remote_cluster_id", &info.getattr(intern!(info.py(), "_remote_cluster_id"))?).map(ClusterId)
+    };
+    let ids: Vec<ClusterId> = infos.iter().map(id).collect::<PyResult<_>>()?;
+    let peer = |(cluster, info): (ClusterId, &Any<'_>)| {
+        let py = info.py();
+        let remote = addresses("remote_ip_info_list", &info.getattr(intern!(py, "_remote_ip_info_list"))?)?;
+        let local = addresses("local_ip_info_list", &info.getattr(intern!(py, "_local_ip_info_list"))?)?;
+        Ok(PeerAddress { cluster, remote, local })
+    };
+    ids.into_iter().zip(infos).map(peer).collect()
+}
+
+fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
+    let list = list.cast::<PyList>().map_err(|_| only_support(name, "['list']", list))?;
+    let address = |item: Any<'_>| {
+        let pair = item.extract::<(Any<'_>, Any<'_>)>();
+        let (ip, port) = pair.map_err(|_| inner_only_support(name, "['tuple']", &item))?;
+        Ok(SocketAddr::new(ip_address(&ip)?, int("port", &port)?))
+    };
+    list.iter().map(address).collect()
+}
+
+/// A little-endian IPv4 address, or the text of an address (python-api.md §4.1).
+fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
+    if let Ok(given) = value.cast::<PyString>() {
+        let parsed = text("ip", given)?.parse();
+        return parsed.map_err(|_| PyRuntimeError::new_err(format!("ip = {} is no address", shown(value))));
+    }
+    Ok(IpAddr::V4(Ipv4Addr::from(int::<u32>("ip", value)?.to_le_bytes())))
+}
+
+/// Links to all of `peers`. With `one_local` each needs one own address, no more (python-api.md §6.8).
+pub(crate) fn link(
+    engine: &DataDist,
+    peers: &[PeerAddress],
+    timeout: Duration,
+    one_local: bool,
+) -> Vec<Result<()>> {
+    let fits = |peer: &PeerAddress| match peer.local.len() {
+        count if one_local && count != 1 => {
+            let error = Error::argument("len(local_ip_info_list)", count, "exactly one local address");
+            Err(error.with("cluster", peer.cluster))
+        }
+        _ => Ok(()),
+    };
+    each(peers, fits, |peers| engine.link_clusters(peers, timeout))
+}
+
+/// Ends the links to all of `peers`. With `strict` it is an error if there is none (python-api.md §9.3).
+pub(crate) fn unlink(
+    engine: &DataDist,
+    peers: &[PeerAddress],
+    timeout: Duration,
+    force: bool,
+    strict: bool,
+) -> Vec<Result<()>> {
+    let linked = if strict { engine.stats().links } else { Vec::new() };
+    let is_linked = |peer: &PeerAddress| {
+        if !strict || linked.iter().any(|link| link.cluster == peer.cluster) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {}", peer.cluster)))
+    };
+    each(peers, is_linked, |peers| engine.unlink_clusters(peers, timeout, force))
+}
+
+/// Calls with those of `peers` that pass the check; one result for each of all, in order.
+fn each(
+    peers: &[PeerAddress],
+    check: impl Fn(&PeerAddress) -> Result<()>,
+    call: impl FnOnce(&[PeerAddress]) -> Vec<Result<()>>,
+) -> Vec<Result<()>> {
+    let checked: Vec<_> = peers.iter().map(check).collect();
+    let legal = peers.iter().zip(&checked).filter(|(_, checked)| checked.is_ok());
+    let legal: Vec<_> = legal.map(|(peer, _)| peer.clone()).collect();
+    let mut called = call(&legal).into_iter();
+    checked.into_iter().map(|checked| checked.and_then(|()| called.next().unwrap_or(Ok(())))).collect()
+}
+
+/// Links by rank tables, which not every backend has (python-api.md §6.12).
+pub(crate) fn by_rank(engine: &DataDist) -> Result<&DataDist> {
+    if engine.config().links.both_ways {
+        let text = "llm.TransferBackend = hixl has no rank-table links; use link_clusters";
+        return Err(Error::new(ErrorKind::NotEnabled, text));
+    }
+    Ok(engine)
+}
+
+/// The number of a `RegisterMemStatus`.
+pub(crate) const fn status_number(status: CommStatus) -> i64 {
+    match status {
+        CommStatus::Ready => 0,
+        CommStatus::Preparing => 1,
+        CommStatus::Failed => 2,
+    }
+}
+
+/// The code of every result; the reason of each failure is logged (python-api.md §6.8).
+pub(crate) fn codes<'py>(py: Python<'py>, results: &[Result<()>]) -> PyResult<Bound<'py, PyList>> {
+    let front = Front::get(py)?;
+    let codes = PyList::empty(py);
+    for result in results {
+        let code = match result {
+            Ok(()) => StatusCode::Success,
+            Err(error) => {
+                front.log_error.call1(py, (error.to_string(),))?;
+                StatusCode::from(error.kind())
+            }
+        };
+        codes.append(front.status(code))?;
+    }
+    Ok(codes)
+}
+
+/// The arguments of `link` (python-api.md §6.5).
+pub(crate) struct Membership {
+    /// `comm_name`.
+    pub(crate) name: String,
+    /// `cluster_rank_info`, in its order.
+    pub(crate) clusters: Vec<(ClusterId, u32)>,
+    /// `rank_table`.
+    pub(crate) rank_table: String,
+}
+
+impl Membership {
+    /// Rows 2 to 10, and the rule that this cluster must be a member.
+    pub(crate) fn new(
+        own: ClusterId,
+        comm_name: &Any<'_>,
+        cluster_rank_info: &Any<'_>,
+        rank_table: &Any<'_>,
+    ) -> PyResult<Self> {
+        let py = comm_name.py();
+        let checked = |result: Result<()>| result.map_err(|error| raise(py, &error));
+        let no_text = |name: &str, value: &Any<'_>| only_support(name, "['str']", value);
+        let name = comm_name.cast::<PyString>().map_err(|_| no_text("comm_name", comm_name))?;
+        let name = text("comm_name", name)?;
+        checked(check::ranks::comm_name(&name))?;
+        let clusters = members(cluster_rank_info)?;
+        let table = rank_table.cast::<PyString>().ok();
+        if table.is_none() && !rank_table.is_none() {
+            return Err(no_text("rank_table", rank_table));
+        }
+        checked(check::ranks::members(&name, &clusters, own))?;
+        let rank_table = text("rank_table", table.ok_or_else(|| no_text("rank_table", rank_table))?)?;
+        Ok(Membership { name, clusters, rank_table })
+    }
+}
+
+/// `{cluster id: rank}`.
+fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
+    const NAME: &str = "cluster_rank_info";
+    if value.is_none() {
+        // A mapping would be asked for its items; `None` fails that as documented, with `AttributeError`.
+        value.getattr("items")?;
+    }
+    let dict = value.cast::<PyDict>().map_err(|_| only_support(NAME, "['dict']", value))?;
+    // Nothing in the loops runs Python code, which could change the dict.
+    for (cluster, rank) in dict.iter() {
+        for (part, number) in [("key", cluster), ("value", rank)] {
+            if !is_int(&number) {
+                return Err(only_support(format_args!("{NAME} dict {part}"), "['int']", &number));
+            }
+        }
+    }
+    check::ranks::most_members(dict.len()).map_err(|error| raise(value.py(), &error))?;
+    let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
+        Ok((ClusterId(int("cluster_rank_info dict key", &cluster)?), int("cluster_rank_info dict value", &rank)?))
+    };
+    dict.iter().map(member).collect()
+}
+
+/// Where to listen from now on, if anywhere.
+pub(crate) fn listen(value: Option<&Bound<'_, PyString>>) -> PyResult<Option<SocketAddr>> {
+    let Some(value) = value else { return Ok(None) };
+    let given = text("llm.listenIpInfo", value)?;
+    check::socket_address("llm.listenIpInfo", &given).map(Some).map_err(|error| raise(value.py(), &error))
+}

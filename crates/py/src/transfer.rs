@@ -1,0 +1,369 @@
+//! Arguments of pulls and pushes → the core's names, rows and layers, checked in the order of the contract
+//! (python-api.md §7.12 to §7.15).
+//!
+//! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
+
+use llm_datadist_core::{
+    ClusterId, End, Error, ErrorKind, FarName, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, check,
+};
+use pyo3::exceptions::PyAttributeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyRange, PyRangeMethods, PyTuple, PyType};
+
+use crate::convert::{self, inner_only_support, int, is_int, only_support, shown};
+use crate::datadist::DataDist;
+use crate::error::{invalid, raise};
+use crate::front::Front;
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// What a pull is told, apart from the near cache.
+pub(crate) struct Pull {
+    /// What is read.
+    pub(crate) from: FarName,
+    /// What is written.
+    pub(crate) to: End,
+    /// Which rows of both.
+    pub(crate) rows: PullRows,
+    /// Which layers of both.
+    pub(crate) layers: Layers,
+}
+
+/// What a push is told.
+pub(crate) struct Push {
+    /// What is read.
+    pub(crate) from: End,
+    /// What is written.
+    pub(crate) to: FarName,
+    /// Which rows of both.
+    pub(crate) rows: PushRows,
+    /// Which layers of both.
+    pub(crate) layers: Layers,
+}
+
+/// The arguments that say which layers, as they were given.
+pub(crate) struct LayerArgs<'py> {
+    src: Option<Any<'py>>,
+    dst: Option<Any<'py>>,
+    /// 2 if it was not given.
+    per_layer: Option<Any<'py>>,
+}
+
+/// The classes of keys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Key {
+    /// `CacheKey`.
+    Cache,
+    /// `CacheKeyByIdAndIndex`.
+    Row,
+    /// `BlocksCacheKey`.
+    Blocks,
+}
+
+impl Key {
+    const fn class_name(self) -> &'static str {
+        match self {
+            Key::Cache => "CacheKey",
+            Key::Row => "CacheKeyByIdAndIndex",
+            Key::Blocks => "BlocksCacheKey",
+        }
+    }
+
+    const fn class(self, front: &Front) -> &Py<PyType> {
+        match self {
+            Key::Cache => &front.cache_key,
+            Key::Row => &front.cache_key_by_id,
+            Key::Blocks => &front.blocks_cache_key,
+        }
+    }
+
+    /// Which of the `allowed` classes `value` belongs to; `None` passes, and fails where the key is read.
+    fn of(name: &str, value: &Any<'_>, allowed: &[Key]) -> PyResult<Option<Key>> {
+        let front = Front::get(value.py())?;
+        for &key in allowed {
+            if convert::instance(value, key.class(front))? {
+                return Ok(Some(key));
+            }
+        }
+        if value.is_none() {
+            return Ok(None);
+        }
+        let names: Vec<_> = allowed.iter().map(|key| format!("'{}'", key.class_name())).collect();
+        Err(only_support(name, format_args!("[{}]", names.join(", ")), value))
+    }
+}
+
+/// The arguments of `pull_cache` (python-api.md §7.12).
+pub(crate) fn pull_cache(
+    engine: &Bound<'_, DataDist>,
+    (cache_key, cache): (&Any<'_>, &Any<'_>),
+    (batch_index, size): (&Any<'_>, &Any<'_>),
+    options: &Bound<'_, PyDict>,
+) -> PyResult<Pull> {
+    let allowed: &[Key] = if engine.get().one_sided() { &[Key::Row] } else { &[Key::Cache, Key::Row] };
+    let key = Key::of("cache_key", cache_key, allowed)?;
+    convert::cache_type("cache", cache)?;
+    let (near, size) = (int("batch_index", batch_index)?, int("size", size)?);
+    convert::slot("cache", cache)?;
+    check::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
+    let given = LayerArgs::of(options)?;
+    let per_layer = given.per_layer()?;
+    if key == Some(Key::Cache) {
+        check_cache_key(cache_key)?;
+    }
+    let layers = given.of_pull(per_layer)?;
+    Ok(Pull { from: far_name(key, cache_key)?, to: convert::end(engine, cache)?, rows: PullRows::Slot { near, size }, layers })
+}
+
+/// The arguments of `pull_blocks` (python-api.md §7.13).
+pub(crate) fn pull_blocks(
+    engine: &Bound<'_, DataDist>,
+    (src_cache_key, dst_cache): (&Any<'_>, &Any<'_>),
+    (src_blocks, dst_blocks): (&Any<'_>, &Any<'_>),
+    options: &Bound<'_, PyDict>,
+) -> PyResult<Pull> {
+    let key = Key::of("src_cache_key", src_cache_key, &[Key::Blocks, Key::Cache, Key::Row])?;
+    convert::cache_type("dst_cache", dst_cache)?;
+    let (far, near) = (blocks("src_blocks", src_blocks)?, blocks("dst_blocks", dst_blocks)?);
+    convert::blocks_cache("dst_cache", dst_cache)?;
+    let near = at_least_one("dst_blocks", near, dst_blocks)?;
+    let given = LayerArgs::of(options)?;
+    let per_layer = given.per_layer()?;
+    let rows = if key == Some(Key::Blocks) {
+        PullRows::Blocks { far: at_least_one("src_blocks", far, src_blocks)?, near }
+    } else {
+        no_blocks(far, src_blocks)?;
+        if key == Some(Key::Cache) {
+            check_cache_key(src_cache_key)?;
+        }
+        PullRows::SlotToBlocks { near }
+    };
+    let layers = given.of_pull(per_layer)?;
+    Ok(Pull { from: far_name(key, src_cache_key)?, to: convert::end(engine, dst_cache)?, rows, layers })
+}
+
+/// The arguments of `push_cache` (python-api.md §7.14).
+pub(crate) fn push_cache(
+    engine: &Bound<'_, DataDist>,
+    (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
+    (src_batch_index, size): (&Any<'_>, &Any<'_>),
+    given: &LayerArgs<'_>,
+) -> PyResult<Push> {
+    one_sided(engine, "push_cache")?;
+    let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Row])?;
+    if key.is_none() {
+        return Err(only_support("dst_cache_key", "['CacheKeyByIdAndIndex']", dst_cache_key));
+    }
+    convert::cache_type("src_cache", src_cache)?;
+    if src_cache.is_none() {
+        return Err(only_support("src_cache", "['Cache']", src_cache));
+    }
+    let rows = PushRows::Slot { near: int("src_batch_index", src_batch_index)? };
+    convert::slot("src_cache", src_cache)?;
+    let layers = given.of_push(engine.py())?;
+    check::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
+    Ok(Push { from: convert::end(engine, src_cache)?, to: far_name(key, dst_cache_key)?, rows, layers })
+}
+
+/// The arguments of `push_blocks` (python-api.md §7.15).
+pub(crate) fn push_blocks(
+    engine: &Bound<'_, DataDist>,
+    (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
+    (src_blocks, dst_blocks): (&Any<'_>, &Any<'_>),
+    given: &LayerArgs<'_>,
+) -> PyResult<Push> {
+    one_sided(engine, "push_blocks")?;
+    let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Blocks])?;
+    convert::cache_type("src_cache", src_cache)?;
+    let (near, far) = (blocks("src_blocks", src_blocks)?, blocks("dst_blocks", dst_blocks)?);
+    convert::blocks_cache("src_cache", src_cache)?;
+    let far = at_least_one("dst_blocks", far, dst_blocks)?;
+    let layers = given.of_push(engine.py())?;
+    let to = far_name(key, dst_cache_key)?;
+    let rows = PushRows::Blocks { near: listed("src_blocks", near, src_blocks)?, far };
+    Ok(Push { from: convert::end(engine, src_cache)?, to, rows, layers })
+}
+
+/// Pushes are one-sided.
+fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
+    if engine.get().one_sided() {
+        return Ok(());
+    }
+    let text = format!("{call} needs llm.EnableRemoteCacheAccessible = 1");
+    Err(raise(engine.py(), &Error::new(ErrorKind::InvalidArgument, text)))
+}
+
+/// What `key` names, and where. A key that is `None` fails here.
+fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
+    let py = value.py();
+    let cluster = ClusterId(int("cluster_id", &value.getattr(intern!(py, "_cluster_id"))?)?);
+    let name = match key {
+        Some(Key::Blocks) => Name::Key(convert::blocks_key(value)?),
+        Some(Key::Row) => convert::row_name(value)?,
+        Some(Key::Cache) => match convert::key(value)? {
+            Some(key) => Name::Key(key),
+            None => return Err(one_id(py, value)),
+        },
+        None => return Err(PyAttributeError::new_err("the key is None")),
+    };
+    Ok(FarName { cluster, name })
+}
+
+/// Exactly one of `req_id` and `prefix_id` of a `CacheKey` must be given (python-api.md §7).
+pub(crate) fn check_cache_key(key: &Any<'_>) -> PyResult<()> {
+    let py = key.py();
+    let request: u64 = int("req_id", &key.getattr(intern!(py, "_req_id"))?)?;
+    let prefix: u64 = int("prefix_id", &key.getattr(intern!(py, "_prefix_id"))?)?;
+    if (request == NO_ID) == (prefix == NO_ID) { Err(one_id(py, key)) } else { Ok(()) }
+}
+
+#[cold]
+fn one_id(py: Python<'_>, key: &Any<'_>) -> PyErr {
+    let text = format!("exactly one of req_id and prefix_id must be given: {}", shown(key));
+    raise(py, &Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// A list or tuple of block indices; `None` passes, and fails where its length is needed.
+fn blocks(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        indices(name, list.len(), list.iter()).map(Some)
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        indices(name, tuple.len(), tuple.iter()).map(Some)
+    } else if value.is_none() {
+        Ok(None)
+    } else {
+        Err(only_support(name, "['list', 'tuple']", value))
+    }
+}
+
+fn indices<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
+    let mut indices = Vec::with_capacity(count);
+    let mut wide = None;
+    for item in items {
+        if !is_int(&item) {
+            return Err(inner_only_support(name, "['int']", &item));
+        }
+        match item.extract() {
+            Ok(index) => indices.push(index),
+            Err(_) => wide = wide.or(Some(item)),
+        }
+    }
+    match wide {
+        Some(item) => Err(invalid(item.py(), name, shown(&item), "an integer of 64 bits")),
+        None => Ok(indices),
+    }
+}
+
+/// The list, which must not be `None`.
+fn listed(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec<i64>> {
+    blocks.ok_or_else(|| only_support(name, "['list', 'tuple']", value))
+}
+
+fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec<i64>> {
+    let blocks = listed(name, blocks, value)?;
+    check::named(name, &blocks).map_err(|error| raise(value.py(), &error))?;
+    Ok(blocks)
+}
+
+/// A key that names a batch slot leaves no choice of far blocks.
+fn no_blocks(blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<()> {
+    match listed("src_blocks", blocks, value)?.len() {
+        0 => Ok(()),
+        count => Err(invalid(value.py(), "len(src_blocks)", count, "0 unless the key is a BlocksCacheKey")),
+    }
+}
+
+impl<'py> LayerArgs<'py> {
+    /// Those of a push.
+    pub(crate) fn given(src: Any<'py>, dst: Any<'py>, per_layer: Any<'py>) -> Self {
+        LayerArgs { src: Some(src), dst: Some(dst), per_layer: Some(per_layer) }
+    }
+
+    /// The keyword arguments of a pull; others are ignored (python-api.md §7.12).
+    fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
+        if options.is_empty() {
+            return Ok(LayerArgs { src: None, dst: None, per_layer: None });
+        }
+        let py = options.py();
+        Ok(LayerArgs {
+            src: options.get_item(intern!(py, "src_layer_range"))?,
+            dst: options.get_item(intern!(py, "dst_layer_range"))?,
+            per_layer: options.get_item(intern!(py, "tensor_num_per_layer"))?,
+        })
+    }
+
+    fn per_layer(&self) -> PyResult<u32> {
+        let Some(given) = &self.per_layer else { return Ok(2) };
+        let count = int("tensor_num_per_layer", given)?;
+        check::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
+        Ok(count)
+    }
+
+    /// Of a pull: an empty range means all layers.
+    fn of_pull(&self, tensors_per_layer: u32) -> PyResult<Layers> {
+        let range = |name: &str, value: &Option<Any<'py>>| match value {
+            Some(value) if !value.is_none() => pull_range(name, value).map(Some),
+            _ => Ok(None),
+        };
+        let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
+        Ok(Layers { src, dst, tensors_per_layer })
+    }
+
+    /// Of a push: both ranges or none, of the same length, none of them empty.
+    fn of_push(&self, py: Python<'py>) -> PyResult<Layers> {
+        let tensors_per_layer = self.per_layer()?;
+        let range = |name: &str, value: &Option<Any<'py>>| match value {
+            Some(value) if !value.is_none() => push_range(name, value).map(Some),
+            _ => Ok(None),
+        };
+        let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
+        let layers = Layers { src, dst, tensors_per_layer };
+        check::push_spans(layers).map_err(|error| raise(py, &error))?;
+        Ok(layers)
+    }
+}
+
+/// A `range` of step 1 that starts at 0 or above.
+fn range<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyRange>> {
+    let py = value.py();
+    let range = value.cast::<PyRange>().map_err(|_| only_support(name, "['range']", value))?;
+    // What does not fit 64 bits is no step of 1; a start that does not is judged by its sign.
+    if range.step().ok() != Some(1) {
+        return Err(invalid(py, name, shown(value), "a range of step 1"));
+    }
+    let negative = match range.start() {
+        Ok(start) => start < 0,
+        Err(_) => range.getattr(intern!(py, "start"))?.lt(0)?,
+    };
+    if negative { Err(invalid(py, name, shown(value), "a range from 0 or above")) } else { Ok(range) }
+}
+
+/// The layers of a pull (python-api.md §7.12): both ends must fit 32 bits, and the range may be empty.
+fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+    let py = value.py();
+    let range = range(name, value)?;
+    let end = |end: Any<'_>| int(name, &end);
+    let (first, stop) = (range.getattr(intern!(py, "start"))?, range.getattr(intern!(py, "stop"))?);
+    Ok(LayerRange { first: end(first)?, end: end(stop)? })
+}
+
+/// The layers of a push (python-api.md §4.10): at least one.
+fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+    let range = range(name, value)?;
+    if !range.is_truthy()? {
+        return Err(invalid(value.py(), name, shown(value), "at least one layer"));
+    }
+    let ends = || Some((u32::try_from(range.start().ok()?).ok()?, u32::try_from(range.stop().ok()?).ok()?));
+    let (first, end) =
+        ends().ok_or_else(|| invalid(value.py(), name, shown(value), "layers below 2^32"))?;
+    Ok(LayerRange { first, end })
+}
+
+/// A legal range of layers, or `None` where that is allowed (python-api.md §4.10).
+pub(crate) fn check_layer_range(name: &str, value: &Any<'_>, allow_none: bool) -> PyResult<()> {
+    if value.is_none() && allow_none {
+        return Ok(());
+    }
+    push_range(name, value).map(drop)
+}

@@ -1,0 +1,485 @@
+//! The bytes of the protocol: every message against the bytes it had when its version was made, and whatever else may
+//! arrive.
+//!
+//! Not for: sockets (`transport`).
+
+use llm_datadist_core::check::Side;
+use llm_datadist_core::keys::Name;
+use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::wire::{
+    self, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello, Location,
+    MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Party, Place, Proof, Purpose, REFUSAL, Record, Reply, Request, Run,
+    Welcome, WireName, WirePlan, WireSpan,
+};
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
+use proptest::prelude::*;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::heap;
+
+fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: &T, bytes: &str) {
+    let frame = wire::encode(message).unwrap();
+    assert_eq!(hex(&frame), bytes, "{message:?}");
+    let header = Header::parse(frame[..HEADER].try_into().unwrap(), MESSAGE_LIMIT).unwrap();
+    assert_eq!(header, Header { kind: MESSAGE, length: frame.len() - HEADER });
+    assert_eq!(&wire::open::<T>(header.kind, &frame[HEADER..]).unwrap(), message);
+    // Neither less nor more is that message.
+    for cut in HEADER..frame.len() {
+        assert_eq!(wire::decode::<T>(&frame[HEADER..cut]).unwrap_err().kind(), ErrorKind::NotLinked);
+    }
+    let mut longer = frame[HEADER..].to_vec();
+    longer.push(0);
+    let error = wire::decode::<T>(&longer).unwrap_err();
+    assert_eq!((error.kind(), error.fact("unread")), (ErrorKind::NotLinked, Some("1")));
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
+
+const PARTY: Party = Party { cluster: 1, instance: 300, remote_accessible: true };
+const AT: Place = Place { place: 5, generation: 600 };
+
+fn plan() -> WirePlan {
+    let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
+    WirePlan {
+        num_tensors: 2,
+        src_tensor: 0,
+        dst_tensor: 4,
+        waves: vec![2, 1],
+        spans: vec![
+            span,
+            WireSpan { src: 0, dst: 9000, count: 1, src_step: 0, dst_step: 0, ..span },
+            WireSpan { src: 8192, dst: 1 << 40, count: 1, src_step: 0, dst_step: 0, ..span },
+        ],
+    }
+}
+
+fn record(location: Location) -> Record {
+    Record {
+        at: AT,
+        cache: 3,
+        row: 2,
+        num_tensors: 80,
+        rows: 128,
+        row_bytes: 65536,
+        blocks: true,
+        placement: 1,
+        allocated: true,
+        accessible: false,
+        location,
+    }
+}
+
+#[test]
+fn the_greeting_is_what_it_was() {
+    let hello = |purpose, asked| Hello { purpose, from: PARTY, asked, host: "abc".into(), nonce: [7; 16] };
+    let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)] });
+    golden(
+        &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
+        "4c4401012e0000000009010163020100ffffffffffffffffff01010001ac020101020361626307070707070707070707070707070707",
+    );
+    golden(
+        &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
+        "4c4401011d0000000009000101ac0201000361626307070707070707070707070707070707",
+    );
+    golden(
+        &hello(Purpose::Call { link: 9, reverse: true }, None),
+        "4c4401011c00000001090101ac0201000361626307070707070707070707070707070707",
+    );
+    golden(&Challenge { nonce: [8; 16] }, "4c4401011000000008080808080808080808080808080808");
+    golden(
+        &Proof { mac: [9; 32] },
+        "4c440101200000000909090909090909090909090909090909090909090909090909090909090909",
+    );
+    golden(
+        &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()) },
+        "4c4401012700000001ac02010101010101010101010101010101010101010101010101010101010101010101010178",
+    );
+    golden(
+        &Welcome { from: PARTY, mac: [1; 32], local: None },
+        "4c4401012500000001ac0201010101010101010101010101010101010101010101010101010101010101010100",
+    );
+    let probe = Some((0x7fff_0000, [2; 16]));
+    golden(
+        &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
+        "4c4401011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+    );
+    golden(
+        &Attach { generations: false, regions: [Some(1), None], probe: None },
+        "4c440101050000000001010000",
+    );
+    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440101050000000001026e6f");
+}
+
+#[test]
+fn the_control_stream_is_what_it_was() {
+    golden(&Control::Ping, "4c4401010100000000");
+    golden(&Control::Pong, "4c4401010100000001");
+    golden(&Control::Bye { reason: "end".into() }, "4c440101050000000203656e64");
+    golden(&Control::Dial, "4c4401010100000003");
+}
+
+#[test]
+fn the_requests_are_what_they_were() {
+    let limit_ms = 1000;
+    for (name, bytes) in [
+        (WireName::Request { model: 1, id: 2 }, "4c4401010600000000000102e807"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c4401010600000000010102e807"),
+        (WireName::Blocks { model: 1 }, "4c44010105000000000201e807"),
+        (WireName::Row { cache: -1, row: 2 }, "4c4401010600000000030102e807"),
+    ] {
+        golden(&Request::Describe { name, limit_ms }, bytes);
+    }
+    golden(
+        &Request::Read { at: AT, plan: plan(), from: 0, to: 7168, limit_ms },
+        "4c4401012f0000000105d80402000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+    );
+    golden(
+        &Request::Write { at: AT, plan: plan(), from: 0, to: 7168, limit_ms },
+        "4c4401012f0000000205d80402000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+    );
+    let source = Location::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
+    golden(
+        &Request::Fetch { at: AT, plan: plan(), source, num_tensors: 2, tensor_bytes: 8192, limit_ms },
+        "4c440101360000000305d80402000402020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+    );
+    let name = WireName::Request { model: 0, id: 0 };
+    golden(
+        &Request::Consume { name, cache: 3, first: 0, count: 80, limit_ms },
+        "4c4401010900000004000000060050e807",
+    );
+    golden(&Request::Unlink { limit_ms }, "4c4401010300000005e807");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440101020000000600");
+}
+
+#[test]
+fn the_replies_are_what_they_were() {
+    let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
+    golden(
+        &Reply::Described(record(Location::Region { region: 1, runs })),
+        "4c4401011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
+    );
+    golden(&Reply::Described(record(Location::Hidden)), "4c440101110000000005d80406025080018080040101010002");
+    golden(&Reply::Ready { bytes: 300 }, "4c4401010300000001ac02");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c4401010b0000000280808080808080808001");
+    golden(&Reply::Stale, "4c4401010100000003");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4401010400000004026e6f");
+    let facts = vec![("errno".into(), "5".into())];
+    golden(
+        &Reply::Failed { kind: 1, message: "no".into(), facts },
+        "4c4401010e0000000501026e6f01056572726e6f0135",
+    );
+}
+
+#[test]
+fn the_kinds_of_errors_keep_their_numbers() {
+    let numbers = [
+        (0, ErrorKind::InvalidArgument),
+        (1, ErrorKind::CacheNotFound),
+        (2, ErrorKind::OutOfMemory),
+        (3, ErrorKind::Timeout),
+        (4, ErrorKind::Closed),
+        (5, ErrorKind::Forked),
+        (6, ErrorKind::NotEnabled),
+        (7, ErrorKind::NotLinked),
+        (8, ErrorKind::AlreadyLinked),
+        (9, ErrorKind::LinkFailed),
+        (10, ErrorKind::UnlinkFailed),
+        (11, ErrorKind::LinksExist),
+        (12, ErrorKind::Interrupted),
+        (13, ErrorKind::System),
+    ];
+    for (number, kind) in numbers {
+        assert_eq!((wire::kind_number(kind), wire::kind_of(number)), (number, kind));
+    }
+    assert!(ErrorKind::ALL.len() >= numbers.len());
+    for kind in ErrorKind::ALL {
+        assert_eq!(wire::kind_of(wire::kind_number(kind)), kind);
+    }
+    assert_eq!(wire::kind_of(250), ErrorKind::System);
+}
+
+#[test]
+fn a_refusal_crosses_versions() {
+    let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
+    let frame = wire::refusal(&error);
+    assert_eq!(hex(&frame), "4c4401ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    // Whatever version wrote it.
+    for version in [0, 1, 2, 255] {
+        let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
+        header[2] = version;
+        let header = Header::parse(&header, GREETING_LIMIT).unwrap();
+        assert_eq!(header, Header { kind: REFUSAL, length: 24 });
+        let refused = wire::open::<Welcome>(header.kind, &frame[HEADER..]).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert_eq!(refused.to_string(), "the peer refused: wrong token (peer=x)");
+    }
+    // And whatever is in it.
+    for (body, kind) in [
+        (&[][..], ErrorKind::System),
+        (&[1, 0, 0], ErrorKind::System),
+        (&[1, 0, 0, 0], ErrorKind::CacheNotFound),
+        (&[1, 0, 1, 0], ErrorKind::System),
+        (&[200, 0, 0, 0, 0xFF, 0xFE], ErrorKind::System),
+    ] {
+        assert_eq!(wire::refused(body).kind(), kind, "{body:?}");
+    }
+}
+
+#[test]
+fn a_refusal_fits_into_a_greeting() {
+    for sign in ["x", "é", "漢"] {
+        let frame = wire::refusal(&Error::new(ErrorKind::System, sign.repeat(GREETING_LIMIT)));
+        let header = Header::parse(frame[..HEADER].try_into().unwrap(), GREETING_LIMIT).unwrap();
+        assert_eq!(header.length, frame.len() - HEADER);
+        assert!(header.length > GREETING_LIMIT - 4);
+        let text = wire::refused(&frame[HEADER..]).to_string();
+        assert!(text.ends_with(sign) && !text.contains('\u{FFFD}'));
+    }
+}
+
+#[test]
+fn headers_that_are_none() {
+    let good = *b"LD\x01\x01\x10\0\0\0";
+    assert_eq!(Header::parse(&good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
+    let with = |at: usize, byte: u8| {
+        let mut bytes = good;
+        bytes[at] = byte;
+        Header::parse(&bytes, MESSAGE_LIMIT).unwrap_err()
+    };
+    assert_eq!(with(0, b'H').kind(), ErrorKind::LinkFailed);
+    assert_eq!(with(1, b'T').kind(), ErrorKind::LinkFailed);
+    let version = with(2, 2);
+    assert_eq!(version.kind(), ErrorKind::LinkFailed);
+    assert!(
+        version.to_string().contains("version 2") && version.to_string().contains("version 1"),
+        "{version}"
+    );
+    assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
+    let long = Header::parse(&good, 15).unwrap_err();
+    assert_eq!(
+        (long.kind(), long.fact("bytes"), long.fact("limit")),
+        (ErrorKind::NotLinked, Some("16"), Some("15"))
+    );
+    assert_eq!(with(7, 0x80).fact("bytes"), Some("2147483664"));
+}
+
+#[test]
+fn a_message_too_long_for_a_frame_is_not_written() {
+    let error = wire::encode(&Control::Bye { reason: "x".repeat(MESSAGE_LIMIT) }).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.fact("limit"), Some(MESSAGE_LIMIT.to_string().as_str()));
+}
+
+#[test]
+fn names_cross_and_come_back() {
+    let (model, id) = (u64::MAX, 1 << 60);
+    let names = [
+        Name::Key(CacheKey::Request { model, id }),
+        Name::Key(CacheKey::Prefix { model, id }),
+        Name::Key(CacheKey::Blocks { model }),
+        Name::Row { cache: CacheId(i64::MAX), row: u32::MAX },
+    ];
+    for name in names {
+        assert_eq!(Name::from(WireName::from(name)), name);
+    }
+}
+
+#[test]
+fn plans_cross_and_come_back() {
+    let plan = CopyPlan::try_from(plan()).unwrap();
+    assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+    assert_eq!(plan.waves().iter().map(|wave| wave.spans().len()).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!(plan.bytes(), 2 * 5 * 512);
+    let span = plan.waves()[0].spans()[0];
+    assert_eq!((span.src, span.dst, span.len, span.count), (4096, 0, 512, 3));
+    assert_eq!((span.src_step, span.dst_step), (-1024, 512));
+    assert_eq!(WirePlan::from(&plan), self::plan());
+}
+
+#[test]
+fn plans_that_do_not_add_up_are_refused() {
+    for waves in [
+        vec![],
+        vec![3, 0],
+        vec![0, 3],
+        vec![2],
+        vec![2, 2],
+        vec![1, 1, 1, 1],
+        vec![u32::MAX],
+        vec![u32::MAX, 3],
+    ] {
+        let error = CopyPlan::try_from(WirePlan { waves: waves.clone(), ..plan() }).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{waves:?}");
+    }
+    assert!(CopyPlan::try_from(WirePlan { waves: vec![1, 1, 1], ..plan() }).is_ok());
+    // What a plan must be is `plan`'s to say, and it is asked.
+    let mut empty = plan();
+    empty.spans[0].len = 0;
+    assert!(CopyPlan::try_from(empty).is_err());
+}
+
+#[test]
+fn records_say_what_a_cache_is() {
+    let far = record(Location::Hidden).side().unwrap();
+    assert_eq!((far.kind, far.placement), (CacheKind::Blocks, Placement::Device));
+    let geometry = far.geometry;
+    assert_eq!((geometry.num_tensors(), geometry.rows(), geometry.row_bytes()), (80, 128, 65536));
+    let made = Record::new(AT, CacheId(3), 2, far);
+    assert_eq!(made, Record { allocated: false, ..record(Location::Hidden) });
+    let side: Side = made.side().unwrap();
+    assert_eq!(side, far);
+    let good = record(Location::Hidden);
+    for bad in [
+        Record { placement: 2, ..good.clone() },
+        Record { num_tensors: 0, ..good.clone() },
+        Record { num_tensors: u32::MAX, ..good.clone() },
+        Record { rows: 0, ..good.clone() },
+        Record { rows: u64::MAX, ..good.clone() },
+        Record { row_bytes: 0, ..good.clone() },
+        Record { row_bytes: 1 << 57, ..good.clone() },
+    ] {
+        let error = bad.side().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{bad:?}");
+        assert!(error.to_string().contains("cache 3"), "{error}");
+    }
+    assert_eq!(DataType::Uint8.bytes(), 1);
+}
+
+#[test]
+fn runs_of_many_tensors_are_short() {
+    let cases: [(&[u64], usize); 7] = [
+        (&[], 0),
+        (&[5], 1),
+        (&[5, 5], 1),
+        (&[10, 20, 30, 40], 1),
+        (&[40, 30, 20], 1),
+        (&[1, 2, 3, 100, 101, 102], 2),
+        (&[0, u64::MAX, u64::MAX - 1], 1),
+    ];
+    for (numbers, runs) in cases {
+        let packed = Run::pack(numbers);
+        assert_eq!(packed.len(), runs, "{numbers:?}");
+        assert_eq!(Run::unpack(&packed, numbers.len() as u32).unwrap(), numbers);
+        assert_eq!(Run::unpack(&packed, numbers.len() as u32 + 1).unwrap_err().kind(), ErrorKind::NotLinked);
+    }
+    // A count is not believed, however large.
+    let huge = [Run { start: 0, step: 1, count: u32::MAX }; 3];
+    let (error, peak) = heap::peak(|| Run::unpack(&huge[..1], u32::MAX).map(drop).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    assert!(peak < 4096);
+    assert!(Run::unpack(&huge, 80).is_err());
+}
+
+#[test]
+fn failures_keep_their_kind_and_all_they_said() {
+    let error = Error::new(ErrorKind::OutOfMemory, "no room").with("asked_bytes", 5);
+    let Reply::Failed { kind, message, facts } = Reply::failed(&error) else { panic!() };
+    let back = Reply::error(kind, &message, &facts);
+    assert_eq!((back.kind(), back.to_string()), (error.kind(), error.to_string()));
+    let facts = [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "2".to_owned())];
+    assert_eq!(Reply::error(99, "odd", &facts).to_string(), "odd (a=1, b=2)");
+    assert_eq!(Reply::error(99, "odd", &facts).kind(), ErrorKind::System);
+}
+
+#[test]
+fn facts_without_end_are_refused() {
+    let failed = |count| {
+        let facts = vec![(String::new(), String::new()); count];
+        wire::encode(&Reply::Failed { kind: 1, message: String::new(), facts }).unwrap()
+    };
+    assert!(wire::decode::<Reply>(&failed(MAX_FACTS)[HEADER..]).is_ok());
+    let many = failed(MAX_FACTS + 1);
+    assert!(wire::decode::<Reply>(&many[HEADER..]).is_err());
+}
+
+#[test]
+fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
+    // The shortest spans and waves there are, as many as fit in a megabyte.
+    let span = WireSpan { src: 0, dst: 0, len: 0, count: 0, src_step: 0, dst_step: 0 };
+    for (waves, spans) in [(vec![0; 1 << 20], vec![]), (vec![1; 150_000], vec![span; 150_000])] {
+        let request =
+            Request::Read { at: AT, plan: WirePlan { waves, spans, ..plan() }, from: 0, to: 0, limit_ms: 0 };
+        let frame = wire::encode(&request).unwrap();
+        let work = || {
+            let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
+            CopyPlan::try_from(plan).is_err()
+        };
+        let (refused, peak) = heap::peak(work);
+        assert!(refused);
+        assert!(peak < 32 * frame.len(), "{peak} for {}", frame.len());
+    }
+}
+
+/// Every decoder there is; what it makes of the bytes does not matter, only that it comes back and what it took.
+fn all_decoders(body: &[u8]) {
+    fn one<T: DeserializeOwned>(body: &[u8]) {
+        let (result, peak) = heap::peak(|| wire::decode::<T>(body).map(drop));
+        // A count that is not followed by as much reserves at most a megabyte, on each of two levels.
+        assert!(peak < 64 * body.len() + (3 << 20), "{peak} bytes for {}", body.len());
+        if let Err(error) = result {
+            assert_eq!(error.kind(), ErrorKind::NotLinked);
+        }
+    }
+    one::<Hello>(body);
+    one::<Challenge>(body);
+    one::<Proof>(body);
+    one::<Welcome>(body);
+    one::<Attach>(body);
+    one::<Attached>(body);
+    one::<Control>(body);
+    one::<Request>(body);
+    one::<Reply>(body);
+    let _ = wire::refused(body);
+    if let Ok(Request::Read { plan, .. } | Request::Write { plan, .. }) = wire::decode(body) {
+        let _ = CopyPlan::try_from(plan);
+    }
+    if let Ok(Reply::Described(record)) = wire::decode(body) {
+        let _ = record.side();
+        if let Location::Region { runs, .. } | Location::Process { runs } = &record.location {
+            let _ = Run::unpack(runs, record.num_tensors.min(1 << 16));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn garbage_never_panics(body in proptest::collection::vec(any::<u8>(), 0..300)) {
+        all_decoders(&body);
+    }
+
+    #[test]
+    fn garbled_messages_never_panic(at in 0usize..200, byte: u8, cut in 0usize..200) {
+        let runs = vec![Run { start: 0, step: 1, count: 80 }];
+        let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())] };
+        for frame in [
+            wire::encode(&Request::Write { at: AT, plan: plan(), from: 0, to: 1, limit_ms: 9 }).unwrap(),
+            wire::encode(&Reply::Described(record(Location::Process { runs }))).unwrap(),
+            wire::encode(&failed).unwrap(),
+        ] {
+            let mut body = frame[HEADER..].to_vec();
+            let at = at % body.len();
+            body[at] = byte;
+            all_decoders(&body);
+            // A count that is as large as it can be, and nothing behind it.
+            body.truncate(at);
+            body.extend([0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01]);
+            all_decoders(&body);
+            body.truncate(cut);
+            all_decoders(&body);
+        }
+    }
+
+    #[test]
+    fn headers_never_panic(bytes: [u8; HEADER], limit in 0..=MESSAGE_LIMIT) {
+        if let Ok(header) = Header::parse(&bytes, limit) {
+            prop_assert!(header.length <= limit);
+        }
+    }
+}
