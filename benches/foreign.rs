@@ -243,6 +243,7 @@ fn blocks(
     let (near, far) = (moves(own.addrs()[0]), moves(peer.base));
     let chunk = (512 << 10) / len.min(512 << 10) as usize;
     let mapped = peer.mapped(bytes);
+    let seen = moves(mapped.addrs()[0]);
     let pid = peer.child.id() as i32;
     let process = ForeignProcess::open(pid, peer.probe).unwrap();
     let read = Arc::new(Tensors::of_process(process, [peer.base].into(), bytes).unwrap());
@@ -259,6 +260,10 @@ fn blocks(
         ("plain loop", Box::new(|| spread(&near, chunk, options.workers, |moves| plain(moves, len)))),
         ("streaming loop", Box::new(|| spread(&near, chunk, options.workers, |moves| streaming(moves, len)))),
         ("engine, own", Box::new(|| run(own))),
+        (
+            "streaming, mapped",
+            Box::new(|| spread(&seen, chunk, options.workers, |moves| streaming(moves, len))),
+        ),
         ("engine, mapped", Box::new(|| run(&mapped))),
         ("engine, mapped cold", Box::new(|| run(&cold.lock().unwrap().insert(peer.mapped(bytes)).clone()))),
         (
@@ -277,7 +282,7 @@ fn blocks(
     for round in 0..=options.rounds {
         // Another one first in each round, so that none always finds the caches as the same neighbour left them.
         for turn in 0..ways.len() {
-            let index = (turn * 3 + round) % ways.len();
+            let index = (turn * 2 + round) % ways.len();
             let (name, way) = &ways[index];
             cold.lock().unwrap().take();
             // SAFETY: a live region of `bytes` bytes that nobody uses now.
@@ -297,10 +302,10 @@ fn blocks(
         }
     }
     let medians: Vec<f64> = times.into_iter().map(median).collect();
-    let (copy, kernel) = (medians[0].min(medians[1]), medians[5].min(medians[6]));
+    let (copy, kernel) = (medians[0].min(medians[1]), medians[6].min(medians[7]));
     println!("blocks of {} KiB", len >> 10);
     for (index, (name, _)) in ways.iter().enumerate() {
-        let best = if index < 5 { copy } else { kernel };
+        let best = if index < 6 { copy } else { kernel };
         let speed = bytes as f64 / medians[index] / 1e9;
         println!("  {name:20} {speed:6.2} GB/s  {:5.2}", best / medians[index]);
     }

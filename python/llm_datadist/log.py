@@ -121,8 +121,9 @@ def _brief(value: object, depth: int) -> str:
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
     # A subclass has a repr of its own, and its reason for it: a token does not show.
-    plain = isinstance(value, (str, bytes)) and type(value) in (str, bytes)
-    return repr(value[: _LONGEST + 1] if plain else value)
+    if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
+        value = value[: _LONGEST + 1]
+    return repr(value)
 
 
 def _first(texts: Iterator[str], count: int, depth: int) -> str:

@@ -258,5 +258,9 @@ pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
 pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
     let len = cache.geometry().tensor_bytes() as usize;
     // SAFETY: as in `fill`.
-    cache.addrs().iter().map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec()).collect()
+    cache
+        .addrs()
+        .iter()
+        .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
+        .collect()
 }

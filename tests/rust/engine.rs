@@ -240,7 +240,9 @@ impl Machine for Engine {
             let own = if self.ends.len().is_multiple_of(2) {
                 Own::loose(&spec.desc(), spec.kind)
             } else {
-                Own::new(&spec.desc(), spec.kind, |adopted| self.dist.register(adopted, &[], Some(false)).unwrap())
+                Own::new(&spec.desc(), spec.kind, |adopted| {
+                    self.dist.register(adopted, &[], Some(false)).unwrap()
+                })
             };
             own.write(&spec.bytes());
             let id = own.cache.id();

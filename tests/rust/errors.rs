@@ -53,7 +53,8 @@ fn produced(kind: ErrorKind) -> Option<Error> {
         ErrorKind::LinkFailed => link_to_itself(&engine, "127.0.0.1:1"),
         ErrorKind::Interrupted => {
             // A member that never comes: whoever waits for it is asked first whether to go on.
-            let table = r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": 0}, {"rank_id": 1}]}]}"#;
+            let table =
+                r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": 0}, {"rank_id": 1}]}]}"#;
             let own = engine.config().cluster;
             engine.link("nobody", &[(own, 0), (ClusterId(99), 1)], table).unwrap();
             engine.interrupted_by(|| true).check_link(ClusterId(99))

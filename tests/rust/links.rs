@@ -6,8 +6,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheIndex, CacheKey, CacheKind, ClusterId, CommStatus, Config, DataDist, End, ErrorKind, ExtParam, FarName,
-    LayerRange, Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, Role, TransportChoice,
+    CacheIndex, CacheKey, CacheKind, ClusterId, CommStatus, Config, DataDist, End, ErrorKind, ExtParam,
+    FarName, LayerRange, Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, PushRows, Role,
+    TransportChoice,
 };
 
 use crate::bed::{desc, patterned};
@@ -77,7 +78,10 @@ fn blocks_arrive_over_every_transport_in_both_modes() {
                 assert_eq!(got[tensor][6 * 4096..7 * 4096], bytes[tensor][2 * 4096..3 * 4096]);
                 assert_eq!(got[tensor][4096..2 * 4096], bytes[tensor][4 * 4096..5 * 4096]);
             }
-            pair.near.unlink_clusters(&[address(&pair.far, 2)], Duration::from_secs(1), false).remove(0).unwrap();
+            pair.near
+                .unlink_clusters(&[address(&pair.far, 2)], Duration::from_secs(1), false)
+                .remove(0)
+                .unwrap();
             assert!(pair.near.stats().links.is_empty());
             assert!(pair.far.stats().links.is_empty());
         }

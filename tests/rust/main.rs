@@ -48,9 +48,9 @@ mod plan;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
-mod ranks;
-#[cfg(not(loom))]
 mod progress;
+#[cfg(not(loom))]
+mod ranks;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]

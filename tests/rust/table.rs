@@ -287,7 +287,8 @@ fn one_blocks_cache_per_model_and_it_goes_at_once() {
     assert_eq!((used(&engine), engine.stats().table.keys), (0, 0));
     let second = engine.allocate(&desc(Device, 1, 4, 8), Blocks, &key).unwrap().id();
     // The caller's own memory takes the name over; the allocated one keeps living by its id.
-    let own = Own::new(&desc(Host, 1, 4, 8), Blocks, |adopted| engine.register(adopted, &key, Some(true)).unwrap());
+    let own =
+        Own::new(&desc(Host, 1, 4, 8), Blocks, |adopted| engine.register(adopted, &key, Some(true)).unwrap());
     assert_eq!(engine.find_key(key[0].unwrap()).unwrap().0.id(), own.cache.id());
     assert!(engine.find(second).is_ok());
     engine.remove_key(key[0].unwrap()).unwrap();

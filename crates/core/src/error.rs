@@ -90,7 +90,13 @@ impl Error {
     #[cold]
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Error(Box::new(Report { kind, message: message.into(), context: Vec::new(), arrived: Vec::new(), source: None }))
+        Error(Box::new(Report {
+            kind,
+            message: message.into(),
+            context: Vec::new(),
+            arrived: Vec::new(),
+            source: None,
+        }))
     }
 
     /// The error for an argument without meaning: its name, what was given, and what is allowed.

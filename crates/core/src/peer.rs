@@ -43,7 +43,9 @@ impl Answers {
 impl Answer for Answers {
     fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<()> {
         let mut patience = Duration::ZERO;
-        while let Some(request) = hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))? {
+        while let Some(request) =
+            hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))?
+        {
             patience = if matches!(request, Request::Describe { .. }) { PATIENCE } else { Duration::ZERO };
             let started = Instant::now();
             let call = Call { cluster: &self.cluster, link, stream, unlinked };
@@ -86,7 +88,9 @@ impl Call<'_> {
                 self.told(limit_ms, || self.fetch(at, plan, &source, (num_tensors, tensor_bytes), deadline))
             }
             Request::Read { at, plan, from, to, limit_ms } => self.read(at, plan, from, to, limit(limit_ms)),
-            Request::Write { at, plan, from, to, limit_ms } => self.write(at, plan, from, to, limit(limit_ms)),
+            Request::Write { at, plan, from, to, limit_ms } => {
+                self.write(at, plan, from, to, limit(limit_ms))
+            }
             Request::Ping { limit_ms } => self.told(limit_ms, || Ok(Reply::Done { bytes: 0 })),
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
@@ -159,7 +163,8 @@ impl Call<'_> {
             return Err(Ended::Refused);
         };
         let progress = Progress::default();
-        let taken = self.cluster.engine.receive(&plan, from..to, cache.tensors(), self.stream, deadline, &progress);
+        let taken =
+            self.cluster.engine.receive(&plan, from..to, cache.tensors(), self.stream, deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pinned);
         self.cluster.stats.travelled(Op::Served, to - from);

@@ -117,7 +117,7 @@ pub(crate) fn aside<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) ->
 /// Closes in a forked child the sockets it inherited, so that peers notice when the parent is gone.
 #[pyfunction]
 pub(crate) fn abandon_sockets() {
-    // MARKER(lead): call the core's `links::abandon` here, by a name that the core re-exports, once it is there.
+    llm_datadist_core::abandon_sockets();
 }
 
 thread_local! {

@@ -236,7 +236,10 @@ fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
     }
     check::ranks::most_members(dict.len()).map_err(|error| raise(value.py(), &error))?;
     let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
-        Ok((ClusterId(int("cluster_rank_info dict key", &cluster)?), int("cluster_rank_info dict value", &rank)?))
+        Ok((
+            ClusterId(int("cluster_rank_info dict key", &cluster)?),
+            int("cluster_rank_info dict value", &rank)?,
+        ))
     };
     dict.iter().map(member).collect()
 }

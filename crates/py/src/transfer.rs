@@ -113,7 +113,12 @@ pub(crate) fn pull_cache(
         check_cache_key(cache_key)?;
     }
     let layers = given.of_pull(per_layer)?;
-    Ok(Pull { from: far_name(key, cache_key)?, to: convert::end(engine, cache)?, rows: PullRows::Slot { near, size }, layers })
+    Ok(Pull {
+        from: far_name(key, cache_key)?,
+        to: convert::end(engine, cache)?,
+        rows: PullRows::Slot { near, size },
+        layers,
+    })
 }
 
 /// The arguments of `pull_blocks` (python-api.md §7.13).
@@ -348,22 +353,25 @@ fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     Ok(LayerRange { first: end(first)?, end: end(stop)? })
 }
 
-/// The layers of a push (python-api.md §4.10): at least one.
-fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+/// A range with at least one layer (python-api.md §4.10).
+fn layers<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyRange>> {
     let range = range(name, value)?;
-    if !range.is_truthy()? {
-        return Err(invalid(value.py(), name, shown(value), "at least one layer"));
+    if range.is_truthy()? {
+        Ok(range)
+    } else {
+        Err(invalid(value.py(), name, shown(value), "at least one layer"))
     }
+}
+
+/// The layers of a push.
+fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+    let range = layers(name, value)?;
     let ends = || Some((u32::try_from(range.start().ok()?).ok()?, u32::try_from(range.stop().ok()?).ok()?));
-    let (first, end) =
-        ends().ok_or_else(|| invalid(value.py(), name, shown(value), "layers below 2^32"))?;
+    let (first, end) = ends().ok_or_else(|| invalid(value.py(), name, shown(value), "layers below 2^32"))?;
     Ok(LayerRange { first, end })
 }
 
 /// A legal range of layers, or `None` where that is allowed (python-api.md §4.10).
 pub(crate) fn check_layer_range(name: &str, value: &Any<'_>, allow_none: bool) -> PyResult<()> {
-    if value.is_none() && allow_none {
-        return Ok(());
-    }
-    push_range(name, value).map(drop)
+    if value.is_none() && allow_none { Ok(()) } else { layers(name, value).map(drop) }
 }

@@ -1,4 +1,7 @@
-"""The life of requests on one node: admit, verify, diverge, finish. `table` plans, `node` moves."""
+"""The life of requests on the decode node: admit, pull, verify, diverge, finish. `table` plans, `node` moves.
+
+One request is computed by the prefill process while the one before it is worked on here.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from llm_datadist.replay.content import Pattern, Tail, flip, salt
-from llm_datadist.replay.node import STAGING_TOKENS, Node, Staging
+from llm_datadist.replay.geometry import STAGING_TOKENS
 from llm_datadist.replay.trace import MAX_ID, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from llm_datadist.replay.content import Words
+    from llm_datadist.replay.node import Node, Staging
+    from llm_datadist.replay.prefill import Prefill
     from llm_datadist.replay.table import BlockTable, Plan
 
 MS_PER_TOKEN = 25.0
@@ -42,6 +48,14 @@ class Live(NamedTuple):
     staging: Staging
 
 
+class Admitted(NamedTuple):
+    """A request whose plan is made and whose blocks are being computed, but whose plan is not carried out yet."""
+
+    live: Live
+    request: Request
+    plan: Plan
+
+
 @dataclass
 class Outcome:
     """What was counted while serving. Seconds by activity are in `seconds`."""
@@ -62,29 +76,38 @@ class Outcome:
 
 
 class Server:
-    """Serves requests on a node, at most `concurrency` at a time.
+    """Serves requests on a node, at most `concurrency` at a time, with blocks that a prefill process computes.
 
-    `corrupt_at` is for tests: one byte of the block of that hit (counted from 1) is flipped before the check.
+    `corrupt` is for tests: one byte is flipped before the check in the block of that hit and in that pulled block,
+    both counted from 1.
     """
 
     def __init__(
-        self, node: Node, table: BlockTable, concurrency: int, seed: int, corrupt_at: int | None = None
+        self,
+        node: Node,
+        prefill: Prefill,
+        table: BlockTable,
+        concurrency: int,
+        seed: int,
+        corrupt: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self.outcome = Outcome()
         shape = node.geometry
         self._node = node
+        self._prefill = prefill
         self._table = table
         self._concurrency = concurrency
-        self._corrupt_at = corrupt_at
+        self._corrupt_hit, self._corrupt_pulled = corrupt
         self._pattern = Pattern(shape.tensors, shape.row_bytes, seed)
         self._staging_pattern = Pattern(shape.tensors, STAGING_TOKENS * shape.token_bytes, seed + 1)
         self._running: list[tuple[float, int, Live]] = []
+        self._admitted: Admitted | None = None
         self._next_private = MAX_ID + 1
 
-    def run(self, requests: Sequence[Request], progress: Callable[[int], None]) -> None:
+    def run(self, requests: Sequence[Request], progress: Callable[[int, int], None]) -> None:
         """Serve all requests in order, then check every block that is still cached. Raises WrongByteError.
 
-        `progress` is called with the number of requests served so far.
+        `progress` is called with the numbers of requests served and of blocks computed so far.
         """
         for number, request in enumerate(requests):
             while self._running and self._running[0][0] <= request.arrival_ms:
@@ -92,13 +115,14 @@ class Server:
             while len(self._running) >= self._concurrency:
                 self._finish_first()
                 self.outcome.finished_early += 1
-            self._serve(number, request)
-            progress(number + 1)
+            self._admit(number, request)
+            progress(number, self._prefill.computed)
         while self._running:
             self._finish_first()
         self._check_cached(len(requests))
 
-    def _serve(self, number: int, request: Request) -> None:
+    def _admit(self, number: int, request: Request) -> None:
+        """Plan a request and have its blocks computed; meanwhile work on the request before it."""
         self.outcome.requests += 1
         private = _private_blocks(request, self._node.geometry.tokens)
         plan = self._plan(request, private)
@@ -109,31 +133,44 @@ class Server:
         if plan is None:
             self.outcome.too_large += 1
             return
-        live = Live(number, request.blocks, [], self._open_staging(number))
+        self._prefill.compute(number, [block for block, _ in plan.writes])
+        self._serve_admitted()
+        live = Live(number, request.blocks, [], self._node.open_staging(number))
         ends = request.arrival_ms + MS_PER_TOKEN * request.output_tokens
         heapq.heappush(self._running, (ends, number, live))
         self.outcome.most_running = max(self.outcome.most_running, len(self._running))
-        self._carry_out(number, plan)
-        self._generate(live, request, plan)
+        self._admitted = Admitted(live, request, plan)
+
+    def _serve_admitted(self) -> None:
+        """Carry out the plan of the request that was admitted last. Plans are carried out in the order they are made."""
+        if self._admitted is not None:
+            (live, request, plan), self._admitted = self._admitted, None
+            self._carry_out(live, plan)
+            self._generate(live, request, plan)
 
     def _plan(self, request: Request, private: int) -> Plan | None:
         with self._timed("plan"):
             return self._table.plan(request.blocks, private)
 
-    def _carry_out(self, number: int, plan: Plan) -> None:
+    def _carry_out(self, live: Live, plan: Plan) -> None:
         node, outcome = self._node, self.outcome
-        if self._corrupt_at is not None:
-            self._corrupt(plan, self._corrupt_at - outcome.device_hits - outcome.host_hits - 1)
+        if self._corrupt_hit is not None:
+            self._flip_hit(plan, self._corrupt_hit - outcome.device_hits - outcome.host_hits - 1)
         node.swap_out(plan.swap_out)
         node.swap_in(plan.swap_in)
-        with self._timed("write"):
-            for block, slot in plan.writes:
-                self._pattern.fill(node.device_rows, slot, block)
+        self._prefill.bring(live.number, [slot for _, slot in plan.writes], live.staging)
+        if self._corrupt_pulled is not None:
+            self._flip(
+                [(node.device_rows, slot) for _, slot in plan.writes], self._corrupt_pulled - outcome.computed - 1
+            )
+        node.turn_staging(live.staging)
         with self._timed("verify"):
             for block, slot in plan.hits:
-                self._verify(number, block, slot, "device")
+                self._verify(live.number, block, slot, "device")
             for block, _, slot in plan.swap_in:
-                self._verify(number, block, slot, "host")
+                self._verify(live.number, block, slot, "host")
+            for block, slot in plan.writes:
+                self._verify(live.number, block, slot, "pulled")
         outcome.device_hits += len(plan.hits)
         outcome.host_hits += len(plan.swap_in)
         outcome.computed += len(plan.writes)
@@ -141,10 +178,12 @@ class Server:
         outcome.dropped += len(plan.dropped)
         outcome.private_blocks += len(plan.private)
 
-    def _corrupt(self, plan: Plan, index: int) -> None:
+    def _flip_hit(self, plan: Plan, index: int) -> None:
         """Flip a byte in the block of this plan's hit `index`, if it has one, where the block lies now."""
         places = [(self._node.device_rows, slot) for _, slot in plan.hits]
-        places += [(self._node.host_rows, slot) for _, slot, _ in plan.swap_in]
+        self._flip([*places, *((self._node.host_rows, slot) for _, slot, _ in plan.swap_in)], index)
+
+    def _flip(self, places: Sequence[tuple[Sequence[Words], int]], index: int) -> None:
         if 0 <= index < len(places):
             shape = self._node.geometry
             flip(*places[index], tensor=shape.tensors - 1, offset=shape.row_bytes // 2 + 3)
@@ -173,16 +212,11 @@ class Server:
                 live.own.append(Own(slot, self._next_private, None))
                 self._next_private += 1
 
-    def _open_staging(self, number: int) -> Staging:
-        staging = self._node.open_staging(number)
-        with self._timed("write"):
-            self._staging_pattern.fill(staging.rows, 0, number)
-        self._node.turn_staging(staging)
-        return staging
-
     def _finish_first(self) -> None:
         """End the running request that is due first: check what it owns, give everything back."""
         _, number, live = heapq.heappop(self._running)
+        if self._admitted is not None and self._admitted.live.number == number:
+            self._serve_admitted()
         with self._timed("verify"):
             for own in live.own:
                 self._verify(number, own.content, own.slot, "device, private", tail=own.tail)

@@ -3,8 +3,10 @@
 //! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
 
 mod remote;
+mod streams;
+mod transfer;
 
-pub use remote::{CacheIndex, FarName};
+pub use transfer::{CacheIndex, FarName};
 
 use std::sync::Arc;
 

@@ -14,9 +14,9 @@ mod workers;
 pub use progress::{Arrived, Progress};
 pub use route::Route;
 pub use tuner::Tuner;
-pub use workers::Workers;
+pub use workers::{Work, Workers};
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
@@ -43,6 +43,9 @@ pub struct CopyEngine {
     /// Memory of other processes has page tables, and so speeds, of its own.
     foreign_tuner: Arc<Tuner>,
     ring: ring::RingOwner,
+    /// Wait for sockets, which those that copy must not; started by the first transfer that has use for them.
+    streamers: OnceLock<Workers>,
+    streams: usize,
 }
 
 /// How a copy from host to device may be staged.
@@ -67,7 +70,18 @@ impl CopyEngine {
             foreign_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
             ring: ring::RingOwner::default(),
+            streamers: OnceLock::new(),
+            streams: config.links.streams,
         })
+    }
+
+    /// Workers for the parts of one transfer through several streams.
+    pub fn streamers(&self) -> Result<&Workers> {
+        if let Some(workers) = self.streamers.get() {
+            return Ok(workers);
+        }
+        let made = Workers::new(Some(self.streams))?;
+        Ok(self.streamers.get_or_init(|| made))
     }
 
     /// Workers that copy, the calling thread among them.

@@ -13,7 +13,7 @@ use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
 use crate::mem::kernel::Kernel;
-use crate::mem::{Tensors, Window};
+use crate::mem::{Tensors, Window, page_faults};
 use crate::plan::{CopyPlan, Piece};
 
 /// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
@@ -120,6 +120,8 @@ impl Work for DirectWave {
         let learns = copier.uses_kernels();
         let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
         let most = copier.batch();
+        // A mapping of another process is filled page by page at the first touch, which says nothing about kernels.
+        let faults = (learns && self.copying.src.reach().foreign()).then(page_faults);
         let started = Instant::now();
         let mut batch = Vec::with_capacity(most.min(plan.num_tensors() as usize * 2).max(4));
         for (tensor, piece) in plan.waves()[self.wave].across_tensors(from, to) {
@@ -131,8 +133,11 @@ impl Work for DirectWave {
             }
         }
         copier.copy(&batch, kernel)?;
-        if learns {
-            tuner.learn(self.total, self.piece, kernel, to - from, started.elapsed());
+        let took = started.elapsed();
+        if learns && faults.is_none_or(|faults| faults == page_faults()) {
+            tuner.learn(self.total, self.piece, kernel, to - from, took);
+        } else if learns {
+            tuner.count(kernel, to - from);
         }
         progress.done(self.start + from, self.start + to);
         Ok(())

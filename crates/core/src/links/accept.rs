@@ -27,7 +27,7 @@ pub(super) fn accept(shared: &Handle, listener: &dyn Listener) {
                 let stream = Arc::new(stream);
                 shared.state.greet(&stream);
                 let (threads, greeter) = (shared.threads.clone(), stream.clone());
-                let started = threads.spawn("llm-greet", move || receive(&shared, greeter));
+                let started = threads.spawn("llm-greet", move || receive(&shared, &greeter));
                 if started.is_err() {
                     stream.close();
                 }
@@ -44,12 +44,12 @@ pub(super) fn accept(shared: &Handle, listener: &dyn Listener) {
 }
 
 /// One stranger, from the first byte to what becomes of it.
-fn receive(shared: &Arc<Shared>, stream: Arc<Stream>) {
+fn receive(shared: &Arc<Shared>, stream: &Arc<Stream>) {
     let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
     let config = &shared.cluster.config.links;
-    let greeted = greeting::accept(&stream, &shared.me, config, deadline);
-    let place = greeted.and_then(|greeted| admit(shared, &stream, &greeted, deadline));
-    shared.state.greeted(&stream);
+    let greeted = greeting::accept(stream, &shared.me, config, deadline);
+    let place = greeted.and_then(|greeted| admit(shared, stream, &greeted, deadline));
+    shared.state.greeted(stream);
     match place {
         Ok(Place::Serve(link)) => shared.serve(&link, stream),
         Ok(Place::Kept) => {}
@@ -69,7 +69,12 @@ enum Place {
     Kept,
 }
 
-fn admit(shared: &Arc<Shared>, stream: &Arc<Stream>, greeted: &Greeted<'_>, deadline: Deadline) -> Result<Place> {
+fn admit(
+    shared: &Arc<Shared>,
+    stream: &Arc<Stream>,
+    greeted: &Greeted<'_>,
+    deadline: Deadline,
+) -> Result<Place> {
     let from = greeted.hello.from;
     let cluster = ClusterId(from.cluster);
     match &greeted.hello.purpose {
@@ -93,8 +98,11 @@ fn admit(shared: &Arc<Shared>, stream: &Arc<Stream>, greeted: &Greeted<'_>, dead
                 return Ok(Place::Kept);
             }
             greeted.welcome(&shared.me, None, deadline)?;
-            let reach =
-                if stream.carries_descriptors() { Some(Reach::exchange(&shared.cluster, stream, deadline)?) } else { None };
+            let reach = if stream.carries_descriptors() {
+                Some(Reach::exchange(&shared.cluster, stream, deadline)?)
+            } else {
+                None
+            };
             let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
             let link = Link::new(*link, kind, peer, transport, reach, stream.clone(), None);
@@ -103,7 +111,8 @@ fn admit(shared: &Arc<Shared>, stream: &Arc<Stream>, greeted: &Greeted<'_>, dead
                 super::communicator::joined(shared, id, cluster);
             }
             // The word that this side has its half: only now may the peer use the link.
-            talk::say(stream, &Control::Pong, deadline).inspect_err(|error| shared.lost(&link, &error.to_string()))?;
+            talk::say(stream, &Control::Pong, deadline)
+                .inspect_err(|error| shared.lost(&link, &error.to_string()))?;
             Ok(Place::Kept)
         }
     }
@@ -112,11 +121,10 @@ fn admit(shared: &Arc<Shared>, stream: &Arc<Stream>, greeted: &Greeted<'_>, dead
 /// What kind of link a peer makes; one of a communicator only if this side has entered it too.
 fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
     let Some(comm) = comm else { return Ok(Kind::Incoming) };
-    match shared.state.comm(comm) {
-        Some(known) => Ok(Kind::Communicator(known.id())),
-        None => {
-            let text = format!("cluster {} has not called link({:?}) with these members (yet)", shared.me.party.cluster, comm.name);
-            Err(Error::new(ErrorKind::NotLinked, text))
-        }
-    }
+    let known = shared.state.comm(comm).ok_or_else(|| {
+        let (cluster, name) = (shared.me.party.cluster, &comm.name);
+        let text = format!("cluster {cluster} has not called link({name:?}) with these members (yet)");
+        Error::new(ErrorKind::NotLinked, text)
+    })?;
+    Ok(Kind::Communicator(known.id()))
 }

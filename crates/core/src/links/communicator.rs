@@ -138,7 +138,9 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     if near && !shared.state.listens_at(&local) {
         match shared.listen_at(&local) {
             Ok(listener) => shared.state.put_other(local, listener),
-            Err(error) => shared.state.note(format!("no local socket for link({:?}): {error}", comm.comm.name)),
+            Err(error) => {
+                shared.state.note(format!("no local socket for link({:?}): {error}", comm.comm.name));
+            }
         }
     }
     let asked = Address::Tcp(own.bind);
@@ -234,8 +236,10 @@ impl Communicator {
         if error.kind() != ErrorKind::Timeout {
             return error;
         }
-        let text = format!("the link to cluster {cluster} by link({:?}) is still being prepared", self.comm.name);
-        let why = self.locked().why.get(&cluster).cloned().unwrap_or_else(|| "the member has not shown up".into());
+        let text =
+            format!("the link to cluster {cluster} by link({:?}) is still being prepared", self.comm.name);
+        let why =
+            self.locked().why.get(&cluster).cloned().unwrap_or_else(|| "the member has not shown up".into());
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 
@@ -281,7 +285,8 @@ impl Communicator {
 
     /// Tries the addresses at which a member may be.
     fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<()> {
-        let local = (shared.cluster.config.links.transport != TransportChoice::Tcp).then(|| self.local_address(end.cluster));
+        let local = (shared.cluster.config.links.transport != TransportChoice::Tcp)
+            .then(|| self.local_address(end.cluster));
         let mut first = None;
         for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
             if self.locked().left {
@@ -289,7 +294,7 @@ impl Communicator {
             }
             let limit = Deadline::after(TRY.min(deadline.left())).named("the limit of one try");
             let kind = Kind::Communicator(self.id);
-            let Err(error) = shared.connect(address.clone(), end.cluster, Some(&self.comm), kind, limit) else {
+            let Err(error) = shared.connect(&address, end.cluster, Some(&self.comm), kind, limit) else {
                 return Ok(());
             };
             // The further ports are of no use where the host itself does not answer.
@@ -318,16 +323,24 @@ impl Communicator {
             return;
         }
         progress.status = CommStatus::Failed;
-        let view: Vec<String> = progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
+        let view: Vec<String> =
+            progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
         drop(progress);
-        let text = format!("link({:?}) failed after {} ms: {}", self.comm.name, self.limit.as_millis(), view.join("; "));
+        let text = format!(
+            "link({:?}) failed after {} ms: {}",
+            self.comm.name,
+            self.limit.as_millis(),
+            view.join("; ")
+        );
         shared.state.note(text);
         shared.state.announce();
     }
 
     /// What was tried for one member, for people.
     fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
-        let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else { return cluster.to_string() };
+        let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else {
+            return cluster.to_string();
+        };
         let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
         let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
         let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));

@@ -62,9 +62,17 @@ impl Link {
     }
 
     /// Releases the key behind `name`, now that tensors `first..first + count` of its row have arrived.
-    pub(crate) fn consume(&self, name: Name, known: &Known, first: u32, count: u32, deadline: Deadline) -> Result<()> {
+    pub(crate) fn consume(
+        &self,
+        name: Name,
+        known: &Known,
+        first: u32,
+        count: u32,
+        deadline: Deadline,
+    ) -> Result<()> {
         let cache = known.cache.0;
-        let request = Request::Consume { name: name.into(), cache, first, count, limit_ms: limit_ms(deadline) };
+        let request =
+            Request::Consume { name: name.into(), cache, first, count, limit_ms: limit_ms(deadline) };
         self.done(&request, deadline).map(|_| ())
     }
 
@@ -102,12 +110,7 @@ impl Link {
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
         let stream = lease.stream();
         let asked = talk::say(stream, request, deadline);
-        asked.and_then(|()| self.reply(lease, deadline)).map_err(|error| self.why_or(error))
-    }
-
-    /// Waits for a reply on the stream of `lease`.
-    pub(crate) fn reply(&self, lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
-        talk::hear(lease.stream(), MESSAGE_LIMIT, PATIENCE, deadline)
+        asked.and_then(|()| reply(lease, deadline)).map_err(|error| self.why_or(error))
     }
 
     /// A reply that is an error, as that error.
@@ -137,7 +140,9 @@ impl Link {
     fn read_record(&self, record: &Record) -> Result<Known> {
         let side = record.side()?;
         let tensors = match self.reach() {
-            Some(reach) => reach.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?,
+            Some(reach) => {
+                reach.tensors(&record.location, record.num_tensors, side.geometry.tensor_bytes())?
+            }
             None => None,
         };
         Ok(Known {
@@ -148,6 +153,11 @@ impl Link {
             tensors,
         })
     }
+}
+
+/// Waits for a reply on the stream of `lease`.
+pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
+    talk::hear(lease.stream(), MESSAGE_LIMIT, PATIENCE, deadline)
 }
 
 /// What is left of a deadline, for the peer, which has no clock in common with this side.

@@ -66,8 +66,13 @@ pub(super) fn dial(
     purpose: Purpose,
     deadline: Deadline,
 ) -> Result<Welcome> {
-    let hello =
-        Hello { purpose, from: me.party, asked: asked.map(|id| id.0), host: me.host.clone(), nonce: random()? };
+    let hello = Hello {
+        purpose,
+        from: me.party,
+        asked: asked.map(|id| id.0),
+        host: me.host.clone(),
+        nonce: random()?,
+    };
     let frame = wire::encode(&hello)?;
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
@@ -155,7 +160,13 @@ fn proof(token: Option<&Token>, side: &[u8], hello: &[u8], challenge: &Challenge
 }
 
 /// Compares in constant time.
-fn proven(token: Option<&Token>, side: &[u8], hello: &[u8], challenge: &Challenge, given: &[u8]) -> Result<bool> {
+fn proven(
+    token: Option<&Token>,
+    side: &[u8],
+    hello: &[u8],
+    challenge: &Challenge,
+    given: &[u8],
+) -> Result<bool> {
     Ok(keyed(token, side, hello, challenge)?.verify_slice(given).is_ok())
 }
 

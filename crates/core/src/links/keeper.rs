@@ -88,7 +88,8 @@ fn wait(bell: &Bell, links: &[Arc<Link>], limit: Option<Duration>) -> Vec<usize>
 fn listen(shared: &Arc<Shared>, link: &Arc<Link>) -> Result<Option<String>> {
     let deadline = Deadline::after(MESSAGE_TIME).named("the limit of a control message");
     let message = talk::hear_next(link.control(), GREETING_LIMIT, Duration::ZERO, deadline)?;
-    let gone = || Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended");
+    let gone =
+        || Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended");
     link.hear();
     match message.ok_or_else(gone)? {
         // A peer that does not take the answer is silent to us as well, and found out by that.

@@ -189,7 +189,8 @@ impl Link {
             if let Err(error) = deadline.waiting("waiting for transfers over the link to end") {
                 return Err(self.named(error));
             }
-            calls = self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            calls =
+                self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
@@ -294,14 +295,19 @@ impl Link {
                 }
                 if calls.asked < calls.waiting {
                     calls.asked += 1;
+                    drop(calls);
                     // Loses the message rather than wait for a peer that does not read.
-                    if let Err(error) = self.tell(&Control::Dial) {
-                        calls.asked -= 1;
+                    let told = self.tell(&Control::Dial);
+                    calls = self.locked();
+                    if let Err(error) = told {
+                        calls.asked = calls.asked.saturating_sub(1);
                         return (calls, Err(self.named(error)));
                     }
+                    continue;
                 }
             }
-            calls = self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            calls =
+                self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
             if calls.idle.is_empty()
                 && let Err(error) = deadline.waiting("waiting for a stream to the peer")
             {
@@ -346,7 +352,7 @@ impl Link {
     }
 
     /// Notes a stream on which the peer's calls are answered, so that breaking the link ends it.
-    pub(super) fn serve_on(&self, stream: Arc<Stream>) {
+    pub(super) fn serve_on(&self, stream: &Arc<Stream>) {
         self.served().push(stream.clone());
         if !self.alive() {
             stream.close();

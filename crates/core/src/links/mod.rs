@@ -24,7 +24,7 @@ mod threads;
 pub use communicator::CommStatus;
 pub use link::{Kind, Link, Peer};
 
-pub(crate) use far::{Known, limit_ms};
+pub(crate) use far::{Known, limit_ms, reply};
 pub(crate) use link::Lease;
 pub(crate) use reach::location;
 pub(crate) use talk::{hear_next, say};
@@ -118,7 +118,7 @@ impl Links {
         let address = one_address(peer)?;
         let both_ways = self.shared.cluster.config.links.both_ways;
         let _turn = self.shared.state.turn_to_link(peer.cluster, both_ways, deadline)?;
-        self.shared.connect(address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
+        self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
     }
 
     /// Ends every link of `link_clusters` with `peer`; with `force` without telling it. A cluster that is not linked is
@@ -230,7 +230,7 @@ impl Shared {
     /// Makes a link to whoever answers at `address`, by way of the local socket where both are on one host.
     fn connect(
         self: &Arc<Self>,
-        address: Address,
+        address: &Address,
         asked: ClusterId,
         comm: Option<&Comm>,
         kind: Kind,
@@ -344,7 +344,7 @@ impl Shared {
         let serve = move || {
             let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
             match link.open_reverse(deadline) {
-                Ok(stream) => shared.serve(&link, Arc::new(stream)),
+                Ok(stream) => shared.serve(&link, &Arc::new(stream)),
                 Err(error) => shared.state.note(format!("no stream for the calls of the peer: {error}")),
             }
         };
@@ -354,18 +354,18 @@ impl Shared {
     }
 
     /// Answers the peer's calls on `stream` until it ends.
-    fn serve(&self, link: &Arc<Link>, stream: Arc<Stream>) {
-        link.serve_on(stream.clone());
+    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) {
+        link.serve_on(stream);
         let gone = std::cell::Cell::new(false);
         let unlinked = || gone.set(self.state.remove(link));
-        if let Err(error) = self.answer.answer(link, &stream, &unlinked) {
+        if let Err(error) = self.answer.answer(link, stream, &unlinked) {
             // Of interest only while the link goes on: a broken one has been reported with its reason.
             if link.alive() {
                 self.state.note(format!("a call of cluster {} ended early: {error}", link.peer().cluster));
             }
         }
         stream.close();
-        link.served_on(&stream);
+        link.served_on(stream);
         if gone.get() {
             self.drop_link(link, "the peer unlinked");
         }
@@ -384,25 +384,32 @@ impl Shared {
         let listener = self.listen_at(&Address::Tcp(address))?;
         let config = &self.cluster.config.links;
         if config.token.is_none() && !address.ip().is_loopback() {
-            let who = if config.accept_remote { "peers of any host (llm.LinkAcceptRemote)" } else { "peers of this host only" };
-            self.state.note(format!("listening on {} without a token: {who} are accepted", listener.address()));
+            let who = if config.accept_remote {
+                "peers of any host (llm.LinkAcceptRemote)"
+            } else {
+                "peers of this host only"
+            };
+            self.state
+                .note(format!("listening on {} without a token: {who} are accepted", listener.address()));
         }
         self.state.put_main(Some(listener));
-        self.listen_local()
+        self.listen_local();
+        Ok(())
     }
 
     /// The local socket that peers of this host are sent to; once.
-    fn listen_local(self: &Arc<Self>) -> Result<()> {
+    fn listen_local(self: &Arc<Self>) {
         if self.cluster.config.links.transport == TransportChoice::Tcp || self.state.local_name().is_some() {
-            return Ok(());
+            return;
         }
         let name = format!("llm_datadist.{:016x}", self.me.party.instance);
         match self.listen_at(&Address::Unix(name.clone())) {
             Ok(listener) => self.state.put_local(name, listener),
             // Peers of this host come through the other listener and use sockets, as those of other hosts do.
-            Err(error) => self.state.note(format!("no local socket, peers of this host use sockets: {error}")),
+            Err(error) => {
+                self.state.note(format!("no local socket, peers of this host use sockets: {error}"));
+            }
         }
-        Ok(())
     }
 
     /// Listens at `address`, with a thread that accepts.
@@ -420,7 +427,9 @@ impl Link {
     fn report(&self) -> String {
         let way = match (self.transport(), self.reach().map(|reach| reach.refusal())) {
             (transport, Some(None)) => format!("{transport}: pools mapped, registered memory by process id"),
-            (transport, Some(Some(why))) => format!("{transport}: pools mapped, registered memory by sockets ({why})"),
+            (transport, Some(Some(why))) => {
+                format!("{transport}: pools mapped, registered memory by sockets ({why})")
+            }
             (transport, None) => format!("{transport}: sockets"),
         };
         let Peer { cluster, address, .. } = self.peer();

@@ -36,8 +36,10 @@ impl Reach {
         let pools = Placement::ALL.map(|placement| cluster.pool(placement).map(|arena| arena.region()));
         let shared = pools.map(|region| region.and_then(|region| Some((region.len(), region.descriptor()?))));
         let generations = cluster.generations().descriptor();
-        let descriptors: Vec<BorrowedFd<'_>> =
-            generations.into_iter().chain(shared.iter().flatten().map(|&(_, descriptor)| descriptor)).collect();
+        let descriptors: Vec<BorrowedFd<'_>> = generations
+            .into_iter()
+            .chain(shared.iter().flatten().map(|&(_, descriptor)| descriptor))
+            .collect();
         mem::allow_readers();
         let probe = mem::own_probe()?;
         let offer = Attach {
@@ -81,7 +83,12 @@ impl Reach {
     }
 
     /// `count` tensors of `bytes` each that lie at `location` of the peer; `None` if this process cannot see them.
-    pub(crate) fn tensors(&self, location: &Location, count: u32, bytes: u64) -> Result<Option<Arc<Tensors>>> {
+    pub(crate) fn tensors(
+        &self,
+        location: &Location,
+        count: u32,
+        bytes: u64,
+    ) -> Result<Option<Arc<Tensors>>> {
         let tensors = match location {
             Location::Region { region, runs } => {
                 let Some(Some(pool)) = self.pools.get(usize::from(*region)) else { return Ok(None) };

@@ -73,7 +73,8 @@ impl State {
         loop {
             entries.open()?;
             if let Some(link) = entries.linked_already(cluster, both_ways) {
-                let error = Error::new(ErrorKind::AlreadyLinked, format!("cluster {cluster} is linked already"));
+                let error =
+                    Error::new(ErrorKind::AlreadyLinked, format!("cluster {cluster} is linked already"));
                 return Err(error.with("peer", &link.peer().address));
             }
             if entries.linking.insert(cluster) {
@@ -143,7 +144,8 @@ impl State {
             }
             let preparing = entries.comms.values().find(|comm| comm.prepares(cluster)).cloned();
             let Some(comm) = preparing else { return Err(entries.missing(cluster)) };
-            entries = self.wait(entries, deadline, "preparing").map_err(|error| comm.unprepared(cluster, error))?;
+            entries =
+                self.wait(entries, deadline, "preparing").map_err(|error| comm.unprepared(cluster, error))?;
         }
     }
 
@@ -163,7 +165,9 @@ impl State {
     /// Whether there is a link, or one on the way.
     pub(super) fn any(&self) -> bool {
         let entries = self.locked();
-        !entries.links.is_empty() || !entries.linking.is_empty() || entries.comms.values().any(|comm| comm.preparing())
+        !entries.links.is_empty()
+            || !entries.linking.is_empty()
+            || entries.comms.values().any(|comm| comm.preparing())
     }
 
     /// Whether a communicator was ever entered.
@@ -180,7 +184,8 @@ impl State {
             let error = Error::new(ErrorKind::InvalidArgument, "too many communicators; unlink some");
             return Err(error.with("limit", super::communicator::MOST));
         }
-        let taken = |id: u64| crate::status::StatusCode::ALL.iter().any(|code| code.value().cast_unsigned() == id);
+        let taken =
+            |id: u64| crate::status::StatusCode::ALL.iter().any(|code| code.value().cast_unsigned() == id);
         let mut id = entries.last_comm + 1;
         while taken(id) {
             id += 1;
@@ -224,7 +229,8 @@ impl State {
     pub(super) fn greet(&self, stranger: &Arc<Stream>) {
         let mut entries = self.locked();
         entries.strangers.push_back(stranger.clone());
-        let oldest = (entries.strangers.len() > MOST_STRANGERS).then(|| entries.strangers.pop_front()).flatten();
+        let oldest =
+            (entries.strangers.len() > MOST_STRANGERS).then(|| entries.strangers.pop_front()).flatten();
         let closed = entries.closed;
         drop(entries);
         if closed {
@@ -289,8 +295,12 @@ impl State {
         let listeners = entries.main.take().into_iter().chain(local);
         let listeners: Vec<_> = listeners.chain(entries.others.drain().map(|(_, other)| other)).collect();
         drop(entries);
-        comms.iter().for_each(|comm| comm.abandon());
-        strangers.iter().for_each(|stranger| stranger.close());
+        for comm in comms {
+            comm.abandon();
+        }
+        for stranger in strangers {
+            stranger.close();
+        }
         for link in links {
             let _ = link.tell(&crate::wire::Control::Bye { reason: "the peer was finalized".into() });
             link.shatter("this engine was finalized");
@@ -346,14 +356,12 @@ impl Entries {
     #[cold]
     fn missing(&self, cluster: ClusterId) -> Error {
         let broke = self.links.get(&cluster).and_then(|all| all.last()?.why());
-        match broke.or_else(|| self.broken.get(&cluster)) {
-            Some((when, why)) => broken(cluster, *when, why),
-            None => {
-                let known: Vec<u64> = self.links.keys().map(|id| id.0).take(16).collect();
-                let error = Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {cluster}"));
-                error.with("linked", format_args!("{known:?}"))
-            }
+        if let Some((when, why)) = broke.or_else(|| self.broken.get(&cluster)) {
+            return broken(cluster, *when, why);
         }
+        let known: Vec<u64> = self.links.keys().map(|id| id.0).take(16).collect();
+        let error = Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {cluster}"));
+        error.with("linked", format_args!("{known:?}"))
     }
 }
 

@@ -63,7 +63,13 @@ pub(super) struct About {
 
 impl Stream {
     pub(super) fn new(socket: OwnedFd, about: About) -> Stream {
-        Stream { _kept: Kept::new(&socket), socket, about, state: AtomicU8::new(OPEN), faults: Running::default() }
+        Stream {
+            _kept: Kept::new(&socket),
+            socket,
+            about,
+            state: AtomicU8::new(OPEN),
+            faults: Running::default(),
+        }
     }
 
     /// The same stream, misbehaving.

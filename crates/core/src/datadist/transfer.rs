@@ -1,0 +1,304 @@
+//! Pull and push.
+//!
+//! Both resolve their two ends, check, plan, and let the side that receives read: from memory it can see of the other,
+//! else through a socket. What is known of a far cache may be out of date; then its owner says so, or its generation
+//! does, and the call starts over within its deadline. Not for: links (`remote`), or moving bytes (`engine`).
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::streams::{self, Streams};
+use super::{DataDist, End, STAGED};
+use crate::check::{self, ExtParam, Far, Layers, Moves, PullRows, PushRows};
+use crate::cluster::Cluster;
+use crate::engine::Progress;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{CacheId, ClusterId, Deadline};
+use crate::keys::{CacheKey, Name};
+use crate::links::{Known, Link, limit_ms, location};
+use crate::plan::CopyPlan;
+use crate::stats::Op;
+use crate::table::{Cache, pin_reads, pin_writes};
+use crate::wire::{Reply, Request, WirePlan};
+
+/// How often a call starts over because the far cache changed under it; each time costs a request and the deadline goes
+/// on.
+const MOST_ROUNDS: usize = 8;
+/// Tensors, and stretches of rows in each, that the text of an error names; all are in [`Error::arrived`].
+const SHOWN: usize = 8;
+
+/// A cache of a peer: whose, and which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FarName {
+    /// Who owns it.
+    pub cluster: ClusterId,
+    /// What it is called there.
+    pub name: Name,
+}
+
+/// The seed's `CacheIndex`: one batch slot of a peer's cache (seed `PushKvCache.md`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheIndex {
+    /// Who owns it.
+    pub cluster: ClusterId,
+    /// Its id there.
+    pub cache: CacheId,
+    /// The batch slot.
+    pub row: u32,
+}
+
+impl DataDist {
+    /// Brings rows of a peer's cache here (python-api.md §7.12, §7.13). An error says what arrived.
+    pub fn pull(&self, from: FarName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
+        self.cluster.stats.timed(Op::Pull, || {
+            let deadline = self.deadline();
+            let near = self.near(from.cluster, to)?;
+            check::pull_near(near.side(), rows, layers)?;
+            let link = self.links.find(from.cluster, deadline)?;
+            let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
+            let bytes = call.counted(|| {
+                call.rounds(|known| {
+                    let moves = check::pull(call.near.side(), known.far, rows, layers)?;
+                    call.bring(known, &moves)
+                })
+            })?;
+            self.cluster.stats.travelled(Op::Pull, bytes);
+            Ok(())
+        })
+    }
+
+    /// Brings rows of a cache of this engine to a peer's (python-api.md §7.14, §7.15): they are in place there when this
+    /// returns. All layers are one submission under one deadline. An error says how far it got.
+    pub fn push(&self, from: &End, to: FarName, rows: &PushRows, layers: Layers) -> Result<()> {
+        self.cluster.stats.timed(Op::Push, || {
+            let deadline = self.deadline();
+            let near = self.near(to.cluster, from)?;
+            check::push_near(near.side(), rows, layers)?;
+            let link = self.links.find(to.cluster, deadline)?;
+            // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
+            let (name, row) = match to.name {
+                Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
+                name @ Name::Key(_) => (name, None),
+            };
+            let call = Call { cluster: &self.cluster, link, name, near, deadline };
+            let bytes = call.counted(|| {
+                call.rounds(|known| {
+                    let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
+                    let moves = check::push(call.near.side(), far, rows, layers)?;
+                    let outcome = call.take(known, &moves)?;
+                    if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
+                        (rows, &outcome, moves.whole)
+                    {
+                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (python-api.md §17,
+                        // further rulings).
+                        self.cluster.table.release_row(call.near.id(), *row);
+                    }
+                    Ok(outcome)
+                })
+            })?;
+            self.cluster.stats.travelled(Op::Push, bytes);
+            Ok(())
+        })
+    }
+
+    /// The seed's `PushKvCache`: only the prompt role, only whole slots, layer ranges with both ends inclusive.
+    pub fn push_kv_cache(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        src_batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+    ) -> Result<()> {
+        let near = self.cluster.table.find(src)?;
+        let layers = check::push_kv_cache(self.cluster.config.role, near.side(), size, ext)?;
+        let to = FarName { cluster: dst.cluster, name: Name::Row { cache: dst.cache, row: dst.row } };
+        self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
+    }
+
+    /// The cache of this engine at one end of a transfer with `cluster`.
+    fn near(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
+        if self.links.is_self(cluster) {
+            let allowed = "another cluster: this one's own caches need no transfer";
+            return Err(Error::argument("cluster_id", cluster, allowed));
+        }
+        match end {
+            End::Managed(id) => self.cluster.table.find(*id),
+            End::Loose(_) => {
+                let text = "a cache that was never registered cannot take part in a transfer";
+                Err(Error::new(ErrorKind::CacheNotFound, text))
+            }
+        }
+    }
+}
+
+/// What became of an attempt that did not fail.
+pub(super) enum Moved {
+    /// Every byte is in place: so many.
+    Bytes(u64),
+    /// The far cache is not what it was: describe it again.
+    Stale,
+}
+
+/// One pull or push under way.
+struct Call<'a> {
+    cluster: &'a Arc<Cluster>,
+    link: Arc<Link>,
+    /// The far cache.
+    name: Name,
+    near: Arc<Cache>,
+    deadline: Deadline,
+}
+
+impl Call<'_> {
+    /// Counts the call with its link, which does not go away under it by an unlink.
+    fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
+        let started = Instant::now();
+        let result = self.link.begin().and_then(|_active| call());
+        self.link.transfers().count(started.elapsed(), result.is_ok());
+        if let Ok(bytes) = result {
+            self.link.transfers().moved(bytes);
+        }
+        result
+    }
+
+    /// Finds the far cache and attempts the transfer; once more if the far cache was not what it was thought to be.
+    fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
+        let Call { link, name, deadline, .. } = self;
+        self.one_sided()?;
+        for round in 0..MOST_ROUNDS {
+            let known =
+                if round == 0 { link.known(*name, *deadline)? } else { link.describe(*name, *deadline)? };
+            let open = check::reachable("the cache of the peer", known.far.accessible);
+            match open.and_then(|()| attempt(&known)).map_err(|error| self.named(error))? {
+                Moved::Bytes(bytes) => return Ok(bytes),
+                Moved::Stale => deadline.waiting("finding a cache of the peer that keeps changing")?,
+            }
+        }
+        let text = "the cache of the peer changed each time it was looked at";
+        Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
+    }
+
+    /// In remote-accessible mode both caches must be (python-api.md §12.4).
+    fn one_sided(&self) -> Result<()> {
+        if self.cluster.config.remote_accessible {
+            check::reachable("the cache of this side", self.near.remote_accessible())?;
+        }
+        Ok(())
+    }
+
+    /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
+    fn bring(&self, known: &Arc<Known>, moves: &Moves) -> Result<Moved> {
+        let plan = Arc::new(CopyPlan::moves(moves));
+        if plan.waves().is_empty() {
+            return Ok(Moved::Bytes(0));
+        }
+        let pinned = pin_writes(&self.near, moves.near_rows.clone(), self.deadline)?;
+        let progress = Arc::new(Progress::default());
+        let outcome = match &known.tensors {
+            Some(tensors) => {
+                let (from, to) =
+                    ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
+                let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, self.deadline, &progress);
+                self.confirm(known, run.map(|outcome| outcome.bytes))
+            }
+            None => streams::receive(self.streams(known, &plan), progress.clone()),
+        };
+        let row_bytes = self.near.geometry().row_bytes();
+        let outcome = outcome.map_err(|error| arrived(error, &progress, &plan, row_bytes))?;
+        drop(pinned);
+        if let Moved::Bytes(_) = outcome
+            && !self.cluster.config.remote_accessible
+            && known.consumable
+        {
+            self.link.consume(self.name, known, moves.src_tensor, moves.num_tensors, self.deadline)?;
+            if let Name::Key(CacheKey::Request { .. }) = self.name {
+                self.link.forget(&self.name);
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// After a read from memory of the peer: whether what was read was the cache all the time.
+    fn confirm(&self, known: &Known, read: Result<u64>) -> Result<Moved> {
+        let unchanged = self.link.current(known);
+        self.link.check()?;
+        if unchanged {
+            return read.map(Moved::Bytes);
+        }
+        // Something about the cache changed, perhaps only one of its keys: its id is never used again, so the same id
+        // means the same memory.
+        let now = self.link.describe(self.name, self.deadline)?;
+        if now.cache == known.cache && now.far == known.far {
+            read.map(Moved::Bytes)
+        } else {
+            Ok(Moved::Stale)
+        }
+    }
+
+    /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
+    fn take(&self, known: &Arc<Known>, moves: &Moves) -> Result<Moved> {
+        let plan = Arc::new(CopyPlan::moves(moves));
+        if plan.waves().is_empty() {
+            return Ok(Moved::Bytes(0));
+        }
+        let _pinned = pin_reads(&self.near, moves.near_rows.clone(), self.deadline)?;
+        let whereabouts = self.cluster.whereabouts(&self.near);
+        if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
+            let geometry = self.near.geometry();
+            let request = Request::Fetch {
+                at: known.at,
+                plan: WirePlan::from(&*plan),
+                source: location(whereabouts),
+                num_tensors: geometry.num_tensors(),
+                tensor_bytes: geometry.tensor_bytes(),
+                limit_ms: limit_ms(self.deadline),
+            };
+            match self.link.ask(&request, self.deadline)? {
+                Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),
+                Reply::Stale => return Ok(Moved::Stale),
+                // The peer could see it when the link was made, and cannot now: the sockets always work.
+                Reply::Unreachable { .. } => {}
+                reply => return Err(self.link.unexpected(&reply)),
+            }
+        }
+        streams::send(&self.streams(known, &plan))
+    }
+
+    /// The transfer through sockets.
+    fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
+        Streams {
+            cluster: self.cluster.clone(),
+            link: self.link.clone(),
+            known: known.clone(),
+            plan: plan.clone(),
+            near: self.near.clone(),
+            deadline: self.deadline,
+        }
+    }
+
+    /// The same error with what the call was about.
+    fn named(&self, error: Error) -> Error {
+        let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
+        error.with("name", self.name)
+    }
+}
+
+/// The error of a pull with what of the destination is in place nevertheless.
+#[cold]
+fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
+    let whole = progress.arrived(plan, row_bytes);
+    let mut text = String::new();
+    for tensor in whole.iter().take(SHOWN) {
+        // Writing to a text cannot fail.
+        let _ = write!(text, "tensor {}:", tensor.tensor);
+        for rows in tensor.rows.iter().take(SHOWN) {
+            let _ = write!(text, " {}-{}", rows.start, rows.end - 1);
+        }
+        text += if tensor.rows.len() > SHOWN { " …; " } else { "; " };
+    }
+    let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
+    let error = error.with("arrived", format_args!("{text}{rest}"));
+    error.with_arrived(whole.into_iter().map(|tensor| (tensor.tensor, tensor.rows)).collect())
+}

@@ -1,0 +1,85 @@
+"""Messages between the two processes of a replay: one JSON object a line, over two pipes, every wait bounded.
+
+Not for bytes of caches, which travel through the engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from typing import Any
+
+Message = dict[str, Any]
+
+_CHUNK = 1 << 16
+
+
+class ChannelError(Exception):
+    """The other process closed the channel, did not answer in time, or sent what is no message. The text says which."""
+
+
+class Channel:
+    """The end of a channel in the process that must not wait for ever.
+
+    Args:
+        reading: descriptor of the pipe that is read.
+        writing: descriptor of the pipe that is written; it no longer blocks.
+    """
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading = reading
+        self._writing = writing
+        self._received = bytearray()
+        self._searched = 0
+        os.set_blocking(writing, False)
+
+    def send(self, message: Message, limit_s: float) -> None:
+        """Send one message. Raises ChannelError.
+
+        Reads as well while the pipe is full: two ends that both write could otherwise wait for each other.
+        """
+        rest = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        until = time.monotonic() + limit_s
+        try:
+            while rest:
+                try:
+                    rest = rest[os.write(self._writing, rest) :]
+                except BlockingIOError:
+                    self._wait(until, limit_s, "took no message")
+        except OSError as error:
+            raise ChannelError(f"closed the channel ({error.strerror})") from error
+
+    def receive(self, limit_s: float) -> Message:
+        """Wait for the next message and return it. Raises ChannelError."""
+        until = time.monotonic() + limit_s
+        while (end := self._received.find(b"\n", self._searched)) < 0:
+            self._searched = len(self._received)
+            self._wait(until, limit_s, "did not answer", sending=False)
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        self._searched = 0
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ChannelError(f"sent what is no message: {line[:80]!r}")
+        return message
+
+    def _wait(self, until: float, limit_s: float, silent: str, *, sending: bool = True) -> None:
+        """Wait until there is something to read, which is taken, or to write into if `sending`."""
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        if sending:
+            poll.register(self._writing, select.POLLOUT)
+        left_ms = max((until - time.monotonic()) * 1000, 0)
+        ready = dict(poll.poll(left_ms))
+        if not ready:
+            raise ChannelError(f"{silent} within {limit_s:g} s")
+        if self._reading in ready:
+            chunk = os.read(self._reading, _CHUNK)
+            if not chunk:
+                raise ChannelError("closed the channel")
+            self._received += chunk

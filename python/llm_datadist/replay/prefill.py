@@ -1,0 +1,304 @@
+"""The prefill process as the decode process sees it: starts it, asks, pulls, and starts it again when it dies.
+
+Every wait for it is bounded. Not for what it does (``worker``), or which blocks are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llm_datadist import LLMException, LLMStatusCode
+from llm_datadist.replay.channel import Channel, ChannelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llm_datadist.replay.channel import Message
+    from llm_datadist.replay.node import Node, Staging
+    from llm_datadist.replay.worker import Setup
+
+COMMAND = [sys.executable, "-m", "llm_datadist.replay.worker"]
+"""What is started."""
+
+MOST_RESTARTS = 3
+"""After so many the replay gives up."""
+
+_EXIT_LIMIT_S = 10.0
+_GRACE_S = 2.0
+_LATEST_PULLS = 101
+
+# What a pull gives while its peer is out of reach: nothing but another process helps, even if this one lives.
+_OUT_OF_REACH = (
+    LLMStatusCode.LLM_NOT_YET_LINK,
+    LLMStatusCode.LLM_LINK_FAILED,
+    LLMStatusCode.LLM_TIMEOUT,
+    LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+)
+
+
+class PrefillError(Exception):
+    """The prefill process does not work. The text says why."""
+
+
+@dataclass
+class Restart:
+    """One loss of the process: at which request (from 1), how it ended, and what was seen of that.
+
+    `code` is the status of the pull that failed, None if a message did; `gap_ms` is the time from the kill, or from
+    when the loss was seen, to the next good pull.
+    """
+
+    request: int
+    ended: str
+    code: str | None
+    reason: str
+    gap_ms: float | None = None
+
+
+class Prefill:
+    """The other process. Close it after use.
+
+    Args:
+        node: where the blocks are pulled to.
+        setup: what the process is told at its start.
+        token: what both engines must know to be linked.
+        limit_s: how long an answer may take.
+        tell: shows a line of text.
+        kill_at: kill it at that request (from 1), in the middle of a pull.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        setup: Setup,
+        token: str,
+        limit_s: float,
+        tell: Callable[[str], None],
+        kill_at: int | None = None,
+    ) -> None:
+        self.restarts: list[Restart] = []
+        self.waited_s = 0.0
+        self._node = node
+        self._setup = setup
+        self._token = token
+        self._limit_s = limit_s
+        self._tell = tell
+        self._kill_at = kill_at
+        self._asked: dict[int, list[int]] = {}
+        self._slots: dict[int, list[int]] = {}
+        self._total = self._total_before = 0
+        self._lost_at: float | None = None
+        self._process: _Process | None = None
+
+    @property
+    def computed(self) -> int:
+        """Blocks computed so far, those that died with their process among them."""
+        return self._total_before + self._total
+
+    def start(self) -> None:
+        """Start the process and link to it. Raises PrefillError."""
+        try:
+            self._start()
+        except (ChannelError, LLMException) as error:
+            raise PrefillError(f"it did not start: {_said(error)}; {self._stop(_GRACE_S)}") from error
+
+    def compute(self, number: int, blocks: Sequence[int]) -> None:
+        """Have the blocks and the staging cache of a request computed. Does not wait for that."""
+        self._asked[number] = list(blocks)
+        self._post(self._request(number))
+
+    def bring(self, number: int, targets: Sequence[int], staging: Staging) -> None:
+        """Pull what was computed for a request: its blocks into slots of the node, in order, and its staging cache.
+
+        A process that is lost meanwhile is replaced, and the request computed again. Raises PrefillError when too
+        many were.
+        """
+        while True:
+            try:
+                self._pull(number, self._answer(number), targets, staging)
+            except (ChannelError, LLMException) as error:
+                self._recover(number, error)
+            else:
+                break
+        del self._asked[number], self._slots[number]
+        self._post({"free": number})
+        if self._lost_at is not None:
+            gap_ms = self.restarts[-1].gap_ms = (time.monotonic() - self._lost_at) * 1e3
+            self._lost_at = None
+            self._tell(f"prefill: is back: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
+
+    def end(self) -> dict[str, Any]:
+        """Unlink, have the process free everything and end; return its report. Raises PrefillError, LLMException."""
+        links = self._node.stats()["links"]
+        self._node.unlink(force=False)
+        try:
+            self._channel.send({"end": True}, self._limit_s)
+            report = self._channel.receive(self._limit_s)
+        except ChannelError as error:
+            raise PrefillError(f"it gave no report: {_said(error)}; {self._stop(_GRACE_S)}") from error
+        ended = self._stop(_EXIT_LIMIT_S)
+        if ended != _exit_text(0):
+            raise PrefillError(f"after its report: {ended}")
+        return {**report, "computed": self.computed, "link": links[0] if links else {}}
+
+    def close(self) -> None:
+        """End the process, if it still runs."""
+        self._stop(_GRACE_S)
+
+    # -- a request ---------------------------------------------------------------------------------------------
+
+    def _request(self, number: int) -> Message:
+        return {"compute": number, "blocks": self._asked[number]}
+
+    def _answer(self, number: int) -> list[int]:
+        """Wait until a request is computed; return the slots of its blocks."""
+        start = time.perf_counter()
+        while number not in self._slots:
+            message = self._channel.receive(self._limit_s)
+            self._slots[message["computed"]] = message["slots"]
+            self._total = message["total"]
+        self.waited_s += time.perf_counter() - start
+        return self._slots[number]
+
+    def _pull(self, number: int, sources: Sequence[int], targets: Sequence[int], staging: Staging) -> None:
+        killer = self._killer(number)
+        try:
+            if targets:
+                self._node.pull_blocks(sources, targets)
+        finally:
+            if killer is not None:
+                killer.join()
+        self._node.pull_staging(number, staging)
+
+    def _post(self, message: Message) -> None:
+        """Send what needs no answer now. A loss shows when one is needed."""
+        try:
+            self._channel.send(message, self._limit_s)
+        except ChannelError:
+            pass
+
+    def _killer(self, number: int) -> threading.Thread | None:
+        """At the request where the process is to be killed, start the thread that does so half a pull later."""
+        if self._kill_at is None or number + 1 < self._kill_at or self._process is None:
+            return None
+        self._kill_at = None
+        process = self._process
+        latest = self._node.calls["pull blocks"].nanoseconds[-_LATEST_PULLS:]
+        delay_s = statistics.median(latest) / 2e9 if latest else 0.0
+
+        def kill() -> None:
+            time.sleep(delay_s)
+            self._lost_at = time.monotonic()
+            process.kill()
+
+        killer = threading.Thread(target=kill, name="kill prefill")
+        killer.start()
+        return killer
+
+    # -- the process -------------------------------------------------------------------------------------------
+
+    @property
+    def _channel(self) -> Channel:
+        if self._process is None:
+            raise ChannelError("is not running")
+        return self._process.channel
+
+    def _start(self) -> None:
+        self._process = _Process(self._token)
+        self._channel.send(self._setup.message(), self._limit_s)
+        self._node.link(self._channel.receive(self._limit_s)["address"])
+
+    def _stop(self, patience_s: float) -> str:
+        """End the process and return how it ended."""
+        process, self._process = self._process, None
+        return "it was not running" if process is None else process.stop(patience_s)
+
+    def _recover(self, number: int, error: ChannelError | LLMException) -> None:
+        """Report the loss, start another process, and ask it for what was not pulled yet.
+
+        Raises the error itself if the process lives and is in reach, and PrefillError after too many restarts.
+        """
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        while True:
+            if isinstance(error, LLMException) and not self._is_lost(error):
+                raise error
+            ended = self._stop(_GRACE_S)
+            code = error.status_code.name if isinstance(error, LLMException) else None
+            lost = Restart(number + 1, ended, code, str(error))
+            text = f"lost at request {number + 1:,}: {ended}; {_said(error)}"
+            if len(self.restarts) == MOST_RESTARTS:
+                raise PrefillError(f"{text}; given up after {MOST_RESTARTS} restarts") from error
+            self.restarts.append(lost)
+            self._tell(f"prefill: {text}; restart {len(self.restarts)} of at most {MOST_RESTARTS}")
+            try:
+                self._node.unlink(force=True)
+                self._start()
+            except (ChannelError, LLMException) as again:
+                error = again
+            else:
+                break
+        self._total_before, self._total = self.computed, 0
+        self._slots.clear()
+        for asked in self._asked:
+            self._post(self._request(asked))
+
+    def _is_lost(self, error: LLMException) -> bool:
+        """Whether a failed call means that the process is dead or out of reach, and not that the call was wrong."""
+        return error.status_code in _OUT_OF_REACH or self._process is None or self._process.has_ended(_GRACE_S)
+
+
+class _Process:
+    """A running process and the channel to it."""
+
+    def __init__(self, token: str) -> None:
+        environment = {**os.environ, "LLM_DATADIST_TOKEN": token}
+        self._popen = subprocess.Popen(  # noqa: S603  (this interpreter, this package)
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+        )
+        if self._popen.stdin is None or self._popen.stdout is None:
+            raise ChannelError("has no pipes")
+        self.channel = Channel(self._popen.stdout.fileno(), self._popen.stdin.fileno())
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._popen.kill()
+
+    def has_ended(self, patience_s: float) -> bool:
+        """Wait for its end, but not for long; return whether it came."""
+        try:
+            self._popen.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def stop(self, patience_s: float) -> str:
+        """Close its input, which ends it; kill it if that takes too long. Return how it ended."""
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                pipe.close()
+        if self.has_ended(patience_s):
+            return _exit_text(self._popen.returncode)
+        self._popen.kill()
+        self._popen.wait()
+        return f"it did not end within {patience_s:g} s and was killed by decode"
+
+
+def _exit_text(status: int) -> str:
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    return f"it was killed by signal {-status} ({signal.Signals(-status).name}), exit status {status}"
+
+
+def _said(error: ChannelError | LLMException) -> str:
+    if isinstance(error, LLMException):
+        return f"a call gave {error.status_code.name}: {error}"
+    return f"it {error}"

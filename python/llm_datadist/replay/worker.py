@@ -1,0 +1,163 @@
+"""The prefill process: writes the blocks and the staging cache of each request, for decode to pull.
+
+Started by ``prefill`` with pipes for standard input and output, on which messages travel (``channel``); whatever else
+is printed goes to standard error. It ends when its input does, so that it never outlives the decode process.
+
+| from decode                              | to decode                                                     |
+| ---------------------------------------- | ------------------------------------------------------------- |
+| ``geometry``, ``seed``, ``blocks``, ...  | ``address``: where this engine listens                        |
+| ``compute``: a request, ``blocks``: ids  | ``computed``: the request, ``slots``: where each block lies   |
+| ``free``: a request that was pulled      |                                                               |
+| ``end``                                  | ``leaked_bytes`` and what the work cost; then the process ends |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llm_datadist import CacheKey, LLMException, LLMRole, Placement
+from llm_datadist.replay.content import Pattern
+from llm_datadist.replay.engine import Engine
+from llm_datadist.replay.geometry import STAGING_TOKENS, Geometry
+from llm_datadist.replay.node import BLOCKS_MODEL, PREFILL, STAGING_MODEL
+from llm_datadist.replay.report import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llm_datadist.replay.channel import Message
+
+
+class Setup(NamedTuple):
+    """What the process must know: shape and seed of the contents, blocks and bytes of its pool, engine options."""
+
+    geometry: Geometry
+    seed: int
+    blocks: int
+    pool_bytes: int
+    extra: dict[str, str]
+
+    def message(self) -> Message:
+        """Return it as a message."""
+        return {**self._asdict(), "geometry": list(self.geometry)}
+
+    @classmethod
+    def of(cls, message: Message) -> Setup:
+        """Return what a message says."""
+        return cls(**{**message, "geometry": Geometry(*message["geometry"])})
+
+
+class Worker:
+    """An engine with one blocks cache under a key, and a free list of its slots."""
+
+    def __init__(self, setup: Setup) -> None:
+        shape = setup.geometry
+        options = {"llm.listenIpInfo": "127.0.0.1:0", **setup.extra}
+        self._engine = Engine(LLMRole.PROMPT, PREFILL, shape, (setup.pool_bytes, 0), options)
+        self._cache, self._rows = self._engine.blocks_cache(setup.blocks, Placement.DEVICE, BLOCKS_MODEL)
+        self._pattern = Pattern(shape.tensors, shape.row_bytes, setup.seed)
+        self._staging_pattern = Pattern(shape.tensors, STAGING_TOKENS * shape.token_bytes, setup.seed + 1)
+        self._free = list(range(setup.blocks - 1, -1, -1))
+        self._held: dict[int, list[int]] = {}
+        self._computed = 0
+        self._seconds = 0.0
+
+    def answer(self, message: Message) -> Message | None:
+        """Do what a message asks for; return the answer, if it takes one."""
+        if "compute" in message:
+            number = message["compute"]
+            slots = self._compute(number, message["blocks"])
+            return {"computed": number, "slots": slots, "total": self._computed}
+        if "free" in message:
+            # Sorted, the lowest slot last: neighbours are taken together, which makes pulls cheaper.
+            self._free = sorted(self._free + self._held.pop(message["free"]), reverse=True)
+            return None
+        if "end" in message:
+            return self._report()
+        raise ValueError(f"no such message: {message!r}")
+
+    def address(self) -> Message:
+        """Return the answer to the first message."""
+        return {"address": self._engine.dist.listen_ip_info}
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+
+    def _compute(self, number: int, blocks: list[int]) -> list[int]:
+        start = time.perf_counter()
+        slots = [self._free.pop() for _ in blocks]
+        for block, slot in zip(blocks, slots):
+            self._pattern.fill(self._rows, slot, block)
+        self._held[number] = slots
+        self._stage(number)
+        self._computed += len(blocks)
+        self._seconds += time.perf_counter() - start
+        return slots
+
+    def _stage(self, number: int) -> None:
+        """Leave the request's staging cache to its key alone: the pull of it, and nothing else, releases it."""
+        manager = self._engine.manager
+        key = CacheKey(PREFILL, number, model_id=STAGING_MODEL)
+        cache = manager.allocate_cache(self._engine.staging(), [key])
+        self._staging_pattern.fill(self._engine.rows(cache), 0, number)
+        manager.deallocate_cache(cache)
+
+    def _report(self) -> Message:
+        self._rows.clear()
+        self._engine.manager.deallocate_blocks_cache(self._cache)
+        return {
+            "leaked_bytes": self._engine.used_bytes(),
+            "keys": self._engine.stats()["table"]["keys"],
+            "computed": self._computed,
+            "seconds": self._seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+
+
+def serve(lines: Iterable[str], replies: Any) -> int:
+    """Answer the messages in `lines` and return the exit status: 1 if they end before the one that says so."""
+    messages = (json.loads(line) for line in lines)
+    setup = next(messages, None)
+    if setup is None:
+        return 1
+    worker = Worker(Setup.of(setup))
+    try:
+        _send(replies, worker.address())
+        for message in messages:
+            answer = worker.answer(message)
+            if answer is not None:
+                _send(replies, answer)
+            if "end" in message:
+                return 0
+    finally:
+        worker.close()
+    return 1
+
+
+def _send(replies: Any, message: Message) -> None:
+    replies.write(json.dumps(message, separators=(",", ":")) + "\n")
+    replies.flush()
+
+
+def main() -> int:
+    """Run the process and return its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for decode, whose end is seen here as the end of input
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
+        os.dup2(2, 1)
+        try:
+            return serve(sys.stdin, replies)
+        except LLMException as error:
+            print(f"replay: prefill: the engine failed: {error}", file=sys.stderr)  # noqa: T201  (its only channel)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), replies.fileno())  # what is left must go somewhere on close
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

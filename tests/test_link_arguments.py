@@ -1,0 +1,691 @@
+"""Every argument of the calls about links, given wrongly, which of two mistakes is named first, and what state allows.
+
+No peer is needed: where one is called, nobody listens. Not for: links that come about, or options (`test_config_links.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from conftest import options
+from llm_datadist import (
+    CacheDesc,
+    DataType,
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    RegisterMemStatus,
+)
+from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
+LINK_FAILED, NOT_LINKED = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK
+UNLINK_FAILED = LLMStatusCode.LLM_UNLINK_FAILED
+NOTIFY_FAILED = LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
+
+
+def coded(code: LLMStatusCode) -> Expected:
+    """An `LLMException` with this code."""
+    return Expected(str(code), (LLMException,), (code,))
+
+
+UNKNOWN = coded(NOT_LINKED)
+NOT_ENABLED = coded(LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+FAILED = coded(LLMStatusCode.LLM_FAILED)
+
+V1 = {"ge.exec.deviceId": "0"}
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1) -> LLMClusterInfo:
+    """A peer with so many addresses of each side."""
+    made = LLMClusterInfo()
+    if cluster is not None:
+        made.remote_cluster_id = cluster
+    for _ in range(remote):
+        made.append_remote_ip_info("127.0.0.1", port)
+    for _ in range(local):
+        made.append_local_ip_info("127.0.0.1", 0)
+    return made
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., LLMDataDist]]:
+    """A function that initialises an engine of any role."""
+    opened: list[LLMDataDist] = []
+
+    def start(role: LLMRole = LLMRole.PROMPT, settings: dict[str, str] | None = None, **extra: str) -> LLMDataDist:
+        dist = LLMDataDist(role, 1)
+        opened.append(dist)
+        dist.init(options(None, None, **extra) if settings is None else settings)
+        return dist
+
+    yield start
+    for dist in opened:
+        dist.finalize()
+
+
+class Row:
+    """One mistake: the arguments to give instead, what comes of it, and a piece of the text."""
+
+    def __init__(self, wrong: dict[str, Any], expected: Expected, text: str = "") -> None:
+        self.wrong, self.expected, self.text = wrong, expected, text
+
+
+def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> None:
+    """Every row alone, and every two rows together: the first is reported."""
+    cases = [(row, row.wrong) for row in rows]
+    pairs = itertools.combinations(rows, 2)
+    cases += [(a, {**b.wrong, **a.wrong}) for a, b in pairs if not a.wrong.keys() & b.wrong.keys()]
+    assert len(cases) > len(rows), "no pairs"
+    for row, wrong in cases:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
+            call(**{**good, **wrong})
+        try:
+            row.expected.judge(caught.value)
+            assert row.text in str(caught.value), str(caught.value)
+        except AssertionError as failure:
+            raise AssertionError(f"{wrong}: {failure}") from caught.value
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "link": lambda dist: dist.link("name", {1: 0, 2: 1}, "{}"),
+    "unlink": lambda dist: dist.unlink(1),
+    "query_register_mem_status": lambda dist: dist.query_register_mem_status(1),
+    "link_clusters": lambda dist: dist.link_clusters([info()]),
+    "unlink_clusters": lambda dist: dist.unlink_clusters([info()]),
+    "switch_role": lambda dist: dist.switch_role(LLMRole.DECODER),
+    "check_link_status": lambda dist: dist.check_link_status(1),
+    "listen_ip_info": lambda dist: dist.listen_ip_info,
+    "stats": lambda dist: dist.stats(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_before_init_and_after_finalize_it_is_a_runtime_error(name: str, begin: Callable[..., LLMDataDist]) -> None:
+    finalized = begin()
+    finalized.finalize()
+    for dist in (LLMDataDist(LLMRole.DECODER, 1), finalized):
+        with pytest.raises(RuntimeError, match="not initialized") as caught:
+            CALLS[name](dist)
+        assert not isinstance(caught.value, LLMException)
+
+
+@pytest.mark.parametrize("name", ["link", "unlink", "query_register_mem_status"])
+def test_rank_tables_need_the_cache_manager(name: str, begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(settings=V1)
+    with pytest.raises(LLMException, match="EnableCacheManager") as caught:
+        CALLS[name](dist)
+    assert caught.value.status_code is INVALID
+    bad_arguments: dict[str, Callable[[], Any]] = {
+        "link": lambda: dist.link(None, None, None),
+        "unlink": lambda: dist.unlink(None),
+        "query_register_mem_status": lambda: dist.query_register_mem_status(None),
+    }
+    with raising(LE):
+        bad_arguments[name]()
+
+
+# -- rank tables -----------------------------------------------------------------------------------------------------
+
+
+def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    good = {"comm_name": "name", "cluster_rank_info": {1: 0, 2: 1}, "rank_table": "no json"}
+    members = "cluster_rank_info"
+    check(
+        dist.link,
+        good,
+        [
+            *[Row({"comm_name": bad}, TE, "comm_name") for bad in (None, 5, b"name", ["name"], True)],
+            *[Row({"comm_name": bad}, LE, "comm_name") for bad in ("", "x" * 128)],
+            Row({members: None}, AE),
+            *[Row({members: bad}, TE, members) for bad in (5, [(1, 0), (2, 1)], "x", {"1": 0, 2: 1}, {1: "0", 2: 1})],
+            *[Row({members: bad}, TE, members) for bad in ({1: None, 2: 1}, {True: 0, 2: 1}, {1: True, 2: 1})],
+            Row({members: {-1: "0"}}, TE, members),
+            Row({members: {number: number for number in range(1, 6)}}, LE, members),
+            Row({members: {-number: number for number in range(1, 6)}}, LE, members),
+            *[Row({members: bad}, VE, "uint64") for bad in ({-1: 0, 2: 1}, {1: 0, UINT64_MAX + 1: 1}, {-1: 0})],
+            *[Row({members: bad}, VE, "uint32") for bad in ({1: -1, 2: 1}, {1: 0, 2: UINT32_MAX + 1})],
+            *[Row({"rank_table": bad}, TE, "rank_table") for bad in (5, b"{}", {}, True)],
+            *[Row({members: bad}, LE, members) for bad in ({}, {1: 0})],
+            *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
+            Row({members: {3: 0, 2: 1}}, LE, "must name this cluster"),
+            Row({"rank_table": None}, TE, "rank_table"),
+            *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
+        ],
+    )
+    # Neither a name nor a number is refused at its bound: what is left to refuse is the table.
+    for name in ("x", "x" * 127):
+        with pytest.raises(LLMException, match="rank_table"):
+            dist.link(name, {1: 0, 2: UINT32_MAX}, "no json")
+
+
+@pytest.mark.parametrize("name", ["unlink", "query_register_mem_status"])
+def test_communicator_numbers(name: str, begin: Callable[..., LLMDataDist]) -> None:
+    call = getattr(begin(), name)
+    for bad in (None, "1", 1.0, True, [1]):
+        with raising(TE):
+            call(bad)
+        with raising(TE):
+            call(comm_id=bad)
+    for bad in (-1, UINT64_MAX + 1, 2**200):
+        with raising(VE):
+            call(bad)
+    for unknown in (0, 1, UINT64_MAX):
+        with raising(UNKNOWN):
+            call(comm_id=unknown)
+
+
+TABLE = """{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
+ "device": [{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}]}"""
+
+
+def test_a_communicator_without_its_peer_is_preparing_and_can_be_left(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(llm__RankPort=str(free_port()))
+    manager = dist.cache_manager
+    assert manager._is_call_linked is False
+    first = dist.link("first", {1: 0, 2: 1}, TABLE)
+    assert manager._is_call_linked is True
+    second = dist.link(comm_name="second", cluster_rank_info={1: 0, 2: 1}, rank_table=TABLE)
+    assert second == first + 1
+    assert first >= 1
+    assert not {first, second} & {int(code) for code in LLMStatusCode}
+    assert dist.query_register_mem_status(comm_id=first) is RegisterMemStatus.PREPARING
+    dist.unlink(first)
+    with raising(UNKNOWN):
+        dist.query_register_mem_status(first)
+    with raising(UNKNOWN):
+        dist.unlink(comm_id=first)
+    dist.unlink(second)
+
+
+def test_registering_as_accessible_is_refused_after_link(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(llm__RankPort=str(free_port()), llm__EnableRemoteCacheAccessible="1")
+    manager, user = dist.cache_manager, UserTensors()
+    made_of = CacheDesc(2, [4, 256], DataType.DT_INT8)
+    manager.register_cache(made_of, user.addrs, remote_accessible=True)
+    comm = dist.link("name", {1: 0, 2: 1}, TABLE)
+    for register in (manager.register_cache, manager.register_blocks_cache):
+        with pytest.raises(LLMException, match="remote_accessible") as caught:
+            register(made_of, user.addrs, remote_accessible=True)
+        assert caught.value.status_code is INVALID
+        for allowed in (None, False):
+            register(made_of, user.addrs, remote_accessible=allowed)
+    dist.unlink(comm)
+
+
+# -- clusters --------------------------------------------------------------------------------------------------------
+
+
+def cluster_rows() -> list[Row]:
+    """Rows that linking and unlinking share, as far as the type of the list."""
+    wrong = (None, 5, "x", {}, {info()}, iter([info()]), [5], [info(), None], (LLMClusterInfo,))
+    return [
+        *[Row({"timeout": bad}, TE, "timeout") for bad in (None, "1", 1.0, True, [1])],
+        *[Row({"timeout": bad}, VE, "int32") for bad in (2**31, -(2**31) - 1, 2**100)],
+        *[Row({"timeout": bad}, LE, "timeout") for bad in (0, -1, -(2**31))],
+        *[Row({"clusters": bad}, TE, "clusters") for bad in wrong],
+    ]
+
+
+def test_link_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    check(
+        dist.link_clusters,
+        {"clusters": [info()], "timeout": 1000},
+        [
+            *cluster_rows(),
+            Row({"clusters": [info(local=0)]}, LE, "local_ip_info_list is empty"),
+            Row({"clusters": [info(None), info(local=0)]}, LE, "local_ip_info_list is empty"),
+            Row({"clusters": (info(), info(None))}, TE, "remote_cluster_id"),
+        ],
+    )
+
+
+def test_unlink_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    check(
+        dist.unlink_clusters,
+        {"clusters": [info()], "timeout": 1000, "force": False},
+        [
+            *cluster_rows(),
+            *[Row({"force": bad}, TE, "force") for bad in (0, 1, "True", [])],
+            Row({"clusters": (info(), info(None))}, TE, "remote_cluster_id"),
+        ],
+    )
+
+
+def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    entries: list[tuple[Any, Expected]] = [
+        (5, TE),
+        ((1,), TE),
+        (("127.0.0.1", 1, 1), TE),
+        ((None, 1), TE),
+        ((1.0, 1), TE),
+        ((1, "1"), TE),
+        ((2**32, 1), VE),
+        ((-1, 1), VE),
+        ((1, 2**16), VE),
+        (("no address", 1), Expected("RuntimeError", (RuntimeError,))),
+    ]
+    for entry, expected in entries:
+        peer = info(remote=0)
+        peer.remote_ip_info_list.append(entry)
+        with raising(expected):
+            dist.link_clusters([peer])
+
+
+def test_no_clusters(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    for none in ([], ()):
+        assert dist.link_clusters(none) == (INVALID, [])
+        assert dist.unlink_clusters(none) == (INVALID, [])
+
+
+def test_a_link_that_fails_raises_nothing_and_says_why(
+    begin: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture
+) -> None:
+    dist, port = begin(), free_port()
+    caplog.set_level(logging.ERROR, logger="LLM_DATADIST")
+    before = time.monotonic()
+    overall, each = dist.link_clusters([info(UINT64_MAX, port=port)], 5000)
+    assert (overall, each) == (LINK_FAILED, [LINK_FAILED])
+    assert type(overall) is LLMStatusCode
+    assert type(each) is list
+    assert time.monotonic() - before < 4, "a refused connection is no reason to wait"
+    assert len(caplog.records) == 1
+    text = caplog.records[0].getMessage()
+    assert f"127.0.0.1:{port}" in text
+    assert str(UINT64_MAX) in text
+
+
+def test_each_cluster_has_its_own_code_and_the_last_that_failed_is_the_whole(
+    begin: Callable[..., LLMDataDist],
+) -> None:
+    dist, port = begin(), free_port()
+    refused = info(port=port)
+    assert dist.link_clusters([info(remote=0), refused]) == (LINK_FAILED, [INVALID, LINK_FAILED])
+    assert dist.link_clusters((refused, info(remote=2))) == (INVALID, [LINK_FAILED, INVALID])
+    assert dist.link_clusters([refused, info(local=2)], timeout=2000) == (INVALID, [LINK_FAILED, INVALID])
+    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 queue"
+
+
+def test_with_communication_resources_no_own_address_is_needed(begin: Callable[..., LLMDataDist]) -> None:
+    port = free_port()
+    dist = begin(settings=options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
+    for local in (0, 1, 2):
+        assert dist.link_clusters([info(local=local, port=port)]) == (LINK_FAILED, [LINK_FAILED])
+    dist.finalize()
+    dist.init(options(None, None, llm__LocalCommRes=""))
+    with pytest.raises(LLMException, match="local_ip_info_list is empty"):
+        dist.link_clusters([info(local=0)])
+
+
+def test_unlinking_what_is_not_linked(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    for force in (True, None, False):
+        assert dist.unlink_clusters([info(port=free_port())], 1000, force) == (SUCCESS, [SUCCESS])
+    assert dist.unlink_clusters([info(remote=0, local=0)], force=True) == (SUCCESS, [SUCCESS])
+    assert dist.unlink_clusters([info(), info(remote=0)]) == (INVALID, [SUCCESS, INVALID])
+    assert dist.unlink_clusters(clusters=(info(0), info(3)), timeout=1, force=True) == (SUCCESS, [SUCCESS] * 2)
+
+
+# -- the mode without a cache manager --------------------------------------------------------------------------------
+
+
+def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., LLMDataDist]) -> None:
+    for role in (LLMRole.PROMPT, LLMRole.MIX):
+        dist = begin(role, V1)
+        assert dist.link_clusters([info()]) == (INVALID, [])
+        dist.finalize()
+    dist = begin(LLMRole.DECODER, V1)
+    port = free_port()
+    assert dist.link_clusters([info(port=port)], 2000) == (LINK_FAILED, [LINK_FAILED])
+    assert dist.link_clusters([info(local=0, port=port)]) == (INVALID, [INVALID])
+    exceeded = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
+    assert dist.link_clusters([info(port=port)] * 17) == (exceeded, [])
+    assert dist.unlink_clusters([info(port=port)] * 17) == (exceeded, [])
+    assert dist.link_clusters([info(port=port)] * 16) == (LINK_FAILED, [LINK_FAILED] * 16)
+    with raising(TE):
+        dist.link_clusters([info(None)])
+    with raising(TE):
+        dist.unlink_clusters([info(None)])
+
+
+def test_without_the_cache_manager_unlinking_what_is_not_linked_is_told(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(LLMRole.DECODER, V1)
+    assert dist.unlink_clusters([info(), info(3)]) == (SUCCESS, [NOT_LINKED] * 2)
+
+
+def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
+    with raising(LE):
+        begin().check_link_status(1)
+    LLMDataDist.llm_engine_instance.finalize()
+    prompt = begin(LLMRole.PROMPT, V1)
+    with raising(LE):
+        prompt.check_link_status(1)
+    with raising(TE):
+        prompt.check_link_status("1")
+    prompt.finalize()
+    decoder = begin(LLMRole.DECODER, V1)
+    for bad in (None, "1", 1.0, True):
+        with raising(TE):
+            decoder.check_link_status(bad)
+    for bad in (-1, UINT64_MAX + 1):
+        with raising(VE):
+            decoder.check_link_status(bad)
+    with raising(UNKNOWN):
+        decoder.check_link_status(remote_cluster_id=2)
+
+
+# -- roles and listening ---------------------------------------------------------------------------------------------
+
+
+def listening(port: int = 0) -> dict[str, str]:
+    """Options that listen at a port of this host."""
+    return {"llm.listenIpInfo": f"127.0.0.1:{port}"}
+
+
+def test_listen_ip_info_names_the_port_that_was_taken(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    assert dist.listen_ip_info is None
+    dist.finalize()
+    dist = begin(llm__listenIpInfo="127.0.0.1:0")
+    host, _, port = dist.listen_ip_info.rpartition(":")
+    assert host == "127.0.0.1"
+    assert int(port) > 0
+    with socket.create_connection((host, int(port)), timeout=5):
+        pass
+    with pytest.raises(AttributeError):
+        dist.listen_ip_info = "x"
+
+
+def test_an_address_that_is_taken_fails_init_with_its_reason(begin: Callable[..., LLMDataDist]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(LLMException, match=address) as caught:
+            begin(llm__listenIpInfo=address)
+        FAILED.judge(caught.value)
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_switch_role_arguments(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    no_port = {"llm.listenIpInfo": "127.0.0.1:x"}
+    check(
+        dist.switch_role,
+        {"role": LLMRole.DECODER, "switch_options": None},
+        [
+            *[Row({"role": bad}, TE, "role") for bad in (None, 2, "DECODER", True, LLMRole)],
+            *[Row({"switch_options": bad}, TE, "switch_options") for bad in (5, "x", [], [("llm.listenIpInfo", "x")])],
+        ],
+    )
+    entries: list[tuple[Any, Expected]] = [
+        (5, TE),
+        ("127.0.0.1", LE),
+        ("127.0.0.1:1:2", LE),
+        ("", LE),
+        ("127.0.0.1:x", VE),
+        ("127.0.0.1:65536", VE),
+        ("no host:1", LE),
+    ]
+    for entry, expected in entries:
+        for key in ("llm.listenIpInfo", "llm.ListenIpInfo"):
+            with raising(expected):
+                dist.switch_role(LLMRole.DECODER, {key: entry})
+    with raising(TE):
+        dist.switch_role(5, no_port)
+    assert dist._role is LLMRole.PROMPT
+    assert dist.listen_ip_info is None
+
+
+def test_switching_moves_the_listener(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(llm__listenIpInfo="127.0.0.1:0")
+    first = dist.listen_ip_info
+    dist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": first})
+    assert dist.listen_ip_info == first
+    other = listening(free_port())
+    dist.switch_role(LLMRole.MIX, other)
+    assert dist._role is LLMRole.MIX
+    assert dist.listen_ip_info == other["llm.listenIpInfo"]
+    dist.switch_role(LLMRole.DECODER)
+    assert dist.listen_ip_info is None
+    dist.switch_role(role=LLMRole.DECODER, switch_options={})
+    dist.switch_role(LLMRole.PROMPT, listening())
+    assert dist.listen_ip_info is not None
+
+
+def test_switching_to_an_address_that_is_taken_changes_nothing(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(llm__listenIpInfo="127.0.0.1:0")
+    before = dist.listen_ip_info
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with raising(FAILED):
+            dist.switch_role(LLMRole.DECODER, listening(taken.getsockname()[1]))
+    assert dist.listen_ip_info == before
+    assert dist._role is LLMRole.PROMPT
+
+
+def test_without_the_cache_manager_switching_has_rules(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(LLMRole.DECODER, V1)
+    with raising(LE):
+        dist.switch_role(LLMRole.DECODER)
+    with raising(LE):
+        dist.switch_role(LLMRole.PROMPT)
+    with raising(NOT_ENABLED):
+        dist.switch_role(LLMRole.PROMPT, listening())
+    with raising(TE):
+        dist.switch_role(2)
+    dist.finalize()
+    dist = begin(LLMRole.DECODER, {**V1, "llm.EnableSwitchRole": "1"})
+    dist.switch_role(LLMRole.PROMPT, listening())
+    assert dist.listen_ip_info is not None
+    dist.switch_role(LLMRole.DECODER)
+    assert dist.listen_ip_info is None
+    assert dist._role is LLMRole.DECODER
+
+
+def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(llm__TransferBackend="hixl", llm__listenIpInfo="127.0.0.1:0")
+    now = dist.listen_ip_info
+    for name in ("link", "unlink", "query_register_mem_status"):
+        with raising(NOT_ENABLED):
+            CALLS[name](dist)
+    with raising(TE):
+        dist.unlink("1")
+    with raising(NOT_ENABLED):
+        dist.switch_role(LLMRole.DECODER, listening(free_port()))
+    assert dist._role is LLMRole.PROMPT
+    for given in (None, {"llm.listenIpInfo": now}, {"llm.listenIpInfo": "127.0.0.1:0"}):
+        dist.switch_role(LLMRole.DECODER, given)
+        assert dist.listen_ip_info == now
+    assert dist.unlink_clusters([info(remote=0)]) == (SUCCESS, [SUCCESS]), "always local"
+
+
+# -- what is logged, counted and interrupted -------------------------------------------------------------------------
+
+
+def test_stats_without_links(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin()
+    assert dist.stats()["links"] == []
+    dist.link_clusters([info(port=free_port())])
+    counted = dist.stats()["ops"]["link"]
+    assert (counted["calls"], counted["failures"]) == (1, 1)
+
+
+def test_a_listener_without_a_token_is_noted(
+    begin: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="LLM_DATADIST")
+    begin(llm__listenIpInfo="0.0.0.0:0")
+    assert any("without a token" in record.getMessage() for record in caplog.records)
+
+
+def unlogged(out: str) -> list[str]:
+    """The lines that are none of the log."""
+    return [line for line in out.splitlines() if not line.startswith("[ERROR]")]
+
+
+def test_ctrl_c_ends_a_call_that_waits() -> None:
+    out = run_fresh(
+        """
+        import os, signal, socket, threading, time
+        from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole
+        silent = socket.socket()
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({"llm.EnableCacheManager": "1"})
+        peer = LLMClusterInfo()
+        peer.remote_cluster_id = 2
+        peer.append_local_ip_info("127.0.0.1", 0)
+        peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        before = time.monotonic()
+        try:
+            print(dist.link_clusters([peer], 30000))
+        except KeyboardInterrupt:
+            print("interrupted")
+        assert time.monotonic() - before < 15
+
+        class Mine(Exception):
+            pass
+
+        def handler(*_):
+            raise Mine
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            print(dist.link_clusters([peer], 30000))
+        except Mine:
+            print("mine")
+        code, _ = dist.link_clusters([peer], 300)
+        print(code)
+        dist.finalize()
+        silent.close()
+        """
+    )
+    assert unlogged(out) == ["interrupted", "mine", "LLMStatusCode.LLM_TIMEOUT"]
+
+
+def test_waiting_for_a_peer_lets_other_threads_run() -> None:
+    out = run_fresh(
+        """
+        import socket, threading, time
+        from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole
+        silent = socket.socket()
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({"llm.EnableCacheManager": "1"})
+        peer = LLMClusterInfo()
+        peer.remote_cluster_id = 2
+        peer.append_local_ip_info("127.0.0.1", 0)
+        peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
+        waiting = threading.Thread(target=dist.link_clusters, args=([peer], 2000))
+        waiting.start()
+        turns = 0
+        while waiting.is_alive():
+            turns += 1
+            time.sleep(0.01)
+        assert turns > 20, turns
+        dist.finalize()
+        silent.close()
+        print("ran")
+        """
+    )
+    assert unlogged(out) == ["ran"]
+
+
+def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
+    out = run_fresh(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from llm_datadist import (
+            BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMDataDist, LLMException, LLMRole,
+            LLMStatusCode,
+        )
+
+        def sockets():
+            paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+            return [os.readlink(path) for path in paths if os.path.islink(path) and "socket:" in os.readlink(path)]
+
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        before = sockets()
+        options = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
+        dist.init({**options, "llm.EnableRemoteCacheAccessible": "1", "llm.listenIpInfo": "127.0.0.1:0"})
+        manager = dist.cache_manager
+        desc = CacheDesc(1, [4, 100], DataType.DT_INT8)
+        batch, blocks = manager.allocate_cache(desc), manager.allocate_blocks_cache(desc)
+        peer = LLMClusterInfo()
+        peer.remote_cluster_id = 2
+        peer.append_local_ip_info("127.0.0.1", 0)
+        peer.append_remote_ip_info("127.0.0.1", 1)
+        assert len(sockets()) > len(before)
+        child = os.fork()
+        if child == 0:
+            if set(sockets()) - set(before):
+                print("inherited", sockets())
+                os._exit(2)
+            calls = {
+                "link": lambda: dist.link("name", {1: 0, 2: 1}, "{}"),
+                "unlink": lambda: dist.unlink(1),
+                "query": lambda: dist.query_register_mem_status(1),
+                "link_clusters": lambda: dist.link_clusters([peer]),
+                "unlink_clusters": lambda: dist.unlink_clusters([peer]),
+                "switch_role": lambda: dist.switch_role(LLMRole.DECODER),
+                "listen_ip_info": lambda: dist.listen_ip_info,
+                "stats": lambda: dist.stats(),
+                "pull_cache": lambda: manager.pull_cache(CacheKeyByIdAndIndex(2, 1), batch),
+                "pull_blocks": lambda: manager.pull_blocks(BlocksCacheKey(2), blocks, [0], [0]),
+                "push_cache": lambda: manager.push_cache(CacheKeyByIdAndIndex(2, 1), batch, tensor_num_per_layer=1),
+                "push_blocks": lambda: manager.push_blocks(BlocksCacheKey(2), blocks, [0], [0], tensor_num_per_layer=1),
+            }
+            for name, call in calls.items():
+                try:
+                    call()
+                except LLMException as error:
+                    if error.status_code is not LLMStatusCode.LLM_FAILED or "forked" not in str(error):
+                        print(name, error.status_code, error)
+                        os._exit(3)
+                else:
+                    print(name, "was accepted in the child")
+                    os._exit(4)
+            dist.finalize()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        import socket
+        host, _, port = dist.listen_ip_info.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+        dist.finalize()
+        print("parent")
+        """
+    )
+    assert out.strip() == "parent"

@@ -1,0 +1,421 @@
+"""Every argument of pulls and pushes, given wrongly, and which of two mistakes is named first.
+
+No peer is needed: whatever passes all checks fails for want of a link. Each table lists one mistake a row, in the order
+of the contract (python-api.md §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from conftest import options
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMException,
+    LLMStatusCode,
+    MemInfo,
+    Memtype,
+)
+from llm_datadist.v2.llm_types import check_layer_range
+from memory import AE, GONE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, desc, raising
+
+NOT_LINKED = Expected("LLMException(NOT_YET_LINK)", (LLMException,), (LLMStatusCode.LLM_NOT_YET_LINK,))
+FAR = 2
+
+
+@dataclass
+class Row:
+    """One mistake: the arguments to give instead, what comes of it, and a piece of the text."""
+
+    wrong: dict[str, Any]
+    expected: Expected
+    text: str = ""
+
+    def judge(self, call: Callable[[], Any], what: object) -> None:
+        """The call must fail as the row says."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  (judged here)
+            try:
+                self.expected.judge(error)
+                assert self.text in str(error), str(error)
+            except AssertionError as failure:
+                raise AssertionError(f"{what}: {failure}") from error
+        else:
+            raise AssertionError(f"{what} was accepted")
+
+
+class Bench:
+    """One of everything, on an engine without links."""
+
+    def __init__(self, dist: Any) -> None:
+        self.manager = dist.cache_manager
+        self.batch = self.manager.allocate_cache(desc(4, 256, 4))
+        self.blocks = self.manager.allocate_blocks_cache(desc(4, 256, 4), BlocksCacheKey(1))
+        self.gone = self.manager.allocate_cache(desc(4, 256, 4))
+        self.manager.deallocate_cache(self.gone)
+        self.gone_blocks = self.manager.allocate_blocks_cache(desc(4, 256, 4))
+        self.manager.deallocate_blocks_cache(self.gone_blocks)
+        sideways = CacheDesc(4, [4, 256], DataType.DT_INT8, batch_dim_index=1)
+        self.sideways = self.manager.allocate_cache(sideways)
+        self.cpu = UserTensors(4, 256, 4).cpu_cache()
+        self.good: dict[str, dict[str, Any]] = {
+            "pull_cache": {"cache_key": CacheKeyByIdAndIndex(FAR, 1), "cache": self.batch},
+            "pull_blocks": {
+                "src_cache_key": BlocksCacheKey(FAR),
+                "dst_cache": self.blocks,
+                "src_blocks": [0, 1],
+                "dst_blocks": [2, 3],
+            },
+            "push_cache": {"dst_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_cache": self.batch},
+            "push_blocks": {
+                "dst_cache_key": BlocksCacheKey(FAR),
+                "src_cache": self.blocks,
+                "src_blocks": [0, 1],
+                "dst_blocks": [2, 3],
+            },
+        }
+
+    def call(self, name: str, **given: Any) -> Callable[[], Any]:
+        """The call `name` with its good arguments, but for those given."""
+        return lambda: getattr(self.manager, name)(**{**self.good[name], **given})
+
+    def check(self, name: str, rows: list[Row]) -> None:
+        """Every row alone, and every two rows together: the first is reported. Nothing ever moves."""
+        for row in [*rows, Row({}, NOT_LINKED)]:
+            row.judge(self.call(name, **row.wrong), f"{name}({row.wrong})")
+        pairs = 0
+        for first, second in itertools.combinations(rows, 2):
+            if first.wrong.keys() & second.wrong.keys():
+                continue
+            wrong = {**second.wrong, **first.wrong}
+            first.judge(self.call(name, **wrong), f"{name}({wrong}), {first.expected} before {second.expected}")
+            pairs += 1
+        assert pairs > len(rows), "next to no pairs"
+
+
+@pytest.fixture
+def bench(start: Any) -> Bench:
+    """Transfers that the owner serves."""
+    return Bench(start())
+
+
+@pytest.fixture
+def one_sided(start: Any) -> Bench:
+    """Transfers that are one-sided."""
+    return Bench(start(options(llm__EnableRemoteCacheAccessible="1")))
+
+
+PLACEHOLDER = CacheKey(FAR, UINT64_MAX)
+BOTH_IDS = CacheKey(FAR, 1, prefix_id=1)
+
+
+def per_layer() -> list[Row]:
+    """Rows of `tensor_num_per_layer`."""
+    return [
+        *[Row({"tensor_num_per_layer": bad}, TE, "tensor_num_per_layer") for bad in (None, 1.0, 2.0, "x", True, [2])],
+        *[Row({"tensor_num_per_layer": bad}, VE, "uint32") for bad in (-1, UINT32_MAX + 1, 2**70)],
+        Row({"tensor_num_per_layer": 0}, LE, "tensor_num_per_layer = 0"),
+    ]
+
+
+def pull_ranges(name: str) -> list[Row]:
+    """Rows of one layer range of a pull."""
+    return [
+        *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range", slice(0, 1))],
+        *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(2, 0, -1), range(0, 2**80, 2**70))],
+        *[Row({name: bad}, LE, "0 or above") for bad in (range(-1, 1), range(-(2**70), 1))],
+        *[Row({name: bad}, VE, "uint32") for bad in (range(2**32 + 1), range(2**32, 1), range(2**70), range(-5))],
+    ]
+
+
+def push_ranges(name: str) -> list[Row]:
+    """Rows of one layer range of a push."""
+    return [
+        *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range")],
+        *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(0, 1, -1))],
+        *[Row({name: bad}, LE, "0 or above") for bad in (range(-1, 1), range(-(2**70), 1))],
+        *[Row({name: bad}, LE, "at least one layer") for bad in (range(0), range(4, 1), range(2**70, 1))],
+        *[Row({name: bad}, LE, "2^32") for bad in (range(2**32 + 1), range(2**70))],
+    ]
+
+
+def slot_integers(index: str, cache: str, bench: Bench) -> list[Row]:
+    """Rows that pulls and pushes of slots share, as far as the kind of cache."""
+    return [
+        *[Row({cache: bad}, TE, cache) for bad in (5, "cache", bench.batch.cache_desc, [bench.batch])],
+        *[Row({index: bad}, TE, index) for bad in (None, "0", 1.0, True)],
+        *[Row({index: bad}, VE, "uint32") for bad in (-1, UINT32_MAX + 1)],
+    ]
+
+
+def block_lists() -> list[Row]:
+    """Rows of both lists of blocks, as far as their types."""
+    wrong = [range(2), {0: 1}, "01", 1, np.array([0, 1]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
+    return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
+
+
+def test_pull_cache(bench: Bench) -> None:
+    bench.check(
+        "pull_cache",
+        [
+            *[Row({"cache_key": bad}, TE, "cache_key") for bad in (5, "key", BlocksCacheKey(FAR), CacheKey)],
+            *slot_integers("batch_index", "cache", bench),
+            *[Row({"size": bad}, TE, "size") for bad in (None, "1", 1.0, True)],
+            *[Row({"size": bad}, VE, "int64") for bad in (2**63, -(2**63) - 1)],
+            Row({"cache": bench.blocks}, LE, "cache"),
+            Row({"cache": bench.cpu}, LE, "cache"),
+            Row({"cache": None}, AE),
+            Row({"cache": bench.sideways}, LE, "batch_dim_index"),
+            *[Row({"size": bad}, LE, "size") for bad in (0, -2, -(2**63))],
+            *per_layer(),
+            Row({"cache_key": PLACEHOLDER}, LE, "exactly one of req_id and prefix_id"),
+            Row({"cache_key": BOTH_IDS}, LE, "exactly one of req_id and prefix_id"),
+            *pull_ranges("src_layer_range"),
+            *pull_ranges("dst_layer_range"),
+            Row({"cache_key": None}, AE),
+            Row({"cache_key": CacheKeyByIdAndIndex(1, 1)}, LE),
+            Row({"cache": bench.gone}, GONE),
+            Row({"batch_index": 4}, LE, "batch_index"),
+            Row({"size": 257}, LE, "size"),
+        ],
+    )
+
+
+@pytest.mark.parametrize("key", [CacheKey(FAR, 1), CacheKey(FAR, UINT64_MAX, prefix_id=3)])
+def test_pull_cache_takes_every_key_of_a_slot(bench: Bench, key: CacheKey) -> None:
+    with raising(NOT_LINKED):
+        bench.call("pull_cache", cache_key=key)()
+
+
+def test_pull_cache_one_sided_takes_only_an_id(one_sided: Bench) -> None:
+    for key in (CacheKey(FAR, 1), BlocksCacheKey(FAR), PLACEHOLDER, 5):
+        with raising(TE):
+            one_sided.call("pull_cache", cache_key=key)()
+    Row({}, TE, "'CacheKeyByIdAndIndex'").judge(one_sided.call("pull_cache", cache_key=PLACEHOLDER), "a placeholder")
+    with raising(AE):
+        one_sided.call("pull_cache", cache_key=None)()
+    with raising(NOT_LINKED):
+        one_sided.call("pull_cache")()
+
+
+@pytest.mark.parametrize("mode", ["bench", "one_sided"])
+def test_pull_blocks(mode: str, request: pytest.FixtureRequest) -> None:
+    bench: Bench = request.getfixturevalue(mode)
+    bench.check(
+        "pull_blocks",
+        [
+            *[Row({"src_cache_key": bad}, TE, "src_cache_key") for bad in (5, "key", BlocksCacheKey)],
+            *[Row({"dst_cache": bad}, TE, "dst_cache") for bad in (5, "cache", bench.blocks.cache_desc)],
+            *block_lists(),
+            Row({"dst_cache": bench.batch}, LE, "dst_cache"),
+            Row({"dst_cache": None}, AE),
+            *[Row({"dst_blocks": empty}, LE, "dst_blocks") for empty in ([], ())],
+            Row({"dst_blocks": None}, TE, "dst_blocks"),
+            *per_layer(),
+            *[Row({"src_blocks": empty}, LE, "src_blocks") for empty in ([], ())],
+            Row({"src_blocks": None}, TE, "src_blocks"),
+            Row({"src_cache_key": CacheKey(FAR, 1), "src_blocks": [0]}, LE, "src_blocks"),
+            Row({"src_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_blocks": [0]}, LE, "src_blocks"),
+            *pull_ranges("src_layer_range"),
+            *pull_ranges("dst_layer_range"),
+            Row({"src_cache_key": BlocksCacheKey(1)}, LE),
+            Row({"dst_cache": bench.gone_blocks}, GONE),
+        ],
+    )
+
+
+def test_pull_blocks_of_a_slot(bench: Bench) -> None:
+    slot = {"src_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_blocks": ()}
+    for key in (CacheKey(FAR, 1), slot["src_cache_key"]):
+        with raising(NOT_LINKED):
+            bench.call("pull_blocks", src_blocks=[], src_cache_key=key)()
+    with raising(TE):
+        bench.call("pull_blocks", **{**slot, "src_blocks": None})()
+    text = "exactly one of req_id and prefix_id"
+    for key in (PLACEHOLDER, BOTH_IDS):
+        wrong = {**slot, "src_cache_key": key, "src_layer_range": 5}
+        Row({}, LE, text).judge(bench.call("pull_blocks", **wrong), key)
+        wrong = {**wrong, "src_blocks": [1]}
+        Row({}, LE, "src_blocks").judge(bench.call("pull_blocks", **wrong), key)
+    # A key that is missing is one of the others, and missed only when it is read.
+    Row({}, LE, "src_blocks").judge(bench.call("pull_blocks", src_cache_key=None), "src_blocks first")
+    with raising(AE):
+        bench.call("pull_blocks", **{**slot, "src_cache_key": None})()
+    Row({}, TE, "src_layer_range").judge(
+        bench.call("pull_blocks", **{**slot, "src_cache_key": None, "src_layer_range": 5}), "ranges first"
+    )
+
+
+@pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
+@pytest.mark.parametrize("wide", [2**63, -(2**63) - 1, 2**200])
+def test_a_block_beyond_64_bits(bench: Bench, name: str, wide: int) -> None:
+    Row({}, LE, name).judge(bench.call("pull_blocks", **{name: [0, wide]}), wide)
+
+
+def test_unknown_keywords_of_a_pull_are_ignored(bench: Bench) -> None:
+    ignored = {"src_cache_offset": "x", "dst_cache_offset": None, "anything": object()}
+    for name in ("pull_cache", "pull_blocks"):
+        with raising(NOT_LINKED):
+            bench.call(name, **ignored)()
+
+
+@pytest.mark.parametrize("empty", [None, range(0), range(4, 1), range(3, 3)])
+def test_an_empty_range_of_a_pull_is_all_layers(bench: Bench, empty: Any) -> None:
+    for name in ("pull_cache", "pull_blocks"):
+        with raising(NOT_LINKED):
+            # Three tensors a layer divide four tensors only if no range counts.
+            bench.call(name, src_layer_range=empty, dst_layer_range=empty, tensor_num_per_layer=3)()
+
+
+def test_pushes_need_one_sided_transfers_before_anything_else(bench: Bench) -> None:
+    for name in ("push_cache", "push_blocks"):
+        for wrong in ({}, {"dst_cache_key": 5, "src_cache": 5, "tensor_num_per_layer": "x"}):
+            Row({}, LE, "llm.EnableRemoteCacheAccessible").judge(bench.call(name, **wrong), name)
+
+
+def test_push_cache(one_sided: Bench) -> None:
+    bench = one_sided
+    keys = (5, None, CacheKey(FAR, 1), BlocksCacheKey(FAR), CacheKeyByIdAndIndex)
+    bench.check(
+        "push_cache",
+        [
+            *[Row({"dst_cache_key": bad}, TE, "dst_cache_key") for bad in keys],
+            Row({"src_cache": None}, TE, "src_cache"),
+            *slot_integers("src_batch_index", "src_cache", bench),
+            Row({"src_cache": bench.blocks}, LE, "src_cache"),
+            Row({"src_cache": bench.sideways}, LE, "batch_dim_index"),
+            *per_layer(),
+            *push_ranges("src_layer_range"),
+            *push_ranges("dst_layer_range"),
+            Row({"src_layer_range": range(1)}, LE, "without dst_layer_range"),
+            Row({"src_layer_range": range(2), "dst_layer_range": range(1)}, LE, "2 layers and dst_layer_range 1"),
+            *[Row({"size": bad}, TE, "size") for bad in (None, "x", 1.0)],
+            *[Row({"size": bad}, VE, "int64") for bad in (2**63, -(2**63) - 1)],
+            *[Row({"size": bad}, LE, "size") for bad in (0, 1, 256, -2)],
+            Row({"dst_cache_key": CacheKeyByIdAndIndex(1, 1)}, LE),
+            Row({"src_cache": bench.gone}, GONE),
+        ],
+    )
+    ranges = {"src_layer_range": range(1), "dst_layer_range": range(1)}
+    Row({}, LE, "tensor_num_per_layer = 3").judge(bench.call("push_cache", tensor_num_per_layer=3, **ranges), "3 of 4")
+    Row({}, LE, "without src_layer_range").judge(bench.call("push_cache", dst_layer_range=range(1)), "half given")
+
+
+def test_push_blocks(one_sided: Bench) -> None:
+    bench = one_sided
+    keys = (5, CacheKey(FAR, 1), CacheKeyByIdAndIndex(FAR, 1), BlocksCacheKey)
+    bench.check(
+        "push_blocks",
+        [
+            *[Row({"dst_cache_key": bad}, TE, "dst_cache_key") for bad in keys],
+            *[Row({"src_cache": bad}, TE, "src_cache") for bad in (5, "cache", bench.blocks.cache_desc)],
+            *block_lists(),
+            Row({"src_cache": bench.batch}, LE, "src_cache"),
+            Row({"src_cache": None}, AE),
+            *[Row({"dst_blocks": empty}, LE, "dst_blocks") for empty in ([], ())],
+            Row({"dst_blocks": None}, TE, "dst_blocks"),
+            *per_layer(),
+            *push_ranges("src_layer_range"),
+            *push_ranges("dst_layer_range"),
+            Row({"src_layer_range": range(1)}, LE, "without dst_layer_range"),
+            Row({"src_layer_range": range(2), "dst_layer_range": range(1)}, LE, "2 layers and dst_layer_range 1"),
+            Row({"dst_cache_key": None}, AE),
+            Row({"dst_cache_key": BlocksCacheKey(1)}, LE),
+            Row({"src_cache": bench.gone_blocks}, GONE),
+            *[Row({"src_blocks": empty}, LE, "src_blocks") for empty in ([], ())],
+            Row({"src_blocks": [0]}, LE, "src_blocks"),
+        ],
+    )
+
+
+def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
+    manager, batch, blocks = one_sided.manager, one_sided.batch, one_sided.blocks
+    slot, all_blocks = CacheKeyByIdAndIndex(FAR, 1, 2), BlocksCacheKey(FAR, 1)
+    for call in (
+        lambda: manager.pull_cache(slot, batch, 3, 256),
+        lambda: manager.pull_blocks(all_blocks, blocks, [0], (1,)),
+        lambda: manager.push_cache(slot, batch, 3, range(1), range(1, 2), -1, 1),
+        lambda: manager.push_blocks(all_blocks, blocks, [0], [1], range(4), range(4), 1),
+    ):
+        with raising(NOT_LINKED):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "mem_infos"),
+        ("x", "mem_infos"),
+        (5, "mem_infos"),
+        ((MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1),), "mem_infos"),
+        ([MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 1), 5], "5 is no MemInfo"),
+        ([None], "None is no MemInfo"),
+        (MemInfo(Memtype.MEM_TYPE_HOST, 0, 0), "mem_type"),
+        (MemInfo(None, 1, 1), "mem_type"),
+        (MemInfo(Memtype.MEM_TYPE_DEVICE, 0, 0), "addr"),
+        (MemInfo(Memtype.MEM_TYPE_DEVICE, None, 1), "addr"),
+        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, 0), "size"),
+        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, -1), "size"),
+        (MemInfo(Memtype.MEM_TYPE_DEVICE, 1, None), "size"),
+        ([], "at least one"),
+    ],
+)
+def test_remap_refuses_everything_with_one_code(manager: Any, given: Any, text: str) -> None:
+    Row({}, LE, text).judge(lambda: manager.remap_registered_memory(given), given)
+
+
+def test_remap_needs_a_link(manager: Any) -> None:
+    info = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 1)
+    for given in (info, [info], [info, info]):
+        with raising(NOT_LINKED):
+            manager.remap_registered_memory(given)
+
+
+def test_check_cache_key(manager: Any) -> None:
+    for key in (PLACEHOLDER, BOTH_IDS):
+        Row({}, LE, "exactly one of req_id and prefix_id").judge(lambda key=key: manager.check_cache_key(key), key)
+    for key in (CacheKey(1, 0), CacheKey(1, UINT64_MAX, prefix_id=0)):
+        assert manager.check_cache_key(key) is None
+
+
+def test_check_layer_range() -> None:
+    for legal in (range(1), range(3, 5), range(2**40)):
+        assert check_layer_range("name", legal) is None
+    assert check_layer_range("name", None) is None
+    assert check_layer_range("name", None, allow_none=True) is None
+    for refused in (range(0), range(4, 1), range(0, 5, 2), range(0, 1, -1), range(-1, 2)):
+        Row({}, LE, "name").judge(lambda refused=refused: check_layer_range("name", refused), refused)
+    Row({}, TE, "name").judge(lambda: check_layer_range("name", [0, 1]), "a list")
+    Row({}, TE, "name").judge(lambda: check_layer_range("name", None, allow_none=False), "None")
+
+
+def test_an_expired_manager_says_so_before_it_looks_at_arguments(dist: Any) -> None:
+    manager = dist.cache_manager
+    dist.finalize()
+    over = Expected("ENGINE_FINALIZED", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
+    for call in (
+        lambda: manager.pull_cache(5, 5),
+        lambda: manager.pull_blocks(5, 5),
+        lambda: manager.push_cache(5, 5),
+        lambda: manager.push_blocks(5, 5),
+        lambda: manager.remap_registered_memory(5),
+    ):
+        with raising(over):
+            call()
+
+
+def test_a_failure_that_moved_nothing_has_nothing_that_arrived(bench: Bench) -> None:
+    with pytest.raises(LLMException) as caught:
+        bench.call("pull_cache")()
+    assert caught.value.arrived == []
+    assert LLMException("text").arrived == []
