@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACE ?=
 REPLAY ?=
+KILL ?=
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: build  ## the main job: replay a request trace (TRACE=file for your own, REPLAY="options")
-	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") $(REPLAY)
+demo: build  ## the main job: replay a trace through two processes (TRACE=file, KILL=1, REPLAY="options")
+	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
+		$(if $(KILL),--kill-prefill-at $(if $(filter 1,$(KILL)),half,$(KILL))) $(REPLAY)
 
 test: build $(VENV)/.test-tools  ## every test, Rust and Python
 	cargo test --workspace --exclude llm-datadist-py

@@ -6,6 +6,7 @@ Not for: what the calls do in detail; each verb has its own file.
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,37 @@ def test_there_are_examples() -> None:
 
 
 def test_readme_example_runs() -> None:
+    (block,) = [block for block in readme_blocks() if "26000" not in block and "input(" not in block]
+    output = run(["-c", block])
+    assert "1.5" in output
+    assert "'direct': 1" in output
+
+
+def test_readme_two_processes_run() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    prefill, decode = [block.replace("26000", port) for block in readme_blocks() if "26000" in block]
+    with subprocess.Popen(  # noqa: S603  (this interpreter, the README's text)
+        [sys.executable, "-u", "-W", "error", "-c", prefill],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read(len("press enter to end")) == "press enter to end"
+            output = run(["-c", decode])
+            process.communicate("\n", timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "LLM_SUCCESS" in output
+    assert "[1.5 1.5 1.5] shm" in output
+
+
+def readme_blocks() -> list[str]:
+    """Every Python block of the README."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks, "the README shows Python"
-    for block in blocks:
-        output = run(["-c", block])
-        assert "1.5" in output
-        assert "'direct': 1" in output
+    assert len(blocks) == 3, "the README shows Python"
+    return blocks

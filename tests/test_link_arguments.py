@@ -1,6 +1,7 @@
 """Every argument of the calls about links, given wrongly, which of two mistakes is named first, and what state allows.
 
-No peer is needed: where one is called, nobody listens. Not for: links that come about, or options (`test_config_links.py`).
+No peer is needed: where one is called, nobody listens. Not for: links that come about, or options
+(`test_config_links.py`).
 """
 
 from __future__ import annotations
@@ -408,6 +409,11 @@ def listening(port: int = 0) -> dict[str, str]:
     return {"llm.listenIpInfo": f"127.0.0.1:{port}"}
 
 
+def test_a_prompt_listens_without_the_cache_manager_too(begin: Callable[..., LLMDataDist]) -> None:
+    dist = begin(LLMRole.PROMPT, {**V1, **listening()})
+    assert dist.listen_ip_info is not None
+
+
 def test_listen_ip_info_names_the_port_that_was_taken(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     assert dist.listen_ip_info is None
@@ -594,6 +600,41 @@ def test_ctrl_c_ends_a_call_that_waits() -> None:
     assert unlogged(out) == ["interrupted", "mine", "LLMStatusCode.LLM_TIMEOUT"]
 
 
+def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
+    out = run_fresh(
+        """
+        import faulthandler, os, signal
+        from llm_datadist import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMDataDist, LLMException, LLMRole
+        faulthandler.dump_traceback_later(20, exit=True)
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
+        manager = dist.cache_manager
+        cache = manager.allocate_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
+        dist.link("name", {1: 0, 2: 1}, os.environ["TABLE"])
+        seen = []
+
+        def handler(*_):
+            seen.append(len(dist.stats()["links"]))
+            try:
+                manager.pull_cache(CacheKeyByIdAndIndex(3, 1), cache)
+            except LLMException as error:
+                seen.append(error.status_code.name)
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache)
+        except LLMException as error:
+            seen.append(error.status_code.name)
+        print(*seen)
+        dist.finalize()
+        """,
+        TABLE=TABLE,
+        LLM_DATADIST_RANK_PORT=str(free_port()),
+    )
+    assert unlogged(out) == ["0 LLM_NOT_YET_LINK LLM_NOT_YET_LINK"]
+
+
 def test_waiting_for_a_peer_lets_other_threads_run() -> None:
     out = run_fresh(
         """
@@ -629,8 +670,8 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
         import os, sys, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
         from llm_datadist import (
-            BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMDataDist, LLMException, LLMRole,
-            LLMStatusCode,
+            BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMDataDist, LLMException,
+            LLMRole, LLMStatusCode,
         )
 
         def sockets():

@@ -1,4 +1,5 @@
-"""The replay command: trace reader and maker, block table against a naive twin, contents, whole replays.
+"""The replay command: trace reader and maker, block table against a naive twin, contents, the channel between its two
+processes, whole replays, and what becomes of them when the prefill process dies, hangs, lies or leaks.
 
 Tests marked with `public_trace` read ../shared/data/conversation_trace.jsonl beside the checkout and are
 skipped, and counted as skipped, where it is absent.
@@ -8,21 +9,30 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
+import textwrap
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from llm_datadist.replay import report
+from llm_datadist.replay import prefill, report
+from llm_datadist.replay.channel import Channel, ChannelError
 from llm_datadist.replay.cli import main
 from llm_datadist.replay.content import Pattern, Tail, flip
-from llm_datadist.replay.node import Geometry
+from llm_datadist.replay.geometry import Geometry
+from llm_datadist.replay.node import Node
 from llm_datadist.replay.table import BlockTable, Plan
 from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
+from llm_datadist.replay.worker import Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PUBLIC_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
 public_trace = pytest.mark.skipif(not PUBLIC_TRACE.exists(), reason="needs ../shared/data/conversation_trace.jsonl")
@@ -322,6 +332,75 @@ def test_tail_changes_its_bytes_and_no_other() -> None:
     assert (wrong.tensor, wrong.offset) == (0, 10)
 
 
+# -- the channel ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Two pipes: (reading, writing) descriptors of each."""
+    both = os.pipe(), os.pipe()
+    yield both
+    for descriptor in (*both[0], *both[1]):
+        try:
+            os.close(descriptor)
+        except OSError:  # noqa: PERF203  (a test closed it)
+            assert descriptor >= 0
+
+
+Pipes = tuple[tuple[int, int], tuple[int, int]]
+
+
+def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: Pipes) -> None:
+    (to_left, from_right), (to_right, from_left) = pipes
+    left, right = Channel(to_left, from_left), Channel(to_right, from_right)
+    large = {"text": "x" * 2**20}
+    writer = threading.Thread(target=left.send, args=(large, 20.0))
+    writer.start()
+    right.send(large, 20.0)
+    # What was sent first may still be in the pipe; whoever waits for it takes it.
+    assert right.receive(20.0) == large
+    writer.join()
+    assert left.receive(20.0) == large
+
+
+def test_messages_are_taken_apart(pipes: Pipes) -> None:
+    (reading, writing), (_, other) = pipes
+    channel = Channel(reading, other)
+    os.write(writing, b'{"a":1}\n{"b":2}\n{"c"')
+    assert [channel.receive(5.0), channel.receive(5.0)] == [{"a": 1}, {"b": 2}]
+    os.write(writing, b":3}\n")
+    assert channel.receive(5.0) == {"c": 3}
+
+
+def test_waits_for_the_other_process_are_bounded(pipes: Pipes) -> None:
+    (reading, _), (_, writing) = pipes
+    channel = Channel(reading, writing)
+    with pytest.raises(ChannelError, match=r"did not answer within 0.05 s"):
+        channel.receive(0.05)
+    with pytest.raises(ChannelError, match=r"took no message within 0.05 s"):
+        channel.send({"text": "x" * 2**20}, 0.05)
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b"{\n", b"\xff\n", b"\n"])
+def test_what_is_no_message_is_refused(pipes: Pipes, line: bytes) -> None:
+    (reading, writing), (_, other) = pipes
+    os.write(writing, line)
+    with pytest.raises(ChannelError, match="sent what is no message"):
+        Channel(reading, other).receive(5.0)
+
+
+def test_end_of_the_other_process_is_seen(pipes: Pipes) -> None:
+    (reading, writing), (to_other, from_here) = pipes
+    channel = Channel(reading, from_here)
+    os.write(writing, b'{"half')
+    os.close(writing)
+    os.close(to_other)
+    with pytest.raises(ChannelError, match="closed the channel"):
+        channel.receive(5.0)
+    with pytest.raises(ChannelError, match=r"closed the channel \(Broken pipe\)"):
+        channel.send({}, 5.0)
+
+
 # -- whole replays -------------------------------------------------------------------------------------------
 
 
@@ -341,6 +420,8 @@ def _replay(tmp_path: Path, *options: str) -> dict[str, Any]:
         ["--dtype", "bfloat16", "--swap-in", "direct", "--workers", "1"],
         ["--dtype", "float32", "--swap-in", "ring", "--workers", "2", "--device-pool", "14MiB"],
         ["--dtype", "int8", "--layers", "3", "--heads", "2", "--head-dim", "3", "--concurrency", "1"],
+        ["--dtype", "int8", "--block-tokens", "24", "--head-dim", "7", "--requests", "80", "--device-pool", "2MiB"],
+        ["--transport", "tcp"],
         ["--block-tokens", "128", "--concurrency", "64", "--seed", "9"],
     ],
 )
@@ -348,10 +429,10 @@ def test_replay_ends_with_every_byte_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     found = _replay(tmp_path, "--requests", "150", *options)
-    blocks, calls = found["blocks"], found["calls"]
-    setting = found["setting"]
-    assert found["leaked_bytes"] == 0
-    assert found["requests"] == 150
+    blocks, calls, other = found["blocks"], found["calls"], found["prefill"]
+    setting, requests = found["setting"], found["requests"]
+    assert found["leaked_bytes"] == other["leaked_bytes"] == other["keys"] == 0
+    assert requests == (80 if "--requests" in options else 150)
     assert blocks["device_hits"] > 0
     assert blocks["diverged"] > 0
     assert calls["swap out"]["blocks"] > 0
@@ -359,13 +440,25 @@ def test_replay_ends_with_every_byte_right(
     engine = found["engine"]
     for ours, its in (("swap in", "swap_in"), ("swap out", "swap_out"), ("copy blocks", "copy_blocks")):
         assert calls[ours]["bytes"] == engine["ops"][its]["bytes"], "counted on both sides"
-    assert calls["allocate cache"]["calls"] == calls["free cache"]["calls"] == 150 - found["requests_too_large"]
+    assert calls["pull blocks"]["blocks"] == other["computed"] == blocks["computed"] > 0
+    pulled = calls["pull blocks"]["bytes"] + calls["pull cache"]["bytes"]
+    assert pulled == engine["ops"]["pull"]["bytes"] == other["link"]["transfers"]["bytes"]
+    served = {calls[name]["calls"] for name in ("allocate cache", "free cache", "pull cache")}
+    assert served == {requests - found["requests_too_large"]}
+    assert other["link"]["transport"] == ("tcp" if "tcp" in options else "shm")
+    assert other["restarts"] == []
     if not found["requests_too_large"]:
         total = blocks["device_hits"] + blocks["host_hits"] + blocks["computed"]
         assert total == setting["block_references"]
     text = capsys.readouterr().out
-    assert "bytes are scaled 1 : " in text
-    assert "swapped in from host" in text
+    for shown in (
+        "bytes are scaled 1 : ",
+        "swapped in from host",
+        "pulled from prefill",
+        "\npull blocks ",
+        "\ntransport ",
+    ):
+        assert shown in text
 
 
 def test_blocks_come_back_from_the_host(tmp_path: Path) -> None:
@@ -392,6 +485,15 @@ def test_one_wrong_byte_ends_the_replay(capsys: pytest.CaptureFixture[str], hit:
     assert said.out == ""
 
 
+@pytest.mark.parametrize("pulled", [1, 900])
+def test_one_wrong_byte_in_a_pulled_block_ends_the_replay(capsys: pytest.CaptureFixture[str], pulled: int) -> None:
+    assert main([*SMALL, "--requests", "100", "--corrupt-pulled-at", str(pulled)]) == 1
+    said = capsys.readouterr()
+    assert "WRONG BYTE: request " in said.err
+    assert "(pulled, slot " in said.err
+    assert "tensor 1, first wrong byte at offset 4099: expected 0x" in said.err
+
+
 def test_wrong_byte_on_the_host_is_found_after_the_swap(capsys: pytest.CaptureFixture[str]) -> None:
     tiers = set()
     for hit in range(600, 800, 20):
@@ -413,6 +515,200 @@ def test_trace_file_is_replayed_by_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "request 1: block 4 (device" in done.stderr
+
+
+# -- a prefill process that fails ----------------------------------------------------------------------------
+
+
+def _faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Start prefill processes whose `compute(self, number, blocks)` is the one in `fault`; `real` is the right one."""
+    start = "import os, signal, sys, time; from pathlib import Path; from llm_datadist.replay import content, worker"
+    script = [start, "real, stage = worker.Worker._compute, worker.Worker._stage", textwrap.dedent(fault)]
+    script += ["worker.Worker._compute = compute", "sys.exit(worker.main())"]
+    monkeypatch.setattr(prefill, "COMMAND", [sys.executable, "-c", "\n".join(script)])
+
+
+@pytest.mark.parametrize(("at", "options"), [("1", []), ("half", []), ("100", ["--transport", "tcp"])])
+def test_killed_prefill_is_replaced_in_the_middle_of_a_pull(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at: str, options: list[str]
+) -> None:
+    found = _replay(tmp_path, "--requests", "120", "--kill-prefill-at", at, *options)
+    request = {"1": 1, "half": 60, "100": 100}[at]
+    said = capsys.readouterr()
+    (restart,) = found["prefill"]["restarts"]
+    assert restart["request"] == request
+    assert restart["ended"] == "it was killed by signal 9 (SIGKILL), exit status -9"
+    assert restart["code"] == "LLM_NOT_YET_LINK"
+    assert restart["gap_ms"] > 0
+    assert found["leaked_bytes"] == found["prefill"]["leaked_bytes"] == found["prefill"]["keys"] == 0
+    assert found["calls"]["pull blocks"]["blocks"] >= found["blocks"]["computed"]
+    assert found["prefill"]["computed"] >= found["blocks"]["computed"]
+    assert f"prefill: lost at request {request}: it was killed by signal 9" in said.err
+    assert "LLM_NOT_YET_LINK: " in said.err
+    assert "restart 1 of at most 3" in said.err
+    assert f"prefill: is back: request {request} computed again and pulled " in said.err
+    assert f"at request {request}: it was killed by signal 9" in said.out
+
+
+def test_prefill_that_ends_by_itself_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    _faulty(
+        monkeypatch,
+        """
+        def compute(self, number, blocks):
+            once = Path(os.environ["ONCE"])
+            if number == 50 and not once.exists():
+                once.touch()
+                os._exit(3)
+            return real(self, number, blocks)
+        """,
+    )
+    found = _replay(tmp_path, "--requests", "100")
+    (restart,) = found["prefill"]["restarts"]
+    assert restart["ended"] == "it ended with exit status 3"
+    # The loss is seen while request 51 is waited for, or by the pull of the one before.
+    assert restart["request"] in (50, 51)
+    assert "closed the channel" in restart["reason"] or restart["code"] is not None
+    assert found["prefill"]["leaked_bytes"] == 0
+    assert "exit status 3; " in capsys.readouterr().err
+
+
+def test_prefill_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    monkeypatch.setattr(prefill, "_GRACE_S", 0.1)
+    _faulty(
+        monkeypatch,
+        """
+        def compute(self, number, blocks):
+            once = Path(os.environ["ONCE"])
+            if number == 50 and not once.exists():
+                once.touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return real(self, number, blocks)
+        """,
+    )
+    found = _replay(tmp_path, "--requests", "100", "--prefill-limit", "2")
+    restart = found["prefill"]["restarts"][0]
+    assert restart["ended"] == "it did not end within 0.1 s and was killed by decode"
+    assert "did not answer within 2 s" in restart["reason"] or restart["code"] is not None
+    assert found["prefill"]["leaked_bytes"] == 0
+
+
+def test_prefill_that_always_dies_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _faulty(
+        monkeypatch,
+        """
+        def compute(self, number, blocks):
+            if number == 20:
+                os._exit(7)
+            return real(self, number, blocks)
+        """,
+    )
+    assert main([*SMALL, "--requests", "100"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("; restart ") == 3
+    assert "replay: the prefill process failed: lost at request " in said
+    assert said.rstrip().endswith("given up after 3 restarts")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import time; time.sleep(60)", "it did not answer within 0.5 s; it did not end within 0.1 s and was killed"),
+        ("raise SystemExit(5)", "it closed the channel; it ended with exit status 5"),
+        ("print('hello', flush=True); input()", "it sent what is no message: b'hello'; it ended with exit status"),
+    ],
+)
+def test_prefill_that_does_not_start_ends_the_replay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, reason: str
+) -> None:
+    monkeypatch.setattr(prefill, "COMMAND", [sys.executable, "-c", script])
+    if "sleep" in script:
+        monkeypatch.setattr(prefill, "START_LIMIT_S", 0.5)
+        monkeypatch.setattr(prefill, "_GRACE_S", 0.1)
+    assert main([*SMALL, "--requests", "20", "--prefill-limit", "0.5"]) == 1
+    said = capsys.readouterr().err
+    assert f"replay: the prefill process failed: it did not start: {reason}" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (
+            """
+            def compute(self, number, blocks):
+                slots = real(self, number, blocks)
+                if slots and number >= 30:
+                    content.flip(self._rows, slots[-1], 1, 77)
+                return slots
+            """,
+            "(pulled, slot ",
+        ),
+        (
+            """
+            def compute(self, number, blocks):
+                return [slot + 1 if number == 30 else slot for slot in real(self, number, blocks)]
+            """,
+            "(pulled, slot ",
+        ),
+        (
+            """
+            def compute(self, number, blocks):
+                self._staging_pattern = content.Pattern(2, 256, 99)
+                return real(self, number, blocks)
+            """,
+            "staging cache: ",
+        ),
+    ],
+)
+def test_wrong_bytes_of_prefill_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, reason: str
+) -> None:
+    _faulty(monkeypatch, fault)
+    assert main([*SMALL, "--requests", "100"]) == 1
+    said = capsys.readouterr()
+    assert "replay: WRONG BYTE: request " in said.err
+    assert reason in said.err
+    assert said.out == ""
+
+
+def test_leak_of_prefill_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _faulty(
+        monkeypatch,
+        """
+        def compute(self, number, blocks):
+            if number == 7:
+                stage(self, 10_000)  # under a key that nobody pulls
+            return real(self, number, blocks)
+        """,
+    )
+    assert main([*SMALL, "--requests", "30"]) == 1
+    assert "replay: LEAK: prefill: 8,192 bytes in use after all was freed" in capsys.readouterr().err
+
+
+def test_leak_of_decode_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Node, "close_staging", lambda _node, staging: staging.rows.clear())
+    assert main([*SMALL, "--requests", "5"]) == 1
+    assert "replay: LEAK: decode: 40,960 bytes in use after all was freed" in capsys.readouterr().err
+
+
+def test_prefill_ends_with_its_input() -> None:
+    shape = Geometry(layers=1, heads=1, head_dim=8, dtype="int8", tokens=512)
+    setup = Setup(shape, 1, 4, shape.prefill_bytes(4), {"llm.LinkToken": "0123456789abcdef"})
+    lines = json.dumps(setup.message()) + "\n" + json.dumps({"compute": 0, "blocks": [5, 6]}) + "\n"
+    for given, answers in (("", 0), (lines, 2)):
+        done = subprocess.run(  # noqa: S603
+            prefill.COMMAND, input=given, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 1
+        said = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(said) == answers
+    assert said[0]["address"].startswith("127.0.0.1:")
+    assert said[1] == {"computed": 0, "slots": [0, 1], "total": 2}
 
 
 @public_trace
@@ -440,6 +736,10 @@ def test_start_of_the_public_trace_is_replayed(tmp_path: Path) -> None:
         (["no-such-file.jsonl"], "no-such-file.jsonl"),
         (["any.jsonl", "--block-tokens", "16"], "a trace file has blocks of 512 tokens"),
         (["--json", "no-such-folder/results"], "--json: "),
+        (["--kill-prefill-at", "0"], "'0' is not a whole number"),
+        (["--kill-prefill-at", "21", "--requests", "20"], "--kill-prefill-at: the trace has only 20 requests"),
+        (["--prefill-limit", "0"], "'0' is not a number of seconds"),
+        (["--transport", "pigeon"], "invalid choice"),
         (["--no-such-option"], "unrecognized arguments"),
     ],
 )
@@ -491,7 +791,18 @@ def test_progress_is_rare(monkeypatch: pytest.MonkeyPatch, terminal: bool, quiet
     progress = report.Progress(1000, screen, quiet)  # type: ignore[arg-type]
     for done in range(1, 1001):
         now[0] += 0.001 if terminal else 0.006
-        progress(done)
+        progress(done, done * 20)
     progress.close()
     assert len(screen.text) <= most
     assert bool(screen.text) == (most > 0)
+    for text in screen.text[:-1] if terminal else screen.text:
+        assert "decode: " in text
+        assert " requests, " in text
+        assert "prefill: " in text
+        assert " blocks computed" in text
+
+
+def test_news_are_shown_even_when_quiet() -> None:
+    screen = Screen(terminal=True)
+    report.Progress(10, screen, True).tell("prefill is gone")  # type: ignore[arg-type]
+    assert "".join(screen.text) == "replay: prefill is gone\n"

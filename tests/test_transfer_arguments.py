@@ -42,16 +42,13 @@ class Row:
 
     def judge(self, call: Callable[[], Any], what: object) -> None:
         """The call must fail as the row says."""
-        try:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
             call()
-        except Exception as error:  # noqa: BLE001  (judged here)
-            try:
-                self.expected.judge(error)
-                assert self.text in str(error), str(error)
-            except AssertionError as failure:
-                raise AssertionError(f"{what}: {failure}") from error
-        else:
-            raise AssertionError(f"{what} was accepted")
+        try:
+            self.expected.judge(caught.value)
+            assert self.text in str(caught.value), str(caught.value)
+        except AssertionError as failure:
+            raise AssertionError(f"{what}: {failure}") from caught.value
 
 
 class Bench:

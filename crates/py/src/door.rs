@@ -128,10 +128,14 @@ thread_local! {
 /// Whether a signal handler raised meanwhile: the engine asks now and then on the thread of a call that waits, and the
 /// call then fails with what was raised (test: `tests/test_link_arguments.py`).
 fn interrupted() -> bool {
-    let asked = Python::try_attach(|py| py.check_signals());
-    let Some(Err(raised)) = asked else { return false };
-    RAISED.set(Some(raised));
-    true
+    let asked = Python::try_attach(|py| match py.check_signals() {
+        Ok(()) => false,
+        Err(raised) => {
+            RAISED.set(Some(raised));
+            true
+        }
+    });
+    asked.unwrap_or(false)
 }
 
 fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {

@@ -11,6 +11,7 @@ mod door;
 mod error;
 mod front;
 mod links;
+mod local;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
 mod raw;
 mod stats;

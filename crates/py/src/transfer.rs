@@ -9,7 +9,7 @@ use llm_datadist_core::{
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyRangeMethods, PyTuple, PyType};
+use pyo3::types::{PyDict, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType};
 
 use crate::convert::{self, inner_only_support, int, is_int, only_support, shown};
 use crate::datadist::DataDist;
@@ -329,49 +329,66 @@ impl<'py> LayerArgs<'py> {
     }
 }
 
-/// A `range` of step 1 that starts at 0 or above.
-fn range<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyRange>> {
-    let py = value.py();
-    let range = value.cast::<PyRange>().map_err(|_| only_support(name, "['range']", value))?;
+/// The ends of a `range` of step 1, if 32 bits hold them: the usual case, which needs no more checks.
+fn ends(range: &Bound<'_, PyRange>) -> Option<LayerRange> {
+    if range.step().ok()? != 1 {
+        return None;
+    }
+    let (first, end) = (range.start().ok()?, range.stop().ok()?);
+    Some(LayerRange { first: u32::try_from(first).ok()?, end: u32::try_from(end).ok()? })
+}
+
+fn as_range<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyRange>> {
+    value.cast::<PyRange>().map_err(|_| only_support(name, "['range']", value))
+}
+
+/// The range must be of step 1 and start at 0 or above.
+fn check_range(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
+    let py = range.py();
     // What does not fit 64 bits is no step of 1; a start that does not is judged by its sign.
     if range.step().ok() != Some(1) {
-        return Err(invalid(py, name, shown(value), "a range of step 1"));
+        return Err(invalid(py, name, shown(range), "a range of step 1"));
     }
-    let negative = match range.start() {
-        Ok(start) => start < 0,
-        Err(_) => range.getattr(intern!(py, "start"))?.lt(0)?,
-    };
-    if negative { Err(invalid(py, name, shown(value), "a range from 0 or above")) } else { Ok(range) }
+    if range.getattr(intern!(py, "start"))?.lt(0)? {
+        return Err(invalid(py, name, shown(range), "a range from 0 or above"));
+    }
+    Ok(())
 }
 
 /// The layers of a pull (python-api.md §7.12): both ends must fit 32 bits, and the range may be empty.
 fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
-    let py = value.py();
-    let range = range(name, value)?;
-    let end = |end: Any<'_>| int(name, &end);
-    let (first, stop) = (range.getattr(intern!(py, "start"))?, range.getattr(intern!(py, "stop"))?);
-    Ok(LayerRange { first: end(first)?, end: end(stop)? })
+    let range = as_range(name, value)?;
+    if let Some(layers) = ends(range) {
+        return Ok(layers);
+    }
+    check_range(name, range)?;
+    let end = |which: &Bound<'_, PyString>| int(name, &range.getattr(which)?);
+    Ok(LayerRange { first: end(intern!(value.py(), "start"))?, end: end(intern!(value.py(), "stop"))? })
 }
 
-/// A range with at least one layer (python-api.md §4.10).
-fn layers<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py, PyRange>> {
-    let range = range(name, value)?;
-    if range.is_truthy()? {
-        Ok(range)
-    } else {
-        Err(invalid(value.py(), name, shown(value), "at least one layer"))
+/// The layers of a push (python-api.md §4.10): at least one.
+fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+    let range = as_range(name, value)?;
+    match ends(range) {
+        Some(layers) if layers.end > layers.first => Ok(layers),
+        _ => {
+            check_layers(name, range)?;
+            Err(invalid(value.py(), name, shown(value), "layers below 2^32"))
+        }
     }
 }
 
-/// The layers of a push.
-fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
-    let range = layers(name, value)?;
-    let ends = || Some((u32::try_from(range.start().ok()?).ok()?, u32::try_from(range.stop().ok()?).ok()?));
-    let (first, end) = ends().ok_or_else(|| invalid(value.py(), name, shown(value), "layers below 2^32"))?;
-    Ok(LayerRange { first, end })
+/// The range must also have a layer.
+fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
+    check_range(name, range)?;
+    if range.is_truthy()? {
+        Ok(())
+    } else {
+        Err(invalid(range.py(), name, shown(range), "at least one layer"))
+    }
 }
 
 /// A legal range of layers, or `None` where that is allowed (python-api.md §4.10).
 pub(crate) fn check_layer_range(name: &str, value: &Any<'_>, allow_none: bool) -> PyResult<()> {
-    if value.is_none() && allow_none { Ok(()) } else { layers(name, value).map(drop) }
+    if value.is_none() && allow_none { Ok(()) } else { check_layers(name, as_range(name, value)?) }
 }

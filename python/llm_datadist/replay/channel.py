@@ -42,14 +42,10 @@ class Channel:
         """
         rest = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         until = time.monotonic() + limit_s
-        try:
-            while rest:
-                try:
-                    rest = rest[os.write(self._writing, rest) :]
-                except BlockingIOError:
-                    self._wait(until, limit_s, "took no message")
-        except OSError as error:
-            raise ChannelError(f"closed the channel ({error.strerror})") from error
+        while rest:
+            rest = rest[self._write(rest) :]
+            if rest:
+                self._wait(until, limit_s, "took no message")
 
     def receive(self, limit_s: float) -> Message:
         """Wait for the next message and return it. Raises ChannelError."""
@@ -67,6 +63,14 @@ class Channel:
         if not isinstance(message, dict):
             raise ChannelError(f"sent what is no message: {line[:80]!r}")
         return message
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return os.write(self._writing, data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelError(f"closed the channel ({error.strerror})") from error
 
     def _wait(self, until: float, limit_s: float, silent: str, *, sending: bool = True) -> None:
         """Wait until there is something to read, which is taken, or to write into if `sending`."""

@@ -1,7 +1,7 @@
 """Options of ``python -m llm_datadist replay`` and its exit status. Not for the replay itself.
 
-Exit status: 0 when every byte was right, 1 on a wrong byte, a leak or a failure of the engine, 2 when the
-options or the trace cannot be used.
+Exit status: 0 when every byte was right, 1 on a wrong byte, a leak, a failure of the engine or a prefill process that
+cannot be kept alive, 2 when the options or the trace cannot be used.
 """
 
 # ruff: noqa: T201  (a command prints)
@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import secrets
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import LLMException
 from llm_datadist.replay import report, trace
-from llm_datadist.replay.node import DTYPES, POOLS, Geometry, Node
+from llm_datadist.replay.geometry import DTYPES, POOLS, PREFILL_REQUESTS, Geometry
+from llm_datadist.replay.node import Node
+from llm_datadist.replay.prefill import Prefill, PrefillError
 from llm_datadist.replay.serve import Server, WrongByteError
 from llm_datadist.replay.table import BlockTable
+from llm_datadist.replay.worker import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 BUILT_IN_REQUESTS = 12_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST_POOL = 20 * 10**9
+_HALF_WAY = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +42,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     geometry = Geometry(options.layers, options.heads, options.head_dim, options.dtype, options.block_tokens)
     blocks = _check(parser, options, geometry)
+    requests = _requests(parser, options, geometry)
+    try:
+        found = _replay(options, geometry, blocks, requests)
+    except WrongByteError as error:
+        return _failed(f"WRONG BYTE: {error}")
+    except PrefillError as error:
+        return _failed(f"the prefill process failed: {error}")
+    except LLMException as error:
+        return _failed(f"the engine failed: {error.status_code.name}: {error}")
+    except KeyboardInterrupt:
+        return _failed("interrupted", 130)
+    print(report.table(found))
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for name, leaked in (("decode", found["leaked_bytes"]), ("prefill", found["prefill"]["leaked_bytes"])):
+        if leaked:
+            return _failed(f"LEAK: {name}: {leaked:,} bytes in use after all was freed")
+    return 0
+
+
+def _requests(parser: argparse.ArgumentParser, options: argparse.Namespace, geometry: Geometry) -> list[trace.Request]:
     try:
         if options.trace is None:
             requests = trace.make_trace(options.requests or BUILT_IN_REQUESTS, options.seed, geometry.tokens)
@@ -43,50 +70,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests = trace.read_trace(options.trace, options.requests)
     except trace.TraceError as error:
         parser.error(str(error))
-    try:
-        found = _replay(options, geometry, blocks, requests)
-    except WrongByteError as error:
-        print(f"replay: WRONG BYTE: {error}", file=sys.stderr)
-        return 1
-    except LLMException as error:
-        print(f"replay: the engine failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("replay: interrupted", file=sys.stderr)
-        return 130
-    print(report.table(found))
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if found["leaked_bytes"]:
-        print(f"replay: LEAK: {found['leaked_bytes']:,} bytes in use after all was freed", file=sys.stderr)
-        return 1
-    return 0
+    if options.kill_prefill_at == _HALF_WAY:
+        options.kill_prefill_at = (len(requests) + 1) // 2
+    if options.kill_prefill_at is not None and options.kill_prefill_at > len(requests):
+        parser.error(f"--kill-prefill-at: the trace has only {len(requests):,} requests")
+    return requests
+
+
+def _failed(text: str, status: int = 1) -> int:
+    print(f"replay: {text}", file=sys.stderr)
+    return status
 
 
 def _replay(
     options: argparse.Namespace, geometry: Geometry, blocks: tuple[int, int], requests: list[trace.Request]
 ) -> dict[str, Any]:
-    extra = {}
-    if options.swap_in != "auto":
-        extra["llm.SwapInPath"] = options.swap_in
-    if options.workers is not None:
-        extra["llm.CopyWorkers"] = str(options.workers)
-    node = Node(geometry, blocks, (options.device_pool, options.host_pool), extra)
+    extra, token = _extra(options), secrets.token_hex(16)
+    setup = _setup(options, geometry, blocks, requests, extra)
+    pools = (options.device_pool, options.host_pool)
+    node = Node(geometry, blocks, pools, {**extra, "llm.LinkToken": token})
     progress = report.Progress(len(requests), sys.stderr, options.quiet)
+    prefill = Prefill(node, setup, token, options.prefill_limit, progress.tell, options.kill_prefill_at)
     leaked = 0
     try:
-        server = Server(node, BlockTable(*blocks), options.concurrency, options.seed, options.corrupt_at)
+        prefill.start()
+        corrupt = (options.corrupt_at, options.corrupt_pulled_at)
+        server = Server(node, prefill, BlockTable(*blocks), options.concurrency, options.seed, corrupt)
         start = time.perf_counter()
         server.run(requests, progress)
         wall_s = time.perf_counter() - start
+        other = prefill.end()
         stats = node.stats()
     finally:
         progress.close()
+        prefill.close()
         leaked = node.close()
+    other["waited_s"] = prefill.waited_s
+    other["restarts"] = [asdict(restart) for restart in prefill.restarts]
     setting = _setting(options, geometry, blocks, requests)
-    found = report.results(setting, server.outcome, node.calls, stats, wall_s)
+    setting.update(prefill_pool_bytes=setup.pool_bytes, prefill_blocks=setup.blocks)
+    found = report.results(setting, server.outcome, node.calls, stats, other, wall_s)
     found["leaked_bytes"] = leaked
     return found
+
+
+def _extra(options: argparse.Namespace) -> dict[str, str]:
+    """Return the options of both engines that have no property."""
+    given = {
+        "llm.SwapInPath": options.swap_in if options.swap_in != "auto" else None,
+        "llm.CopyWorkers": options.workers,
+        "llm.LinkTransport": options.transport if options.transport != "auto" else None,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _setup(
+    options: argparse.Namespace,
+    geometry: Geometry,
+    blocks: tuple[int, int],
+    requests: list[trace.Request],
+    extra: dict[str, str],
+) -> Setup:
+    """Return what prefill needs to know; its pool holds the largest requests that decode can serve."""
+    largest = min(max(len(request.blocks) for request in requests), blocks[0])
+    held = PREFILL_REQUESTS * largest
+    return Setup(geometry, options.seed, held, geometry.prefill_bytes(held), extra)
 
 
 def _setting(
@@ -116,6 +164,8 @@ def _setting(
         "seed": options.seed,
         "swap_in": options.swap_in,
         "workers": options.workers,
+        "transport": options.transport,
+        "kill_prefill_at": options.kill_prefill_at,
     }
 
 
@@ -145,8 +195,9 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometr
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m llm_datadist replay",
-        description="Replay a request trace through the engine as a serving node would, verify every byte of "
-        "every hit, and report hits, swaps and latencies: for sizing pools and for proving the engine right.",
+        description="Replay a request trace through two engines as a prefill and a decode node would: prefill writes "
+        "blocks, decode pulls them and swaps under pressure. Verifies every byte of every block, and reports pulls, "
+        "hits, swaps and latencies: for sizing pools and for proving the engine right.",
     )
     add = parser.add_argument
     made = f"the first N requests (of TRACE; of a made trace: {BUILT_IN_REQUESTS:,})"
@@ -158,8 +209,8 @@ def _parser() -> argparse.ArgumentParser:
         help="JSON-lines file; without it a trace of the same shape is made",
     )
     add("--requests", type=_whole(1, 10**7), metavar="N", help=made)
-    add("--device-pool", type=_bytes, default="160MiB", metavar="SIZE", help=f"bytes on the device {shown}")
-    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"bytes on the host {shown}")
+    add("--device-pool", type=_bytes, default="160MiB", metavar="SIZE", help=f"bytes on decode's device {shown}")
+    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"bytes on decode's host {shown}")
     add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {shown}")
     add("--layers", type=_whole(1, 1024), default=4, metavar="N", help=f"layers, a K and a V each {shown}")
     add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {shown}")
@@ -169,9 +220,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=_whole(0, 2**63), default=1, metavar="N", help=f"seed of trace and contents {shown}")
     add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"host to device path {shown}")
     add("--workers", type=_whole(1, 1024), metavar="N", help="copy threads (as the engine chooses)")
+    add("--transport", choices=("auto", "shm", "tcp"), default="auto", help=f"of pulls {shown}")
+    killed = "kill the prefill process in the middle of a pull: that of request N, or half-way"
+    add("--kill-prefill-at", type=_whole_or_half, metavar="N|half", help=killed)
+    add("--prefill-limit", type=_seconds, default=30.0, metavar="S", help=f"seconds for an answer of prefill {shown}")
     add("--json", metavar="FILE", help="also write the results to FILE")
     add("--quiet", action="store_true", help="show no progress")
     add("--corrupt-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
+    add("--corrupt-pulled-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
     return parser
 
 
@@ -182,6 +238,16 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _whole_or_half(text: str) -> int:
+    return _HALF_WAY if text == "half" else _whole(1, 10**7)(text)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.001 to 9,999")
+    return float(text)
 
 
 def _bytes(text: str) -> int:

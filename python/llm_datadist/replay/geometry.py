@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from llm_datadist import DataType
 
+POOLS = ("device", "host")
+"""Names of the decode node's two pools, in the order of every pair of sizes."""
+
 PAGE_SHIFT = 12
 """Page size of every pool: 4 KiB, so that the small staging caches waste little."""
 
@@ -63,8 +66,11 @@ class Geometry(NamedTuple):
         return self.tensors * _pages(2 * STAGING_TOKENS * self.token_bytes)
 
     def prefill_bytes(self, blocks: int) -> int:
-        """Return the bytes of a prefill pool for that many blocks and the staging of two requests."""
-        return self.tensors * _pages(blocks * self.row_bytes) + PREFILL_REQUESTS * self.staging_bytes
+        """Return the bytes of a prefill pool for that many blocks and for staging caches.
+
+        There is room for a few that are never released, so that a leak is reported as one, at the end.
+        """
+        return self.tensors * _pages(blocks * self.row_bytes) + 8 * PREFILL_REQUESTS * self.staging_bytes
 
     def device_blocks(self, pool_bytes: int, staging_caches: int) -> int:
         """Return how many blocks a device pool holds beside the staging caches and the swap-in ring."""

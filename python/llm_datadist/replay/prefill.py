@@ -5,6 +5,7 @@ Every wait for it is bounded. Not for what it does (``worker``), or which blocks
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import statistics
@@ -30,6 +31,9 @@ COMMAND = [sys.executable, "-m", "llm_datadist.replay.worker"]
 
 MOST_RESTARTS = 3
 """After so many the replay gives up."""
+
+START_LIMIT_S = 30.0
+"""How long the process may take to be there, if an answer may not take longer."""
 
 _EXIT_LIMIT_S = 10.0
 _GRACE_S = 2.0
@@ -121,13 +125,8 @@ class Prefill:
         A process that is lost meanwhile is replaced, and the request computed again. Raises PrefillError when too
         many were.
         """
-        while True:
-            try:
-                self._pull(number, self._answer(number), targets, staging)
-            except (ChannelError, LLMException) as error:
-                self._recover(number, error)
-            else:
-                break
+        while (error := self._pull(number, targets, staging)) is not None:
+            self._recover(number, error)
         del self._asked[number], self._slots[number]
         self._post({"free": number})
         if self._lost_at is not None:
@@ -161,29 +160,35 @@ class Prefill:
     def _answer(self, number: int) -> list[int]:
         """Wait until a request is computed; return the slots of its blocks."""
         start = time.perf_counter()
-        while number not in self._slots:
-            message = self._channel.receive(self._limit_s)
-            self._slots[message["computed"]] = message["slots"]
-            self._total = message["total"]
-        self.waited_s += time.perf_counter() - start
+        try:
+            while number not in self._slots:
+                message = self._channel.receive(self._limit_s)
+                self._slots[message["computed"]] = message["slots"]
+                self._total = message["total"]
+        finally:
+            self.waited_s += time.perf_counter() - start
         return self._slots[number]
 
-    def _pull(self, number: int, sources: Sequence[int], targets: Sequence[int], staging: Staging) -> None:
-        killer = self._killer(number)
+    def _pull(self, number: int, targets: Sequence[int], staging: Staging) -> ChannelError | LLMException | None:
+        """Wait for a request and pull all of it; return what went wrong."""
         try:
-            if targets:
-                self._node.pull_blocks(sources, targets)
-        finally:
-            if killer is not None:
-                killer.join()
-        self._node.pull_staging(number, staging)
+            sources = self._answer(number)
+            killer = self._killer(number)
+            try:
+                if targets:
+                    self._node.pull_blocks(sources, targets)
+            finally:
+                if killer is not None:
+                    killer.join()
+            self._node.pull_staging(number, staging)
+        except (ChannelError, LLMException) as error:
+            return error
+        return None
 
     def _post(self, message: Message) -> None:
         """Send what needs no answer now. A loss shows when one is needed."""
-        try:
+        with contextlib.suppress(ChannelError):
             self._channel.send(message, self._limit_s)
-        except ChannelError:
-            pass
 
     def _killer(self, number: int) -> threading.Thread | None:
         """At the request where the process is to be killed, start the thread that does so half a pull later."""
@@ -213,8 +218,9 @@ class Prefill:
 
     def _start(self) -> None:
         self._process = _Process(self._token)
-        self._channel.send(self._setup.message(), self._limit_s)
-        self._node.link(self._channel.receive(self._limit_s)["address"])
+        limit_s = max(self._limit_s, START_LIMIT_S)
+        self._channel.send(self._setup.message(), limit_s)
+        self._node.link(self._channel.receive(limit_s)["address"])
 
     def _stop(self, patience_s: float) -> str:
         """End the process and return how it ended."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from llm_datadist.replay.node import POOLS
+from llm_datadist.replay.geometry import POOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from llm_datadist.replay.node import Calls, Geometry
+    from llm_datadist.replay.geometry import Geometry
+    from llm_datadist.replay.node import Calls
     from llm_datadist.replay.serve import Outcome
 
 REAL_MODEL = "Llama-3-70B (80 layers, 8 KV heads x 128, bfloat16)"
@@ -22,7 +25,10 @@ REAL_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2
 """Bytes of K and V that one token takes in the model that byte counts are compared with."""
 
 _GB = 1e9
-_BAR = 30
+_BAR = 20
+
+_WAYS = {"mapped": "read in place", "process": "read through the kernel", "stream": "sent through the socket"}
+"""How bytes of a peer travel, by the engine's word for it."""
 
 
 class Progress:
@@ -36,19 +42,26 @@ class Progress:
         self._every = 0.1 if self._bar else 5.0
         self._start = self._last = time.monotonic()
 
-    def __call__(self, done: int) -> None:
-        """Show that `done` requests are served, if it is time to."""
+    def __call__(self, done: int, computed: int) -> None:
+        """Show that decode served `done` requests and prefill computed `computed` blocks, if it is time to."""
         now = time.monotonic()
         if self._quiet or now - self._last < self._every:
             return
         self._last = now
-        rate = done / (now - self._start)
-        text = f"{done:,}/{self._total:,} requests, {rate:,.0f}/s, {(self._total - done) / rate:,.0f} s left"
+        rate = max(done, 1) / (now - self._start)
+        decode = f"{done:,}/{self._total:,} requests, {rate:,.0f}/s, {(self._total - done) / rate:,.0f} s left"
+        prefill = f"{computed:,} blocks computed"
         if self._bar:
             full = _BAR * done // self._total
-            self._stream.write(f"\r[{'#' * full}{'.' * (_BAR - full)}] {text}\x1b[K")
+            self._stream.write(f"\r[{'#' * full}{'.' * (_BAR - full)}] decode: {decode}; prefill: {prefill}\x1b[K")
         else:
-            self._stream.write(f"replay: {text}\n")
+            self._stream.write(f"replay: decode: {decode}\nreplay: prefill: {prefill}\n")
+        self._stream.flush()
+
+    def tell(self, text: str) -> None:
+        """Show a line that is no progress, even if that is not wanted."""
+        self.close()
+        self._stream.write(f"replay: {text}\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -65,6 +78,11 @@ def scale(geometry: Geometry) -> float:
 
 def peak_memory_bytes() -> int:
     """Return the most bytes of memory that this process held so far."""
+    with contextlib.suppress(OSError), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere; on Linux it would count what the process that started this one held.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -74,11 +92,12 @@ def results(
     outcome: Outcome,
     calls: Mapping[str, Calls],
     stats: Mapping[str, Any],
+    prefill: Mapping[str, Any],
     wall_s: float,
 ) -> dict[str, Any]:
     """Gather what a replay found: sizes in bytes, times in seconds or microseconds, GB = 10^9 bytes."""
     engine_s = sum(sum(call.nanoseconds) for call in calls.values()) / 1e9
-    seconds = {"engine": engine_s, **outcome.seconds}
+    seconds = {"engine": engine_s, **outcome.seconds, "wait for prefill": prefill["waited_s"]}
     seconds["other"] = max(wall_s - sum(seconds.values()), 0.0)
     return {
         "setting": dict(setting),
@@ -100,6 +119,7 @@ def results(
         },
         "calls": {name: _cost(call) for name, call in calls.items()},
         "peak_memory_bytes": peak_memory_bytes(),
+        "prefill": dict(prefill),
         "engine": dict(stats),
     }
 
@@ -129,11 +149,12 @@ def table(found: Mapping[str, Any]) -> str:
         ("scale", f"bytes are scaled 1 : {setting['scale']:,.0f} against {REAL_MODEL}"),
         ("device pool", _pool(setting, "device")),
         ("host pool", _pool(setting, "host")),
+        ("prefill pool", f"{_size(setting['prefill_pool_bytes'])} = {setting['prefill_blocks']:,} blocks"),
         ("requests", _requests(found)),
         ("block references", f"{references:,}"),
         ("  hit on device", _share(blocks["device_hits"], references)),
         ("  swapped in from host", _share(blocks["host_hits"], references)),
-        ("  computed", _share(blocks["computed"], references)),
+        ("  pulled from prefill", _share(blocks["computed"], references)),
         (
             "evicted from host",
             f"{blocks['evicted']:,} blocks, {blocks['dropped']:,} dropped without a host slot",
@@ -147,6 +168,7 @@ def table(found: Mapping[str, Any]) -> str:
     width = max(len(name) for name, _ in pairs) + 2
     lines = [f"{name:<{width}}{text}" for name, text in pairs]
     lines += ["", *_calls(found["calls"]), ""]
+    lines += [f"{name:<{width}}{text}" for name, text in _prefill(found["prefill"])]
     spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["seconds"].items())
     lines.append(f"{'time':<{width}}{found['wall_s']:.1f} s ({spent})")
     engine = found["engine"]
@@ -156,6 +178,22 @@ def table(found: Mapping[str, Any]) -> str:
     stores = ", ".join(f"{_size(engine[f'{name}_bytes'])} by {name} stores" for name in ("plain", "streaming"))
     lines.append(f"{'engine':<{width}}{engine['copy_workers']} copy workers; {ways}; copied {stores}")
     return "\n".join(lines)
+
+
+def _prefill(prefill: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lines about the other process and the way to it."""
+    link = prefill["link"]
+    ways = f"{link['transport']} to {link['address']}"
+    if link["refusal"]:
+        ways += f" ({link['refusal']})"
+    ways += f"; pool memory {_WAYS[link['pools']]}, registered memory {_WAYS[link['registered']]}"
+    work = f"{prefill['computed']:,} blocks computed, written in {prefill['seconds']:.1f} s"
+    lines = [("prefill", f"{work}; process {_size(prefill['peak_memory_bytes'])}"), ("transport", ways)]
+    for restart in prefill["restarts"]:
+        code = f"; the pull gave {restart['code']}" if restart["code"] else ""
+        gap = "" if restart["gap_ms"] is None else f"; good again after {restart['gap_ms']:,.0f} ms"
+        lines.append(("restart", f"at request {restart['request']:,}: {restart['ended']}{code}{gap}"))
+    return lines
 
 
 def _requests(found: Mapping[str, Any]) -> str:

@@ -142,7 +142,7 @@ class Server:
         self._admitted = Admitted(live, request, plan)
 
     def _serve_admitted(self) -> None:
-        """Carry out the plan of the request that was admitted last. Plans are carried out in the order they are made."""
+        """Carry out the plan that was made last. Plans are carried out in the order in which they are made."""
         if self._admitted is not None:
             (live, request, plan), self._admitted = self._admitted, None
             self._carry_out(live, plan)

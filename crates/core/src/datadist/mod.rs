@@ -20,7 +20,7 @@ use crate::engine::Staging;
 use crate::error::Result;
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
-use crate::links::Links;
+use crate::links::{Links, Transports};
 use crate::mem::Adopted;
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
@@ -58,8 +58,18 @@ impl DataDist {
 
     /// Opens an engine over `devices`.
     pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
+        Self::open_with(config, devices, Transports::default())
+    }
+
+    /// Opens an engine over `devices` whose streams are those of `transports`.
+    #[cfg(feature = "testing")]
+    pub fn open_over(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        Self::open_with(config, devices, transports)
+    }
+
+    fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         let cluster = Arc::new(Cluster::open(config, devices)?);
-        let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())))?;
+        let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist { links, cluster, interrupted: None })
     }
 

@@ -68,6 +68,21 @@ pub struct PeerAddress {
     pub local: Vec<SocketAddr>,
 }
 
+/// How streams reach peers.
+#[derive(Clone, Debug)]
+pub struct Transports {
+    /// Those of other hosts, and whoever is linked with sockets alone.
+    pub tcp: Arc<dyn Transport>,
+    /// Those of this host.
+    pub unix: Arc<dyn Transport>,
+}
+
+impl Default for Transports {
+    fn default() -> Self {
+        Transports { tcp: Arc::new(Tcp), unix: Arc::new(Unix) }
+    }
+}
+
 /// Every link of one engine. Dropped, all have ended and so have their threads.
 pub(crate) struct Links {
     shared: Arc<Shared>,
@@ -82,13 +97,16 @@ pub(crate) struct Shared {
     bell: Arc<Bell>,
     keeper: OnceLock<()>,
     threads: Arc<Threads>,
-    tcp: Arc<dyn Transport>,
-    unix: Arc<dyn Transport>,
+    transports: Transports,
 }
 
 impl Links {
     /// No links yet, and a listener if the configuration names an address.
-    pub(crate) fn open(cluster: Arc<Cluster>, answer: Box<dyn Answer>) -> Result<Links> {
+    pub(crate) fn open(
+        cluster: Arc<Cluster>,
+        answer: Box<dyn Answer>,
+        transports: Transports,
+    ) -> Result<Links> {
         let config = &cluster.config;
         let shared = Arc::new(Shared {
             me: Me::new(config.cluster, config.remote_accessible)?,
@@ -97,8 +115,7 @@ impl Links {
             bell: Arc::new(Bell::new()?),
             keeper: OnceLock::new(),
             threads: Arc::default(),
-            tcp: Arc::new(Tcp),
-            unix: Arc::new(Unix),
+            transports,
             cluster,
         });
         let links = Links { shared };
@@ -373,8 +390,8 @@ impl Shared {
 
     fn dialer(&self, address: Address) -> Dialer {
         let transport = match address {
-            Address::Unix(_) => self.unix.clone(),
-            _ => self.tcp.clone(),
+            Address::Unix(_) => self.transports.unix.clone(),
+            _ => self.transports.tcp.clone(),
         };
         Dialer { transport, address, me: self.me.clone(), token: self.cluster.config.links.token.clone() }
     }
@@ -414,7 +431,8 @@ impl Shared {
 
     /// Listens at `address`, with a thread that accepts.
     fn listen_at(self: &Arc<Self>, address: &Address) -> Result<Arc<dyn Listener>> {
-        let transport = if matches!(address, Address::Unix(_)) { &self.unix } else { &self.tcp };
+        let Transports { tcp, unix } = &self.transports;
+        let transport = if matches!(address, Address::Unix(_)) { unix } else { tcp };
         let listener: Arc<dyn Listener> = transport.listen(address)?.into();
         let (weak, accepting) = (Arc::downgrade(self), listener.clone());
         self.threads.spawn("llm-listen", move || accept::accept(&weak, accepting.as_ref()))?;

@@ -1,0 +1,105 @@
+//! Links, pull and push between two processes beside the limit of this machine, in one run: ours, and hand-written loops
+//! over the same memory and the same list of blocks, in turn. Prints ratios, latencies, and what a link costs.
+//!
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many --mib 512
+//! --rounds 7 --blocks 16,64 --calls 10000 --workers 4 --streams 1 --all]`
+//!
+//! The other process is this program once more. Every round is verified outside the clock, on a destination that was
+//! overwritten before. Not for: absolute figures; machines differ and are shared.
+
+#![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a benchmark stops at the first surprise"
+)]
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "sizes of a few GiB"
+)]
+#![allow(
+    clippy::cast_ptr_alignment,
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "hand-written copy loops"
+)]
+#![allow(unsafe_code, missing_docs, reason = "the hand-written loops are the point of comparison")]
+#![allow(unreachable_pub, reason = "a program, not a library")]
+
+#[path = "hand.rs"]
+mod hand;
+#[path = "transfer/latency.rs"]
+mod latency;
+#[path = "transfer/links.rs"]
+mod links;
+#[path = "transfer/memory.rs"]
+mod memory;
+#[path = "transfer/prefill.rs"]
+mod prefill;
+#[path = "transfer/speed.rs"]
+mod speed;
+
+/// What a run measures.
+pub struct Options {
+    only: Vec<String>,
+    mib: u64,
+    rounds: usize,
+    blocks: Vec<u64>,
+    calls: usize,
+    workers: Option<usize>,
+    streams: usize,
+    /// Show every loop, not only the best.
+    all: bool,
+}
+
+fn options() -> Options {
+    let mut options = Options {
+        only: vec![],
+        mib: 512,
+        rounds: 7,
+        blocks: vec![16, 64, 256, 1024, 2048],
+        calls: 10_000,
+        workers: None,
+        streams: 1,
+        all: false,
+    };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().expect("a value after the option");
+        match word.as_str() {
+            "--only" => options.only = value().split(',').map(str::to_owned).collect(),
+            "--mib" => options.mib = value().parse().unwrap(),
+            "--rounds" => options.rounds = value().parse().unwrap(),
+            "--blocks" => options.blocks = value().split(',').map(|kib| kib.parse().unwrap()).collect(),
+            "--calls" => options.calls = value().parse().unwrap(),
+            "--workers" => options.workers = Some(value().parse().unwrap()),
+            "--streams" => options.streams = value().parse().unwrap(),
+            "--all" => options.all = true,
+            _ => {} // what cargo itself passes
+        }
+    }
+    options
+}
+
+fn main() {
+    if std::env::args().nth(1).as_deref() == Some("--prefill") {
+        return prefill::serve();
+    }
+    let options = options();
+    let parts: [(&str, fn(&Options)); 6] = [
+        ("pools", speed::pools),
+        ("registered", speed::registered),
+        ("tcp", speed::tcp),
+        ("latency", latency::latency),
+        ("links", links::links),
+        ("many", speed::many),
+    ];
+    for (name, part) in parts {
+        if options.only.is_empty() || options.only.iter().any(|only| only == name) {
+            part(&options);
+        }
+    }
+}

@@ -1,0 +1,416 @@
+//! How fast bytes move, beside loops written by hand.
+//!
+//! Not for: single calls (`latency`).
+
+use std::cell::RefCell;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use llm_datadist_core::{ClusterId, DataDist, End, FarName, Layers, Name, PeerAddress, PullRows, PushRows};
+
+use crate::Options;
+use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
+use crate::memory::{Blocks, KEY, config, mapped};
+use crate::prefill::{LIMIT, Prefill, order_bare, receive_bare, send_bare};
+
+/// Where the shuffled lists begin.
+const SEED: u64 = 0x5EED_0003;
+
+/// One thing that is timed, and what happens outside the clock.
+struct Way<'a> {
+    name: String,
+    before: Box<dyn Fn() + 'a>,
+    call: Box<dyn Fn() + 'a>,
+    after: Box<dyn Fn() + 'a>,
+}
+
+impl<'a> Way<'a> {
+    fn new(name: impl Into<String>, call: impl Fn() + 'a) -> Way<'a> {
+        Way { name: name.into(), before: Box::new(|| ()), call: Box::new(call), after: Box::new(|| ()) }
+    }
+
+    fn before(self, before: impl Fn() + 'a) -> Way<'a> {
+        Way { before: Box::new(before), ..self }
+    }
+
+    fn after(self, after: impl Fn() + 'a) -> Way<'a> {
+        Way { after: Box::new(after), ..self }
+    }
+}
+
+/// Runs all in turn, each round beginning with another, and prints a line for each of `ours`: its ratio to the best, by
+/// its median, of `limits`.
+fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<'_>>, ours: Vec<Way<'_>>) {
+    let (count, rounds) = (limits.len(), options.rounds);
+    let all: Vec<Way<'_>> = limits.into_iter().chain(ours).collect();
+    let mut times = vec![Vec::new(); all.len()];
+    for round in 0..=rounds {
+        for turn in 0..all.len() {
+            let who = (turn + round) % all.len();
+            (all[who].before)();
+            let took = timed(&all[who].call);
+            (all[who].after)();
+            if round > 0 {
+                times[who].push(took);
+            }
+        }
+    }
+    let medians: Vec<f64> = times.iter().map(|all| median(&mut all.clone())).collect();
+    let best = (0..count).min_by(|&a, &b| medians[a].total_cmp(&medians[b])).unwrap();
+    let first = if options.all { 0 } else { count };
+    for who in first..all.len() {
+        let mut ratios: Vec<f64> = (0..rounds).map(|round| times[best][round] / times[who][round]).collect();
+        let ratio = median(&mut ratios);
+        println!(
+            "{what:10} {:18} {:6} KiB {:7.2} {:7.2}  {:18} {ratio:6.2}  ({:.2}-{:.2})",
+            all[who].name,
+            len >> 10,
+            bytes as f64 / medians[who] / 1e9,
+            bytes as f64 / medians[best] / 1e9,
+            all[best].name,
+            ratios[0],
+            ratios[ratios.len() - 1],
+        );
+    }
+}
+
+fn heading(title: &str, options: &Options) {
+    let workers = options.workers.map_or("default".into(), |count| count.to_string());
+    println!(
+        "\n{title}: {} MiB a round, {} rounds, {workers} workers; GB/s = 10^9 bytes, each counted once",
+        options.mib, options.rounds
+    );
+    println!(
+        "{:10} {:18} {:>10} {:>7} {:>7}  {:18} {:>6}  (range)",
+        "memory", "operation", "block", "ours", "limit", "limit by", "ratio"
+    );
+}
+
+/// Two linked engines in two processes.
+struct Bed {
+    engine: DataDist,
+    prefill: RefCell<Prefill>,
+    peer: PeerAddress,
+    far: FarName,
+}
+
+impl Bed {
+    fn new(options: &Options, transport: &str, near_mib: u64, far_mib: u64) -> Bed {
+        let mut prefill = Prefill::start();
+        let peer = prefill.open(transport, true, far_mib, options.streams);
+        let mut config = config(1, transport, true, near_mib, options.streams);
+        config.copy_workers = options.workers;
+        let engine = DataDist::open(config).unwrap();
+        let far = FarName { cluster: ClusterId(2), name: Name::Key(KEY) };
+        let bed = Bed { engine, prefill: RefCell::new(prefill), peer, far };
+        bed.link();
+        let state = &bed.engine.stats().links[0];
+        assert!(transport == "tcp" || state.registered == "process", "{:?}", state.refusal);
+        bed
+    }
+
+    fn link(&self) {
+        self.engine.link_clusters(std::slice::from_ref(&self.peer), LIMIT).remove(0).unwrap();
+    }
+
+    /// Both sides see the other's memory through mappings made just now.
+    fn link_again(&self) {
+        self.engine.unlink_clusters(std::slice::from_ref(&self.peer), LIMIT, false).remove(0).unwrap();
+        self.link();
+    }
+
+    fn tell(&self, order: &str) -> String {
+        self.prefill.borrow_mut().ask(order)
+    }
+
+    fn pull(&self, near: &Blocks, from: &[i64], to: &[i64]) {
+        let rows = PullRows::Blocks { far: from.to_vec(), near: to.to_vec() };
+        self.engine.pull(self.far, &near.end, &rows, Layers::ALL).unwrap();
+    }
+
+    fn push(&self, near: &Blocks, from: &[i64], to: &[i64]) {
+        let rows = PushRows::Blocks { near: from.to_vec(), far: to.to_vec() };
+        self.engine.push(&near.end, self.far, &rows, Layers::ALL).unwrap();
+    }
+
+    fn drop_blocks(&self, blocks: &Blocks) {
+        if let End::Managed(id) = blocks.end {
+            self.engine.deallocate(id).unwrap();
+            self.engine.unregister(id).unwrap();
+        }
+    }
+}
+
+/// Pull and push of everything, warm and, where mappings matter, over a link made just before.
+fn ours<'a>(
+    bed: &'a Bed,
+    near: &'a Blocks,
+    local: &'a Blocks,
+    from: &'a [i64],
+    to: &'a [i64],
+    cold: bool,
+) -> Vec<Way<'a>> {
+    let pull = || bed.pull(near, from, to);
+    let push = || bed.push(local, from, to);
+    let pulled = || near.verify(1, from, to);
+    let pushed = || {
+        bed.tell(&format!("verify 2 {SEED}"));
+        bed.tell("fill 1");
+    };
+    let poison_far = || drop(bed.tell("poison"));
+    let mut ways = vec![
+        Way::new("pull", pull)
+            .before(move || {
+                pull();
+                near.poison();
+            })
+            .after(pulled),
+        Way::new("push", push)
+            .before(move || {
+                push();
+                poison_far();
+            })
+            .after(pushed),
+    ];
+    if cold {
+        ways.push(
+            Way::new("pull, cold", pull)
+                .before(move || {
+                    near.poison();
+                    bed.link_again();
+                })
+                .after(pulled),
+        );
+        ways.push(
+            Way::new("push, cold", push)
+                .before(move || {
+                    poison_far();
+                    bed.link_again();
+                })
+                .after(pushed),
+        );
+    }
+    ways
+}
+
+/// The memory of pools, mapped, beside the copy loops inside this process.
+pub fn pools(options: &Options) {
+    heading("pools of one host", options);
+    let bed = Bed::new(options, "shm", options.mib * 2 + 1, options.mib + 1);
+    for &kib in &options.blocks {
+        let len = kib << 10;
+        let rows = (options.mib << 20) / len;
+        bed.tell(&format!("blocks pool {rows} {len}"));
+        let (near, local) =
+            (Blocks::pool(&bed.engine, rows, len, false), Blocks::pool(&bed.engine, rows, len, false));
+        near.poison();
+        local.fill(2);
+        let mut shuffle = Shuffle(SEED);
+        let (from, to) = (shuffle.order(rows), shuffle.order(rows));
+        let moves = from.iter().zip(&to).map(|(&from, &to)| (local.at(from), near.at(to))).collect();
+        let flat = Flat { moves, len: len as usize };
+        let sorted = flat.sorted();
+        let limits = LOOPS.iter().map(|&(name, copy, threads, in_order)| {
+            let flat = if in_order { &sorted } else { &flat };
+            Way::new(name, move || loop_over(flat, threads, copy)).before(|| near.poison())
+        });
+        compare(
+            "pool",
+            len,
+            near.bytes(),
+            options,
+            limits.collect(),
+            ours(&bed, &near, &local, &from, &to, true),
+        );
+        bed.drop_blocks(&near);
+        bed.drop_blocks(&local);
+    }
+}
+
+/// Registered memory, read by process id, beside the bare system call.
+pub fn registered(options: &Options) {
+    heading("registered memory of one host", options);
+    let bed = Bed::new(options, "shm", 0, 0);
+    let (one, other) = (mapped(options.mib << 20), mapped(options.mib << 20));
+    let pid = bed.prefill.borrow().pid();
+    let workers = options.workers.unwrap_or(4);
+    for &kib in &options.blocks {
+        let len = kib << 10;
+        let rows = (options.mib << 20) / len;
+        let far: u64 = bed.tell(&format!("blocks own {rows} {len}")).parse().unwrap();
+        let near = Blocks::own(&bed.engine, one, rows, len, false);
+        let local = Blocks::own(&bed.engine, other, rows, len, false);
+        local.fill(2);
+        let mut shuffle = Shuffle(SEED);
+        let (from, to) = (shuffle.order(rows), shuffle.order(rows));
+        let moves = from.iter().zip(&to).map(|(&from, &to)| (far + from as u64 * len, near.at(to))).collect();
+        let flat = &Flat { moves, len: len as usize };
+        let limits = [8, 32, 128, 1024].into_iter().flat_map(|batch| {
+            [2, workers].map(|threads| {
+                Way::new(format!("readv {batch} x{threads}"), move || bare_reads(pid, flat, batch, threads))
+                    .before(|| near.poison())
+            })
+        });
+        let ours = ours(&bed, &near, &local, &from, &to, false);
+        compare("registered", len, near.bytes(), options, limits.collect(), ours);
+        bed.drop_blocks(&near);
+        bed.drop_blocks(&local);
+    }
+}
+
+/// `batch` blocks a system call, taken by `threads` threads in turn.
+fn bare_reads(pid: i32, flat: &Flat, batch: usize, threads: usize) {
+    let batch = batch.min(flat.moves.len().div_ceil(threads));
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            let at = next.fetch_add(batch, Ordering::Relaxed);
+            if at >= flat.moves.len() {
+                return;
+            }
+            let moves = &flat.moves[at..flat.moves.len().min(at + batch)];
+            let vector = |at: u64| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: flat.len };
+            let far: Vec<_> = moves.iter().map(|&(src, _)| vector(src)).collect();
+            let near: Vec<_> = moves.iter().map(|&(_, dst)| vector(dst)).collect();
+            let count = moves.len() as libc::c_ulong;
+            // SAFETY: the near blocks are live memory of this process.
+            let got = unsafe { libc::process_vm_readv(pid, near.as_ptr(), count, far.as_ptr(), count, 0) };
+            assert_eq!(got, (moves.len() * flat.len) as isize);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
+    });
+}
+
+/// Sockets, beside a bare stream of the same bytes between the same processes.
+pub fn tcp(options: &Options) {
+    heading(&format!("TCP over the loopback, {} streams", options.streams), options);
+    let bed = Bed::new(options, "tcp", options.mib * 2 + 1, options.mib + 1);
+    for &kib in &options.blocks {
+        let len = kib << 10;
+        let rows = (options.mib << 20) / len;
+        bed.tell(&format!("blocks pool {rows} {len}"));
+        let (near, local) =
+            (Blocks::pool(&bed.engine, rows, len, false), Blocks::pool(&bed.engine, rows, len, false));
+        near.poison();
+        local.fill(2);
+        let mut shuffle = Shuffle(SEED);
+        let (from, to) = (shuffle.order(rows), shuffle.order(rows));
+        let port: u16 = bed.tell("bare").parse().unwrap();
+        let streams: &Vec<TcpStream> = &(0..options.streams.max(2))
+            .map(|_| {
+                let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                stream.set_nodelay(true).unwrap();
+                stream
+            })
+            .collect();
+        let (near, local) = (&near, &local);
+        let mut counts = vec![1, options.streams];
+        counts.dedup();
+        let bare = |out: bool| {
+            let ways = [64, 256, 1024, 4096]
+                .into_iter()
+                .flat_map(|kib| counts.iter().map(move |&count| (kib, count)));
+            let way = |(kib, count): (u64, usize)| {
+                let memory = if out { near } else { local };
+                let way = Way::new(format!("{kib} KiB x{count}"), move || {
+                    bare_streams(&streams[..count], memory, out, kib << 10)
+                });
+                if out {
+                    way.before(|| near.poison())
+                } else {
+                    way.before(|| drop(bed.tell("poison"))).after(|| drop(bed.tell("fill 1")))
+                }
+            };
+            ways.map(way).collect::<Vec<_>>()
+        };
+        let mut ours = ours(&bed, near, local, &from, &to, false);
+        let push = ours.pop().into_iter().collect();
+        compare("tcp", len, near.bytes(), options, bare(true), ours);
+        compare("tcp", len, near.bytes(), options, bare(false), push);
+        bed.drop_blocks(near);
+        bed.drop_blocks(local);
+    }
+}
+
+/// Everything through `streams`, in equal parts; `out` of the other process, or into it.
+fn bare_streams(streams: &[TcpStream], memory: &Blocks, out: bool, chunk: u64) {
+    let part = memory.bytes() / streams.len() as u64;
+    std::thread::scope(|scope| {
+        for (index, stream) in streams.iter().enumerate() {
+            let (from, to) = (index as u64 * part, (index as u64 + 1) * part);
+            let base = memory.base;
+            let work = move || {
+                order_bare(stream, out, chunk, from, to);
+                if out {
+                    receive_bare(stream, base, chunk, from, to);
+                } else {
+                    send_bare(stream, base, chunk, from, to);
+                    std::io::Read::read_exact(&mut &*stream, &mut [0]).unwrap();
+                }
+            };
+            if index + 1 == streams.len() { work() } else { drop(scope.spawn(work)) }
+        }
+    });
+}
+
+/// Very many blocks in one call, and very many callers.
+pub fn many(options: &Options) {
+    const LEN: u64 = 16 << 10;
+    const ROWS: u64 = 60_000;
+    heading("60,000 blocks in one call, and 32 callers", options);
+    for transport in ["shm", "tcp"] {
+        let mib = (ROWS * LEN >> 20) + 1;
+        let bed = Bed::new(options, transport, mib, mib);
+        bed.tell(&format!("blocks pool {ROWS} {LEN}"));
+        let near = Blocks::pool(&bed.engine, ROWS, LEN, false);
+        let mut shuffle = Shuffle(SEED);
+        let (from, to) = (shuffle.order(ROWS), shuffle.order(ROWS));
+        let mut times = [Vec::new(), Vec::new()];
+        for round in 0..=options.rounds {
+            for (threads, times) in [1, 32].into_iter().zip(&mut times) {
+                near.poison();
+                let share = from.len().div_ceil(threads);
+                let took = timed(|| {
+                    std::thread::scope(|scope| {
+                        for (from, to) in from.chunks(share).zip(to.chunks(share)) {
+                            let (bed, near) = (Calls(&bed), &near);
+                            scope.spawn(move || bed.pull(near, from, to));
+                        }
+                    });
+                });
+                near.verify(1, &from, &to);
+                if round > 0 {
+                    times.push(took);
+                }
+            }
+        }
+        for (threads, mut times) in [1, 32].into_iter().zip(times) {
+            let took = median(&mut times);
+            println!(
+                "{transport:10} pull of {ROWS} blocks of 16 KiB, {threads:2} threads: {:.1} ms, {:.2} GB/s ({:.2}-{:.2})",
+                took * 1e3,
+                (ROWS * LEN) as f64 / took / 1e9,
+                (ROWS * LEN) as f64 / times[times.len() - 1] / 1e9,
+                (ROWS * LEN) as f64 / times[0] / 1e9,
+            );
+        }
+    }
+}
+
+/// What several threads use of a bed.
+#[derive(Clone, Copy)]
+struct Calls<'a>(&'a Bed);
+
+// SAFETY: the threads use only the engine, which is made to be shared.
+unsafe impl Send for Calls<'_> {}
+
+impl Calls<'_> {
+    fn pull(self, near: &Blocks, from: &[i64], to: &[i64]) {
+        self.0.pull(near, from, to);
+    }
+}

@@ -1,0 +1,764 @@
+"""Two ends of a link: one in this process, others in real processes of their own, all spoken to in the same words.
+
+`End` wraps one engine and a handful of named caches; every method takes and returns plain values. A test holds
+one `End` itself and drives others through `Peer`, which starts a second interpreter (no fork), sends it one JSON line
+per call and waits a bounded time for the answer. What bytes must be is never asked of an engine: `pattern` and numpy
+say it. Not for: judging results (that is the tests').
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Optional, Union
+
+import numpy as np
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    _core,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+UINT64_MAX = 2**64 - 1
+LIMIT = 20.0  # seconds: the most any wait of a test takes
+POOL = 2 << 20
+SOAK = int(os.environ.get("LLM_DATADIST_SOAK", "0") or 0)
+THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
+
+OK = "LLM_SUCCESS"
+INVALID = "LLM_PARAM_INVALID"
+GONE = "LLM_KV_CACHE_NOT_EXIST"
+UNLINKED = "LLM_NOT_YET_LINK"
+LINK_FAILED = "LLM_LINK_FAILED"
+TIMEOUT = "LLM_TIMEOUT"
+
+Key = tuple[Any, ...]
+Info = Union[tuple[int, str], tuple[int, None]]
+Range = Optional[tuple[int, int]]
+
+
+def options(*, accessible: bool = False, pool: int = POOL, listen: str | None = None, **extra: Any) -> dict[str, str]:
+    """Options of a small engine; `extra` uses `__` for the dot of a key."""
+    size = json.dumps({"memory_size": pool, "page_shift": 12})
+    made = {
+        "llm.EnableCacheManager": "1",
+        "ge.exec.deviceId": "0",
+        "llm.MemPoolConfig": size,
+        "llm.HostMemPoolConfig": size,
+        "llm.EnableRemoteCacheAccessible": "1" if accessible else "0",
+    }
+    if listen is not None:
+        made["llm.listenIpInfo"] = listen
+    made.update({key.replace("__", "."): str(value) for key, value in extra.items()})
+    return made
+
+
+def by_request(cluster: int, req: int, model: int = 0, prefix: int = UINT64_MAX) -> Key:
+    """A request key, or a prefix key."""
+    return ("request", cluster, req, model, prefix)
+
+
+def by_slot(cluster: int, cache: int, index: int = 0) -> Key:
+    """A key by cache id and slot."""
+    return ("slot", cluster, cache, index)
+
+
+def by_blocks(cluster: int, model: int = 0) -> Key:
+    """The key of a blocks cache."""
+    return ("blocks", cluster, model)
+
+
+def _key(key: Sequence[Any]) -> Any:
+    kinds = {"slot": CacheKeyByIdAndIndex, "blocks": BlocksCacheKey}
+    if key[0] == "request":
+        return CacheKey(key[1], key[2], key[3], key[4])
+    return kinds[key[0]](*key[1:])
+
+
+def pattern(seed: int, tensors: int, rows: int, row_bytes: int) -> list[np.ndarray]:
+    """The bytes that `fill(name, seed)` writes: another array for every tensor."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 256, (rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
+
+
+def equal(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    """Whether two lists of arrays hold the same bytes, and any."""
+    assert left
+    return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right))
+
+
+class Held:
+    """A cache of an `End`: the handle, its geometry, and the arrays behind registered memory."""
+
+    def __init__(self, handle: Any, arrays: list[np.ndarray]) -> None:
+        self.handle = handle
+        self.arrays = arrays  # over the very memory of the cache
+
+
+def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
+    import ctypes  # noqa: PLC0415
+
+    raw = (ctypes.c_ubyte * (rows * row_bytes)).from_address(address)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(rows, row_bytes)
+
+
+class End:
+    """One engine and its caches, in the process that holds this object."""
+
+    def __init__(self) -> None:
+        self.dist: Any = None
+        self.held: dict[str, Held] = {}
+        self.many: list[Any] = []
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def init(self, settings: dict[str, str], cluster: int = 1, role: str = "PROMPT") -> str | None:
+        """Open an engine; returns where it listens."""
+        if self.dist is None or self.dist.cluster_id != cluster:
+            assert LLMDataDist.llm_engine_instance is None, "an engine is open already"
+            self.dist = LLMDataDist(LLMRole[role], cluster)
+        self.dist.init(settings)
+        return self.dist.listen_ip_info
+
+    def finalize(self) -> None:
+        """Close the engine and forget its caches."""
+        self.held.clear()
+        while self.many:
+            self.many.pop().close()
+        if self.dist is not None:
+            self.dist.finalize()
+
+    def reset(self) -> None:
+        """Back to a process without an engine."""
+        self.finalize()
+        self.dist = None
+
+    def listening(self) -> str | None:
+        """Where peers are listened for."""
+        return self.dist.listen_ip_info
+
+    def switch_role(self, role: str, switch: dict[str, str] | None = None) -> None:
+        """`switch_role`."""
+        self.dist.switch_role(LLMRole[role], switch)
+
+    def stats(self) -> Any:
+        """The engine's counters."""
+        return self.dist.stats()
+
+    def links(self) -> list[Any]:
+        """The links the statistics show."""
+        return self.dist.stats()["links"]
+
+    def used(self, pool: str = "device") -> int:
+        """Bytes taken from a pool."""
+        return self.dist.stats()["pools"][pool]["used_bytes"]
+
+    # -- caches --------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        name: str,
+        rows: int = 4,
+        row_bytes: int = 256,
+        tensors: int = 2,
+        *,
+        host: bool = False,
+        blocks: bool = False,
+        keys: Sequence[Sequence[Any]] = (),
+        seed: int | None = None,
+    ) -> int:
+        """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
+        where = Placement.HOST if host else Placement.DEVICE
+        desc = CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, where)
+        manager = self.dist.cache_manager
+        if blocks:
+            handle = manager.allocate_blocks_cache(desc, *map(_key, keys))
+        else:
+            handle = manager.allocate_cache(desc, [_key(key) for key in keys])
+        self.held[name] = Held(handle, [_over(address, rows, row_bytes) for address in handle.tensor_addrs])
+        if seed is not None:
+            self.fill(name, seed)
+        return handle.cache_id
+
+    def register(
+        self,
+        name: str,
+        rows: int = 4,
+        row_bytes: int = 256,
+        tensors: int = 2,
+        *,
+        host: bool = False,
+        blocks: bool = False,
+        keys: Sequence[Sequence[Any]] = (),
+        accessible: bool | None = None,
+        seed: int | None = None,
+    ) -> int:
+        """Register memory of this process under a name; returns its id."""
+        where = Placement.HOST if host else Placement.DEVICE
+        desc = CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, where)
+        arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
+        addrs = [int(array.ctypes.data) for array in arrays]
+        manager = self.dist.cache_manager
+        if blocks:
+            key = _key(keys[0]) if keys else None
+            handle = manager.register_blocks_cache(desc, addrs, key, remote_accessible=accessible)
+        else:
+            given = [_key(key) for key in keys]
+            handle = manager.register_cache(desc, addrs, given, remote_accessible=accessible)
+        self.held[name] = Held(handle, arrays)
+        if seed is not None:
+            self.fill(name, seed)
+        return handle.cache_id
+
+    def make(self, name: str, *args: Any, registered: bool = False, **kwargs: Any) -> int:
+        """`register` with remote access, or `allocate`."""
+        if registered:
+            kwargs.setdefault("accessible", True)
+            return self.register(name, *args, **kwargs)
+        return self.allocate(name, *args, **kwargs)
+
+    def deallocate(self, name: str) -> None:
+        """Let go of an allocated cache; the name stays, for calls with what it was."""
+        held = self.held[name]
+        held.arrays = []
+        manager = self.dist.cache_manager
+        (manager.deallocate_blocks_cache if held.handle.is_blocks_cache else manager.deallocate_cache)(held.handle)
+
+    def unregister(self, name: str) -> None:
+        """Remove a registered cache."""
+        self.dist.cache_manager.unregister_cache(self.held[name].handle.cache_id)
+
+    def remove_key(self, key: Sequence[Any]) -> None:
+        """Unbind a key."""
+        self.dist.cache_manager.remove_cache_key(_key(key))
+
+    def fill(self, name: str, seed: int) -> None:
+        """Write `pattern(seed, …)`."""
+        arrays = self.held[name].arrays
+        for array, made in zip(arrays, pattern(seed, len(arrays), *arrays[0].shape)):
+            array[:] = made
+
+    def paint(self, name: str, value: int) -> None:
+        """Write one value everywhere."""
+        for array in self.held[name].arrays:
+            array[:] = value
+
+    def read(self, name: str) -> list[np.ndarray]:
+        """A copy of the bytes."""
+        return [array.copy() for array in self.held[name].arrays]
+
+    # -- links ---------------------------------------------------------------------------------------------------
+
+    def link_clusters(self, peers: Sequence[Any], timeout: int = 5000) -> tuple[str, list[str]]:
+        """`link_clusters` of `(cluster, "ip:port" or several)`; names of codes."""
+        return _names(self.dist.link_clusters([_info(peer) for peer in peers], timeout))
+
+    def unlink_clusters(
+        self,
+        peers: Sequence[Any],
+        timeout: int = 5000,
+        force: bool = False,
+    ) -> tuple[str, list[str]]:
+        """`unlink_clusters`; names of codes."""
+        return _names(self.dist.unlink_clusters([_info(peer) for peer in peers], timeout, force))
+
+    def link(self, name: str, ranks: dict[Any, int], table: str) -> int:
+        """`link` with a rank table."""
+        return self.dist.link(name, {int(cluster): rank for cluster, rank in ranks.items()}, table)
+
+    def unlink(self, comm: int) -> None:
+        """`unlink`."""
+        self.dist.unlink(comm)
+
+    def status(self, comm: int) -> str:
+        """`query_register_mem_status`, by name."""
+        return self.dist.query_register_mem_status(comm_id=comm).name
+
+    def settled(self, comm: int, limit: float = LIMIT) -> str:
+        """The status, once it is no longer PREPARING."""
+        until = time.monotonic() + limit
+        while (status := self.status(comm)) == "PREPARING" and time.monotonic() < until:
+            time.sleep(0.005)
+        return status
+
+    # -- transfers -----------------------------------------------------------------------------------------------
+
+    def pull_cache(self, key: Sequence[Any], name: str, batch: int = 0, size: int = -1, **kwargs: Any) -> None:
+        """`pull_cache`; layer ranges as pairs under `src` and `dst`, layers of `n` tensors."""
+        manager = self.dist.cache_manager
+        manager.pull_cache(_key(key), self.held[name].handle, batch, size, **_layers(kwargs))
+
+    def pull_blocks(
+        self, key: Sequence[Any], name: str, src: Sequence[int] = (), dst: Sequence[int] = (), **kwargs: Any
+    ) -> None:
+        """`pull_blocks`; layer ranges under `src_layers` and `dst_layers`."""
+        manager = self.dist.cache_manager
+        manager.pull_blocks(_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
+
+    def push_cache(self, key: Sequence[Any], name: str, batch: int = 0, **kwargs: Any) -> None:
+        """`push_cache`."""
+        self.dist.cache_manager.push_cache(_key(key), self.held[name].handle, batch, **_layers(kwargs))
+
+    def push_blocks(self, key: Sequence[Any], name: str, src: Sequence[int], dst: Sequence[int], **kwargs: Any) -> None:
+        """`push_blocks`."""
+        handle = self.held[name].handle
+        self.dist.cache_manager.push_blocks(_key(key), handle, list(src), list(dst), **_layers(kwargs))
+
+    def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
+        """The outcome of a call, its seconds, and the text of its error."""
+        began = time.monotonic()
+        code, text = outcome(lambda: getattr(self, call)(*args, **kwargs))
+        return code, time.monotonic() - began, text
+
+    def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
+        """Every call `[name, args, kwargs]` in a thread of its own, all at once, `repeat` times; the last outcomes."""
+        codes = [""] * len(calls)
+        gate = threading.Barrier(len(calls))
+
+        def work(number: int) -> None:
+            call, args, kwargs = calls[number]
+            for _ in range(repeat):
+                gate.wait(LIMIT)
+                codes[number] = outcome(lambda: getattr(self, call)(*args, **kwargs))[0]
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert not any(thread.is_alive() for thread in threads), "a thread never came back"
+        return codes
+
+    # -- the process ---------------------------------------------------------------------------------------------
+
+    def pid(self) -> int:
+        """Its process id."""
+        return os.getpid()
+
+    def rest(self, seconds: float) -> float:
+        """Do nothing; returns the CPU seconds the process used meanwhile."""
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        time.sleep(seconds)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def resources(self) -> dict[str, int]:
+        """Threads, descriptors, mappings and resident bytes of the process."""
+        with Path("/proc/self/statm").open() as statm:
+            resident = int(statm.read().split()[1]) * 4096
+        return {
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "mappings": Path("/proc/self/maps").read_text().count("\n"),
+            "resident": resident,
+        }
+
+    def engines(self, count: int, first: int, settings: dict[str, str], row_bytes: int) -> list[tuple[int, str]]:
+        """Open `count` bare engines, each with a cache under key 1; returns clusters and where they listen."""
+        made = []
+        for cluster in range(first, first + count):
+            native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.Role": "Prompt", **settings})
+            self.many.append(native)
+            desc = CacheDesc(1, [1, row_bytes], DataType.DT_UINT8, Placement.DEVICE)
+            _, (address,) = native.allocate_cache(desc, [CacheKey(cluster, 1)])
+            _over(address, 1, row_bytes)[:] = pattern(cluster, 1, 1, row_bytes)[0]
+            made.append((cluster, native.listening()))
+        return made
+
+    def hatch(self, settings: dict[str, str], cluster: int, rows: int, row_bytes: int) -> tuple[int, str]:
+        """Fork a process without an engine and open one there, with caches 1 (batch) and 2 (blocks) of pattern 1.
+
+        Returns its process id and where it listens. It only waits to be killed.
+        """
+        assert self.dist is None, "a process with an engine is no parent"
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                address = self.init(settings, cluster)
+                key = by_request(cluster, 1)
+                self.allocate("batch", rows, row_bytes, 2, keys=[key], seed=1)
+                self.allocate("blocks", rows, row_bytes, 2, blocks=True, keys=[by_blocks(cluster)], seed=2)
+                os.write(writing, str(address).encode())
+                os.close(writing)
+                while True:
+                    signal.pause()
+            os._exit(1)
+        os.close(writing)
+        address = os.read(reading, 100).decode()
+        os.close(reading)
+        assert address, "the hatched process died"
+        return child, address
+
+    def fork_and_try(self, call: str, *args: Any) -> tuple[int, str, float]:
+        """Fork with the engine open; the child makes the call and leaves by `sys.exit`.
+
+        Returns its exit status, the outcome it saw, and how long it lived.
+        """
+        reading, writing = os.pipe()
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            code, text = outcome(lambda: getattr(self, call)(*args))
+            os.write(writing, f"{code}: {text}".encode()[:4000])
+            os.close(writing)
+            atexit._run_exitfuncs()
+            os._exit(7)
+        os.close(writing)
+        told = b""
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until and select.select([reading], [], [], 1)[0]:
+            more = os.read(reading, 4096)
+            if not more:
+                break
+            told += more
+        os.close(reading)
+        status = None
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.005)
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return -1, told.decode(), time.monotonic() - began
+        return os.waitstatus_to_exitcode(status), told.decode(), time.monotonic() - began
+
+
+def _names(result: tuple[LLMStatusCode, list[LLMStatusCode]]) -> tuple[str, list[str]]:
+    return result[0].name, [code.name for code in result[1]]
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `"1.2.3.4:5"` or `"[::1]:5"`."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _info(peer: Sequence[Any]) -> LLMClusterInfo:
+    info = LLMClusterInfo()
+    cluster, addresses = peer
+    info.remote_cluster_id = cluster
+    info.append_local_ip_info("127.0.0.1", 0)
+    for address in [addresses] if isinstance(addresses, str) else addresses or []:
+        info.append_remote_ip_info(*split(address))
+    return info
+
+
+def _layers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = {"src_layers": "src_layer_range", "dst_layers": "dst_layer_range", "n": "tensor_num_per_layer"}
+    made = {names.get(name, name): value for name, value in kwargs.items()}
+    for name in ("src_layer_range", "dst_layer_range"):
+        if made.get(name) is not None:
+            made[name] = range(*made[name])
+    return made
+
+
+class Refused(Exception):  # noqa: N818
+    """What a call of a peer raised."""
+
+    def __init__(self, kind: str, code: str, text: str, where: str) -> None:
+        super().__init__(f"{kind} {code}: {text}\n{where}")
+        self.kind, self.code, self.text = kind, code, text
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """The name of the status code a call ends with, or of another exception's class, and the text."""
+    try:
+        call()
+    except LLMException as error:
+        return error.status_code.name, str(error)
+    except Refused as error:
+        return error.code or error.kind, error.text
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+    return OK, ""
+
+
+def code(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The name of the status code a call ends with, or of another exception's class."""
+    return outcome(lambda: call(*args, **kwargs))[0]
+
+
+def eventually(holds: Callable[[], Any], limit: float = LIMIT, what: str = "it") -> Any:
+    """Wait until `holds()` is true; fail after the limit."""
+    until = time.monotonic() + limit
+    while True:
+        if value := holds():
+            return value
+        assert time.monotonic() < until, f"{what} did not come true in {limit} s"
+        time.sleep(0.005)
+
+
+# -- the other process ---------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"bytes": base64.b64encode(value.tobytes()).decode(), "shape": value.shape}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(one) for one in value]}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"bytes", "shape"}:
+        return np.frombuffer(base64.b64decode(value["bytes"]), dtype=np.uint8).reshape(value["shape"])
+    if isinstance(value, dict) and set(value) == {"tuple"}:
+        return tuple(_rich(one) for one in value["tuple"])
+    if isinstance(value, list):
+        return [_rich(one) for one in value]
+    return value
+
+
+class Answer:
+    """A call under way in a peer."""
+
+    def __init__(self, peer: Peer, call: str) -> None:
+        self.peer, self.call = peer, call
+
+    def result(self, limit: float = LIMIT) -> Any:
+        """What the call returned; raises `Refused` for what it raised."""
+        told = self.peer._receive(self.call, limit)
+        if "error" in told:
+            raise Refused(told["error"], told.get("code", ""), told["text"], told["where"])
+        return _rich(told["value"])
+
+
+class Peer:
+    """An `End` in a process of its own. Calls it does not know itself are the other's."""
+
+    def __init__(self, *prefix: str, environment: dict[str, str] | None = None) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
+        self.process = subprocess.Popen(  # noqa: S603
+            [*prefix, sys.executable, "-W", "error", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**clean, **(environment or {})},
+            start_new_session=True,
+        )
+        self.spoiled = bool(prefix or environment)  # not to be used by another test
+        self.address = ""
+        self.cluster = -1
+        self._rest = b""
+
+    def open(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
+        """Initialise its engine; it listens at a free port of 127.0.0.1 unless the options say otherwise."""
+        chosen = options() if settings is None else settings
+        self.address = self.begin("init", {"llm.listenIpInfo": "127.0.0.1:0", **chosen}, cluster, role).result() or ""
+        self.cluster = cluster
+        return self
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """What `link_clusters` takes."""
+        return self.cluster, self.address
+
+    def begin(self, call: str, *args: Any, **kwargs: Any) -> Answer:
+        """Start a call without waiting for its end."""
+        line = json.dumps([call, args, kwargs]) + "\n"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"{call}: the peer is gone\n{self.said()}") from None
+        return Answer(self, call)
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        if call.startswith("_") or not hasattr(End, call):
+            raise AttributeError(call)
+        return lambda *args, **kwargs: self.begin(call, *args, **kwargs).result()
+
+    def _receive(self, call: str, limit: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        until = time.monotonic() + limit
+        while b"\n" not in self._rest:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                self.spoiled = True
+                raise AssertionError(f"{call}: no answer within {limit} s\n{self.said()}")
+            more = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not more:
+                self.spoiled = True
+                raise AssertionError(f"{call}: the peer died with {self.process.wait(LIMIT)}\n{self.said()}")
+            self._rest += more
+        line, self._rest = self._rest.split(b"\n", 1)
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def said(self) -> str:
+        """What it wrote to its standard output and error."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-20000:]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it."""
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Stop it (SIGSTOP), and wait until it is."""
+        self.spoiled = True
+        self.signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/stat")
+        eventually(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T", what="the stop")
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it without warning, and reap it."""
+        self.spoiled = True
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(LIMIT)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def close(self) -> None:
+        """Kill it and forget what it said."""
+        self.kill()
+        self.log.close()
+
+    def __enter__(self) -> Peer:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Ends:
+    """The ends one test uses: at most one engine here, any number of peers. All are put away afterwards.
+
+    A peer that comes through a test unharmed serves the next one: starting an interpreter is slow.
+    """
+
+    idle: ClassVar[list[Peer]] = []
+
+    def __init__(self) -> None:
+        self.here = End()
+        self.busy: list[Peer] = []
+
+    def near(self, settings: dict[str, str] | None = None, cluster: int = 1, role: str = "DECODER") -> End:
+        """The end in this process, initialised."""
+        self.here.init(options() if settings is None else settings, cluster, role)
+        return self.here
+
+    def spare(self) -> Peer:
+        """A process without an engine."""
+        self.busy.append(Ends.idle.pop() if Ends.idle else Peer())
+        return self.busy[-1]
+
+    def adopt(self, peer: Peer) -> Peer:
+        """See to the end of a peer that was started specially."""
+        self.busy.append(peer)
+        return peer
+
+    def peer(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
+        """Another process with an engine that listens."""
+        return self.spare().open(settings, cluster, role)
+
+    def pair(self, **given: Any) -> tuple[End, Peer]:
+        """Clusters 1, here, and 2, a peer, with equal options; 1 has linked to 2."""
+        peer, near = self.peer(options(**given)), self.near(options(**given))
+        linked(near, peer)
+        return near, peer
+
+    def __enter__(self) -> Ends:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self.busy:
+            if peer.spoiled:
+                peer.close()
+        self.here.reset()
+        try:
+            for peer in [peer for peer in self.busy if not peer.spoiled]:
+                peer.reset()
+                Ends.idle.append(peer)
+        finally:
+            for peer in self.busy:
+                if peer not in Ends.idle and not peer.log.closed:
+                    peer.close()
+
+
+@atexit.register
+def _send_home() -> None:
+    while Ends.idle:
+        Ends.idle.pop().close()
+
+
+def linked(near: Any, *far: Peer) -> None:
+    """Link `near` to peers; all must succeed."""
+    result = near.link_clusters([peer.at for peer in far])
+    assert result[0] == OK, result
+
+
+def free_port() -> int:
+    """A port nobody listens at just now."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+def _serve() -> None:
+    """The loop of a peer: one JSON line per call, one per answer."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    end = End()
+    while True:
+        try:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            call, args, kwargs = json.loads(line)
+            told: dict[str, Any] = {"value": _plain(getattr(end, call)(*args, **kwargs))}
+        except KeyboardInterrupt as error:
+            told = {"error": "KeyboardInterrupt", "text": str(error), "where": traceback.format_exc()}
+        except Exception as error:  # noqa: BLE001
+            told = {"error": type(error).__name__, "text": str(error), "where": traceback.format_exc()}
+            if isinstance(error, LLMException):
+                told["code"] = error.status_code.name
+        answers.write(json.dumps(told) + "\n")
+        answers.flush()
+    end.finalize()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,598 @@
+"""Links by address: what `link_clusters` and `unlink_clusters` answer, whom they link, and when they stop waiting.
+
+Against real peers in other processes (python-api.md §6.8, §6.9; engine.md (g)). Not for: what travels over a link
+(`test_pull.py`, `test_push.py`), links by rank table, who is let in (`test_door.py`), peers that fail.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llm_datadist import LLMClusterInfo, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from memory import LE, TE, VE, Expected, raising
+from peers import (
+    GONE,
+    INVALID,
+    LINK_FAILED,
+    OK,
+    THOROUGH,
+    TIMEOUT,
+    UNLINKED,
+    Ends,
+    Peer,
+    by_request,
+    code,
+    equal,
+    eventually,
+    free_port,
+    linked,
+    options,
+    pattern,
+    split,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALREADY = "LLM_ALREADY_LINK"
+EXISTS = "LLM_EXIST_LINK"
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Ends() as made:
+        yield made
+
+
+def dead(cluster: int = 99) -> tuple[int, str]:
+    """A cluster at a port nobody listens at."""
+    return cluster, f"127.0.0.1:{free_port()}"
+
+
+class Silent:
+    """A listener that accepts and never says a word, or says `words` and closes."""
+
+    def __init__(self, words: bytes | None = None) -> None:
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.words = words
+        self.held: list[socket.socket] = []
+        self.at = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self.door.accept()
+            except OSError:
+                return
+            self.held.append(caller)
+            if self.words is not None:
+                with closing(caller):
+                    caller.sendall(self.words)
+
+    def __enter__(self) -> Silent:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.shutdown(socket.SHUT_RDWR)
+        self.door.close()
+        self.thread.join(5)
+        for caller in self.held:
+            caller.close()
+
+
+def answers(at: str) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection(split(at), timeout=2).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def moves(near: Any, far: Peer, req: int = 1) -> bool:
+    """Whether bytes really get across."""
+    far.allocate(f"probe{req}", keys=[by_request(far.cluster, req)], seed=req)
+    near.allocate(f"probe{req}")
+    near.pull_cache(by_request(far.cluster, req), f"probe{req}")
+    got = [tensor[:1] for tensor in near.read(f"probe{req}")]
+    return equal(got, [tensor[:1] for tensor in pattern(req, 2, 4, 256)])
+
+
+# -- codes ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
+    first, second = ends.peer(cluster=11), ends.peer(cluster=12)
+    near = ends.near()
+    twice = (5, [second.address, second.address])
+    result = near.link_clusters([first.at, dead(3), twice, second.at])
+    assert result == (INVALID, [OK, LINK_FAILED, INVALID, OK])
+    assert sorted(link["cluster"] for link in near.links()) == [11, 12]
+    assert near.link_clusters([twice, (6, None), dead(4), first.at]) == (
+        ALREADY,
+        [INVALID, INVALID, LINK_FAILED, ALREADY],
+    )
+    assert near.link_clusters([twice, dead(4)])[0] == LINK_FAILED
+    assert near.unlink_clusters([first.at, (6, None), second.at]) == (INVALID, [OK, INVALID, OK])
+    assert near.links() == []
+
+
+def test_no_clusters_is_an_invalid_parameter(ends: Ends) -> None:
+    near = ends.near()
+    assert near.link_clusters([]) == (INVALID, [])
+    assert near.unlink_clusters([]) == (INVALID, [])
+
+
+def test_a_dead_address_fails_at_once_whatever_the_limit(ends: Ends) -> None:
+    near = ends.near()
+    result, seconds, _ = near.timed("link_clusters", [dead()], 15000)
+    assert result == OK, "a failed link raises nothing"
+    assert near.link_clusters([dead()], 15000)[1] == [LINK_FAILED]
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LD\x01\x01\xff\xff\xff\xff", b"\0" * 5000]
+)
+def test_a_listener_that_talks_nonsense_is_no_link(ends: Ends, words: bytes) -> None:
+    near = ends.near()
+    with Silent(words) as door:
+        assert near.link_clusters([(9, door.at)], 3000)[1] == [LINK_FAILED]
+    assert near.links() == []
+
+
+def test_the_limit_covers_a_peer_that_accepts_and_says_nothing(ends: Ends) -> None:
+    near = ends.near()
+    with Silent() as door:
+        result, seconds = None, 0.0
+        began = time.monotonic()
+        result = near.link_clusters([(9, door.at)], 300)
+        seconds = time.monotonic() - began
+        assert result == (TIMEOUT, [TIMEOUT])
+        assert 0.25 < seconds < 2
+
+
+def test_the_limit_covers_a_connection_that_never_comes_about(ends: Ends) -> None:
+    near = ends.near()
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        door.listen(0)
+        queued = []
+        for _ in range(4):  # the queue is full now: further connections are not answered
+            caller = socket.socket()
+            caller.setblocking(False)
+            caller.connect_ex(door.getsockname())
+            queued.append(caller)
+        began = time.monotonic()
+        assert near.link_clusters([(9, f"127.0.0.1:{door.getsockname()[1]}")], 300)[1] == [TIMEOUT]
+        assert time.monotonic() - began < 2
+        for caller in queued:
+            caller.close()
+
+
+def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> None:
+    live = [ends.peer(cluster=101), ends.peer(cluster=120)]
+    near = ends.near()
+    with Silent() as door:
+        clusters = [(cluster, door.at) if cluster % 2 else dead(cluster) for cluster in range(102, 120)]
+        asked = [live[0].at, *clusters, live[1].at]
+        assert len(asked) == 20
+        began = time.monotonic()
+        overall, codes = near.link_clusters(asked, 600)
+        seconds = time.monotonic() - began
+    expected = [OK, *(TIMEOUT if cluster % 2 else LINK_FAILED for cluster, _ in clusters), OK]
+    assert codes == expected
+    assert overall == expected[-2]
+    assert seconds < 4, "dead peers waited for one after the other"
+    assert sorted(link["cluster"] for link in near.links()) == [101, 120]
+
+
+def test_one_cluster_twice_in_a_call_makes_one_link(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near()
+    for _ in range(10):
+        codes = sorted(near.link_clusters([far.at, far.at, far.at])[1])
+        assert codes.count(OK) == 1, codes
+        assert set(codes) <= {OK, ALREADY, "LLM_PROCESSING_LINK", "LLM_REPEAT_REQUEST"}, codes
+        assert len(near.links()) == 1
+        assert len(far.links()) == 1
+        assert near.unlink_clusters([far.at])[0] == OK
+
+
+def test_threads_linking_one_cluster_make_one_link(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near()
+    seen: list[str] = []
+    gate = threading.Barrier(8)
+
+    def link() -> None:
+        gate.wait(10)
+        seen.append(near.link_clusters([far.at])[1][0])
+
+    threads = [threading.Thread(target=link) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen.count(OK) == 1, seen
+    assert len(near.links()) == len(far.links()) == 1
+    assert moves(near, far)
+
+
+# -- linking, unlinking and linking again --------------------------------------------------------------------------
+
+
+def test_linking_again_is_already_linked_until_unlinked(ends: Ends) -> None:
+    near, far = ends.pair()
+    for round_ in range(3):
+        assert near.link_clusters([far.at]) == (ALREADY, [ALREADY])
+        assert moves(near, far, 10 + round_)
+        assert near.unlink_clusters([far.at]) == (OK, [OK])
+        assert near.links() == []
+        eventually(lambda: far.links() == [], what="the end of the link at the peer")
+        near.allocate("x")
+        assert code(near.pull_cache, by_request(2, 1), "x") == UNLINKED
+        assert near.link_clusters([far.at]) == (OK, [OK])
+
+
+def test_unlinking_an_unlinked_cluster_succeeds(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near()
+    assert near.unlink_clusters([far.at]) == (OK, [OK])
+    assert near.unlink_clusters([(77, None)], force=True) == (OK, [OK])
+    assert near.unlink_clusters([dead(78)]) == (OK, [OK])
+
+
+def test_the_id_asked_for_must_be_the_id_that_answers(ends: Ends) -> None:
+    far, near = ends.peer(cluster=7), ends.near()
+    assert near.link_clusters([(8, far.address)]) == (LINK_FAILED, [LINK_FAILED])
+    assert near.links() == []
+    assert far.links() == []
+    assert near.link_clusters([far.at])[0] == OK
+
+
+@pytest.mark.parametrize("accessible", [False, True])
+def test_both_sides_must_agree_about_remote_access(ends: Ends, accessible: bool) -> None:
+    far = ends.peer(options(accessible=not accessible))
+    near = ends.near(options(accessible=accessible))
+    assert near.link_clusters([far.at]) == (INVALID, [INVALID])
+    assert near.links() == []
+    eventually(lambda: far.links() == [])
+
+
+@pytest.mark.parametrize("cluster", [0, 2**63, 2**64 - 1])
+def test_every_cluster_id_of_64_bits(ends: Ends, cluster: int) -> None:
+    far, near = ends.peer(cluster=cluster), ends.near(cluster=2**64 - 2)
+    linked(near, far)
+    assert [link["cluster"] for link in near.links()] == [cluster]
+    assert [link["cluster"] for link in far.links()] == [2**64 - 2]
+    assert moves(near, far)
+    assert near.unlink_clusters([(cluster, None)], force=True) == (OK, [OK])
+
+
+def test_two_clusters_of_one_id_may_link(ends: Ends) -> None:
+    far, near = ends.peer(cluster=0), ends.near(cluster=0)
+    linked(near, far)
+    assert [link["cluster"] for link in near.links()] == [0]
+    assert near.unlink_clusters([far.at])[0] == OK
+
+
+def test_a_process_may_link_to_itself_but_not_pull_from_itself(ends: Ends) -> None:
+    near = ends.near(options(listen="127.0.0.1:0"))
+    assert near.link_clusters([(1, near.listening())]) == (OK, [OK])
+    near.allocate("a", keys=[by_request(1, 1)])
+    near.allocate("b")
+    assert code(near.pull_cache, by_request(1, 1), "b") == INVALID
+    assert near.unlink_clusters([(1, near.listening())])[0] == OK
+    eventually(lambda: near.links() == [])
+
+
+def test_the_passive_side_unlinks_by_id_alone(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near(options(listen="127.0.0.1:0"))
+    assert far.link_clusters([(1, near.listening())])[0] == OK
+    assert [link["outgoing"] for link in near.links()] == [False]
+    assert near.unlink_clusters([(2, None)], force=True) == (OK, [OK])
+    assert near.links() == []
+    far.allocate("x")
+    near.allocate("a", keys=[by_request(1, 1)], seed=3)
+    assert code(far.pull_cache, by_request(1, 1), "x") == UNLINKED
+    assert far.unlink_clusters([(1, None)], force=True) == (OK, [OK])
+    assert far.link_clusters([(1, near.listening())]) == (OK, [OK])
+    assert code(far.pull_cache, by_request(1, 1), "x") == OK
+
+
+def test_both_sides_force(ends: Ends) -> None:
+    near, far = ends.pair()
+    for _ in range(3):
+        assert near.unlink_clusters([(2, None)], force=True) == (OK, [OK])
+        assert far.unlink_clusters([(1, None)], force=True) == (OK, [OK])
+        assert near.links() == far.links() == []
+        linked(near, far)
+    assert moves(near, far)
+
+
+def test_the_passive_side_may_unlink_with_the_address_of_the_other(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near(options(listen="127.0.0.1:0"))
+    assert far.link_clusters([(1, near.listening())])[0] == OK
+    assert near.unlink_clusters([far.at]) == (OK, [OK])
+    assert near.links() == []
+    eventually(lambda: far.links() == [])
+
+
+def test_one_link_serves_both_directions(ends: Ends) -> None:
+    near, far = ends.pair()
+    near.allocate("a", keys=[by_request(1, 5)], seed=8)
+    far.allocate("b")
+    far.pull_cache(by_request(1, 5), "b", 2)
+    assert equal([tensor[2] for tensor in far.read("b")], [tensor[0] for tensor in pattern(8, 2, 4, 256)])
+    assert moves(near, far)
+
+
+def test_a_stale_link_at_the_listener_gives_way_to_a_new_one(ends: Ends) -> None:
+    near, far = ends.pair()
+    assert near.unlink_clusters([(2, None)], force=True)[0] == OK  # the peer may still think it is linked
+    linked(near, far)
+    assert len(far.links()) == 1
+    assert moves(near, far)
+
+
+# -- lives ---------------------------------------------------------------------------------------------------------
+
+
+def test_finalize_and_init_on_one_object_with_links(ends: Ends) -> None:
+    near, far = ends.pair()
+    assert moves(near, far)
+    before = near.dist
+    for round_ in range(3):
+        near.finalize()
+        eventually(lambda: far.links() == [], what="the end of the link at the peer")
+        near.init(options())
+        assert near.dist is before
+        assert near.links() == []
+        assert near.allocate("first") == 1
+        near.allocate("x")
+        assert code(near.pull_cache, by_request(2, 1), "x") == UNLINKED
+        linked(near, far)
+        assert moves(near, far, 20 + round_)
+
+
+def test_a_listener_that_comes_back_is_linked_again(ends: Ends) -> None:
+    near, far = ends.pair()
+    address = far.address
+    far.finalize()
+    eventually(lambda: near.link_clusters([far.at])[1] == [LINK_FAILED], what="the end of the link")
+    far.open(options(listen=address))
+    assert far.address == address
+    linked(near, far)
+    assert moves(near, far)
+
+
+def test_finalize_with_links_both_ways_ends_them_all(ends: Ends) -> None:
+    peers = [ends.peer(cluster=cluster) for cluster in (2, 3)]
+    near = ends.near(options(listen="127.0.0.1:0"))
+    linked(near, *peers[:1])
+    assert peers[1].link_clusters([(1, near.listening())])[0] == OK
+    near.finalize()
+    for peer in peers:
+        eventually(lambda peer=peer: peer.links() == [])
+
+
+# -- roles and listeners -------------------------------------------------------------------------------------------
+
+
+def test_switching_a_role_needs_no_links(ends: Ends) -> None:
+    near, far = ends.pair()
+    assert code(near.switch_role, "PROMPT") == EXISTS
+    assert code(far.switch_role, "DECODER") == EXISTS
+    assert answers(far.address), "a refused switch stopped the listener"
+    assert near.unlink_clusters([far.at])[0] == OK
+    eventually(lambda: far.links() == [])
+    near.switch_role("PROMPT", {"llm.listenIpInfo": "127.0.0.1:0"})
+    far.switch_role("DECODER")
+    assert far.listening() is None
+    assert not answers(far.address)
+    assert far.link_clusters([(1, near.listening())])[0] == OK
+    near.allocate("a", keys=[by_request(1, 5)], seed=8)
+    far.allocate("b")
+    far.pull_cache(by_request(1, 5), "b")
+    assert equal([tensor[0] for tensor in far.read("b")], [tensor[0] for tensor in pattern(8, 2, 4, 256)])
+
+
+def test_the_listener_follows_the_options_of_a_switch(ends: Ends) -> None:
+    near = ends.near(options(listen="127.0.0.1:0"))
+    first = near.listening()
+    near.switch_role("DECODER", {"llm.listenIpInfo": first})
+    assert near.listening() == first
+    assert answers(first)
+    second = f"127.0.0.1:{free_port()}"
+    near.switch_role("DECODER", {"llm.listenIpInfo": second})
+    assert near.listening() == second
+    assert answers(second)
+    assert not answers(first)
+    near.switch_role("MIX")
+    assert near.listening() is None
+    assert not answers(second)
+    near.switch_role("MIX", {"llm.listenIpInfo": second})
+    assert answers(second)
+
+
+def test_a_switch_to_an_address_that_is_taken_keeps_what_was(ends: Ends) -> None:
+    far, near = ends.peer(), ends.near(options(listen="127.0.0.1:0"))
+    before = near.listening()
+    with pytest.raises(LLMException) as caught:
+        near.switch_role("PROMPT", {"llm.listenIpInfo": far.address})
+    assert caught.value.status_code == LLMStatusCode.LLM_FAILED
+    assert near.listening() == before
+    assert answers(before)
+
+
+def test_port_0_is_any_port_and_the_port_can_be_read(ends: Ends) -> None:
+    near = ends.near(options(listen="127.0.0.1:0"))
+    assert near.listening().startswith("127.0.0.1:")
+    assert split(near.listening())[1] > 0
+    assert answers(near.listening())
+
+
+def test_an_address_that_cannot_be_listened_at_fails_init_which_may_be_retried(ends: Ends) -> None:
+    far = ends.peer()
+    with pytest.raises(LLMException) as caught:
+        ends.near(options(listen=far.address))
+    assert caught.value.status_code == LLMStatusCode.LLM_FAILED
+    assert far.address in str(caught.value)
+    near = ends.near(options(listen="127.0.0.1:0"))
+    assert answers(near.listening())
+
+
+def test_ipv6(ends: Ends) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    far = ends.peer(options(listen="[::1]:0"))
+    assert far.address.startswith("[::1]:")
+    near = ends.near()
+    linked(near, far)
+    assert moves(near, far)
+    assert near.unlink_clusters([far.at])[0] == OK
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+def _one(cluster: Any = 2) -> LLMClusterInfo:
+    info = LLMClusterInfo()
+    if cluster is not None:
+        info.remote_cluster_id = cluster
+    info.append_local_ip_info("127.0.0.1", 0)
+    info.append_remote_ip_info("127.0.0.1", 1)
+    return info
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (([_one()], None), TE),
+        (([_one()], "1"), TE),
+        (([_one()], True), TE),
+        (([_one()], 2**31), VE),
+        (([_one()], 0), LE),
+        (([_one()], -1), LE),
+        ((None,), TE),
+        (([None],), TE),
+        (([1],), TE),
+        (({},), TE),
+        (([_one(None)],), TE),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", ["link_clusters", "unlink_clusters"])
+def test_arguments_of_both_calls(ends: Ends, call: str, args: Any, expected: Expected) -> None:
+    near = ends.near()
+    with raising(expected):
+        getattr(near.dist, call)(*args)
+
+
+def test_other_arguments(ends: Ends) -> None:
+    near = ends.near()
+    with raising(TE):
+        near.dist.unlink_clusters([_one()], 1000, 1)
+    lonely = LLMClusterInfo()
+    lonely.remote_cluster_id = 2
+    lonely.append_remote_ip_info("127.0.0.1", 1)
+    with raising(LE):
+        near.dist.link_clusters([lonely])
+    with pytest.raises(LLMException, match="local_ip_info_list is empty"):
+        near.dist.link_clusters([lonely])
+    for role in ("PROMPT", 1, None):
+        with raising(TE):
+            near.dist.switch_role(role)
+    with raising(TE):
+        near.dist.switch_role(LLMRole.MIX, "127.0.0.1:1")
+    with raising(LE):
+        near.dist.switch_role(LLMRole.MIX, {"llm.listenIpInfo": "127.0.0.1"})
+    with raising(VE):
+        near.dist.switch_role(LLMRole.MIX, {"llm.listenIpInfo": "127.0.0.1:x"})
+    with raising(TE):
+        near.dist.switch_role(LLMRole.MIX, {"llm.listenIpInfo": 1})
+
+
+def test_links_before_init_are_a_runtime_error() -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    for call in (
+        lambda: dist.link_clusters([_one()]),
+        lambda: dist.unlink_clusters([_one()]),
+        lambda: dist.switch_role(LLMRole.MIX),
+        lambda: dist.listen_ip_info,
+        lambda: dist.link("x", {1: 0, 2: 1}, "{}"),
+        lambda: dist.unlink(1),
+        lambda: dist.query_register_mem_status(1),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert not isinstance(caught.value, LLMException)
+
+
+def test_an_address_without_an_own_one_will_do_with_local_resources(ends: Ends) -> None:
+    far = ends.peer(options(accessible=True))
+    near = ends.near(options(accessible=True, llm__LocalCommRes='{"version": "1.3"}'))
+    info = LLMClusterInfo()
+    info.remote_cluster_id = 2
+    info.append_remote_ip_info(*split(far.address))
+    assert near.dist.link_clusters([info])[0] == LLMStatusCode.LLM_SUCCESS
+
+
+def test_remap_succeeds_once_there_is_a_link(ends: Ends) -> None:
+    from llm_datadist import MemInfo, Memtype  # noqa: PLC0415
+
+    near, _ = ends.pair()
+    near.dist.cache_manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 4096))
+    near.dist.cache_manager.remap_registered_memory([MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 4096)])
+
+
+# -- what a link says of itself ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "named"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")])
+def test_statistics_name_the_transport(ends: Ends, asked: str, named: str) -> None:
+    near, far = ends.pair(llm__LinkTransport=asked)
+    (link,) = near.links()
+    assert (link["cluster"], link["transport"], link["outgoing"]) == (2, named, True)
+    assert link["address"]
+    eventually(lambda: [link["transport"] for link in far.links()] == [named])
+
+
+@pytest.mark.parametrize("asked", ["auto", "tcp"])
+def test_a_log_line_names_the_transport(ends: Ends, asked: str) -> None:
+    talker = ends.adopt(Peer(environment={"ASCEND_GLOBAL_LOG_LEVEL": "1"}))
+    talker.open(options(llm__LinkTransport=asked), cluster=3)
+    far = ends.peer(options(llm__LinkTransport=asked))
+    assert talker.link_clusters([far.at])[0] == OK
+    word = "shm" if asked == "auto" else "tcp"
+    eventually(lambda: any(word in line and "2" in line for line in talker.said().splitlines() if "INFO" in line))
+
+
+# -- many ----------------------------------------------------------------------------------------------------------
+
+
+def test_many_links_in_one_process(ends: Ends) -> None:
+    """24 links in CI, 512 in the thorough run; half of them are made by the other side."""
+    count = 512 if THOROUGH else 24
+    far, near = ends.spare(), ends.near(options(listen="127.0.0.1:0", pool=8 << 20))
+    settings = options(pool=1 << 16, listen="127.0.0.1:0", llm__CopyWorkers=1)
+    clusters = far.engines(count, 1000, settings, 1024)
+    assert near.link_clusters(clusters, 20000) == (OK, [OK] * count)
+    assert len(near.links()) == count
+    for cluster, _ in clusters:
+        near.allocate("x", rows=1, row_bytes=1024, tensors=1)
+        near.pull_cache(by_request(cluster, 1), "x")
+        assert equal(near.read("x"), pattern(cluster, 1, 1, 1024))
+        near.deallocate("x")
+        assert code(near.pull_cache, by_request(cluster, 1), "x") == GONE
+    assert near.unlink_clusters(clusters, 20000) == (OK, [OK] * count)
+    assert near.links() == []
+    linked(near, ends.peer())
