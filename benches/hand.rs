@@ -4,7 +4,7 @@
 
 #![allow(dead_code, reason = "each benchmark uses what it needs")]
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A small generator, so that the list of blocks is the same in every run.
 pub struct Shuffle(pub u64);
@@ -110,3 +110,34 @@ pub fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
+
+/// Waits until nobody else uses much of the machine, or until `patience` is used up; whether it is quiet.
+pub fn quiet(patience: &mut Duration) -> bool {
+    let ticks = || -> (u64, u64) {
+        let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let all: Vec<u64> = text
+            .lines()
+            .next()
+            .unwrap_or("")
+            .split_whitespace()
+            .skip(1)
+            .map_while(|word| word.parse().ok())
+            .collect();
+        (all.iter().sum(), all.get(3..5).map_or(0, |idle| idle.iter().sum()))
+    };
+    loop {
+        let (all, idle) = ticks();
+        std::thread::sleep(QUIET);
+        let (all, idle) = (ticks().0 - all, ticks().1 - idle);
+        if idle * 10 >= all * 8 {
+            return true;
+        }
+        if patience.is_zero() {
+            return false;
+        }
+        *patience = patience.saturating_sub(QUIET);
+    }
+}
+
+/// How long the machine is watched: a few of the ticks the kernel counts in.
+const QUIET: Duration = Duration::from_millis(60);

@@ -5,11 +5,12 @@
 use std::cell::RefCell;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use llm_datadist_core::{ClusterId, DataDist, End, FarName, Layers, Name, PeerAddress, PullRows, PushRows};
 
 use crate::Options;
-use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
+use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, quiet, timed};
 use crate::memory::{Blocks, KEY, config, mapped};
 use crate::prefill::{LIMIT, Prefill, order_bare, receive_bare, send_bare};
 
@@ -44,10 +45,12 @@ fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<
     let (count, rounds) = (limits.len(), options.rounds);
     let all: Vec<Way<'_>> = limits.into_iter().chain(ours).collect();
     let mut times = vec![Vec::new(); all.len()];
+    let (mut patience, mut busy) = (PATIENCE, 0);
     for round in 0..=rounds {
         for turn in 0..all.len() {
             let who = (turn + round) % all.len();
             (all[who].before)();
+            busy += usize::from(!quiet(&mut patience));
             let took = timed(&all[who].call);
             (all[who].after)();
             if round > 0 {
@@ -72,7 +75,13 @@ fn compare(what: &str, len: u64, bytes: u64, options: &Options, limits: Vec<Way<
             ratios[ratios.len() - 1],
         );
     }
+    if busy > 0 {
+        println!("  (others used the machine before {busy} of {} turns)", (rounds + 1) * all.len());
+    }
 }
+
+/// How long one comparison waits, all in all, for others to leave the machine alone.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn heading(title: &str, options: &Options) {
     let workers = options.workers.map_or("default".into(), |count| count.to_string());

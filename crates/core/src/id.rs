@@ -93,11 +93,19 @@ impl Deadline {
         if self.passed() { Err(self.error(doing)) } else { Ok(()) }
     }
 
-    /// `Err` once the deadline has passed or the caller was interrupted. Only on the thread of the caller.
-    pub fn waiting(&self, doing: &str) -> Result<()> {
+    /// `Err` once the caller was interrupted. Only on the thread of the caller, and never under a lock: what is asked runs
+    /// signal handlers, which may call the engine.
+    pub fn interruption(&self, doing: &str) -> Result<()> {
         if self.interrupted.is_some_and(|interrupted| interrupted()) {
             return Err(Error::new(ErrorKind::Interrupted, format!("interrupted while {doing}")));
         }
+        Ok(())
+    }
+
+    /// `Err` once the deadline has passed or the caller was interrupted. As [`interruption`](Self::interruption), never
+    /// under a lock.
+    pub fn waiting(&self, doing: &str) -> Result<()> {
+        self.interruption(doing)?;
         self.check(doing)
     }
 }

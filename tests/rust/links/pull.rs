@@ -34,7 +34,14 @@ fn slots_arrive() {
         // The near slot is smaller, larger, or only a part is wanted.
         Slot { far: (2, 3, 96), near: (2, 2, 64), rows: (2, 1), size: -1, layers: plain, tensors: (0, 0, 2) },
         Slot { far: (1, 4, 64), near: (1, 2, 96), rows: (3, 0), size: 33, layers: plain, tensors: (0, 0, 1) },
-        Slot { far: (1, 2, 5000), near: (1, 2, 4999), rows: (1, 1), size: 1, layers: plain, tensors: (0, 0, 1) },
+        Slot {
+            far: (1, 2, 5000),
+            near: (1, 2, 4999),
+            rows: (1, 1),
+            size: 1,
+            layers: plain,
+            tensors: (0, 0, 1),
+        },
         // Layers of one, two and three tensors; of another number of tensors; only the source named.
         Slot {
             far: (6, 2, 64),
@@ -138,11 +145,19 @@ fn blocks_arrive() {
     let per = |src, dst, tensors_per_layer| Layers { src, dst, tensors_per_layer };
     let cases: [(u32, u32, Layers, (usize, usize, usize)); 2] =
         [(3, 3, Layers::ALL, (0, 0, 3)), (6, 4, per(range(2, 3), range(1, 2), 2), (4, 2, 2))];
+    let model = std::cell::Cell::new(0);
     each(|_, _, pair, ends| {
         for (far_tensors, near_tensors, layers, (src, dst, count)) in cases {
-            let key = CacheKey::Blocks { model: 9 };
-            let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, far_tensors, 9, 100), Blocks, &[Some(key)]);
-            let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, near_tensors, 7, 100), Blocks, &[]);
+            let key = CacheKey::Blocks { model: model.replace(model.get() + 1) };
+            let far = Held::new(
+                &pair.far,
+                ends.far.0,
+                &desc(ends.far.1, far_tensors, 9, 100),
+                Blocks,
+                &[Some(key)],
+            );
+            let near =
+                Held::new(&pair.near, ends.near.0, &desc(ends.near.1, near_tensors, 7, 100), Blocks, &[]);
             let (bytes, mut expected) = (far.fill(5), near.fill(6));
             // Neighbours, in reverse, one read twice, one written twice: the last word counts.
             let (theirs, ours) = ([0, 1, 2, 8, 7, 3, 3, 5], [2, 3, 4, 1, 0, 6, 5, 2]);
@@ -220,7 +235,9 @@ fn large_pulls_take_several_streams_and_keep_their_order() {
     let straight: Vec<i64> = (0..blocks as i64).collect();
     // The third writes every block twice: what comes last must stay, whichever stream brings it.
     let twice = ([&straight[..], &scattered[..]].concat(), [&straight[..], &straight[..]].concat());
-    for (theirs, ours) in [(scattered.clone(), straight.clone()), (straight.clone(), scattered.clone()), twice] {
+    for (theirs, ours) in
+        [(scattered.clone(), straight.clone()), (straight.clone(), scattered.clone()), twice]
+    {
         near.fill(2);
         let rows = PullRows::Blocks { far: theirs.clone(), near: ours.clone() };
         pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL).unwrap();
@@ -271,7 +288,8 @@ fn what_does_not_fit_is_refused_by_its_code() {
         for one_sided in [false, true] {
             let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
             let (near, far) = (&pair.near, &pair.far);
-            let batch = Held::new(far, false, &desc(Placement::Device, 4, 2, 128), Batch, &[Some(request(1))]);
+            let batch =
+                Held::new(far, false, &desc(Placement::Device, 4, 2, 128), Batch, &[Some(request(1))]);
             let blocks = CacheKey::Blocks { model: 3 };
             let other = Held::new(far, false, &desc(Placement::Device, 4, 8, 64), Blocks, &[Some(blocks)]);
             let own = crate::bed::Own::new(&desc(Placement::Host, 4, 2, 128), Batch, |adopted| {
@@ -284,7 +302,8 @@ fn what_does_not_fit_is_refused_by_its_code() {
             let few = Held::new(near, false, &desc(Placement::Device, 3, 2, 128), Batch, &[]);
             let (k, r) = (Name::Key(request(1)), |at| row(&batch, at));
             let slot = |near, size| PullRows::Slot { near, size };
-            let pairs = |far: &[i64], near: &[i64]| PullRows::Blocks { far: far.to_vec(), near: near.to_vec() };
+            let pairs =
+                |far: &[i64], near: &[i64]| PullRows::Blocks { far: far.to_vec(), near: near.to_vec() };
             let all = Layers::ALL;
             let per = |src, dst, n| Layers { src, dst, tensors_per_layer: n };
             let nowhere = llm_datadist_core::End::Managed(llm_datadist_core::CacheId(99));
@@ -297,8 +316,24 @@ fn what_does_not_fit_is_refused_by_its_code() {
                 ("not linked", 7, k, into.end(), slot(0, -1), all, NotLinked),
                 ("near rules go before the link", 7, k, into.end(), slot(2, -1), all, Wrong),
                 ("no such key", 2, Name::Key(request(9)), into.end(), slot(0, -1), all, Missing),
-                ("no such blocks", 2, Name::Key(CacheKey::Blocks { model: 9 }), cut.end(), pairs(&[0], &[0]), all, Missing),
-                ("no such id", 2, Name::Row { cache: llm_datadist_core::CacheId(99), row: 0 }, into.end(), slot(0, -1), all, Missing),
+                (
+                    "no such blocks",
+                    2,
+                    Name::Key(CacheKey::Blocks { model: 9 }),
+                    cut.end(),
+                    pairs(&[0], &[0]),
+                    all,
+                    Missing,
+                ),
+                (
+                    "no such id",
+                    2,
+                    Name::Row { cache: llm_datadist_core::CacheId(99), row: 0 },
+                    into.end(),
+                    slot(0, -1),
+                    all,
+                    Missing,
+                ),
                 ("no such slot", 2, r(2), into.end(), slot(0, -1), all, Missing),
                 ("near slot", 2, r(0), into.end(), slot(2, -1), all, Wrong),
                 ("size", 2, r(0), into.end(), slot(0, 129), all, Wrong),
@@ -315,7 +350,15 @@ fn what_does_not_fit_is_refused_by_its_code() {
                 ("unequal", 2, Name::Key(blocks), cut.end(), pairs(&[0, 1], &[0]), all, Wrong),
                 ("layers", 2, r(0), into.end(), slot(0, -1), per(range(3, 5), range(0, 2), 1), Wrong),
                 ("layers uneven", 2, r(0), into.end(), slot(0, -1), per(range(0, 2), range(0, 1), 1), Wrong),
-                ("layers of three", 2, r(0), into.end(), slot(0, -1), per(range(0, 1), range(0, 1), 3), Wrong),
+                (
+                    "layers of three",
+                    2,
+                    r(0),
+                    into.end(),
+                    slot(0, -1),
+                    per(range(0, 1), range(0, 1), 3),
+                    Wrong,
+                ),
                 ("not open to peers", 2, closed, into.end(), slot(0, -1), all, Wrong),
             ];
             let before: Vec<_> = [&into, &cut, &small, &wide, &few].map(|held| held.fill(7)).into();
@@ -336,4 +379,48 @@ fn what_does_not_fit_is_refused_by_its_code() {
 
 fn nowhere_end() -> llm_datadist_core::End {
     llm_datadist_core::End::Managed(llm_datadist_core::CacheId(98))
+}
+
+/// Over sockets nothing tells this side that a cache changed: a remembered description must not decide what is legal.
+#[test]
+#[ignore = "bug: I-1"]
+fn a_stale_record_is_not_what_a_pull_is_checked_against() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let key = CacheKey::Blocks { model: 9 };
+        let near = Held::new(&pair.near, false, &desc(Placement::Host, 2, 4, 64), Blocks, &[]);
+        let pull = |block| {
+            let rows = PullRows::Blocks { far: vec![block], near: vec![0] };
+            pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL)
+        };
+        let shapes = [(2, 4, 64), (2, 9, 64), (2, 8, 64)]
+            .map(|(tensors, rows, bytes)| desc(Placement::Host, tensors, rows, bytes));
+        for (seed, shape) in shapes.into_iter().enumerate() {
+            let far = Held::new(&pair.far, false, &shape, Blocks, &[Some(key)]);
+            let bytes = far.fill(seed as u8);
+            let last = shape.shape[0] - 1;
+            pull(last).unwrap();
+            assert_eq!(near.read()[1][..64], bytes[1][last as usize * 64..]);
+            pair.far.deallocate(far.cache.id()).unwrap();
+        }
+        // Gone; also for a call that would not have fitted what was there.
+        for block in [0, 100] {
+            let error = pull(block).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?}: {error}");
+        }
+        // Closed to peers, then open, under one key.
+        let own = |open| {
+            crate::bed::Own::new(&desc(Placement::Host, 2, 4, 64), Blocks, |adopted| {
+                pair.far.register(adopted, &[Some(key)], Some(open)).unwrap()
+            })
+        };
+        let (closed, open) = (own(false), own(true));
+        assert!(closed.cache.id() < open.cache.id());
+        pull(0).unwrap();
+        let closed = own(false);
+        assert_eq!(pull(0).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let open = own(true);
+        pull(0).unwrap_or_else(|error| panic!("{way:?}: {error}"));
+        drop((closed, open));
+    }
 }

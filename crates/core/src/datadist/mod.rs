@@ -8,12 +8,12 @@ mod transfer;
 
 pub use transfer::{CacheIndex, FarName};
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
 use crate::cluster::Cluster;
-use crate::config::{Config, SwapInPath};
+use crate::config::{Config, Role, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
 use crate::engine::Staging;
@@ -46,6 +46,7 @@ pub struct DataDist {
     // First, so that links end before what they answer with goes.
     links: Links,
     cluster: Arc<Cluster>,
+    role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
 }
 
@@ -70,7 +71,7 @@ impl DataDist {
     fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
-        Ok(DataDist { links, cluster, interrupted: None })
+        Ok(DataDist { role: Mutex::new(cluster.config.role), links, cluster, interrupted: None })
     }
 
     /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they

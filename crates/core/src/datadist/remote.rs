@@ -62,9 +62,17 @@ impl DataDist {
         self.links.comm_status(comm)
     }
 
+    /// What this engine does for others now.
+    #[must_use]
+    pub fn role(&self) -> Role {
+        *self.role.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Takes another role, and listens at `listen` from now on, or nowhere (python-api.md §6.9). Only without links.
-    pub fn switch_role(&self, _role: Role, listen: Option<SocketAddr>) -> Result<()> {
-        self.links.listen(listen)
+    pub fn switch_role(&self, role: Role, listen: Option<SocketAddr>) -> Result<()> {
+        self.links.listen(listen)?;
+        *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
+        Ok(())
     }
 
     /// Whether the link to `cluster` works: the peer answers within `sync_kv_timeout` (python-api.md §6.11).

@@ -112,7 +112,7 @@ impl DataDist {
         ext: ExtParam,
     ) -> Result<()> {
         let near = self.cluster.table.find(src)?;
-        let layers = check::push_kv_cache(self.cluster.config.role, near.side(), size, ext)?;
+        let layers = check::push_kv_cache(self.role(), near.side(), size, ext)?;
         let to = FarName { cluster: dst.cluster, name: Name::Row { cache: dst.cache, row: dst.row } };
         self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
     }
@@ -167,14 +167,25 @@ impl Call<'_> {
     fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
-        for round in 0..MOST_ROUNDS {
-            let known =
-                if round == 0 { link.known(*name, *deadline)? } else { link.describe(*name, *deadline)? };
+        let mut known = link.known(*name, *deadline)?;
+        for _ in 0..MOST_ROUNDS {
             let open = check::reachable("the cache of the peer", known.far.accessible);
-            match open.and_then(|()| attempt(&known)).map_err(|error| self.named(error))? {
-                Moved::Bytes(bytes) => return Ok(bytes),
-                Moved::Stale => deadline.waiting("finding a cache of the peer that keeps changing")?,
+            let outcome = open.and_then(|()| attempt(&known));
+            match outcome {
+                Ok(Moved::Bytes(bytes)) => return Ok(bytes),
+                Ok(Moved::Stale) => deadline.waiting("finding a cache of the peer that keeps changing")?,
+                // An argument that does not fit what was known may fit what is there now.
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                    let now = link.describe(*name, *deadline)?;
+                    if now.at == known.at && now.cache == known.cache {
+                        return Err(self.named(error));
+                    }
+                    known = now;
+                    continue;
+                }
+                Err(error) => return Err(self.named(error)),
             }
+            known = link.describe(*name, *deadline)?;
         }
         let text = "the cache of the peer changed each time it was looked at";
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))

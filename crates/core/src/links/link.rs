@@ -186,11 +186,11 @@ impl Link {
         self.settling.store(true, Ordering::SeqCst);
         let mut calls = self.locked();
         while self.active.load(Ordering::SeqCst) > 0 && self.alive() {
-            if let Err(error) = deadline.waiting("waiting for transfers over the link to end") {
-                return Err(self.named(error));
-            }
-            calls =
-                self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            drop(self.changed.wait_timeout(calls, deadline.nap()));
+            deadline
+                .waiting("waiting for transfers over the link to end")
+                .map_err(|error| self.named(error))?;
+            calls = self.locked();
         }
         Ok(())
     }
@@ -306,10 +306,11 @@ impl Link {
                     continue;
                 }
             }
-            calls =
-                self.changed.wait_timeout(calls, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            drop(self.changed.wait_timeout(calls, deadline.nap()));
+            let late = deadline.waiting("waiting for a stream to the peer");
+            calls = self.locked();
             if calls.idle.is_empty()
-                && let Err(error) = deadline.waiting("waiting for a stream to the peer")
+                && let Err(error) = late
             {
                 // The stream that was asked for may never come: the next call asks again.
                 calls.asked = calls.asked.saturating_sub(1);

@@ -327,14 +327,16 @@ impl State {
         self.locked().links.values().flatten().map(|link| link.state()).collect()
     }
 
+    /// Sleeps until something changes. The lock is let go before the caller is asked whether it was interrupted.
     fn wait<'a>(
-        &self,
+        &'a self,
         entries: MutexGuard<'a, Entries>,
         deadline: Deadline,
         doing: &str,
     ) -> Result<MutexGuard<'a, Entries>> {
+        drop(self.changed.wait_timeout(entries, deadline.nap()));
         deadline.waiting(doing)?;
-        Ok(self.changed.wait_timeout(entries, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0)
+        Ok(self.locked())
     }
 
     fn locked(&self) -> MutexGuard<'_, Entries> {

@@ -109,13 +109,18 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
     let mut ticket = None;
     let taken = loop {
         let Some(row) = rows.conflict(&used, ticket) else { break Ok(()) };
-        let left = deadline.left();
-        if left.is_zero() {
+        if deadline.passed() {
             let error = deadline.error("waiting for blocks that another call is copying");
             break Err(error.with("cache_id", cache.id()).with("row", row));
         }
         ticket = ticket.or_else(|| Some(rows.claim(&used)));
-        (rows, _) = pins.freed.wait_timeout(rows, left).unwrap_or_else(PoisonError::into_inner);
+        // The lock is let go before the caller is asked whether it was interrupted: a signal handler may use the cache.
+        drop(pins.freed.wait_timeout(rows, deadline.nap()));
+        let interrupted = deadline.interruption("waiting for blocks that another call is copying");
+        rows = pins.locked();
+        if let Err(error) = interrupted {
+            break Err(error.with("cache_id", cache.id()).with("row", row));
+        }
     };
     if let Some(ticket) = ticket {
         rows.claims.retain(|claim| claim.ticket != ticket);

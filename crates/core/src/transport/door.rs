@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
 
 use super::transfer::timespec;
-use super::{Address, Listener, Stream, unreachable};
+use super::{Address, Listener, Stream, unavailable};
 use crate::error::Result;
 use crate::mem::Kept;
 
@@ -37,7 +37,7 @@ pub(super) struct Door {
 impl Door {
     /// Listens with a socket that is bound to `address` and does not block.
     pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
-        let failed = |errno| unreachable(&address, "listen at", errno);
+        let failed = |errno| unavailable(&address, "listen at", errno);
         listen(&socket, BACKLOG).map_err(failed)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
         Ok(Door { _kept: Kept::new(&socket), socket, wake, address, closed: AtomicBool::new(false), welcome })
@@ -50,7 +50,7 @@ impl Door {
         let sources = if limit.is_some() { &mut sources[..1] } else { &mut sources[..] };
         match poll(sources, limit.map(timespec).as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(unreachable(&self.address, "wait at", errno)),
+            Err(errno) => Err(unavailable(&self.address, "wait at", errno)),
         }
     }
 }
@@ -82,7 +82,7 @@ impl Listener for Door {
                     | Errno::NONET,
                 ) => {}
                 Err(_) if self.closed.load(Ordering::Acquire) => {}
-                Err(errno) => return Err(unreachable(&self.address, "accept at", errno)),
+                Err(errno) => return Err(unavailable(&self.address, "accept at", errno)),
             }
         }
         Ok(None)

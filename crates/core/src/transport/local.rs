@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::stream::About;
-use super::{Address, Listener, Stream, Transport, foreign, unreachable};
+use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::Result;
 use crate::id::Deadline;
 use crate::mem::peer_process;
@@ -79,7 +79,7 @@ impl Transport for Local {
         let mut listeners = lock(&self.listeners);
         listeners.retain(|_, known| known.upgrade().is_some_and(|queue| !lock(&queue.arrived).closed));
         if listeners.contains_key(name) {
-            return Err(unreachable(at, "listen at", Errno::ADDRINUSE));
+            return Err(unavailable(at, "listen at", Errno::ADDRINUSE));
         }
         listeners.insert(name.clone(), Arc::downgrade(&queue));
         Ok(Box::new(Queued { name: name.clone(), queue }))

@@ -76,6 +76,14 @@ pub trait Listener: fmt::Debug + Send + Sync {
     fn close(&self);
 }
 
+/// A socket call that went wrong at an address of this side.
+#[cold]
+fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+    Error::new(ErrorKind::System, format!("cannot {doing} {address}"))
+        .with("errno", errno.raw_os_error())
+        .because(std::io::Error::from(errno))
+}
+
 /// A socket call that went wrong on the way to `address`.
 #[cold]
 fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {

@@ -14,7 +14,7 @@ use rustix::net::{getpeername, getsockname};
 use super::door::Door;
 use super::stream::About;
 use super::transfer::timespec;
-use super::{Address, Listener, Stream, Transport, foreign, unreachable};
+use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
 use crate::id::Deadline;
 
@@ -55,7 +55,7 @@ impl Transport for Tcp {
             let near = SocketAddr::try_from(getsockname(&socket)?)?;
             Ok((socket, near))
         };
-        let (socket, near) = bound().map_err(|errno| unreachable(at, "listen at", errno))?;
+        let (socket, near) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
         let welcome = |socket: OwnedFd, _: &Address| {
             let (near, far) = ends(&socket).ok()?;
             stream(socket, near, far).ok()

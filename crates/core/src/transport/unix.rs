@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use super::door::Door;
 use super::stream::About;
-use super::{Address, Listener, Stream, Transport, foreign, unreachable};
+use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
 use crate::id::Deadline;
 use crate::mem::peer_process;
@@ -52,7 +52,7 @@ impl Transport for Unix {
             bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
             Ok(socket)
         };
-        let socket = bound().map_err(|errno| unreachable(at, "listen at", errno))?;
+        let socket = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
         Ok(Box::new(Door::open(socket, at.clone(), |socket, at| Some(stream(socket, at)))?))
     }
 }
