@@ -12,6 +12,7 @@ import atexit
 import base64
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, Optional, Union
 
@@ -418,6 +419,17 @@ class End:
         assert address, "the hatched process died"
         return child, address
 
+    def linger(self, fork: bool) -> int:
+        """Start a child that outlives this process: a fork, or a program that inherits what it can. Its process id."""
+        if not fork:
+            return subprocess.Popen(["sleep", "30"], close_fds=False).pid  # noqa: S607
+        child = os.fork()
+        if child == 0:
+            for _ in range(300):
+                time.sleep(0.1)
+            os._exit(0)
+        return child
+
     def fork_and_try(self, call: str, *args: Any) -> tuple[int, str, float]:
         """Fork with the engine open; the child makes the call and leaves by `sys.exit`.
 
@@ -728,6 +740,113 @@ def linked(near: Any, *far: Peer) -> None:
     """Link `near` to peers; all must succeed."""
     result = near.link_clusters([peer.at for peer in far])
     assert result[0] == OK, result
+
+
+class Stranger:
+    """A listener that is no engine: it accepts and never says a word, or says `words` and closes."""
+
+    def __init__(self, words: bytes | None = None, port: int = 0) -> None:
+        self.door = socket.create_server(("127.0.0.1", port))
+        self.words = words
+        self.held: list[socket.socket] = []
+        self.at = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self.door.accept()
+            except OSError:
+                return
+            self.held.append(caller)
+            if self.words is not None:
+                with suppress(OSError):
+                    caller.sendall(self.words)
+                caller.close()
+
+    def __enter__(self) -> Stranger:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.shutdown(socket.SHUT_RDWR)
+        self.door.close()
+        self.thread.join(5)
+        for caller in self.held:
+            caller.close()
+
+
+class Proxy:
+    """A wire between two ends that can be slow, deaf or cut. Only for links over sockets."""
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.at = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.left: dict[str, float] = {"up": float("inf"), "down": float("inf")}  # bytes that still pass
+        self.cut = False  # what to do then: cut, or say nothing more
+        self.sockets: list[socket.socket] = []
+        self.threads = [threading.Thread(target=self._accept, daemon=True)]
+        self.threads[0].start()
+
+    def allow(self, way: str, count: float, *, cut: bool = False) -> None:
+        """Let `count` more bytes pass `"up"` to the listener, or `"down"` from it."""
+        self.cut, self.left[way] = cut, count
+
+    def deafen(self) -> None:
+        """Let nothing pass any more, and close nothing."""
+        self.left.update(up=0, down=0)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self.door.accept()
+            except OSError:
+                return
+            callee = socket.create_connection(split(self.to), timeout=LIMIT)
+            callee.settimeout(None)
+            self.sockets += [caller, callee]
+            for way, source, target in (("up", caller, callee), ("down", callee, caller)):
+                thread = threading.Thread(target=self._carry, args=(way, source, target), daemon=True)
+                self.threads.append(thread)
+                thread.start()
+
+    def _carry(self, way: str, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                passed = data[: int(min(self.left[way], len(data)))]
+                self.left[way] -= len(passed)
+                target.sendall(passed)
+                if len(passed) < len(data) and self.cut:
+                    break
+            for end in (source, target):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Proxy:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in [self.door, *self.sockets]:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(5)
+        for each in [self.door, *self.sockets]:
+            each.close()
+
+
+def free_ports(count: int = 12) -> int:
+    """The first of `count` ports in a row that nobody listens at just now, and that the system gives to nobody."""
+    chance = random.Random(time.time_ns() ^ os.getpid())  # noqa: S311
+    while True:
+        first = chance.randrange(12_000, 30_000)
+        with ExitStack() as doors:
+            try:
+                for port in range(first, first + count):
+                    doors.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
 
 
 def free_port() -> int:

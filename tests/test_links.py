@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +25,7 @@ from peers import (
     UNLINKED,
     Ends,
     Peer,
+    Stranger,
     by_request,
     code,
     equal,
@@ -53,39 +53,6 @@ def ends() -> Iterator[Ends]:
 def dead(cluster: int = 99) -> tuple[int, str]:
     """A cluster at a port nobody listens at."""
     return cluster, f"127.0.0.1:{free_port()}"
-
-
-class Silent:
-    """A listener that accepts and never says a word, or says `words` and closes."""
-
-    def __init__(self, words: bytes | None = None) -> None:
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.words = words
-        self.held: list[socket.socket] = []
-        self.at = f"127.0.0.1:{self.door.getsockname()[1]}"
-        self.thread = threading.Thread(target=self._accept, daemon=True)
-        self.thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                caller, _ = self.door.accept()
-            except OSError:
-                return
-            self.held.append(caller)
-            if self.words is not None:
-                with closing(caller):
-                    caller.sendall(self.words)
-
-    def __enter__(self) -> Silent:  # noqa: PYI034
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.door.shutdown(socket.SHUT_RDWR)
-        self.door.close()
-        self.thread.join(5)
-        for caller in self.held:
-            caller.close()
 
 
 def answers(at: str) -> bool:
@@ -144,14 +111,14 @@ def test_a_dead_address_fails_at_once_whatever_the_limit(ends: Ends) -> None:
 )
 def test_a_listener_that_talks_nonsense_is_no_link(ends: Ends, words: bytes) -> None:
     near = ends.near()
-    with Silent(words) as door:
+    with Stranger(words) as door:
         assert near.link_clusters([(9, door.at)], 3000)[1] == [LINK_FAILED]
     assert near.links() == []
 
 
 def test_the_limit_covers_a_peer_that_accepts_and_says_nothing(ends: Ends) -> None:
     near = ends.near()
-    with Silent() as door:
+    with Stranger() as door:
         result, seconds = None, 0.0
         began = time.monotonic()
         result = near.link_clusters([(9, door.at)], 300)
@@ -181,7 +148,7 @@ def test_the_limit_covers_a_connection_that_never_comes_about(ends: Ends) -> Non
 def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> None:
     live = [ends.peer(cluster=101), ends.peer(cluster=120)]
     near = ends.near()
-    with Silent() as door:
+    with Stranger() as door:
         clusters = [(cluster, door.at) if cluster % 2 else dead(cluster) for cluster in range(102, 120)]
         asked = [live[0].at, *clusters, live[1].at]
         assert len(asked) == 20

@@ -34,13 +34,18 @@ fn row(cache: CacheId, row: u32) -> Name {
 
 struct Real {
     table: Table,
+    generations: Arc<Generations>,
     region: Arc<Region>,
 }
 
 impl Real {
     fn new() -> Real {
-        let table = Table::new(Arc::new(Generations::new().unwrap()));
-        Real { table, region: Arc::new(Region::shared("consume", 1 << 16).unwrap()) }
+        let generations = Arc::new(Generations::new().unwrap());
+        Real {
+            table: Table::new(generations.clone()),
+            generations,
+            region: Arc::new(Region::shared("consume", 1 << 16).unwrap()),
+        }
     }
 
     fn allocate(&self, kind: CacheKind, tensors: u32, rows: u64, keys: &Keys) -> Option<Arc<Cache>> {
@@ -301,9 +306,8 @@ impl Both {
         }
         for &((place, generation), at, changes) in &self.told {
             let twin = &self.twin.0[at];
-            let expected = (twin.alive && twin.changes == changes).then_some(twin.id);
-            let believed = self.real.table.at(place, generation).map(|cache| cache.id());
-            assert_eq!(believed, expected);
+            let expected = twin.alive && twin.changes == changes;
+            assert_eq!(self.real.generations.of(place) == generation, expected);
         }
         // Also what was told long ago, of places that have had other caches since.
         self.told.truncate(500);
@@ -413,13 +417,20 @@ fn a_name_that_leads_elsewhere_by_now() {
     let first = real.allocate(Batch, 1, 1, &vec![Some(request(0))]).unwrap();
     let told = real.table.describe(Name::Key(request(0))).unwrap();
     real.table.consume(Name::Key(request(0)), first.id(), 0, 1).unwrap();
-    assert!(real.table.at(told.place, told.generation).is_none());
+    assert_ne!(real.generations.of(told.place), told.generation);
+    assert!(real.table.reached(Name::Key(request(0)), first.id()).is_none());
     let second = real.allocate(Batch, 1, 1, &vec![Some(request(0))]).unwrap();
+    assert!(
+        real.table.reached(Name::Key(request(0)), first.id()).is_none(),
+        "the key leads to another cache"
+    );
+    assert_eq!(real.table.reached(Name::Key(request(0)), second.id()).unwrap().id(), second.id());
     let late = real.table.consume(Name::Key(request(0)), first.id(), 0, 1).unwrap_err();
     assert_eq!((late.kind(), late.fact("cache_id")), (ErrorKind::CacheNotFound, Some("1")), "{late}");
     // Ids 0 and below are the key (0, 0) (python-api.md §12.4).
     assert_eq!(real.table.describe(row(CacheId(0), 0)).unwrap().cache.id(), second.id());
     real.table.consume(row(CacheId(-1), 0), second.id(), 0, 1).unwrap();
     assert!(real.table.describe(row(CacheId(0), 0)).is_err());
-    assert!(real.table.at(0, u64::MAX).is_none() && real.table.at(u32::MAX, 0).is_none());
+    assert!(real.table.reached(row(second.id(), 0), second.id()).is_some(), "held by its id");
+    assert!(real.table.reached(row(second.id(), 1), second.id()).is_none(), "there is no such slot");
 }

@@ -361,7 +361,7 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
     std::thread::sleep(Duration::from_millis(20));
     peer.child.kill().unwrap();
     let (error, bytes) = reader.join().unwrap();
-    assert_eq!(error.kind(), ErrorKind::System, "{error}");
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
     assert_eq!(error.fact("alive"), Some("false"), "{error}");
     assert_eq!(error.fact("errno"), Some("3"), "{error}");
     assert_eq!(error.fact("copied_bytes"), Some(bytes.to_string().as_str()));

@@ -7,9 +7,9 @@ use llm_datadist_core::check::Side;
 use llm_datadist_core::keys::Name;
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::wire::{
-    self, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello, Location,
-    MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Party, Place, Proof, Purpose, REFUSAL, Record, Reply, Request, Run,
-    Welcome, WireName, WirePlan, WireSpan,
+    self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
+    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
+    Request, Run, Welcome, WireName, WirePlan, WireSpan,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
 use proptest::prelude::*;
@@ -79,10 +79,10 @@ fn record(location: Location) -> Record {
 #[test]
 fn the_greeting_is_what_it_was() {
     let hello = |purpose, asked| Hello { purpose, from: PARTY, asked, host: "abc".into(), nonce: [7; 16] };
-    let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)] });
+    let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
-        "4c4401012e0000000009010163020100ffffffffffffffffff01010001ac020101020361626307070707070707070707070707070707",
+        "4c440101320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
@@ -121,13 +121,14 @@ fn the_greeting_is_what_it_was() {
 fn the_control_stream_is_what_it_was() {
     golden(&Control::Ping, "4c4401010100000000");
     golden(&Control::Pong, "4c4401010100000001");
-    golden(&Control::Bye { reason: "end".into() }, "4c440101050000000203656e64");
+    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440101060000000203656e6401");
     golden(&Control::Dial, "4c4401010100000003");
 }
 
 #[test]
 fn the_requests_are_what_they_were() {
     let limit_ms = 1000;
+    let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
         (WireName::Request { model: 1, id: 2 }, "4c4401010600000000000102e807"),
         (WireName::Prefix { model: 1, id: 2 }, "4c4401010600000000010102e807"),
@@ -137,17 +138,25 @@ fn the_requests_are_what_they_were() {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
     golden(
-        &Request::Read { at: AT, plan: plan(), from: 0, to: 7168, limit_ms },
-        "4c4401012f0000000105d80402000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+        &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
+        "4c4401012f0000000102010602000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
     );
     golden(
-        &Request::Write { at: AT, plan: plan(), from: 0, to: 7168, limit_ms },
-        "4c4401012f0000000205d80402000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+        &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
+        "4c4401012f0000000202010602000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
     );
     let source = Location::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
-        &Request::Fetch { at: AT, plan: plan(), source, num_tensors: 2, tensor_bytes: 8192, limit_ms },
-        "4c440101360000000305d80402000402020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+        &Request::Fetch {
+            name: named,
+            cache: 3,
+            plan: plan(),
+            source,
+            num_tensors: 2,
+            tensor_bytes: 8192,
+            limit_ms,
+        },
+        "4c440101360000000302010602000402020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
     );
     let name = WireName::Request { model: 0, id: 0 };
     golden(
@@ -171,9 +180,10 @@ fn the_replies_are_what_they_were() {
     golden(&Reply::Stale, "4c4401010100000003");
     golden(&Reply::Unreachable { reason: "no".into() }, "4c4401010400000004026e6f");
     let facts = vec![("errno".into(), "5".into())];
+    let arrived = Arrived { tensor: 7, rows: vec![(2, 300)] };
     golden(
-        &Reply::Failed { kind: 1, message: "no".into(), facts },
-        "4c4401010e0000000501026e6f01056572726e6f0135",
+        &Reply::Failed { kind: 1, message: "no".into(), facts, arrived: vec![arrived] },
+        "4c440101140000000501026e6f01056572726e6f013501070102ac02",
     );
 }
 
@@ -272,7 +282,8 @@ fn headers_that_are_none() {
 
 #[test]
 fn a_message_too_long_for_a_frame_is_not_written() {
-    let error = wire::encode(&Control::Bye { reason: "x".repeat(MESSAGE_LIMIT) }).unwrap_err();
+    let error =
+        wire::encode(&Control::Bye { reason: "x".repeat(MESSAGE_LIMIT), unlinked: false }).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert_eq!(error.fact("limit"), Some(MESSAGE_LIMIT.to_string().as_str()));
 }
@@ -380,19 +391,19 @@ fn runs_of_many_tensors_are_short() {
 #[test]
 fn failures_keep_their_kind_and_all_they_said() {
     let error = Error::new(ErrorKind::OutOfMemory, "no room").with("asked_bytes", 5);
-    let Reply::Failed { kind, message, facts } = Reply::failed(&error) else { panic!() };
-    let back = Reply::error(kind, &message, &facts);
+    let Reply::Failed { kind, message, facts, arrived } = Reply::failed(&error) else { panic!() };
+    let back = Reply::error(kind, &message, &facts, arrived);
     assert_eq!((back.kind(), back.to_string()), (error.kind(), error.to_string()));
     let facts = [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "2".to_owned())];
-    assert_eq!(Reply::error(99, "odd", &facts).to_string(), "odd (a=1, b=2)");
-    assert_eq!(Reply::error(99, "odd", &facts).kind(), ErrorKind::System);
+    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).to_string(), "odd (a=1, b=2)");
+    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).kind(), ErrorKind::System);
 }
 
 #[test]
 fn facts_without_end_are_refused() {
     let failed = |count| {
         let facts = vec![(String::new(), String::new()); count];
-        wire::encode(&Reply::Failed { kind: 1, message: String::new(), facts }).unwrap()
+        wire::encode(&Reply::Failed { kind: 1, message: String::new(), facts, arrived: vec![] }).unwrap()
     };
     assert!(wire::decode::<Reply>(&failed(MAX_FACTS)[HEADER..]).is_ok());
     let many = failed(MAX_FACTS + 1);
@@ -404,8 +415,14 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     // The shortest spans and waves there are, as many as fit in a megabyte.
     let span = WireSpan { src: 0, dst: 0, len: 0, count: 0, src_step: 0, dst_step: 0 };
     for (waves, spans) in [(vec![0; 1 << 20], vec![]), (vec![1; 150_000], vec![span; 150_000])] {
-        let request =
-            Request::Read { at: AT, plan: WirePlan { waves, spans, ..plan() }, from: 0, to: 0, limit_ms: 0 };
+        let request = Request::Read {
+            name: WireName::Blocks { model: 1 },
+            cache: 3,
+            plan: WirePlan { waves, spans, ..plan() },
+            from: 0,
+            to: 0,
+            limit_ms: 0,
+        };
         let frame = wire::encode(&request).unwrap();
         let work = || {
             let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
@@ -457,9 +474,16 @@ proptest! {
     #[test]
     fn garbled_messages_never_panic(at in 0usize..200, byte: u8, cut in 0usize..200) {
         let runs = vec![Run { start: 0, step: 1, count: 80 }];
-        let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())] };
+        let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())], arrived: vec![] };
         for frame in [
-            wire::encode(&Request::Write { at: AT, plan: plan(), from: 0, to: 1, limit_ms: 9 }).unwrap(),
+            wire::encode(&Request::Write {
+                name: WireName::Blocks { model: 1 },
+                cache: 3,
+                plan: plan(),
+                from: 0,
+                to: 1,
+                limit_ms: 9,
+            }).unwrap(),
             wire::encode(&Reply::Described(record(Location::Process { runs }))).unwrap(),
             wire::encode(&failed).unwrap(),
         ] {

@@ -3,6 +3,7 @@
 //! Not for: arithmetic on sizes (`desc::Geometry`) or layers (`plan`).
 
 use std::fmt;
+use std::thread::{ThreadId, current};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -35,7 +36,7 @@ pub struct Deadline {
     /// The option or argument that set it, for the message.
     name: &'static str,
     /// Asked now and then while the caller waits: whether the wait shall end early (Ctrl-C).
-    interrupted: Option<fn() -> bool>,
+    interrupted: Option<(fn() -> bool, ThreadId)>,
 }
 
 impl Deadline {
@@ -55,10 +56,11 @@ impl Deadline {
         Deadline { name, ..self }
     }
 
-    /// The same moment, and waits that end early once `interrupted` says so.
+    /// The same moment, and waits of this thread that end early once `interrupted` says so. Other threads that work for
+    /// the call are not asked: they end with it.
     #[must_use]
     pub fn watched(self, interrupted: Option<fn() -> bool>) -> Self {
-        Deadline { interrupted, ..self }
+        Deadline { interrupted: interrupted.map(|asked| (asked, current().id())), ..self }
     }
 
     /// What is left; zero once it has passed.
@@ -93,10 +95,10 @@ impl Deadline {
         if self.passed() { Err(self.error(doing)) } else { Ok(()) }
     }
 
-    /// `Err` once the caller was interrupted. Only on the thread of the caller, and never under a lock: what is asked runs
-    /// signal handlers, which may call the engine.
+    /// `Err` once the caller was interrupted. Never to be called under a lock: what is asked runs signal handlers, which
+    /// may call the engine.
     pub fn interruption(&self, doing: &str) -> Result<()> {
-        if self.interrupted.is_some_and(|interrupted| interrupted()) {
+        if self.interrupted.is_some_and(|(asked, caller)| caller == current().id() && asked()) {
             return Err(Error::new(ErrorKind::Interrupted, format!("interrupted while {doing}")));
         }
         Ok(())

@@ -10,19 +10,22 @@ use std::time::{Duration, Instant};
 use crate::check;
 use crate::cluster::Cluster;
 use crate::desc::Geometry;
-use crate::engine::{Progress, Staging};
-use crate::error::{Error, Result};
+use crate::engine::{CopyEngine, Progress, Staging, arrived};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
+use crate::keys::Name;
 use crate::links::{Answer, Link, hear_next, location, say};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
-use crate::table::{Cache, Origin, pin_reads, pin_writes};
+use crate::table::{Cache, Origin, Pin, pin_reads, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
 use crate::wire::{Location, MESSAGE_LIMIT, Place, Record, Reply, Request, WirePlan};
 
 /// After a description the next request of the same call comes within microseconds: it is watched for before the thread
 /// sleeps. Elsewhere a thread that waits uses no CPU.
 const PATIENCE: Duration = Duration::from_micros(60);
+/// A caller may leave this side's rows pinned, while it does not take its bytes, for no longer than this.
+const LONGEST: Duration = Duration::from_secs(600);
 /// A stream is idle until its link ends: the wait for a request has no limit of its own, the keeper's is what ends it.
 const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
@@ -50,9 +53,12 @@ impl Answer for Answers {
             let started = Instant::now();
             let call = Call { cluster: &self.cluster, link, stream, unlinked };
             let served = call.serve(request);
-            self.cluster.stats.counted(Op::Served, started.elapsed(), served.is_ok());
-            if let Ended::Broken(error) = served.map_or_else(|ended| ended, |()| Ended::Refused) {
-                return Err(error);
+            let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
+            self.cluster.stats.counted(Op::Served, started.elapsed(), done);
+            match served {
+                Ok(()) | Err(Ended::Refused) => {}
+                Err(Ended::Unlinked) => return Ok(()),
+                Err(Ended::Broken(error)) => return Err(error),
             }
         }
         Ok(())
@@ -63,6 +69,8 @@ impl Answer for Answers {
 enum Ended {
     /// The peer was told; the stream goes on.
     Refused,
+    /// The link has ended by it.
+    Unlinked,
     /// The stream is in the middle of something and of no more use.
     Broken(Error),
 }
@@ -78,32 +86,39 @@ struct Call<'a> {
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         match request {
-            Request::Describe { name, limit_ms } => self.told(limit_ms, || self.describe(name.into())),
-            Request::Consume { name, cache, first, count, limit_ms } => self.told(limit_ms, || {
+            Request::Describe { name, limit_ms } => self.told(limit(limit_ms), || self.describe(name.into())),
+            Request::Consume { name, cache, first, count, limit_ms } => self.told(limit(limit_ms), || {
+                self.wanted()?;
                 self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
                 Ok(Reply::Done { bytes: 0 })
             }),
-            Request::Fetch { at, plan, source, num_tensors, tensor_bytes, limit_ms } => {
-                let deadline = limit(limit_ms);
-                self.told(limit_ms, || self.fetch(at, plan, &source, (num_tensors, tensor_bytes), deadline))
+            Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
+                let source = (&source, num_tensors, tensor_bytes);
+                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                self.told(call.deadline, || self.fetch(&call, plan, source))
             }
-            Request::Read { at, plan, from, to, limit_ms } => self.read(at, plan, from, to, limit(limit_ms)),
-            Request::Write { at, plan, from, to, limit_ms } => {
-                self.write(at, plan, from, to, limit(limit_ms))
+            Request::Read { name, cache, plan, from, to, limit_ms } => {
+                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                self.read(&call, plan, from, to)
             }
-            Request::Ping { limit_ms } => self.told(limit_ms, || Ok(Reply::Done { bytes: 0 })),
+            Request::Write { name, cache, plan, from, to, limit_ms } => {
+                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                self.write(&call, plan, from, to)
+            }
+            Request::Ping { limit_ms } => self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
-                self.told(limit_ms, || Ok(Reply::Done { bytes: 0 }))
+                let told = self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                told.and(Err(Ended::Unlinked))
             }
         }
     }
 
     /// Answers with what `call` gives, or with its error.
-    fn told(&self, limit_ms: u64, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
+    fn told(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
         let reply = call();
         let refused = reply.is_err();
-        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), limit(limit_ms))?;
+        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
         if refused { Err(Ended::Refused) } else { Ok(()) }
     }
 
@@ -111,8 +126,17 @@ impl Call<'_> {
         say(self.stream, reply, deadline).map_err(Ended::Broken)
     }
 
+    /// `Err` if whoever asked has gone: a request that was read late, by a process that was stopped, must not be carried
+    /// out any more (`tests/test_peer_faults.py`).
+    fn wanted(&self) -> Result<()> {
+        if self.stream.abandoned() || !self.link.alive() {
+            return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
+        }
+        Ok(())
+    }
+
     /// Where a cache is and what it looks like.
-    fn describe(&self, name: crate::keys::Name) -> Result<Reply> {
+    fn describe(&self, name: Name) -> Result<Reply> {
         let found = self.cluster.table.describe(name)?;
         let cache = &found.cache;
         let place = Place { place: found.place, generation: found.generation };
@@ -125,50 +149,66 @@ impl Call<'_> {
         Ok(Reply::Described(record))
     }
 
-    /// The cache at a place, unchanged since it was described, and open to peers.
-    fn opened(&self, at: Place) -> Result<Option<Arc<Cache>>> {
-        let Some(cache) = self.cluster.table.at(at.place, at.generation) else { return Ok(None) };
+    /// The cache a request is about, if its name still leads there, open to peers.
+    fn opened(&self, call: &Wanted) -> Result<Option<Arc<Cache>>> {
+        let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
         check::reachable("the cache of the peer", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 
+    /// The cache of a request, pinned by `pin` once the plan is known to fit it; `None` if it is not there any more.
+    fn pinned(
+        &self,
+        call: &Wanted,
+        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
+    ) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.wanted()?;
+        let Some(cache) = self.opened(call)? else { return Ok(None) };
+        let pin = pin(&cache)?;
+        // While the rows were waited for, the cache may have been taken away, and the caller may have gone.
+        self.wanted()?;
+        Ok(self.opened(call)?.map(|cache| (cache, pin)))
+    }
+
     /// Sends bytes of a cache.
-    fn read(&self, at: Place, plan: WirePlan, from: u64, to: u64, deadline: Deadline) -> Result<(), Ended> {
-        let begun = (|| {
-            let Some(cache) = self.opened(at)? else { return Ok(None) };
-            let plan = bounded(plan, from, to)?;
-            plan.check_ends(Some(ends(cache.geometry())), None)?;
-            let pinned = pin_reads(&cache, plan.src_rows(cache.geometry().row_bytes()), deadline)?;
-            Ok(Some((cache, plan, pinned)))
-        })();
-        let Some((cache, plan, _pinned)) = self.begin(begun, to - from.min(to), deadline)? else {
+    fn read(&self, call: &Wanted, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            let pinned = self.pinned(call, |cache| {
+                plan.check_ends(Some(ends(cache.geometry())), None)?;
+                CopyEngine::can_send(cache.tensors())?;
+                pin_reads(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), call.deadline)
+            })?;
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+        });
+        let Some((plan, cache, _pin)) = self.begin(begun, to.saturating_sub(from), call.deadline)? else {
             return Err(Ended::Refused);
         };
-        let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, deadline);
+        let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.cluster.stats.travelled(Op::Served, to - from);
         Ok(())
     }
 
     /// Takes bytes into a cache.
-    fn write(&self, at: Place, plan: WirePlan, from: u64, to: u64, deadline: Deadline) -> Result<(), Ended> {
-        let begun = (|| {
-            let Some(cache) = self.opened(at)? else { return Ok(None) };
-            let plan = bounded(plan, from, to)?;
-            plan.check_ends(None, Some(ends(cache.geometry())))?;
-            let pinned = pin_writes(&cache, plan.dst_rows(cache.geometry().row_bytes()), deadline)?;
-            Ok(Some((cache, plan, pinned)))
-        })();
-        let Some((cache, plan, pinned)) = self.begin(begun, to - from.min(to), deadline)? else {
+    fn write(&self, call: &Wanted, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            let pinned = self.pinned(call, |cache| {
+                plan.check_ends(None, Some(ends(cache.geometry())))?;
+                CopyEngine::can_receive(cache.tensors())?;
+                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+            })?;
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+        });
+        let Some((plan, cache, pin)) = self.begin(begun, to.saturating_sub(from), call.deadline)? else {
             return Err(Ended::Refused);
         };
         let progress = Progress::default();
-        let taken =
-            self.cluster.engine.receive(&plan, from..to, cache.tensors(), self.stream, deadline, &progress);
+        let (engine, tensors) = (&self.cluster.engine, cache.tensors());
+        let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
-        drop(pinned);
+        drop(pin);
         self.cluster.stats.travelled(Op::Served, to - from);
-        self.reply(&Reply::Done { bytes: to - from }, deadline)
+        self.reply(&Reply::Done { bytes: to - from }, call.deadline)
     }
 
     /// Says that the bytes may come or follow, or why not; `None` if they do not.
@@ -185,29 +225,56 @@ impl Call<'_> {
     /// Reads bytes of the peer's memory into a cache.
     fn fetch(
         &self,
-        at: Place,
+        call: &Wanted,
         plan: WirePlan,
-        source: &Location,
-        (num_tensors, tensor_bytes): (u32, u64),
-        deadline: Deadline,
+        (source, num_tensors, tensor_bytes): (&Location, u32, u64),
     ) -> Result<Reply> {
-        let Some(cache) = self.opened(at)? else { return Ok(Reply::Stale) };
-        let plan = CopyPlan::try_from(plan)?;
-        plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
+        let plan = Arc::new(CopyPlan::try_from(plan)?);
         let seen = self.link.reach().map(|reach| reach.tensors(source, num_tensors, tensor_bytes));
         let Some(tensors) = seen.transpose()?.flatten() else {
             let refusal = self.link.reach().and_then(|reach| reach.refusal());
             let reason = refusal.unwrap_or("the memory of the peer is not visible here").to_owned();
             return Ok(Reply::Unreachable { reason });
         };
-        let pinned = pin_writes(&cache, plan.dst_rows(cache.geometry().row_bytes()), deadline)?;
+        let pinned = self.pinned(call, |cache| {
+            plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
+            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+        })?;
+        let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
         let progress = Arc::new(Progress::default());
-        let outcome = self.cluster.engine.run(plan, from, to, STAGED, deadline, &progress)?;
-        drop(pinned);
-        self.cluster.stats.travelled(Op::Served, outcome.bytes);
-        Ok(Reply::Done { bytes: outcome.bytes })
+        let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, call.deadline, &progress);
+        drop(pin);
+        match run {
+            Ok(outcome) => {
+                self.cluster.stats.travelled(Op::Served, outcome.bytes);
+                Ok(Reply::Done { bytes: outcome.bytes })
+            }
+            // The kernel allowed it when the link was made, and does not now.
+            Err(error) if error.kind() == ErrorKind::NotEnabled => {
+                Ok(Reply::Unreachable { reason: error.to_string() })
+            }
+            Err(error) => Err(arrived(error, &progress, &plan, cache.geometry().row_bytes())),
+        }
     }
+}
+
+/// Which cache a request is about, and how long there is for it.
+struct Wanted {
+    name: Name,
+    /// What the name led to when it was described.
+    cache: CacheId,
+    deadline: Deadline,
+}
+
+/// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
+fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Vec<u64>) -> Vec<u64> {
+    let together = rows_of_a_pin(cache);
+    let mut rows = touched(cache.geometry().row_bytes() * together);
+    for row in &mut rows {
+        *row *= together;
+    }
+    rows
 }
 
 /// A plan that came over the wire, of which bytes `from..to` are asked for.
@@ -226,5 +293,6 @@ fn ends(geometry: Geometry) -> (u32, u64) {
 
 /// What the caller has left, by this side's clock.
 fn limit(limit_ms: u64) -> Deadline {
-    Deadline::after(Duration::from_millis(limit_ms)).named("what was left of the caller's sync_kv_timeout")
+    Deadline::after(Duration::from_millis(limit_ms).min(LONGEST))
+        .named("what was left of the caller's sync_kv_timeout")
 }

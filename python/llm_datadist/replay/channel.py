@@ -47,8 +47,8 @@ class Channel:
             if rest:
                 self._wait(until, limit_s, "took no message")
 
-    def receive(self, limit_s: float) -> Message:
-        """Wait for the next message and return it. Raises ChannelError."""
+    def receive(self, limit_s: float, *fields: str) -> Message:
+        """Wait for the next message, which must have these fields, and return it. Raises ChannelError."""
         until = time.monotonic() + limit_s
         while (end := self._received.find(b"\n", self._searched)) < 0:
             self._searched = len(self._received)
@@ -60,8 +60,8 @@ class Channel:
             message = json.loads(line)
         except ValueError:
             message = None
-        if not isinstance(message, dict):
-            raise ChannelError(f"sent what is no message: {line[:80]!r}")
+        if not isinstance(message, dict) or not all(field in message for field in fields):
+            raise ChannelError(f"sent what is no message, or another: {line[:80]!r}")
         return message
 
     def _write(self, data: memoryview) -> int:

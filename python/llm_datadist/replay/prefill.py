@@ -98,6 +98,7 @@ class Prefill:
         self._kill_at = kill_at
         self._asked: dict[int, list[int]] = {}
         self._slots: dict[int, list[int]] = {}
+        self._pulled: list[int] = []  # what prefill may overwrite; told with the next request
         self._total = self._total_before = 0
         self._lost_at: float | None = None
         self._process: _Process | None = None
@@ -112,12 +113,13 @@ class Prefill:
         try:
             self._start()
         except (ChannelError, LLMException) as error:
-            raise PrefillError(f"it did not start: {_said(error)}; {self._stop(_GRACE_S)}") from error
+            raise PrefillError(f"it did not start: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
 
     def compute(self, number: int, blocks: Sequence[int]) -> None:
         """Have the blocks and the staging cache of a request computed. Does not wait for that."""
         self._asked[number] = list(blocks)
         self._post(self._request(number))
+        self._pulled.clear()
 
     def bring(self, number: int, targets: Sequence[int], staging: Staging) -> None:
         """Pull what was computed for a request: its blocks into slots of the node, in order, and its staging cache.
@@ -128,7 +130,7 @@ class Prefill:
         while (error := self._pull(number, targets, staging)) is not None:
             self._recover(number, error)
         del self._asked[number], self._slots[number]
-        self._post({"free": number})
+        self._pulled.append(number)
         if self._lost_at is not None:
             gap_ms = self.restarts[-1].gap_ms = (time.monotonic() - self._lost_at) * 1e3
             self._lost_at = None
@@ -140,29 +142,29 @@ class Prefill:
         self._node.unlink(force=False)
         try:
             self._channel.send({"end": True}, self._limit_s)
-            report = self._channel.receive(self._limit_s)
+            report = self._channel.receive(self._limit_s, "leaked_bytes", "seconds", "peak_memory_bytes")
         except ChannelError as error:
-            raise PrefillError(f"it gave no report: {_said(error)}; {self._stop(_GRACE_S)}") from error
-        ended = self._stop(_EXIT_LIMIT_S)
+            raise PrefillError(f"it gave no report: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
+        ended = self._stop(0, _EXIT_LIMIT_S)
         if ended != _exit_text(0):
             raise PrefillError(f"after its report: {ended}")
         return {**report, "computed": self.computed, "link": links[0] if links else {}}
 
     def close(self) -> None:
         """End the process, if it still runs."""
-        self._stop(_GRACE_S)
+        self._stop(0, _GRACE_S)
 
     # -- a request ---------------------------------------------------------------------------------------------
 
     def _request(self, number: int) -> Message:
-        return {"compute": number, "blocks": self._asked[number]}
+        return {"compute": number, "blocks": self._asked[number], "free": self._pulled}
 
     def _answer(self, number: int) -> list[int]:
         """Wait until a request is computed; return the slots of its blocks."""
         start = time.perf_counter()
         try:
             while number not in self._slots:
-                message = self._channel.receive(self._limit_s)
+                message = self._channel.receive(self._limit_s, "computed", "slots", "total")
                 self._slots[message["computed"]] = message["slots"]
                 self._total = message["total"]
         finally:
@@ -220,12 +222,12 @@ class Prefill:
         self._process = _Process(self._token)
         limit_s = max(self._limit_s, START_LIMIT_S)
         self._channel.send(self._setup.message(), limit_s)
-        self._node.link(self._channel.receive(limit_s)["address"])
+        self._node.link(self._channel.receive(limit_s, "address")["address"])
 
-    def _stop(self, patience_s: float) -> str:
-        """End the process and return how it ended."""
+    def _stop(self, alone_s: float, patience_s: float) -> str:
+        """End the process and return how it ended; it has `alone_s` to do so without being asked."""
         process, self._process = self._process, None
-        return "it was not running" if process is None else process.stop(patience_s)
+        return "it was not running" if process is None else process.stop(alone_s, patience_s)
 
     def _recover(self, number: int, error: ChannelError | LLMException) -> None:
         """Report the loss, start another process, and ask it for what was not pulled yet.
@@ -237,7 +239,7 @@ class Prefill:
         while True:
             if isinstance(error, LLMException) and not self._is_lost(error):
                 raise error
-            ended = self._stop(_GRACE_S)
+            ended = self._stop(_GRACE_S, _GRACE_S)
             code = error.status_code.name if isinstance(error, LLMException) else None
             lost = Restart(number + 1, ended, code, str(error))
             text = f"lost at request {number + 1:,}: {ended}; {_said(error)}"
@@ -254,6 +256,7 @@ class Prefill:
                 break
         self._total_before, self._total = self.computed, 0
         self._slots.clear()
+        self._pulled.clear()
         for asked in self._asked:
             self._post(self._request(asked))
 
@@ -286,16 +289,18 @@ class _Process:
             return False
         return True
 
-    def stop(self, patience_s: float) -> str:
-        """Close its input, which ends it; kill it if that takes too long. Return how it ended."""
+    def stop(self, alone_s: float, patience_s: float) -> str:
+        """Give it time to end alone, then close its input, which ends it, then kill it. Return how it ended."""
+        alone = self.has_ended(alone_s)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 pipe.close()
-        if self.has_ended(patience_s):
-            return _exit_text(self._popen.returncode)
-        self._popen.kill()
-        self._popen.wait()
-        return f"it did not end within {patience_s:g} s and was killed by decode"
+        if not self.has_ended(patience_s):
+            self._popen.kill()
+            self._popen.wait()
+            return f"it did not end within {patience_s:g} s and was killed by decode"
+        ended = _exit_text(self._popen.returncode)
+        return ended if alone or not self._popen.returncode else f"{ended}, when decode closed its input"
 
 
 def _exit_text(status: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ REAL_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2
 
 _GB = 1e9
 _BAR = 20
+_WIDE = 110
+"""Columns of a terminal that has room for a bar beside the text."""
 
 _WAYS = {"mapped": "read in place", "process": "read through the kernel", "stream": "sent through the socket"}
 """How bytes of a peer travel, by the engine's word for it."""
@@ -52,8 +55,12 @@ class Progress:
         decode = f"{done:,}/{self._total:,} requests, {rate:,.0f}/s, {(self._total - done) / rate:,.0f} s left"
         prefill = f"{computed:,} blocks computed"
         if self._bar:
-            full = _BAR * done // self._total
-            self._stream.write(f"\r[{'#' * full}{'.' * (_BAR - full)}] decode: {decode}; prefill: {prefill}\x1b[K")
+            text = f"decode: {decode}; prefill: {prefill}"
+            columns = shutil.get_terminal_size().columns - 1  # a line that wraps could not be cleared
+            width = _BAR if columns >= _WIDE else 0
+            full = width * done // self._total
+            bar = f"[{'#' * full}{'.' * (width - full)}] " if width else ""
+            self._stream.write(f"\r{(bar + text)[:columns]}\x1b[K")
         else:
             self._stream.write(f"replay: decode: {decode}\nreplay: prefill: {prefill}\n")
         self._stream.flush()

@@ -6,8 +6,8 @@ is printed goes to standard error. It ends when its input does, so that it never
 | from decode                              | to decode                                                     |
 | ---------------------------------------- | ------------------------------------------------------------- |
 | ``geometry``, ``seed``, ``blocks``, ...  | ``address``: where this engine listens                        |
-| ``compute``: a request, ``blocks``: ids  | ``computed``: the request, ``slots``: where each block lies   |
-| ``free``: a request that was pulled      |                                                               |
+| ``compute``: a request, ``blocks``: ids, | ``computed``: the request, ``slots``: where each block lies,  |
+| ``free``: requests that were pulled      | ``total``: blocks computed so far                             |
 | ``end``                                  | ``leaked_bytes`` and what the work cost; then the process ends |
 """
 
@@ -67,16 +67,13 @@ class Worker:
         self._computed = 0
         self._seconds = 0.0
 
-    def answer(self, message: Message) -> Message | None:
-        """Do what a message asks for; return the answer, if it takes one."""
+    def answer(self, message: Message) -> Message:
+        """Do what a message asks for and return the answer."""
         if "compute" in message:
             number = message["compute"]
+            self._forget(message["free"])
             slots = self._compute(number, message["blocks"])
             return {"computed": number, "slots": slots, "total": self._computed}
-        if "free" in message:
-            # Sorted, the lowest slot last: neighbours are taken together, which makes pulls cheaper.
-            self._free = sorted(self._free + self._held.pop(message["free"]), reverse=True)
-            return None
         if "end" in message:
             return self._report()
         raise ValueError(f"no such message: {message!r}")
@@ -99,6 +96,12 @@ class Worker:
         self._computed += len(blocks)
         self._seconds += time.perf_counter() - start
         return slots
+
+    def _forget(self, numbers: list[int]) -> None:
+        """Give back the slots of requests that were pulled."""
+        for number in numbers:
+            self._free += self._held.pop(number)
+        self._free.sort(reverse=True)  # the lowest slot last: neighbours are taken together, which makes pulls cheaper
 
     def _stage(self, number: int) -> None:
         """Leave the request's staging cache to its key alone: the pull of it, and nothing else, releases it."""
@@ -130,9 +133,7 @@ def serve(lines: Iterable[str], replies: Any) -> int:
     try:
         _send(replies, worker.address())
         for message in messages:
-            answer = worker.answer(message)
-            if answer is not None:
-                _send(replies, answer)
+            _send(replies, worker.answer(message))
             if "end" in message:
                 return 0
     finally:

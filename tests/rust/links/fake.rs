@@ -1,1 +1,116 @@
-//! stub
+//! A peer that speaks as far as the test wants, and no further.
+//!
+//! Not for: expectations.
+
+use std::time::Duration;
+
+use hmac::{Hmac, KeyInit, Mac};
+use llm_datadist_core::transport::{Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::wire::{
+    self, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof, Purpose, Welcome,
+};
+use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::LONG;
+
+pub fn soon() -> Deadline {
+    Deadline::after(LONG)
+}
+
+pub fn say<T: Serialize>(stream: &Stream, message: &T) {
+    // The other side may be gone, which is what some tests are about.
+    let _ = stream.send(&wire::encode(message).unwrap(), soon());
+}
+
+pub fn hear<T: DeserializeOwned>(stream: &Stream) -> Result<T> {
+    let (kind, body) = stream.receive(MESSAGE_LIMIT, Duration::ZERO, soon())?.ok_or_else(|| {
+        llm_datadist_core::Error::new(llm_datadist_core::ErrorKind::NotLinked, "the stream ended")
+    })?;
+    wire::open(kind, &body)
+}
+
+fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16]) -> [u8; 32] {
+    let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
+    for part in [side, &[0], hello, &nonce] {
+        mac.update(part);
+    }
+    mac.finalize().into_bytes().into()
+}
+
+/// A process that calls itself `cluster`.
+pub struct Fake {
+    pub party: Party,
+    listener: Box<dyn Listener>,
+}
+
+impl Fake {
+    pub fn new(cluster: u64, instance: u64) -> Fake {
+        let listener = Tcp.listen(&Address::Tcp("127.0.0.1:0".parse().unwrap())).unwrap();
+        Fake { party: Party { cluster, instance, remote_accessible: false }, listener }
+    }
+
+    pub fn address(&self) -> PeerAddress {
+        let Address::Tcp(at) = self.listener.address() else { unreachable!("a port") };
+        PeerAddress { cluster: ClusterId(self.party.cluster), remote: vec![at], local: vec![] }
+    }
+
+    /// The next stream that comes.
+    pub fn accept(&self) -> Stream {
+        self.listener.accept().unwrap().unwrap()
+    }
+
+    /// The next stream, greeted; and what for.
+    pub fn greet(&self) -> (Stream, Purpose) {
+        let stream = self.accept();
+        let (_, said) = stream.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let hello: Hello = wire::decode(&said).unwrap();
+        let nonce = [7; 16];
+        say(&stream, &Challenge { nonce });
+        let proof: Proof = hear(&stream).unwrap();
+        assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce));
+        say(&stream, &Welcome { from: self.party, mac: mac(b"", b"acceptor", &said, nonce), local: None });
+        (stream, hello.purpose)
+    }
+
+    /// A link that the engine makes to this one: its control stream.
+    pub fn linked(&self) -> Stream {
+        let (stream, purpose) = self.greet();
+        assert!(matches!(purpose, Purpose::Link { .. }));
+        say(&stream, &Control::Pong);
+        stream
+    }
+
+    /// Greets `engine`, as far as a welcome.
+    pub fn dial(&self, engine: &DataDist, purpose: Purpose) -> Result<Stream> {
+        self.dial_with(engine, b"", purpose)
+    }
+
+    pub fn dial_with(&self, engine: &DataDist, token: &[u8], purpose: Purpose) -> Result<Stream> {
+        let stream = Tcp.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
+        let asked = Some(engine.config().cluster.0);
+        let hello = Hello { purpose, from: self.party, asked, host: "elsewhere".into(), nonce: [3; 16] };
+        let frame = wire::encode(&hello)?;
+        stream.send(&frame, soon())?;
+        let challenge: Challenge = hear(&stream)?;
+        say(&stream, &Proof { mac: mac(token, b"dialer", &frame[HEADER..], challenge.nonce) });
+        let welcome: Welcome = hear(&stream)?;
+        assert_eq!(welcome.mac, mac(token, b"acceptor", &frame[HEADER..], challenge.nonce));
+        Ok(stream)
+    }
+
+    /// Makes a link to `engine`: its control stream.
+    pub fn link(&self, engine: &DataDist, id: u64) -> Result<Stream> {
+        let stream = self.dial(engine, Purpose::Link { link: id, comm: None, probe_local: false })?;
+        match hear(&stream)? {
+            Control::Pong => Ok(stream),
+            other => panic!("{other:?} for a word that the link is made"),
+        }
+    }
+
+    /// A stream of that link, to call on.
+    pub fn call(&self, engine: &DataDist, id: u64) -> Result<Stream> {
+        self.dial(engine, Purpose::Call { link: id, reverse: false })
+    }
+}

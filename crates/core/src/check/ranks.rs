@@ -31,6 +31,8 @@ pub struct RankEnd {
     pub why: &'static str,
     /// Where it binds its own listener: the host's address where the table names it, any address where it does not.
     pub bind: SocketAddr,
+    /// What the table itself says of it, whatever this side's configuration adds: the same on both sides.
+    pub told: String,
 }
 
 /// The name of a communicator: 1 to 127 characters.
@@ -204,7 +206,7 @@ impl Place<'_> {
         let Place { cluster, rank, .. } = *self;
         if let Some((at, why)) = self.given(links) {
             let bind = SocketAddr::new(any(at.ip()), at.port());
-            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind });
+            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind, told: self.told() });
         }
         let (ip, why) = self.address()?;
         let first = self.port(links)?;
@@ -212,7 +214,17 @@ impl Place<'_> {
         let host = (first..=last).map(|port| SocketAddr::new(ip, port)).collect();
         // A device has addresses of its own, which are none of its host's.
         let bind = if why == DEVICE_IP { any(ip) } else { ip };
-        Ok(RankEnd { cluster, rank, host, why, bind: SocketAddr::new(bind, first) })
+        Ok(RankEnd { cluster, rank, host, why, bind: SocketAddr::new(bind, first), told: self.told() })
+    }
+
+    /// Its own entry, and nothing that depends on the others or on the options of this side.
+    fn told(&self) -> String {
+        let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
+        let text = |text: &Option<String>| text.as_deref().map_or_else(|| "-".into(), clipped);
+        let host = host_ip.as_ref().or(server_id.as_ref()).cloned();
+        let number = |number: &Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+        let (device, port) = (number(device_id), number(device_port));
+        format!("{} device {device} {} port {port}", text(&host), text(device_ip))
     }
 
     /// What the configuration says of this end.

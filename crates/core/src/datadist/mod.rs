@@ -25,7 +25,7 @@ use crate::mem::Adopted;
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
-use crate::table::{Cache, pin};
+use crate::table::{Cache, pin, unpinned};
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -77,8 +77,9 @@ impl DataDist {
     /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they
     /// shall end early.
     #[must_use]
-    pub fn interrupted_by(self, interrupted: fn() -> bool) -> Self {
-        DataDist { interrupted: Some(interrupted), ..self }
+    pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
+        self.interrupted = Some(interrupted);
+        self
     }
 
     /// What it was opened with.
@@ -137,11 +138,12 @@ impl DataDist {
         })
     }
 
-    /// Removes a registered cache (python-api.md §7.8). Never fails for what is not there.
+    /// Removes a registered cache (python-api.md §7.8), and waits for the copies and transfers of this process that use
+    /// it: its memory may go away once this returns. Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {
-        self.cluster.stats.timed(Op::Register, || {
-            self.cluster.table.unregister(id);
-            Ok(())
+        self.cluster.stats.timed(Op::Register, || match self.cluster.table.unregister(id) {
+            Some(cache) => unpinned(&cache, self.deadline()),
+            None => Ok(()),
         })
     }
 
@@ -273,6 +275,13 @@ impl DataDist {
 
     fn deadline(&self) -> Deadline {
         Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted)
+    }
+}
+
+impl Drop for DataDist {
+    fn drop(&mut self) {
+        // Before anything is given back: no peer that still sees this memory trusts it any more.
+        self.cluster.table.retire();
     }
 }
 

@@ -49,7 +49,7 @@ impl DataDist {
         check::ranks::members(name, clusters, config.cluster)?;
         let ends = check::ranks::ends(rank_table, clusters, config.cluster, &config.links)?;
         let members = clusters.iter().map(|&(cluster, rank)| (cluster.0, rank)).collect();
-        self.links.enter(Comm { name: name.into(), members }, ends)
+        self.links.enter(Comm { name: name.into(), members, listener: String::new() }, ends)
     }
 
     /// Leaves a communicator (python-api.md §6.6).

@@ -12,6 +12,7 @@ use crate::cluster::Cluster;
 use crate::engine::{Progress, Work};
 use crate::error::Result;
 use crate::id::Deadline;
+use crate::keys::Name;
 use crate::links::{Known, Lease, Link, limit_ms, reply};
 use crate::plan::CopyPlan;
 use crate::table::Cache;
@@ -24,6 +25,7 @@ const PART: u64 = 8 << 20;
 pub(super) struct Streams {
     pub(super) cluster: Arc<Cluster>,
     pub(super) link: Arc<Link>,
+    pub(super) name: Name,
     pub(super) known: Arc<Known>,
     pub(super) plan: Arc<CopyPlan>,
     pub(super) near: Arc<Cache>,
@@ -67,7 +69,8 @@ impl Streams {
         let Streams { link, deadline, .. } = self;
         let bytes = range.end - range.start;
         let request = Request::Read {
-            at: self.known.at,
+            name: self.name.into(),
+            cache: self.known.cache.0,
             plan: WirePlan::from(&*self.plan),
             from: range.start,
             to: range.end,
@@ -91,7 +94,8 @@ impl Streams {
         let Streams { link, deadline, .. } = self;
         let bytes = range.end - range.start;
         let request = Request::Write {
-            at: self.known.at,
+            name: self.name.into(),
+            cache: self.known.cache.0,
             plan: WirePlan::from(&*self.plan),
             from: range.start,
             to: range.end,

@@ -4,7 +4,6 @@
 //! else through a socket. What is known of a far cache may be out of date; then its owner says so, or its generation
 //! does, and the call starts over within its deadline. Not for: links (`remote`), or moving bytes (`engine`).
 
-use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,7 +11,7 @@ use super::streams::{self, Streams};
 use super::{DataDist, End, STAGED};
 use crate::check::{self, ExtParam, Far, Layers, Moves, PullRows, PushRows};
 use crate::cluster::Cluster;
-use crate::engine::Progress;
+use crate::engine::{Progress, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
 use crate::keys::{CacheKey, Name};
@@ -25,9 +24,6 @@ use crate::wire::{Reply, Request, WirePlan};
 /// How often a call starts over because the far cache changed under it; each time costs a request and the deadline goes
 /// on.
 const MOST_ROUNDS: usize = 8;
-/// Tensors, and stretches of rows in each, that the text of an error names; all are in [`Error::arrived`].
-const SHOWN: usize = 8;
-
 /// A cache of a peer: whose, and which.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FarName {
@@ -206,24 +202,19 @@ impl Call<'_> {
             return Ok(Moved::Bytes(0));
         }
         let pinned = pin_writes(&self.near, moves.near_rows.clone(), self.deadline)?;
-        let progress = Arc::new(Progress::default());
-        let outcome = match &known.tensors {
-            Some(tensors) => {
-                let (from, to) =
-                    ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
-                let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, self.deadline, &progress);
-                self.confirm(known, run.map(|outcome| outcome.bytes))
-            }
-            None => streams::receive(self.streams(known, &plan), progress.clone()),
-        };
+        let mut progress = Arc::new(Progress::default());
+        let outcome = self.moved_in(known, &plan, &mut progress);
         let row_bytes = self.near.geometry().row_bytes();
-        let outcome = outcome.map_err(|error| arrived(error, &progress, &plan, row_bytes))?;
+        let with_arrived = |error| arrived(error, &progress, &plan, row_bytes);
+        let outcome = outcome.map_err(with_arrived)?;
         drop(pinned);
         if let Moved::Bytes(_) = outcome
             && !self.cluster.config.remote_accessible
             && known.consumable
         {
-            self.link.consume(self.name, known, moves.src_tensor, moves.num_tensors, self.deadline)?;
+            let (first, count) = (moves.src_tensor, moves.num_tensors);
+            let released = self.link.consume(self.name, known, first, count, self.deadline);
+            released.map_err(with_arrived)?;
             if let Name::Key(CacheKey::Request { .. }) = self.name {
                 self.link.forget(&self.name);
             }
@@ -231,21 +222,43 @@ impl Call<'_> {
         Ok(outcome)
     }
 
+    /// The bytes of a pull, by the way that is open. `progress` ends empty if nobody knows whether what was read was the
+    /// cache.
+    fn moved_in(
+        &self,
+        known: &Arc<Known>,
+        plan: &Arc<CopyPlan>,
+        progress: &mut Arc<Progress>,
+    ) -> Result<Moved> {
+        if let Some(tensors) = &known.tensors {
+            let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
+            let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, self.deadline, progress);
+            // The kernel allowed it when the link was made, and does not now: the sockets always work.
+            let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
+            if !refused {
+                return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
+            }
+            *progress = Arc::default();
+        }
+        streams::receive(self.streams(known, plan), progress.clone())
+    }
+
     /// After a read from memory of the peer: whether what was read was the cache all the time.
-    fn confirm(&self, known: &Known, read: Result<u64>) -> Result<Moved> {
+    fn confirm(&self, known: &Known, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
         let unchanged = self.link.current(known);
-        self.link.check()?;
         if unchanged {
+            self.link.check()?;
             return read.map(Moved::Bytes);
         }
+        let unconfirmed = std::mem::take(progress);
         // Something about the cache changed, perhaps only one of its keys: its id is never used again, so the same id
         // means the same memory.
         let now = self.link.describe(self.name, self.deadline)?;
         if now.cache == known.cache && now.far == known.far {
-            read.map(Moved::Bytes)
-        } else {
-            Ok(Moved::Stale)
+            *progress = unconfirmed;
+            return read.map(Moved::Bytes);
         }
+        Ok(Moved::Stale)
     }
 
     /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
@@ -259,7 +272,8 @@ impl Call<'_> {
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();
             let request = Request::Fetch {
-                at: known.at,
+                name: self.name.into(),
+                cache: known.cache.0,
                 plan: WirePlan::from(&*plan),
                 source: location(whereabouts),
                 num_tensors: geometry.num_tensors(),
@@ -282,6 +296,7 @@ impl Call<'_> {
         Streams {
             cluster: self.cluster.clone(),
             link: self.link.clone(),
+            name: self.name,
             known: known.clone(),
             plan: plan.clone(),
             near: self.near.clone(),
@@ -294,22 +309,4 @@ impl Call<'_> {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
         error.with("name", self.name)
     }
-}
-
-/// The error of a pull with what of the destination is in place nevertheless.
-#[cold]
-fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
-    let whole = progress.arrived(plan, row_bytes);
-    let mut text = String::new();
-    for tensor in whole.iter().take(SHOWN) {
-        // Writing to a text cannot fail.
-        let _ = write!(text, "tensor {}:", tensor.tensor);
-        for rows in tensor.rows.iter().take(SHOWN) {
-            let _ = write!(text, " {}-{}", rows.start, rows.end - 1);
-        }
-        text += if tensor.rows.len() > SHOWN { " …; " } else { "; " };
-    }
-    let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
-    let error = error.with("arrived", format_args!("{text}{rest}"));
-    error.with_arrived(whole.into_iter().map(|tensor| (tensor.tensor, tensor.rows)).collect())
 }

@@ -11,7 +11,7 @@ mod tuner;
 mod wave;
 mod workers;
 
-pub use progress::{Arrived, Progress};
+pub use progress::{Arrived, Progress, arrived};
 pub use route::Route;
 pub use tuner::Tuner;
 pub use workers::{Work, Workers};

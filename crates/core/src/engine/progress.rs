@@ -3,12 +3,16 @@
 //! A position is a byte along the whole plan: wave after wave, in each all spans of the first tensor, then of the next.
 //! Success costs one entry per unit, mostly merged with one before (`what_arrived_is_what_the_twin_says`). Not for: retrying.
 
+use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use crate::error::Error;
 use crate::plan::{CopyPlan, Piece};
 
+/// Tensors, and stretches of rows in each, that the text of an error names.
+const SHOWN: usize = 8;
 /// Entries looked at, from the last, for one that a new entry continues: about as many as workers.
 const LOOK_BACK: usize = 16;
 
@@ -78,6 +82,26 @@ impl Progress {
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner).clone();
         without(std::slice::from_ref(&(0..total)), &merged(done))
     }
+}
+
+/// The error of a transfer with what of its destination is in place nevertheless: all of it in [`Error::arrived`], some
+/// of it in the text.
+#[cold]
+#[must_use]
+pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
+    let whole = progress.arrived(plan, row_bytes);
+    let mut text = String::new();
+    for tensor in whole.iter().take(SHOWN) {
+        // Writing to a text cannot fail.
+        let _ = write!(text, "tensor {}:", tensor.tensor);
+        for rows in tensor.rows.iter().take(SHOWN) {
+            let _ = write!(text, " {}-{}", rows.start, rows.end - 1);
+        }
+        text += if tensor.rows.len() > SHOWN { " …; " } else { "; " };
+    }
+    let rest = if whole.len() > SHOWN { "…" } else { "nothing else" };
+    let error = error.with("arrived", format_args!("{text}{rest}"));
+    error.with_arrived(whole.into_iter().map(|tensor| (tensor.tensor, tensor.rows)).collect())
 }
 
 /// The rows a piece writes to, some perhaps in part.

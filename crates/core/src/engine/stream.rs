@@ -20,6 +20,18 @@ const WINDOWS: usize = 256;
 const BYTES: u64 = 4 << 20;
 
 impl CopyEngine {
+    /// Whether tensors can be read into a socket, asked before anything is promised.
+    pub fn can_send(src: &Tensors) -> Result<()> {
+        src.check_mapped(Access::Read)?;
+        if src.host_addressable() { Ok(()) } else { Err(unreachable(src.reach(), "read")) }
+    }
+
+    /// Whether tensors can be written from a socket, asked before anything is promised.
+    pub fn can_receive(dst: &Tensors) -> Result<()> {
+        dst.check_mapped(Access::Write)?;
+        if dst.reach() == Reach::Host { Ok(()) } else { Err(unreachable(dst.reach(), "written")) }
+    }
+
     /// Sends the bytes at positions `range` of `plan`, read from `src`. An error says how far it got.
     pub fn send(
         &self,
@@ -29,13 +41,10 @@ impl CopyEngine {
         stream: &Stream,
         deadline: Deadline,
     ) -> Result<()> {
-        src.check_mapped(Access::Read)?;
-        if !src.host_addressable() {
-            return Err(unreachable(src.reach(), "read"));
-        }
+        Self::can_send(src)?;
         let sent = Progress::default();
         let window = |index, piece| wave::source(plan, src, index, piece);
-        in_batches(plan, range, &sent, window, |windows| stream.send_windows(windows, deadline))
+        in_batches(plan, range, &sent, deadline, window, |windows| stream.send_windows(windows, deadline))
     }
 
     /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
@@ -48,12 +57,11 @@ impl CopyEngine {
         deadline: Deadline,
         progress: &Progress,
     ) -> Result<()> {
-        dst.check_mapped(Access::Write)?;
-        if dst.reach() != Reach::Host {
-            return Err(unreachable(dst.reach(), "written"));
-        }
+        Self::can_receive(dst)?;
         let window = |index, piece| wave::target(plan, dst, index, piece);
-        in_batches(plan, range, progress, window, |windows| stream.receive_windows(windows, deadline))
+        in_batches(plan, range, progress, deadline, window, |windows| {
+            stream.receive_windows(windows, deadline)
+        })
     }
 }
 
@@ -62,6 +70,7 @@ fn in_batches<'a>(
     plan: &CopyPlan,
     range: Range<u64>,
     progress: &Progress,
+    deadline: Deadline,
     window: impl Fn(usize, Piece) -> Result<Window<'a>>,
     moved: impl Fn(&[Window<'a>]) -> Result<()>,
 ) -> Result<()> {
@@ -83,7 +92,10 @@ fn in_batches<'a>(
         if end == at {
             return Err(Error::new(ErrorKind::System, "a plan without pieces for its bytes").with("at", at));
         }
-        moved(&batch).map_err(|error| so_far(error, progress, of_bytes))?;
+        // A socket that always has bytes, or room for them, never waits: the question is asked here.
+        let in_time =
+            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
+        in_time.and_then(|()| moved(&batch)).map_err(|error| so_far(error, progress, of_bytes))?;
         progress.done(at, end);
         at = end;
     }

@@ -15,6 +15,8 @@ use crate::keys::Name;
 use crate::mem::Tensors;
 use crate::wire::{MESSAGE_LIMIT, Place, Record, Reply, Request};
 
+/// How much longer than the caller the answering side tries.
+const GRACE_MS: u64 = 20;
 /// How long a reply is watched for before the thread sleeps: about one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 
@@ -116,8 +118,8 @@ impl Link {
     /// A reply that is an error, as that error.
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
-            Reply::Failed { kind, message, facts } => {
-                Err(self.named(Reply::error(kind, &message, &facts)).with("said_by", "the peer"))
+            Reply::Failed { kind, message, facts, arrived } => {
+                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with("said_by", "the peer"))
             }
             reply => Ok(reply),
         }
@@ -133,7 +135,7 @@ impl Link {
 
     #[cold]
     pub(crate) fn unexpected(&self, reply: &Reply) -> Error {
-        let text = format!("the peer gave an answer that fits no request of this kind: {reply:?}");
+        let text = format!("the peer answered {:?}, which fits no request of this kind", reply.name());
         self.named(Error::new(ErrorKind::System, text))
     }
 
@@ -162,5 +164,6 @@ pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
 
 /// What is left of a deadline, for the peer, which has no clock in common with this side.
 pub(crate) fn limit_ms(deadline: Deadline) -> u64 {
-    u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).max(1)
+    // Rounded up: the side that asked gives up first, and says why.
+    u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).saturating_add(GRACE_MS)
 }

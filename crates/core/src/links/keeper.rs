@@ -96,7 +96,7 @@ fn listen(shared: &Arc<Shared>, link: &Arc<Link>) -> Result<Option<String>> {
         Control::Ping => drop(link.tell(&Control::Pong)),
         Control::Pong => {}
         Control::Dial => shared.dial_back(link),
-        Control::Bye { reason } => return Ok(Some(reason)),
+        Control::Bye { reason, .. } => return Ok(Some(reason)),
     }
     Ok(None)
 }

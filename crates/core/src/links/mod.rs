@@ -348,7 +348,7 @@ impl Shared {
 
     /// A link ends because this side wants it to.
     fn drop_link(&self, link: &Arc<Link>, why: &str) {
-        let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into() });
+        let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.shatter(why);
         self.state.remove(link);
         self.state.forgive(link.peer().cluster);

@@ -302,7 +302,10 @@ impl State {
             stranger.close();
         }
         for link in links {
-            let _ = link.tell(&crate::wire::Control::Bye { reason: "the peer was finalized".into() });
+            let _ = link.tell(&crate::wire::Control::Bye {
+                reason: "the peer was finalized".into(),
+                unlinked: false,
+            });
             link.shatter("this engine was finalized");
         }
         self.changed.notify_all();

@@ -70,7 +70,8 @@ impl ForeignProcess {
         let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
         let descriptor = pidfd_open(named, PidfdFlags::empty())
-            .map_err(|error| refused("the peer's process cannot be watched", pid, error.into()))?;
+            .map_err(io::Error::from)
+            .map_err(|error| refused(refusal(&error), "the peer's process cannot be watched", pid, error))?;
         let process = ForeignProcess { pid, probe, descriptor };
         process.read(&[])?;
         Ok(Arc::new(process))
@@ -195,7 +196,8 @@ impl ForeignProcess {
         } else {
             "the peer's process has ended, its memory cannot be read"
         };
-        refused(text, self.pid, error).with("alive", alive)
+        let kind = if alive { refusal(&error) } else { ErrorKind::NotLinked };
+        refused(kind, text, self.pid, error).with("alive", alive)
     }
 }
 
@@ -204,11 +206,15 @@ fn vector(addr: u64, len: u64) -> libc::iovec {
     libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: usize::try_from(len).unwrap_or(usize::MAX) }
 }
 
-fn refused(text: &str, pid: i32, error: io::Error) -> Error {
-    let errno = error.raw_os_error().unwrap_or(0);
-    let kind = match errno {
-        libc::EPERM | libc::EACCES | libc::ENOSYS => ErrorKind::NotEnabled,
+/// What an error of the kernel means while the process lives: that it does not allow this, or anything else.
+fn refusal(error: &io::Error) -> ErrorKind {
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => ErrorKind::NotEnabled,
         _ => ErrorKind::System,
-    };
+    }
+}
+
+fn refused(kind: ErrorKind, text: &str, pid: i32, error: io::Error) -> Error {
+    let errno = error.raw_os_error().unwrap_or(0);
     Error::new(kind, text).with("pid", pid).with("errno", errno).because(error)
 }

@@ -9,6 +9,8 @@ use super::CopyPlan;
 use super::wave::{Span, Wave};
 use crate::error::{Error, ErrorKind, Result};
 
+/// Most waves a plan from a peer may have: as many as a list of blocks that all go to one place becomes.
+const MOST_WAVES: usize = 1 << 16;
 /// Most pieces a plan from a peer may have in one tensor: more than any list of blocks a message can carry becomes.
 const MOST_PIECES: u64 = 1 << 24;
 
@@ -28,6 +30,9 @@ impl CopyPlan {
                 "{num_tensors} tensors, read from tensor {src_tensor} and written from tensor {dst_tensor}"
             );
             return Err(refused(&text));
+        }
+        if waves.len() > MOST_WAVES {
+            return Err(refused(&format!("{} waves, more than {MOST_WAVES},", waves.len())));
         }
         let (mut pieces, mut bytes) = (0u64, 0u64);
         for span in waves.iter().flatten() {

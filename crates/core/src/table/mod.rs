@@ -10,7 +10,7 @@ mod pin;
 mod remote;
 
 pub use cache::{Cache, Origin};
-pub use pin::{Pin, RowUse, pin, pin_reads, pin_writes};
+pub use pin::{Pin, RowUse, pin, pin_reads, pin_writes, rows_of_a_pin, unpinned};
 pub use remote::Found;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -193,14 +193,23 @@ impl Table {
         drop(released);
     }
 
-    /// Removes a registered cache and its keys. Unknown and allocated ids: nothing to do (python-api.md §7.8).
-    pub fn unregister(&self, id: CacheId) {
+    /// From now on no peer trusts what it was told: the memory may go away.
+    pub fn retire(&self) {
+        let state = self.locked();
+        for place in state.ids.values() {
+            state.generations.bump(*place);
+        }
+    }
+
+    /// Removes a registered cache and its keys, and hands it out. Unknown and allocated ids: nothing to do
+    /// (python-api.md §7.8).
+    pub fn unregister(&self, id: CacheId) -> Option<Arc<Cache>> {
         let mut state = self.locked();
-        let Some(&place) = state.ids.get(&id) else { return };
+        let &place = state.ids.get(&id)?;
         let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
         drop(state);
-        drop(released);
+        released.map(|slot| slot.cache)
     }
 
     /// How many caches and keys there are.

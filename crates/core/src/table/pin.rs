@@ -90,6 +90,29 @@ pub fn pin(
     }
 }
 
+/// Waits until no call uses any row of `cache`. `Err` once `deadline` has passed.
+pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
+    let (count, step) = {
+        let rows = cache.pins.locked();
+        if rows.held.is_empty() {
+            return Ok(());
+        }
+        (cache.geometry().rows(), 1u64 << rows.shift)
+    };
+    let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX)).collect();
+    pin_writes(cache, all, deadline).map(|_| ())
+}
+
+/// Rows that share a number of their pins: naming one of them is enough.
+#[must_use]
+pub fn rows_of_a_pin(cache: &Cache) -> u64 {
+    let mut shift = 0;
+    while cache.geometry().rows() >> shift > MOST {
+        shift += 1;
+    }
+    1 << shift
+}
+
 /// Pins rows that are read. `Err` once `deadline` has passed.
 pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
     pin_one(cache, RowUse { reads, writes: vec![] }, deadline)

@@ -56,13 +56,12 @@ impl Table {
         Ok(Found { cache, place, generation: state.generations.of(place), row })
     }
 
-    /// The cache a peer was told of as `place` and `generation`, if it is the same one, unchanged.
+    /// The cache `id`, if `name` still leads there.
     #[must_use]
-    pub fn at(&self, place: u32, generation: u64) -> Option<Arc<Cache>> {
+    pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.locked();
-        // The highest number marks places that have none of their own (`Generations::of`).
-        let same = generation != u64::MAX && state.generations.of(place) == generation;
-        state.slot(place).filter(|_| same).map(|slot| slot.cache.clone())
+        let (_, slot, _) = state.lookup(name).ok()?;
+        (slot.cache.id() == id).then(|| slot.cache.clone())
     }
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was

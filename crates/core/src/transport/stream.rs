@@ -115,6 +115,17 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
+    /// Whether the peer has closed its end and left nothing unread: nobody waits for an answer any more.
+    #[must_use]
+    pub fn abandoned(&self) -> bool {
+        let peeked = recv(&self.socket, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        match peeked {
+            Ok((_, 0)) => true,
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.is_closed(),
+            Err(_) => true,
+        }
+    }
+
     /// Ends it after half a frame: what follows would be read as something else.
     pub(super) fn spoilt(&self) {
         self.end(BROKEN);

@@ -3,13 +3,20 @@
 //! What arrives is checked as far as it can be without the cache it is about; bounds are `plan` and `check`'s work. Not
 //! for: bytes (`message`).
 
-use super::message::{Place, Record, Reply, Run, WireName, WirePlan, WireSpan};
+use std::ops::Range;
+
+use super::message::{Arrived, Place, Record, Reply, Run, WireName, WirePlan, WireSpan};
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
 use crate::plan::{CopyPlan, Span, Wave};
+
+/// Tensors of which a failure says what arrived.
+const MOST_ARRIVED: usize = 1 << 12;
+/// Characters of a peer's text that are kept.
+const LONGEST: usize = 4 << 10;
 
 /// The number of a kind of error: its position in the closed list, which only grows at its end.
 #[must_use]
@@ -22,6 +29,22 @@ pub fn kind_number(kind: ErrorKind) -> u8 {
 #[must_use]
 pub fn kind_of(number: u8) -> ErrorKind {
     ErrorKind::ALL.get(usize::from(number)).copied().unwrap_or(ErrorKind::System)
+}
+
+/// The kind an error of the peer has on this side: some kinds speak about whoever reports them.
+pub(super) fn told(kind: ErrorKind) -> ErrorKind {
+    match kind {
+        ErrorKind::Closed | ErrorKind::Interrupted => ErrorKind::NotLinked,
+        ErrorKind::Forked => ErrorKind::System,
+        ErrorKind::AlreadyLinked | ErrorKind::LinksExist | ErrorKind::UnlinkFailed => ErrorKind::LinkFailed,
+        kind => kind,
+    }
+}
+
+/// A text of a peer as it may stand in a message: not longer than anybody reads, and nothing but text.
+pub(super) fn printable(text: &str) -> String {
+    let shown = text.chars().take(LONGEST).map(|letter| if letter.is_control() { ' ' } else { letter });
+    shown.collect()
 }
 
 impl From<Name> for WireName {
@@ -182,15 +205,41 @@ impl Reply {
     /// The answer that a request failed with `error`; its facts and causes are in the message.
     #[must_use]
     pub fn failed(error: &Error) -> Reply {
-        Reply::Failed { kind: kind_number(error.kind()), message: error.to_string(), facts: Vec::new() }
+        let rows = |(tensor, rows): &(u32, Vec<Range<u64>>)| Arrived {
+            tensor: *tensor,
+            rows: rows.iter().map(|rows| (rows.start, rows.end)).collect(),
+        };
+        Reply::Failed {
+            kind: kind_number(error.kind()),
+            message: error.to_string(),
+            facts: Vec::new(),
+            arrived: error.arrived().iter().take(MOST_ARRIVED).map(rows).collect(),
+        }
     }
 
     /// The error of a failure at the peer: facts are appended to the text, because the names of facts are fixed here.
     #[must_use]
-    pub fn error(kind: u8, message: &str, facts: &[(String, String)]) -> Error {
+    pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
         let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let text =
             if facts.is_empty() { message.to_owned() } else { format!("{message} ({})", facts.join(", ")) };
-        Error::new(kind_of(kind), text)
+        let rows = |arrived: Arrived| {
+            (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
+        };
+        let arrived = arrived.into_iter().map(rows).collect();
+        Error::new(told(kind_of(kind)), printable(&text)).with_arrived(arrived)
+    }
+
+    /// Which answer it is, for messages.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Reply::Described(_) => "described",
+            Reply::Ready { .. } => "ready",
+            Reply::Done { .. } => "done",
+            Reply::Stale => "stale",
+            Reply::Unreachable { .. } => "unreachable",
+            Reply::Failed { .. } => "failed",
+        }
     }
 }

@@ -66,6 +66,8 @@ pub struct Comm {
     pub name: String,
     /// Cluster and rank of each member.
     pub members: Vec<(u64, u32)>,
+    /// What the table itself says of the member that listens: tells two deployments with equal names and ids apart.
+    pub listener: String,
 }
 
 /// Second frame, from the side that accepted.
@@ -87,7 +89,7 @@ pub struct Proof {
 pub struct Welcome {
     /// Who accepted.
     pub from: Party,
-    /// HMAC-SHA256 with the token, over `acceptor`, the hello and the challenge.
+    /// HMAC-SHA256 with the token, over `acceptor`, the hello, the challenge and this message with zeros here.
     pub mac: [u8; 32],
     /// Abstract name of its local socket, if the dialler is on its machine.
     pub local: Option<String>,
@@ -124,6 +126,8 @@ pub enum Control {
     Bye {
         /// Why.
         reason: String,
+        /// Whether it was unlinked, and is not to be looked for again.
+        unlinked: bool,
     },
     /// Dial one more call stream towards me, to be used by me.
     Dial,
@@ -141,8 +145,10 @@ pub enum Request {
     },
     /// Send me these bytes of it.
     Read {
-        /// Which cache, as described.
-        at: Place,
+        /// By which name.
+        name: WireName,
+        /// The cache the name led to when it was described.
+        cache: i64,
         /// Source: the cache; destination: the caller's.
         plan: WirePlan,
         /// First byte position of the plan.
@@ -154,8 +160,10 @@ pub enum Request {
     },
     /// Take these bytes into it.
     Write {
-        /// Which cache, as described.
-        at: Place,
+        /// By which name.
+        name: WireName,
+        /// The cache the name led to when it was described.
+        cache: i64,
         /// Source: the caller's; destination: the cache.
         plan: WirePlan,
         /// First byte position of the plan.
@@ -167,8 +175,10 @@ pub enum Request {
     },
     /// Read these bytes out of my memory into it.
     Fetch {
-        /// Which cache, as described.
-        at: Place,
+        /// By which name.
+        name: WireName,
+        /// The cache the name led to when it was described.
+        cache: i64,
         /// Source: the caller's memory; destination: the cache.
         plan: WirePlan,
         /// Where the caller's memory is.
@@ -236,7 +246,18 @@ pub enum Reply {
         /// Facts around it.
         #[serde(deserialize_with = "few")]
         facts: Vec<(String, String)>,
+        /// What of the destination is in place nevertheless.
+        arrived: Vec<Arrived>,
     },
+}
+
+/// Rows of one tensor of the destination that are whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arrived {
+    /// Which tensor.
+    pub tensor: u32,
+    /// From row to row, the second not included.
+    pub rows: Vec<(u64, u64)>,
 }
 
 /// A place in the owner's table, and what was there.

@@ -11,8 +11,8 @@ mod message;
 
 pub use convert::{kind_number, kind_of};
 pub use message::{
-    Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_FACTS, Party, Place, Proof, Purpose,
-    Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSpan,
+    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_FACTS, Party, Place, Proof,
+    Purpose, Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSpan,
 };
 
 use serde::Serialize;
@@ -135,5 +135,8 @@ pub fn refused(body: &[u8]) -> Error {
         return Error::new(ErrorKind::System, "the peer refused without a reason");
     };
     let kind = u8::try_from(u32::from_le_bytes(*number)).map_or(ErrorKind::System, kind_of);
-    Error::new(kind, format!("the peer refused: {}", String::from_utf8_lossy(text)))
+    Error::new(
+        convert::told(kind),
+        format!("the peer refused: {}", convert::printable(&String::from_utf8_lossy(text))),
+    )
 }

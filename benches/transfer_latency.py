@@ -1,0 +1,167 @@
+"""How long one small pull or push takes from Python: `make bench`, or `.venv/bin/python benches/transfer_latency.py`.
+
+The owner is a process of its own. Microseconds of each call: median, 99th of a hundred, slowest; first back to back,
+then with a millisecond between the calls, when both sides have gone to sleep. Not for: throughput, which
+`cargo bench --bench transfer` compares with the machine's limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from typing import Callable
+
+import numpy as np
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+)
+
+BLOCK = 16 << 10
+BLOCKS = 1024
+WARM = 100
+
+
+def opened(cluster: int, accessible: bool, transport: str, pool: int) -> LLMDataDist:
+    """An engine that listens at a free port."""
+    dist = LLMDataDist(LLMRole.PROMPT, cluster)
+    dist.init(
+        {
+            "llm.EnableCacheManager": "1",
+            "ge.exec.deviceId": "0",
+            "llm.MemPoolConfig": f'{{"memory_size": {pool}, "page_shift": 12}}',
+            "llm.EnableRemoteCacheAccessible": "1" if accessible else "0",
+            "llm.listenIpInfo": "127.0.0.1:0",
+            "llm.LinkTransport": transport,
+        }
+    )
+    return dist
+
+
+def prefill(accessible: bool, transport: str, requests: int) -> None:
+    """The other process: blocks, and slots with request keys, until its input ends."""
+    dist = opened(2, accessible, transport, (BLOCKS + requests + 64) * BLOCK)
+    desc = CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8)
+    blocks = dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(2, 0))
+    view = dist.cache_manager.tensor_views(blocks)[0].numpy()
+    view[:] = np.arange(BLOCKS, dtype=np.uint64).astype(np.uint8)[:, None]
+    slot = CacheDesc(1, [1, BLOCK], DataType.DT_UINT8)
+    for number in range(requests):
+        dist.cache_manager.allocate_cache(slot, [CacheKey(2, req_id=number)])
+    print(dist.listen_ip_info, flush=True)
+    sys.stdin.read()
+    dist.finalize()
+
+
+def show(name: str, calls: int, pause: float, call: Callable[[int], None]) -> None:
+    """Time every call and print one line."""
+    clock, times = time.perf_counter_ns, []
+    for number in range(WARM + calls):
+        if pause:
+            time.sleep(pause)
+        started = clock()
+        call(number)
+        times.append(clock() - started)
+    times = sorted(times[WARM:])
+    shown = [times[len(times) // 2], times[len(times) * 99 // 100], times[-1]]
+    print(f"{name:60}" + "".join(f" {nanos / 1e3:9.2f}" for nanos in shown), flush=True)
+
+
+def measure(transport: str, accessible: bool, calls: int) -> None:
+    """One pair of processes, in one mode."""
+    per = WARM + calls
+    requests = 0 if accessible else per * 2
+    order = [sys.executable, __file__, "--prefill", str(int(accessible)), transport, str(requests)]
+    with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:  # noqa: S603
+        assert other.stdout is not None
+        port = int(other.stdout.readline().rsplit(":", 1)[1])
+        dist = opened(1, accessible, transport, 2 * BLOCKS * BLOCK)
+        peer = LLMClusterInfo()
+        peer.remote_cluster_id = 2
+        peer.append_local_ip_info("127.0.0.1", 0)
+        peer.append_remote_ip_info("127.0.0.1", port)
+        assert dist.link_clusters([peer])[0] == LLMStatusCode.LLM_SUCCESS
+        if accessible:
+            one_sided(dist, transport, calls)
+        else:
+            released(dist, transport, calls)
+        dist.unlink_clusters([peer])
+        dist.finalize()
+
+
+def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
+    """Blocks, where the owner need not know of it."""
+    manager = dist.cache_manager
+    near = manager.allocate_blocks_cache(CacheDesc(1, [BLOCKS, BLOCK], DataType.DT_UINT8))
+    view, key = manager.tensor_views(near)[0].numpy(), BlocksCacheKey(2, 0)
+    rows = [(number * 37 % BLOCKS, (number * 37 + 5) % BLOCKS) for number in range(WARM + calls)]
+
+    def pull(number: int) -> None:
+        src, dst = rows[number]
+        manager.pull_blocks(key, near, [src], [dst])
+
+    def push(number: int) -> None:
+        src = rows[number][0]
+        manager.push_blocks(key, near, [src], [src])
+
+    for pause, between in PAUSES:
+        view[:] = 0xEE
+        show(f"{transport}, pull_blocks, remote-accessible{between}", calls, pause, pull)
+        for src, dst in rows:
+            assert (view[dst] == src % 256).all(), "a block arrived wrong"
+        show(f"{transport}, push_blocks, remote-accessible{between}", calls, pause, push)
+        # What was pushed shifted the other side's blocks: put them back.
+        view[:] = np.arange(BLOCKS, dtype=np.uint64).astype(np.uint8)[:, None]
+        everything = list(range(BLOCKS))
+        manager.push_blocks(key, near, everything, everything)
+
+
+def released(dist: LLMDataDist, transport: str, calls: int) -> None:
+    """Slots by request keys, each used up by its pull."""
+    manager = dist.cache_manager
+    near = manager.allocate_cache(CacheDesc(1, [1, BLOCK], DataType.DT_UINT8))
+    for turn, (pause, between) in enumerate(PAUSES):
+        keys = [CacheKey(2, req_id=turn * (WARM + calls) + number) for number in range(WARM + calls)]
+
+        def pull(number: int, keys: list[CacheKey] = keys) -> None:
+            manager.pull_cache(keys[number], near)
+
+        show(f"{transport}, pull_cache, the key is released{between}", calls, pause, pull)
+        try:
+            manager.pull_cache(keys[0], near)
+        except LLMException as gone:
+            assert gone.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+        else:
+            raise AssertionError("the key was not released")
+
+
+PAUSES = ((0.0, ""), (0.001, ", 1 ms between calls"))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="what one small transfer costs from Python")
+    parser.add_argument("--calls", type=int, default=10_000)
+    calls = parser.parse_args().calls
+    print(f"one call of 16 KiB, {calls:,} calls each, microseconds")
+    print(f"{'':60} {'p50':>9} {'p99':>9} {'max':>9}")
+    for transport in ("shm", "tcp"):
+        for accessible in (True, False):
+            measure(transport, accessible, calls)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--prefill"]:
+        prefill(sys.argv[2] == "1", sys.argv[3], int(sys.argv[4]))
+    else:
+        main()
