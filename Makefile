@@ -42,6 +42,7 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
 	$(BIN)/python benches/python_overhead.py
+	$(BIN)/python benches/transfer_latency.py
 
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
 	rm -rf dist

@@ -84,12 +84,15 @@ fn options() -> Options {
     options
 }
 
+/// What one word of `--only` runs.
+type Part = fn(&Options);
+
 fn main() {
     if std::env::args().nth(1).as_deref() == Some("--prefill") {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, fn(&Options)); 6] = [
+    let parts: [(&str, Part); 6] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),

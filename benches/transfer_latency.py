@@ -112,18 +112,23 @@ def one_sided(dist: LLMDataDist, transport: str, calls: int) -> None:
 
     def push(number: int) -> None:
         src = rows[number][0]
-        manager.push_blocks(key, near, [src], [src])
+        # One tensor is no whole layer of keys and values: without this nothing would be pushed.
+        manager.push_blocks(key, near, [src], [src], tensor_num_per_layer=1)
 
     for pause, between in PAUSES:
         view[:] = 0xEE
         show(f"{transport}, pull_blocks, remote-accessible{between}", calls, pause, pull)
         for src, dst in rows:
             assert (view[dst] == src % 256).all(), "a block arrived wrong"
+        pushed = view.copy()
         show(f"{transport}, push_blocks, remote-accessible{between}", calls, pause, push)
-        # What was pushed shifted the other side's blocks: put them back.
-        view[:] = np.arange(BLOCKS, dtype=np.uint64).astype(np.uint8)[:, None]
         everything = list(range(BLOCKS))
-        manager.push_blocks(key, near, everything, everything)
+        manager.pull_blocks(key, near, everything, everything)
+        for src, _ in rows:
+            assert (view[src] == pushed[src]).all(), "a block was pushed wrong"
+        # What was pushed moved the other side's blocks: put them back.
+        view[:] = np.arange(BLOCKS, dtype=np.uint64).astype(np.uint8)[:, None]
+        manager.push_blocks(key, near, everything, everything, tensor_num_per_layer=1)
 
 
 def released(dist: LLMDataDist, transport: str, calls: int) -> None:
@@ -137,12 +142,12 @@ def released(dist: LLMDataDist, transport: str, calls: int) -> None:
             manager.pull_cache(keys[number], near)
 
         show(f"{transport}, pull_cache, the key is released{between}", calls, pause, pull)
+        status = None
         try:
             manager.pull_cache(keys[0], near)
         except LLMException as gone:
-            assert gone.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        else:
-            raise AssertionError("the key was not released")
+            status = gone.status_code
+        assert status == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the key was not released"
 
 
 PAUSES = ((0.0, ""), (0.001, ", 1 ms between calls"))

@@ -65,7 +65,7 @@ Info = Union[tuple[int, str], tuple[int, None]]
 Range = Optional[tuple[int, int]]
 
 
-def options(*, accessible: bool = False, pool: int = POOL, listen: str | None = None, **extra: Any) -> dict[str, str]:
+def options(*, accessible: Any = False, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
     """Options of a small engine; `extra` uses `__` for the dot of a key."""
     size = json.dumps({"memory_size": pool, "page_shift": 12})
     made = {
@@ -126,7 +126,7 @@ class Held:
 def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
     import ctypes  # noqa: PLC0415
 
-    raw = (ctypes.c_ubyte * (rows * row_bytes)).from_address(address)
+    raw: Any = (ctypes.c_ubyte * (rows * row_bytes)).from_address(address)
     return np.frombuffer(raw, dtype=np.uint8).reshape(rows, row_bytes)
 
 
@@ -161,7 +161,7 @@ class End:
         self.finalize()
         self.dist = None
 
-    def listening(self) -> str | None:
+    def listening(self) -> Any:
         """Where peers are listened for."""
         return self.dist.listen_ip_info
 
@@ -255,6 +255,10 @@ class End:
     def unregister(self, name: str) -> None:
         """Remove a registered cache."""
         self.dist.cache_manager.unregister_cache(self.held[name].handle.cache_id)
+
+    def forget(self, name: str) -> None:
+        """Give the arrays behind a registered cache back to the system, as far as Python does."""
+        del self.held[name]
 
     def remove_key(self, key: Sequence[Any]) -> None:
         """Unbind a key."""
@@ -383,7 +387,7 @@ class End:
 
     def engines(self, count: int, first: int, settings: dict[str, str], row_bytes: int) -> list[tuple[int, str]]:
         """Open `count` bare engines, each with a cache under key 1; returns clusters and where they listen."""
-        made = []
+        made: list[tuple[int, Any]] = []
         for cluster in range(first, first + count):
             native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.Role": "Prompt", **settings})
             self.many.append(native)
@@ -601,7 +605,7 @@ class Peer:
 
     def begin(self, call: str, *args: Any, **kwargs: Any) -> Answer:
         """Start a call without waiting for its end."""
-        line = json.dumps([call, args, kwargs]) + "\n"
+        line = json.dumps([call, args, kwargs], default=list) + "\n"
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(line.encode())

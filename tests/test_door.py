@@ -267,6 +267,7 @@ def test_links_while_strangers_keep_coming(ends: Ends) -> None:
                 held.append(dial(far))
                 held[-1].sendall(chance.choice(list(STRANGERS.values()))[: chance.randint(0, 2000)])
                 came[0] += 1
+            time.sleep(0.0005)
             if len(held) > 40:
                 held.pop(chance.randrange(len(held))).close()
         for each in held:

@@ -346,7 +346,7 @@ def test_finalize_with_links_both_ways_ends_them_all(ends: Ends) -> None:
     assert peers[1].link_clusters([(1, near.listening())])[0] == OK
     near.finalize()
     for peer in peers:
-        eventually(lambda peer=peer: peer.links() == [])
+        eventually(lambda peer=peer: peer.links() == [])  # type: ignore[misc]
 
 
 # -- roles and listeners -------------------------------------------------------------------------------------------

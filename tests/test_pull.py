@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -325,7 +325,8 @@ def test_random_geometries(pair: tuple[End, Peer]) -> None:
         near_rows = need + chance.randint(0, 3) if blocks else chance.randint(1, 5)
         near.make("n", near_rows, near_row, tensors, host=way[2], registered=way[3], blocks=blocks, seed=number + 1)
         twin = Twin(near, "n", pattern(number, tensors, rows, row))
-        far_row, kwargs, which = chance.randrange(rows), {}, None
+        far_row, which = chance.randrange(rows), None
+        kwargs: dict[str, Any] = {}
         if chance.random() < 0.5:
             span = chance.randint(1, layers)
             src, dst = chance.randint(0, layers - span), chance.randint(0, layers - span)
@@ -541,7 +542,11 @@ def test_a_pull_sees_the_present_bytes(pair: tuple[End, Peer]) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("threads", "peers"), [(32, 1), (16, 3)])
 def test_many_threads_pull_at_once(ends: Ends, accessible: bool, transport: str, threads: int, peers: int) -> None:
-    settings = {"accessible": accessible, "llm__LinkTransport": transport, "llm__SyncKvCacheWaitTime": 9999}
+    settings: dict[str, Any] = {
+        "accessible": accessible,
+        "llm__LinkTransport": transport,
+        "llm__SyncKvCacheWaitTime": 9999,
+    }
     near, first = ends.pair(**settings)
     far = [first, *(ends.peer(options(**settings), cluster=3 + number) for number in range(peers - 1))]
     for peer in far[1:]:

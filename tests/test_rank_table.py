@@ -539,7 +539,7 @@ def test_the_pluggable_backend_has_no_rank_tables(ends: Ends) -> None:
 
 
 def test_modes_must_agree(ends: Ends, port: int) -> None:
-    limits = {"llm__LinkTotalTime": 2}
+    limits = {"llm__LinkTotalTime": 1}
     far, near = ends.peer(given(port, accessible=True, **limits)), ends.near(given(port, **limits))
     comm, other = near.link("pair", RANKS, PLAIN), far.link("pair", RANKS, PLAIN)
     assert near.settled(comm) == far.settled(other) == "FAILED"

@@ -57,7 +57,7 @@ fn one_sided(options: &Options, transport: &str) {
 /// The owner is told each time, to release the key; it is a new one each time.
 fn released(options: &Options, transport: &str) {
     let calls = options.calls as u64 + WARM as u64;
-    let (engine, mut prefill) = linked(transport, false, (calls * LEN >> 20) * 2 + 64);
+    let (engine, mut prefill) = linked(transport, false, ((calls * LEN) >> 20) * 2 + 64);
     let cache = engine.allocate(&desc(1, LEN), CacheKind::Batch, &[]).unwrap();
     let near = End::Managed(cache.id());
     for (pause, between) in PAUSES {

@@ -327,7 +327,7 @@ pub fn tcp(options: &Options) {
             let way = |(kib, count): (u64, usize)| {
                 let memory = if out { near } else { local };
                 let way = Way::new(format!("{kib} KiB x{count}"), move || {
-                    bare_streams(&streams[..count], memory, out, kib << 10)
+                    bare_streams(&streams[..count], memory, out, kib << 10);
                 });
                 if out {
                     way.before(|| near.poison())
@@ -373,7 +373,7 @@ pub fn many(options: &Options) {
     const ROWS: u64 = 60_000;
     heading("60,000 blocks in one call, and 32 callers", options);
     for transport in ["shm", "tcp"] {
-        let mib = (ROWS * LEN >> 20) + 1;
+        let mib = ((ROWS * LEN) >> 20) + 1;
         let bed = Bed::new(options, transport, mib, mib);
         bed.tell(&format!("blocks pool {ROWS} {LEN}"));
         let near = Blocks::pool(&bed.engine, ROWS, LEN, false);

@@ -4,8 +4,9 @@
 
 mod broken;
 mod communicators;
-mod fake;
+pub mod fake;
 mod matrix;
+mod mended;
 mod pull;
 mod push;
 mod races;
@@ -13,7 +14,7 @@ mod races;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::device::DeviceSet;
@@ -27,10 +28,10 @@ use llm_datadist_core::{
 use crate::bed::{self, Own};
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
-const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(20);
 
 /// How two engines reach each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Way {
     /// Pairs of sockets inside the process.
     Local,
@@ -264,12 +265,3 @@ fn each(judge: impl Fn(Way, bool, &Pair, Ends)) {
     }
     assert!(looked_at.len() == 3 && looked_at.values().all(|&count| count == 32), "{looked_at:?}");
 }
-
-impl std::hash::Hash for Way {
-    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
-        (*self as u8).hash(state);
-    }
-}
-
-/// Kept here because several files count what a process has.
-static ALONE: Mutex<()> = Mutex::new(());

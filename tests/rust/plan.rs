@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use llm_datadist_core::check::{BlockPairs, CopyRange};
+use llm_datadist_core::check::{BlockPairs, CopyRange, Move, Moves};
 use llm_datadist_core::plan::{CopyPlan, Ends, Piece, Span, Wave};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -103,6 +103,34 @@ fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
     let onto_itself = (0..rows).prop_map(|block| vec![(block, block)]);
     let part = prop_oneof![4 => any, 4 => run, 1 => swapped, 1 => chain, 1 => fan_out, 1 => fan_in, 1 => onto_itself];
     prop::collection::vec(part, 1..4).prop_map(|parts| parts.concat())
+}
+
+/// Long lists are sorted by digits; the result is that of comparing. Seen through a plan: its spans are by source.
+#[test]
+fn long_lists_are_planned_as_short_ones_are() {
+    let (len, count) = (4096u64, 3000u64);
+    // A permutation, with sources that differ in high bits too.
+    let place = |k: u64| (k * 1789) % count + if k % 7 == 0 { 1 << 30 } else { 0 };
+    let pieces: Vec<Move> =
+        (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
+    let plan = CopyPlan::moves(&Moves { pieces: pieces.clone(), num_tensors: 1, ..Moves::default() });
+    let moved: Vec<(u64, u64, u64)> =
+        plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
+    let mut expected: Vec<(u64, u64, u64)> =
+        pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();
+    expected.sort_unstable();
+    let bytes = |list: &[(u64, u64, u64)]| -> Vec<(u64, u64)> {
+        list.iter()
+            .flat_map(|&(src, dst, len)| (0..len / 4096).map(move |k| (src + k * 4096, dst + k * 4096)))
+            .collect()
+    };
+    assert_eq!(bytes(&moved), bytes(&expected));
+    assert_eq!(plan.waves().len(), 1);
+    // One destination twice: the order counts again.
+    let mut twice = pieces;
+    twice[2999].dst = twice[0].dst;
+    let plan = CopyPlan::moves(&Moves { pieces: twice, num_tensors: 1, ..Moves::default() });
+    assert_eq!(plan.waves().len(), 2);
 }
 
 #[test]

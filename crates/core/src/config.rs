@@ -127,7 +127,8 @@ pub struct LinkConfig {
     pub silence: Duration,
     /// Limit of a rank-table link, all its tries together.
     pub total: Duration,
-    /// How often a rank-table link is tried within that limit.
+    /// How many tries of a rank-table link fit into that limit at least: one takes its share of it at most. There are
+    /// more, because a try that is refused ends at once.
     pub retries: u32,
     /// How bytes travel.
     pub transport: TransportChoice,

@@ -49,7 +49,7 @@ impl Answer for Answers {
         while let Some(request) =
             hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))?
         {
-            patience = if matches!(request, Request::Describe { .. }) { PATIENCE } else { Duration::ZERO };
+            patience = PATIENCE;
             let started = Instant::now();
             let call = Call { cluster: &self.cluster, link, stream, unlinked };
             let served = call.serve(request);

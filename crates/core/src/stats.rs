@@ -107,7 +107,7 @@ pub struct LinkState {
     pub address: String,
     /// How messages travel: `shm`, `tcp` or `local`.
     pub transport: &'static str,
-    /// How the memory of its pools travels: `mapped` or `stream`.
+    /// How the memory of its pools travels: `mapped` or `stream`; `none` if it has no pool that could be mapped.
     pub pools: &'static str,
     /// How its registered memory travels: `process` or `stream`.
     pub registered: &'static str,

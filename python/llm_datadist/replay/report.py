@@ -30,7 +30,12 @@ _BAR = 20
 _WIDE = 110
 """Columns of a terminal that has room for a bar beside the text."""
 
-_WAYS = {"mapped": "read in place", "process": "read through the kernel", "stream": "sent through the socket"}
+_WAYS = {
+    "mapped": "read in place",
+    "none": "not there",
+    "process": "read through the kernel",
+    "stream": "sent through the socket",
+}
 """How bytes of a peer travel, by the engine's word for it."""
 
 

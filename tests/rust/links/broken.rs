@@ -190,7 +190,8 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
                 bed.clean();
             }
         }
-        assert!(failed > 10, "{way:?}: only {failed} failed");
+        // A stream that breaks while it is being opened is opened once more.
+        assert!(failed > 5, "{way:?}: only {failed} failed");
         assert!(partly > 0 || way == Way::Shm, "no pull arrived in part");
         link(&bed.near, &bed.far).unwrap();
         bed.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL).unwrap();

@@ -15,11 +15,11 @@ const TABLE: &str = r#"{"server_count": "1", "server_list": [{"server_id": "127.
     {"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}, {"device_id": "2", "rank_id": "2"}]}],
     "status": "completed", "version": "1.0"}"#;
 const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
-static PORTS: AtomicU16 = AtomicU16::new(23_000);
+static PORTS: AtomicU16 = AtomicU16::new(0);
 
-/// Ports that no other test of this file uses.
+/// Ports that no other test of this file uses, nor most other processes that run it; below those the system gives out.
 fn ports() -> u16 {
-    PORTS.fetch_add(40, Ordering::Relaxed)
+    10_000 + (std::process::id() % 50) as u16 * 440 + PORTS.fetch_add(20, Ordering::Relaxed) % 440
 }
 
 fn member(cluster: u64, way: Way, port: u16, total: Duration) -> DataDist {
@@ -31,7 +31,9 @@ fn member(cluster: u64, way: Way, port: u16, total: Duration) -> DataDist {
     open(config, way)
 }
 
+/// Enters a communicator whose name nobody else on this host has.
 fn enter(engine: &DataDist, name: &str, clusters: &[u64]) -> u64 {
+    let name = &format!("{name} {} {}", std::process::id(), engine.config().links.rank_port);
     let clusters: Vec<_> = clusters.iter().zip(0..).map(|(&id, rank)| (ClusterId(id), rank)).collect();
     engine.link(name, &clusters, TABLE).unwrap()
 }
@@ -185,11 +187,48 @@ fn so_many_communicators_and_no_more() {
     for id in 1..=512 {
         assert_eq!(enter(&engine, &format!("comm {id}"), &[1, 1000 + id]), id);
     }
-    let more = engine.link("more", &[(ClusterId(1), 0), (ClusterId(2), 1)], TABLE).unwrap_err();
+    let more = engine.link("one more", &[(ClusterId(1), 0), (ClusterId(2), 1)], TABLE).unwrap_err();
     assert_eq!(more.kind(), ErrorKind::InvalidArgument);
     engine.unlink(7).unwrap();
     assert_eq!(enter(&engine, "more", &[1, 2]), 513);
     let started = Instant::now();
     drop(engine);
     assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
+}
+
+/// Two jobs of one host that use the same names, each with ports of its own: nobody meets a member of the other.
+#[test]
+fn jobs_of_one_host_keep_apart() {
+    let ports = [ports(), ports()];
+    let engines = ports.map(|port| [member(1, Way::Shm, port, TOTAL), member(2, Way::Shm, port, TOTAL)]);
+    let name = format!("job {}", std::process::id());
+    for job in &engines {
+        for engine in job {
+            engine.link(&name, &[(ClusterId(1), 0), (ClusterId(2), 1)], TABLE).unwrap();
+        }
+    }
+    let shape = desc(Placement::Device, 2, 1, 64);
+    for (seed, [low, high]) in engines.iter().enumerate() {
+        ready(low, 1);
+        ready(high, 1);
+        let source = Held::new(low, false, &shape, CacheKind::Batch, &[]);
+        let bytes = source.fill(seed as u8);
+        let into = Held::new(high, false, &shape, CacheKind::Batch, &[]);
+        high.pull(of(1, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+        assert!(into.read() == bytes, "the bytes of the other job");
+    }
+}
+
+/// Leaving a communicator gives its port back.
+#[test]
+fn a_port_is_free_again_once_nobody_needs_it() {
+    let port = ports();
+    let engine = member(1, Way::Tcp, port, TOTAL);
+    let bound = || std::net::TcpListener::bind(("127.0.0.1", port)).is_err();
+    let (one, two) = (enter(&engine, "one", &[1, 2]), enter(&engine, "two", &[1, 3]));
+    assert!(bound());
+    engine.unlink(one).unwrap();
+    assert!(bound(), "the other still needs it");
+    engine.unlink(two).unwrap();
+    eventually("the port", || !bound());
 }

@@ -39,6 +39,16 @@ fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16]) -> [u8; 32] {
     mac.finalize().into_bytes().into()
 }
 
+/// The proof of the side that accepts is over its welcome too, with zeros in place of the proof.
+pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcome) -> [u8; 32] {
+    let blank = wire::encode(&Welcome { mac: [0; 32], ..welcome.clone() }).unwrap();
+    let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
+    for part in [&b"acceptor"[..], &[0], hello, &nonce, &blank[HEADER..]] {
+        mac.update(part);
+    }
+    mac.finalize().into_bytes().into()
+}
+
 /// A process that calls itself `cluster`.
 pub struct Fake {
     pub party: Party,
@@ -63,6 +73,11 @@ impl Fake {
 
     /// The next stream, greeted; and what for.
     pub fn greet(&self) -> (Stream, Purpose) {
+        self.greet_with(None)
+    }
+
+    /// The same, sent to a local socket.
+    pub fn greet_with(&self, local: Option<String>) -> (Stream, Purpose) {
         let stream = self.accept();
         let (_, said) = stream.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         let hello: Hello = wire::decode(&said).unwrap();
@@ -70,7 +85,8 @@ impl Fake {
         say(&stream, &Challenge { nonce });
         let proof: Proof = hear(&stream).unwrap();
         assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce));
-        say(&stream, &Welcome { from: self.party, mac: mac(b"", b"acceptor", &said, nonce), local: None });
+        let welcome = Welcome { from: self.party, mac: [0; 32], local };
+        say(&stream, &Welcome { mac: welcome_mac(b"", &said, nonce, &welcome), ..welcome.clone() });
         (stream, hello.purpose)
     }
 
@@ -88,16 +104,32 @@ impl Fake {
     }
 
     pub fn dial_with(&self, engine: &DataDist, token: &[u8], purpose: Purpose) -> Result<Stream> {
+        self.welcomed(engine, token, purpose, "elsewhere".into()).map(|(stream, _)| stream)
+    }
+
+    /// The local socket that `engine` sends a neighbour to.
+    pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
+        let purpose = Purpose::Link { link: 1, comm: None, probe_local: true };
+        self.welcomed(engine, b"", purpose, host).unwrap().1.local
+    }
+
+    fn welcomed(
+        &self,
+        engine: &DataDist,
+        token: &[u8],
+        purpose: Purpose,
+        host: String,
+    ) -> Result<(Stream, Welcome)> {
         let stream = Tcp.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
         let asked = Some(engine.config().cluster.0);
-        let hello = Hello { purpose, from: self.party, asked, host: "elsewhere".into(), nonce: [3; 16] };
+        let hello = Hello { purpose, from: self.party, asked, host, nonce: [3; 16] };
         let frame = wire::encode(&hello)?;
         stream.send(&frame, soon())?;
         let challenge: Challenge = hear(&stream)?;
         say(&stream, &Proof { mac: mac(token, b"dialer", &frame[HEADER..], challenge.nonce) });
         let welcome: Welcome = hear(&stream)?;
-        assert_eq!(welcome.mac, mac(token, b"acceptor", &frame[HEADER..], challenge.nonce));
-        Ok(stream)
+        assert_eq!(welcome.mac, welcome_mac(token, &frame[HEADER..], challenge.nonce, &welcome));
+        Ok((stream, welcome))
     }
 
     /// Makes a link to `engine`: its control stream.

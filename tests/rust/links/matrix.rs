@@ -174,7 +174,6 @@ fn only_who_knows_the_token_is_let_in() {
 }
 
 #[test]
-#[ignore = "bug: I-9"]
 fn a_process_may_link_to_itself() {
     for way in WAYS {
         let engine = open(config(1, way), way);
@@ -225,11 +224,16 @@ fn a_process_that_was_replaced_is_noticed() {
         let far = open(again, way);
         link(&near, &far).unwrap();
         works(&near, &far);
-        // And one that goes by its id while it lives: the latest counts, the earlier is told.
+        // One that goes by its id while it lives is refused, and told why: two would push each other out for ever.
         let second = open(config(1, way), way);
-        link(&second, &far).unwrap();
-        eventually("the end of the first", || near.stats().links.is_empty());
+        let refused = link(&second, &far).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("two processes cannot share a cluster id"), "{refused}");
         assert_eq!(far.stats().links.len(), 1);
+        works(&near, &far);
+        drop(near);
+        eventually("the end of the first", || far.stats().links.is_empty());
+        link(&second, &far).unwrap();
         works(&second, &far);
     }
 }

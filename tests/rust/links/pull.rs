@@ -4,12 +4,13 @@
 
 use llm_datadist_core::{CacheKey, CacheKind, ErrorKind, LayerRange, Layers, Name, Placement, PullRows};
 
-use super::{Pair, WAYS, Way, each, of, request, row, times};
-use crate::bed::{desc, patterned};
+use super::{Pair, WAYS, Way, each, of, request, row};
+use crate::bed::desc;
 use crate::links::Held;
 
 use CacheKind::{Batch, Blocks};
 
+#[expect(clippy::unnecessary_wraps, reason = "as the arguments are")]
 fn range(first: u32, end: u32) -> Option<LayerRange> {
     Some(LayerRange { first, end })
 }
@@ -278,7 +279,6 @@ fn random_slots_arrive() {
             }
         });
     }
-    assert!(times(1) > 0 && !patterned(1, 1, 1).is_empty());
 }
 
 /// What the codes of python-api.md §12.5 say, and nothing moved.
@@ -383,7 +383,6 @@ fn nowhere_end() -> llm_datadist_core::End {
 
 /// Over sockets nothing tells this side that a cache changed: a remembered description must not decide what is legal.
 #[test]
-#[ignore = "bug: I-1"]
 fn a_stale_record_is_not_what_a_pull_is_checked_against() {
     for way in WAYS {
         let pair = Pair::new(way);

@@ -13,6 +13,7 @@ use crate::bed::desc;
 
 use CacheKind::{Batch, Blocks};
 
+#[expect(clippy::unnecessary_wraps, reason = "as the arguments are")]
 fn range(first: u32, end: u32) -> Option<LayerRange> {
     Some(LayerRange { first, end })
 }
@@ -252,7 +253,6 @@ fn push_kv_cache_is_the_seeds() {
 }
 
 #[test]
-#[ignore = "bug: I-2"]
 fn push_kv_cache_asks_for_the_role_that_was_switched_to() {
     let mut decoder = config(3, Way::Tcp);
     decoder.role = Role::Decoder;

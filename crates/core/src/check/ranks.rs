@@ -33,6 +33,8 @@ pub struct RankEnd {
     pub bind: SocketAddr,
     /// What the table itself says of it, whatever this side's configuration adds: the same on both sides.
     pub told: String,
+    /// Whether the configuration of this side says where it is, and not the table.
+    pub given: bool,
 }
 
 /// The name of a communicator: 1 to 127 characters.
@@ -206,7 +208,7 @@ impl Place<'_> {
         let Place { cluster, rank, .. } = *self;
         if let Some((at, why)) = self.given(links) {
             let bind = SocketAddr::new(any(at.ip()), at.port());
-            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind, told: self.told() });
+            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind, told: self.told(), given: true });
         }
         let (ip, why) = self.address()?;
         let first = self.port(links)?;
@@ -214,17 +216,30 @@ impl Place<'_> {
         let host = (first..=last).map(|port| SocketAddr::new(ip, port)).collect();
         // A device has addresses of its own, which are none of its host's.
         let bind = if why == DEVICE_IP { any(ip) } else { ip };
-        Ok(RankEnd { cluster, rank, host, why, bind: SocketAddr::new(bind, first), told: self.told() })
+        Ok(RankEnd {
+            cluster,
+            rank,
+            host,
+            why,
+            bind: SocketAddr::new(bind, first),
+            told: self.told(),
+            given: false,
+        })
     }
 
-    /// Its own entry, and nothing that depends on the others or on the options of this side.
+    /// Its own entry, and nothing that depends on the others or on the options of this side. Servers may go by numbers,
+    /// which each side counts for itself: only addresses tell them apart.
     fn told(&self) -> String {
         let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
-        let text = |text: &Option<String>| text.as_deref().map_or_else(|| "-".into(), clipped);
-        let host = host_ip.as_ref().or(server_id.as_ref()).cloned();
-        let number = |number: &Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
-        let (device, port) = (number(device_id), number(device_port));
-        format!("{} device {device} {} port {port}", text(&host), text(device_ip))
+        let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
+        let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        let host = or_none(ip(host_ip).or_else(|| ip(server_id)).map(|ip| ip.to_string()));
+        let device = or_none(device_id.map(|id| id.to_string()));
+        let (ip, port) = (
+            or_none(ip(device_ip).map(|ip| ip.to_string())),
+            or_none(device_port.map(|port| port.to_string())),
+        );
+        format!("host {host} device {device} {ip} port {port}")
     }
 
     /// What the configuration says of this end.

@@ -73,7 +73,7 @@ pub struct Move {
 }
 
 /// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     /// In one tensor.
     pub pieces: Vec<Move>,

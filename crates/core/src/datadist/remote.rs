@@ -2,9 +2,12 @@
 //!
 //! Not for: what travels over them (`transfer`).
 
+use std::cell::RefCell;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use super::DataDist;
@@ -27,7 +30,7 @@ impl DataDist {
     /// Links to each of `peers`, in parallel; one result for each, in order (python-api.md §6.8).
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
-        each(peers, |peer| {
+        each(peers, deadline, |peer, deadline| {
             let linked = self.cluster.stats.timed(Op::Link, || self.links.link(peer, deadline));
             linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
         })
@@ -37,7 +40,7 @@ impl DataDist {
     /// Ends the links to each of `peers`, in parallel; one result for each, in order (python-api.md §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
-        each(peers, |peer| {
+        each(peers, deadline, |peer, deadline| {
             let unlinked = self.cluster.stats.timed(Op::Unlink, || self.links.unlink(peer, force, deadline));
             unlinked.map_err(|error| error.with("cluster", peer.cluster))
         })
@@ -97,36 +100,74 @@ impl DataDist {
     }
 }
 
-/// Does `call` for each of `peers`: here for one, in parallel for more, sixteen at a time.
-fn each(peers: &[PeerAddress], call: impl Fn(&PeerAddress) -> Result<()> + Sync) -> Vec<Result<()>> {
+/// Does `call` for each of `peers`: here for one, in parallel for more. The limit is that of the whole call, so as many
+/// as possible are tried at once. Only the thread of the caller is asked whether to go on, while it waits for the others.
+fn each(
+    peers: &[PeerAddress],
+    deadline: Deadline,
+    call: impl Fn(&PeerAddress, Deadline) -> Result<()> + Sync,
+) -> Vec<Result<()>> {
     if let [only] = peers {
-        return vec![call(only)];
+        return vec![call(only, deadline)];
     }
-    let next = AtomicUsize::new(0);
-    let results = Mutex::new(Vec::with_capacity(peers.len()));
-    let work = || {
+    let (stop, next) = (Arc::new(AtomicBool::new(false)), AtomicUsize::new(0));
+    let (telling, told) = channel();
+    let work = |telling: Sender<_>, deadline: Deadline| {
         while let Some((index, peer)) = {
             let index = next.fetch_add(1, Ordering::Relaxed);
             peers.get(index).map(|peer| (index, peer))
         } {
-            let result = call(peer);
-            results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+            let on = deadline.interruption("waiting for its turn");
+            // Fails only if nobody listens, and somebody does until all is said.
+            let _ = telling.send((index, on.and_then(|()| call(peer, deadline))));
         }
     };
+    let mut results = Vec::with_capacity(peers.len());
     // Links are made a few times in the life of a process: threads for the length of the call are no cost there.
     std::thread::scope(|scope| {
-        for _ in 1..peers.len().min(AT_ONCE) {
-            scope.spawn(work);
+        let work = &work;
+        let mut started = 0;
+        for _ in 0..peers.len().min(AT_ONCE) {
+            let (telling, stop) = (telling.clone(), stop.clone());
+            let begun = Builder::new().name("llm-each".into()).spawn_scoped(scope, move || {
+                STOP.set(Some(stop));
+                work(telling, deadline.watched(Some(stopped)));
+            });
+            started += usize::from(begun.is_ok());
         }
-        work();
+        if started == 0 {
+            work(telling.clone(), deadline);
+        }
+        drop(telling);
+        loop {
+            match told.recv_timeout(NAP) {
+                Ok(result) => results.push(result),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    if !stop.load(Ordering::Relaxed) && deadline.interruption("linking").is_err() {
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                }
+            }
+        }
     });
-    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
     results.sort_by_key(|&(index, _)| index);
     results.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Clusters of one call that are linked at the same time.
-const AT_ONCE: usize = 16;
+const AT_ONCE: usize = 64;
+/// How often the caller is asked whether to go on.
+const NAP: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// Says that the call this thread works for was interrupted.
+    static STOP: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+fn stopped() -> bool {
+    STOP.with_borrow(|stop| stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)))
+}
 
 /// The error of a link that was not made: what a peer that refused calls not linked is a failed link here.
 #[cold]

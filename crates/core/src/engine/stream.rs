@@ -44,7 +44,7 @@ impl CopyEngine {
         Self::can_send(src)?;
         let sent = Progress::default();
         let window = |index, piece| wave::source(plan, src, index, piece);
-        in_batches(plan, range, &sent, deadline, window, |windows| stream.send_windows(windows, deadline))
+        in_batches(plan, range, &sent, deadline, window, |windows, _| stream.send_windows(windows, deadline))
     }
 
     /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
@@ -59,8 +59,8 @@ impl CopyEngine {
     ) -> Result<()> {
         Self::can_receive(dst)?;
         let window = |index, piece| wave::target(plan, dst, index, piece);
-        in_batches(plan, range, progress, deadline, window, |windows| {
-            stream.receive_windows(windows, deadline)
+        in_batches(plan, range, progress, deadline, window, |windows, done| {
+            stream.receive_counted(windows, deadline, done)
         })
     }
 }
@@ -72,7 +72,7 @@ fn in_batches<'a>(
     progress: &Progress,
     deadline: Deadline,
     window: impl Fn(usize, Piece) -> Result<Window<'a>>,
-    moved: impl Fn(&[Window<'a>]) -> Result<()>,
+    moved: impl Fn(&[Window<'a>], &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
     if range.end > plan.bytes() {
@@ -95,7 +95,11 @@ fn in_batches<'a>(
         // A socket that always has bytes, or room for them, never waits: the question is asked here.
         let in_time =
             if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
-        in_time.and_then(|()| moved(&batch)).map_err(|error| so_far(error, progress, of_bytes))?;
+        let mut done = 0;
+        if let Err(error) = in_time.and_then(|()| moved(&batch, &mut done)) {
+            progress.done(at, at + done);
+            return Err(so_far(error, progress, of_bytes));
+        }
         progress.done(at, end);
         at = end;
     }

@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use super::greeting::{self, GREETING_TIME, Greeted};
 use super::link::{Kind, Link, Peer};
-use super::reach::Reach;
-use super::{Handle, Shared, talk};
+use super::{Handle, Shared};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::transport::{Listener, Stream};
@@ -19,22 +18,24 @@ use crate::wire::{self, Comm, Control, Purpose};
 const REST: Duration = Duration::from_millis(50);
 
 /// Accepts until the listener is closed or the engine is gone.
-pub(super) fn accept(shared: &Handle, listener: &dyn Listener) {
+pub(super) fn accept(weak: &Handle, listener: &dyn Listener) {
     loop {
         match listener.accept() {
             Ok(Some(stream)) => {
-                let Some(shared) = shared.upgrade() else { return };
+                let Some(shared) = weak.upgrade() else { return };
                 let stream = Arc::new(stream);
                 shared.state.greet(&stream);
                 let (threads, greeter) = (shared.threads.clone(), stream.clone());
                 let started = threads.spawn("llm-greet", move || receive(&shared, &greeter));
-                if started.is_err() {
+                if let (Err(error), Some(shared)) = (started, weak.upgrade()) {
+                    shared.state.greeted(&stream);
                     stream.close();
+                    shared.state.note(error.to_string());
                 }
             }
             Ok(None) => return,
             Err(error) => {
-                let Some(shared) = shared.upgrade() else { return };
+                let Some(shared) = weak.upgrade() else { return };
                 shared.state.note(format!("a connection could not be accepted: {error}"));
                 drop(shared);
                 std::thread::sleep(REST);
@@ -48,7 +49,10 @@ fn receive(shared: &Arc<Shared>, stream: &Arc<Stream>) {
     let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
     let config = &shared.cluster.config.links;
     let greeted = greeting::accept(stream, &shared.me, config, deadline);
-    let place = greeted.and_then(|greeted| admit(shared, stream, &greeted, deadline));
+    let place = greeted.and_then(|greeted| {
+        shared.state.proven(stream);
+        admit(shared, stream, &greeted, deadline)
+    });
     shared.state.greeted(stream);
     match place {
         Ok(Place::Serve(link)) => shared.serve(&link, stream),
@@ -82,37 +86,39 @@ fn admit(
             let link = shared.state.by_id(cluster, from.instance, *link).ok_or_else(|| {
                 Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
             })?;
-            greeted.welcome(&shared.me, None, deadline)?;
             if *reverse {
-                link.lend(stream.clone());
+                greeted.welcome(&shared.me, None, deadline)?;
+                link.lend(stream);
                 return Ok(Place::Kept);
             }
+            link.serve_on(stream)?;
+            greeted.welcome(&shared.me, None, deadline).inspect_err(|_| link.served_on(stream))?;
             Ok(Place::Serve(link))
         }
         Purpose::Link { link, comm, probe_local } => {
             let kind = kind(shared, comm.as_ref())?;
             let near = *probe_local && greeted.hello.host == shared.me.host;
-            if let Some(name) = shared.state.local_name().filter(|_| near) {
+            if let Some(name) = shared.listeners.local_name().filter(|_| near) {
                 greeted.welcome(&shared.me, Some(name), deadline)?;
                 stream.close();
                 return Ok(Place::Kept);
             }
             greeted.welcome(&shared.me, None, deadline)?;
-            let reach = if stream.carries_descriptors() {
-                Some(Reach::exchange(&shared.cluster, stream, deadline)?)
-            } else {
-                None
-            };
+            let reach = shared.reach(stream, deadline)?;
             let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
             let link = Link::new(*link, kind, peer, transport, reach, stream.clone(), None);
+            // The word that this side has its half is the first on the control stream, whoever finds the link meanwhile
+            // and wants something of the peer; and only with it may the peer use the link
+            // (`members_meet_in_either_order_and_calls_wait_for_it`).
+            let first = link.speaker();
             shared.enroll(&link)?;
             if let Kind::Communicator(id) = kind {
                 super::communicator::joined(shared, id, cluster);
             }
-            // The word that this side has its half: only now may the peer use the link.
-            talk::say(stream, &Control::Pong, deadline)
-                .inspect_err(|error| shared.lost(&link, &error.to_string()))?;
+            link.tell_as(&first, &Control::Pong).inspect_err(|error| {
+                shared.lost(&link, &error.to_string());
+            })?;
             Ok(Place::Kept)
         }
     }

@@ -2,30 +2,31 @@
 //!
 //! Of two members the one of higher rank dials and the other listens; both keep at it until they have met or
 //! `link_total_time` has passed. A member that was here before and comes back is let in again, and looked for again if
-//! it is the one that listens (clients.md §3.2, rules 5 and 6). Not for: reading the table (`check`).
+//! it is the one that listens (clients.md §3.2, rules 5 and 6). Not for: reading the table (`check`), or the search
+//! (`search`).
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
 use super::Shared;
-use super::link::{Kind, Link};
+use super::link::Kind;
+use super::search::look;
 use crate::check::ranks::RankEnd;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::{ClusterId, Deadline};
+use crate::id::ClusterId;
 use crate::transport::Address;
 use crate::wire::Comm;
 
 /// Most communicators of one process (python-api.md §16).
 pub(super) const MOST: usize = 512;
-/// Limit of one try to reach one address.
+/// Limit of one try to reach one address; shorter where more of `link_retry_count` would not fit into `link_total_time`.
 const TRY: Duration = Duration::from_secs(2);
-/// Rest between two rounds of tries: short at first, because peers often start together.
-const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
-
 /// How far a communicator is. Once ready or failed it stays so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommStatus {
@@ -39,25 +40,33 @@ pub enum CommStatus {
 
 /// One communicator.
 pub(super) struct Communicator {
-    id: u64,
-    comm: Comm,
-    own: ClusterId,
+    pub(super) id: u64,
+    pub(super) comm: Comm,
+    pub(super) own: ClusterId,
     /// All members, this one included.
-    ends: Vec<RankEnd>,
-    limit: Duration,
-    progress: Mutex<Progress>,
-    changed: Condvar,
+    pub(super) ends: Vec<RankEnd>,
+    /// Limit of the first search.
+    pub(super) limit: Duration,
+    /// Limit of one try.
+    pub(super) one_try: Duration,
+    pub(super) progress: Mutex<Progress>,
+    pub(super) changed: Condvar,
 }
 
-struct Progress {
-    missing: Vec<ClusterId>,
-    status: CommStatus,
+pub(super) struct Progress {
+    /// Those to be found now.
+    pub(super) missing: Vec<ClusterId>,
+    /// Those found once.
+    pub(super) met: Vec<ClusterId>,
+    /// Where this side listens for it.
+    pub(super) doors: Vec<Address>,
+    pub(super) status: CommStatus,
     /// This side has left it.
-    left: bool,
+    pub(super) left: bool,
     /// A thread is looking for members.
-    looking: bool,
+    pub(super) looking: bool,
     /// The last thing that went wrong with each.
-    why: BTreeMap<ClusterId, String>,
+    pub(super) why: BTreeMap<ClusterId, String>,
 }
 
 /// Enters a communicator, and starts looking for its members.
@@ -66,18 +75,22 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
     let others = ends.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
     let progress = Progress {
         missing: others.collect(),
+        met: vec![],
+        doors: vec![],
         status: CommStatus::Preparing,
         left: false,
         looking: false,
         why: BTreeMap::new(),
     };
-    let limit = shared.cluster.config.links.total;
+    let config = &shared.cluster.config.links;
+    let (limit, one_try) = (config.total, TRY.min(config.total / config.retries.max(1)));
     let entered = shared.state.enter(|id| Communicator {
         id,
         comm,
         own,
         ends,
         limit,
+        one_try,
         progress: Mutex::new(progress),
         changed: Condvar::new(),
     })?;
@@ -92,16 +105,15 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
 /// Leaves a communicator and ends its links.
 pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     let comm = shared.state.leave(id)?;
-    comm.abandon();
+    for door in comm.abandon() {
+        shared.listeners.leave(&door);
+    }
     for end in &comm.ends {
         for link in shared.state.of(end.cluster) {
             if link.kind() == Kind::Communicator(id) {
                 shared.drop_link(&link, "it was unlinked here");
             }
         }
-    }
-    if let Some(listener) = shared.state.take_other(&comm.local_address(comm.own)) {
-        listener.close();
     }
     Ok(())
 }
@@ -114,60 +126,55 @@ pub(super) fn joined(shared: &Arc<Shared>, id: u64, cluster: ClusterId) {
     }
 }
 
-/// A link of a communicator broke: where this side dials, it looks for the member again.
-pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
-    let Kind::Communicator(id) = link.kind() else { return };
-    let Some(comm) = shared.state.comm_by_id(id) else { return };
-    if !comm.dials(link.peer().cluster) {
-        return;
-    }
-    comm.locked().missing.push(link.peer().cluster);
-    if let Err(error) = look(shared, &comm) {
-        shared.state.note(format!("cluster {} is not looked for again: {error}", link.peer().cluster));
-    }
-}
-
 /// Listens where members of higher rank will look: at the port of this one's device, and at a local socket.
 fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     let Some(own) = comm.ends.iter().find(|end| end.cluster == comm.own) else { return Ok(()) };
     if comm.ends.iter().all(|end| end.rank <= own.rank) {
         return Ok(());
     }
-    let local = comm.local_address(comm.own);
     let near = shared.cluster.config.links.transport != TransportChoice::Tcp;
-    if near && !shared.state.listens_at(&local) {
-        match shared.listen_at(&local) {
-            Ok(listener) => shared.state.put_other(local, listener),
-            Err(error) => {
-                shared.state.note(format!("no local socket for link({:?}): {error}", comm.comm.name));
-            }
+    if near {
+        let local = comm.local_address(own);
+        if let Err(error) = open(shared, comm, &local, [local.clone()]) {
+            shared.state.note(format!("no local socket for link({:?}): {error}", comm.comm.name));
         }
     }
-    let asked = Address::Tcp(own.bind);
-    if shared.state.listens_at(&asked) {
-        return Ok(());
-    }
-    let mut refused = None;
     // The ports that the others will try, in their order; the host may go by an address that is not its own (behind a
     // translation of addresses), then any will do.
-    for ip in [own.bind.ip(), any(own.bind.ip())] {
-        for at in &own.host {
-            match shared.listen_at(&Address::Tcp(SocketAddr::new(ip, at.port()))) {
-                Ok(listener) => {
-                    shared.state.put_other(asked, listener);
-                    return Ok(());
-                }
-                Err(error) => refused = refused.or(Some(error)),
-            }
-        }
-    }
-    let error = refused.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "there is no port to listen at"));
+    let ips = [own.bind.ip(), any(own.bind.ip())].into_iter();
+    let places =
+        ips.flat_map(|ip| own.host.iter().map(move |at| Address::Tcp(SocketAddr::new(ip, at.port()))));
+    let Err(error) = open(shared, comm, &Address::Tcp(own.bind), places) else { return Ok(()) };
     if near && error.kind() != ErrorKind::Closed {
         let text = format!("link({:?}) is open to members of this host only: {error}", comm.comm.name);
         shared.state.note(text);
         return Ok(());
     }
     Err(error.with("chosen_by", own.why))
+}
+
+/// Listens at the first of `places` that can be had, until the communicator is left.
+fn open(
+    shared: &Arc<Shared>,
+    comm: &Communicator,
+    asked: &Address,
+    places: impl IntoIterator<Item = Address>,
+) -> Result<()> {
+    shared.listeners.join(shared, asked, places)?;
+    let mut progress = comm.locked();
+    if !progress.left {
+        progress.doors.push(asked.clone());
+        return Ok(());
+    }
+    drop(progress);
+    shared.listeners.leave(asked);
+    Err(Error::new(ErrorKind::NotLinked, "the communicator was left").with("comm_id", comm.id))
+}
+
+/// What the table says of an end, and its first port: what tells apart jobs of one host that use the same names.
+fn with_port(end: &RankEnd) -> String {
+    let port = end.host.first().map_or(0, SocketAddr::port);
+    format!("{} at {port}", end.told)
 }
 
 /// Any address of the same family.
@@ -178,42 +185,23 @@ fn any(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Starts the thread that looks for members, unless there is one.
-fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
-    let mut progress = comm.locked();
-    if std::mem::replace(&mut progress.looking, true) {
-        drop(progress);
-        comm.changed.notify_all();
-        return Ok(());
-    }
-    drop(progress);
-    let (weak, looking) = (Arc::downgrade(shared), comm.clone());
-    let deadline = Deadline::after(comm.limit).named("link_total_time");
-    shared.threads.spawn("llm-comm", move || {
-        let mut rest = *RESTS.start();
-        while let Some(shared) = weak.upgrade() {
-            if !looking.round(&shared, deadline) {
-                break;
-            }
-            drop(shared);
-            looking.rest(rest.min(deadline.left()));
-            rest = (rest * 2).min(*RESTS.end());
-        }
-        looking.locked().looking = false;
-        if let Some(shared) = weak.upgrade() {
-            looking.finish(&shared);
-        }
-    })
-}
-
 impl Communicator {
     pub(super) fn id(&self) -> u64 {
         self.id
     }
 
-    /// Whether it goes by that name and has these members.
+    /// Whether it goes by that name, has these members, and is asked for here.
     pub(super) fn is(&self, comm: &Comm) -> bool {
-        self.comm == *comm
+        let own = self.ends.iter().find(|end| end.cluster == self.own);
+        let here = |own: &RankEnd| comm.listener == own.told || comm.listener == with_port(own);
+        (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members) && own.is_some_and(here)
+    }
+
+    /// As the table describes it, to be met where `listener` is. A port that this side's configuration gave may be
+    /// another one at the listener, behind a translation of addresses, and is left out.
+    pub(super) fn at(&self, listener: &RankEnd) -> Comm {
+        let text = if listener.given { listener.told.clone() } else { with_port(listener) };
+        Comm { listener: text, ..self.comm.clone() }
     }
 
     pub(super) fn status(&self) -> CommStatus {
@@ -243,119 +231,52 @@ impl Communicator {
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 
-    /// This side leaves.
-    pub(super) fn abandon(&self) {
-        self.locked().left = true;
+    /// This side leaves; hands out where it listened.
+    pub(super) fn abandon(&self) -> Vec<Address> {
+        let mut progress = self.locked();
+        progress.left = true;
+        let doors = std::mem::take(&mut progress.doors);
+        drop(progress);
         self.changed.notify_all();
+        doors
     }
 
-    fn join(&self, cluster: ClusterId) {
+    pub(super) fn join(&self, cluster: ClusterId) {
         let mut progress = self.locked();
         progress.missing.retain(|&missing| missing != cluster);
-        if progress.missing.is_empty() && progress.status == CommStatus::Preparing {
+        if !progress.met.contains(&cluster) {
+            progress.met.push(cluster);
+        }
+        if progress.met.len() + 1 == self.ends.len() && progress.status == CommStatus::Preparing {
             progress.status = CommStatus::Ready;
         }
         drop(progress);
         self.changed.notify_all();
     }
 
-    /// Whether this side dials to `cluster`: the higher rank does.
-    fn dials(&self, cluster: ClusterId) -> bool {
-        let rank = |id| self.ends.iter().find(|end| end.cluster == id).map(|end| end.rank);
-        rank(cluster) < rank(self.own)
-    }
-
-    /// Tries every missing member that this side dials; whether it is worth another round.
-    fn round(&self, shared: &Arc<Shared>, deadline: Deadline) -> bool {
-        let missing = self.locked().missing.clone();
-        for end in self.ends.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
-            match self.reach(shared, end, deadline) {
-                Ok(()) => {
-                    self.join(end.cluster);
-                    shared.state.announce();
-                }
-                Err(error) => {
-                    self.locked().why.insert(end.cluster, error.to_string());
-                }
-            }
-        }
-        let progress = self.locked();
-        !progress.left && !progress.missing.is_empty() && !deadline.passed()
-    }
-
-    /// Tries the addresses at which a member may be.
-    fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<()> {
-        let local = (shared.cluster.config.links.transport != TransportChoice::Tcp)
-            .then(|| self.local_address(end.cluster));
-        let mut first = None;
-        for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
-            if self.locked().left {
-                break;
-            }
-            let limit = Deadline::after(TRY.min(deadline.left())).named("the limit of one try");
-            let kind = Kind::Communicator(self.id);
-            let Err(error) = shared.connect(&address, end.cluster, Some(&self.comm), kind, limit) else {
-                return Ok(());
-            };
-            // The further ports are of no use where the host itself does not answer.
-            let silent = error.kind() == ErrorKind::Timeout;
-            if matches!(address, Address::Tcp(_)) {
-                first = first.or(Some(error.with("chosen_by", end.why)));
-            }
-            if silent {
-                break;
-            }
-        }
-        Err(first.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "the member has no address")))
-    }
-
-    fn rest(&self, rest: Duration) {
-        let progress = self.locked();
-        if !progress.left {
-            drop(self.changed.wait_timeout(progress, rest));
-        }
-    }
-
-    /// Says what came of the search.
-    fn finish(&self, shared: &Arc<Shared>) {
+    /// A member that was here has gone.
+    pub(super) fn miss(&self, cluster: ClusterId) {
         let mut progress = self.locked();
-        if progress.status != CommStatus::Preparing || progress.missing.is_empty() || progress.left {
-            return;
+        if !progress.missing.contains(&cluster) {
+            progress.missing.push(cluster);
         }
-        progress.status = CommStatus::Failed;
-        let view: Vec<String> =
-            progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
-        drop(progress);
-        let text = format!(
-            "link({:?}) failed after {} ms: {}",
-            self.comm.name,
-            self.limit.as_millis(),
-            view.join("; ")
-        );
-        shared.state.note(text);
-        shared.state.announce();
-    }
-
-    /// What was tried for one member, for people.
-    fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
-        let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else {
-            return cluster.to_string();
-        };
-        let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
-        let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
-        let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
-        format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
     }
 
     /// Where `listener` meets members of its host: a name that all of them can work out.
-    fn local_address(&self, listener: ClusterId) -> Address {
+    pub(super) fn local_address(&self, listener: &RankEnd) -> Address {
         // Not a secret: whoever takes the name still has to greet.
-        let mut hash = DefaultHasher::new();
-        (&self.comm.name, &self.comm.members, listener).hash(&mut hash);
-        Address::Unix(format!("llm_datadist.comm.{:016x}", hash.finish()))
+        let Comm { name, members, .. } = &self.comm;
+        let text = format!("{name:?} {members:?} {} {}", listener.cluster, with_port(listener));
+        let digest = Sha256::digest(text.as_bytes());
+        let mut name = String::from("llm_datadist.comm.");
+        for byte in &digest[..16] {
+            // Writing to a text cannot fail.
+            let _ = write!(name, "{byte:02x}");
+        }
+        Address::Unix(name)
     }
 
-    fn locked(&self) -> MutexGuard<'_, Progress> {
+    pub(super) fn locked(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -36,8 +36,16 @@ impl Dialer {
 
     /// One more stream of `link`; with `reverse` the peer will call on it.
     pub(super) fn call(&self, link: &Link, reverse: bool, deadline: Deadline) -> Result<Stream> {
-        let purpose = Purpose::Call { link: link.id, reverse };
-        let (stream, welcome) = self.greet(Some(link.peer().cluster), purpose, deadline)?;
+        let greet = || {
+            let purpose = Purpose::Call { link: link.id, reverse };
+            self.greet(Some(link.peer().cluster), purpose, deadline)
+        };
+        // A listener full of strangers sends away the oldest, who may be this one: once more.
+        let greeted = match greet() {
+            Err(error) if error.kind() == ErrorKind::NotLinked && link.alive() => greet(),
+            greeted => greeted,
+        };
+        let (stream, welcome) = greeted?;
         if welcome.from.instance == link.peer().instance {
             return Ok(stream);
         }

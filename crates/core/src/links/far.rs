@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::link::{Lease, Link};
+use super::calls::Lease;
+use super::link::Link;
 use super::talk;
 use crate::check::Far;
 use crate::error::{Error, ErrorKind, Result};
@@ -98,21 +99,24 @@ impl Link {
 
     /// One request and its reply, on a stream of its own.
     pub(crate) fn ask(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let started = Instant::now();
         let mut lease = self.lease(deadline)?;
         let reply = self.exchange(&lease, request, deadline);
         lease.whole = reply.is_ok();
         drop(lease);
-        self.requests().count(started.elapsed(), reply.is_ok());
         // What the peer refused is an answer: the stream goes on, the call does not.
         reply.and_then(|reply| self.refusal(reply))
     }
 
     /// Sends `request` on the stream of `lease` and waits for the reply.
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let stream = lease.stream();
+        let (stream, started) = (lease.stream(), Instant::now());
         let asked = talk::say(stream, request, deadline);
-        asked.and_then(|()| reply(lease, deadline)).map_err(|error| self.why_or(error))
+        let reply = asked.and_then(|()| reply(lease, deadline)).map_err(|error| self.why_or(error));
+        self.requests().count(started.elapsed(), reply.is_ok());
+        if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
+            self.requests().moved(bytes);
+        }
+        reply
     }
 
     /// A reply that is an error, as that error.

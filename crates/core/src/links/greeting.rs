@@ -1,7 +1,9 @@
 //! The greeting of every stream: who is there, whether both know the token, and what the stream is for.
 //!
 //! The side that dials proves first. Proofs are HMAC-SHA256 over everything said before, with a name for each side, so
-//! none can be sent back or used again; they are compared in constant time. Without a token on either side the key is
+//! none can be sent back or used again; the second is over the welcome it is part of as well
+//! (`a_welcome_cannot_be_changed_on_the_way`); they are compared in constant time
+//! (`verify_slice`). Without a token on either side the key is
 //! empty, and the gate is the address the peer comes from. Not for: what happens after it (`mod`).
 
 use std::time::Duration;
@@ -77,9 +79,11 @@ pub(super) fn dial(
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
     let challenge: Challenge = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
-    talk::say(stream, &Proof { mac: proof(token, b"dialer", hello, &challenge)? }, deadline)?;
+    let mac = keyed(token, b"dialer", hello, &challenge)?.finalize().into_bytes().into();
+    talk::say(stream, &Proof { mac }, deadline)?;
     let welcome: Welcome = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
-    if !proven(token, b"acceptor", hello, &challenge, &welcome.mac)? {
+    let expected = acceptor(token, hello, &challenge, &welcome)?;
+    if expected.verify_slice(&welcome.mac).is_err() {
         return Err(other_token("the peer at this address", stream.peer()));
     }
     if let Some(asked) = asked.filter(|asked| asked.0 != welcome.from.cluster) {
@@ -109,7 +113,7 @@ pub(super) fn accept<'a>(
     let challenge = Challenge { nonce: random()? };
     talk::say(stream, &challenge, deadline)?;
     let given: Proof = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
-    if !proven(token, b"dialer", &said, &challenge, &given.mac)? {
+    if keyed(token, b"dialer", &said, &challenge)?.verify_slice(&given.mac).is_err() {
         return Err(other_token("the peer that dialled", stream.peer()));
     }
     if let Some(asked) = hello.asked.filter(|&asked| asked != me.party.cluster) {
@@ -126,13 +130,15 @@ pub(super) fn accept<'a>(
         );
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    Ok(Greeted { stream, mac: proof(token, b"acceptor", &said, &challenge)?, hello })
+    Ok(Greeted { stream, token, said, challenge, hello })
 }
 
 /// A peer that has proved that it knows the token.
 pub(super) struct Greeted<'a> {
     stream: &'a Stream,
-    mac: [u8; 32],
+    token: Option<&'a Token>,
+    said: Vec<u8>,
+    challenge: Challenge,
     /// What it said.
     pub(super) hello: Hello,
 }
@@ -140,7 +146,10 @@ pub(super) struct Greeted<'a> {
 impl Greeted<'_> {
     /// Answers that it is welcome; `local` names the socket of this host that it may come to instead.
     pub(super) fn welcome(&self, me: &Me, local: Option<String>, deadline: Deadline) -> Result<()> {
-        talk::say(self.stream, &Welcome { from: me.party, mac: self.mac, local }, deadline)
+        let mut welcome = Welcome { from: me.party, mac: [0; 32], local };
+        welcome.mac =
+            acceptor(self.token, &self.said, &self.challenge, &welcome)?.finalize().into_bytes().into();
+        talk::say(self.stream, &welcome, deadline)
     }
 }
 
@@ -155,19 +164,16 @@ fn keyed(token: Option<&Token>, side: &[u8], hello: &[u8], challenge: &Challenge
     Ok(mac)
 }
 
-fn proof(token: Option<&Token>, side: &[u8], hello: &[u8], challenge: &Challenge) -> Result<[u8; 32]> {
-    Ok(keyed(token, side, hello, challenge)?.finalize().into_bytes().into())
-}
-
-/// Compares in constant time.
-fn proven(
+/// The proof of the side that accepts: over its welcome too, whose own proof counts as zeros.
+fn acceptor(
     token: Option<&Token>,
-    side: &[u8],
     hello: &[u8],
     challenge: &Challenge,
-    given: &[u8],
-) -> Result<bool> {
-    Ok(keyed(token, side, hello, challenge)?.verify_slice(given).is_ok())
+    welcome: &Welcome,
+) -> Result<Hmac<Sha256>> {
+    let mut mac = keyed(token, b"acceptor", hello, challenge)?;
+    mac.update(&wire::encode(&Welcome { mac: [0; 32], ..welcome.clone() })?[HEADER..]);
+    Ok(mac)
 }
 
 #[cold]

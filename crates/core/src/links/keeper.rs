@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
 
 use super::link::Link;
 use super::{Shared, talk};
@@ -15,8 +16,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::wire::{Control, GREETING_LIMIT};
 
-/// A control message comes in one piece; a peer that stops in the middle of one has lost the link.
-const MESSAGE_TIME: Duration = Duration::from_millis(100);
+/// A control message is sent in one piece, and comes in one: a peer that stops in the middle has lost the link. All other
+/// links wait for it (`half_a_control_message_is_the_end`).
+const MESSAGE_TIME: Duration = Duration::from_millis(5);
+/// How long the thread rests after the system refused to watch.
+const REST: Duration = Duration::from_millis(50);
 
 /// Wakes the thread.
 #[derive(Debug)]
@@ -55,10 +59,22 @@ pub(super) fn keep(shared: &Weak<Shared>, bell: &Arc<Bell>) {
         let ready = wait(bell, &links, limit);
         bell.silence();
         let Some(shared) = shared.upgrade() else { return };
+        let ready = match ready {
+            Ok(ready) => ready,
+            Err(Errno::INTR) => continue,
+            Err(errno) => {
+                shared.state.note(format!("the links cannot be watched: {errno}"));
+                drop(shared);
+                std::thread::sleep(REST);
+                continue;
+            }
+        };
         for link in ready.iter().filter_map(|&index| links.get(index)) {
             match listen(&shared, link) {
                 Ok(None) => {}
-                Ok(Some(goodbye)) => shared.lost(link, &goodbye),
+                // Only who says so is not to be looked for again: an engine that ends may be started again.
+                Ok(Some((goodbye, true))) => drop(shared.lost(link, &goodbye)),
+                Ok(Some((goodbye, false))) => shared.died(link, &goodbye),
                 Err(error) => shared.died(link, &error.to_string()),
             }
         }
@@ -72,20 +88,18 @@ pub(super) fn keep(shared: &Weak<Shared>, bell: &Arc<Bell>) {
 }
 
 /// The links whose peers have said something.
-fn wait(bell: &Bell, links: &[Arc<Link>], limit: Option<Duration>) -> Vec<usize> {
+fn wait(bell: &Bell, links: &[Arc<Link>], limit: Option<Duration>) -> rustix::io::Result<Vec<usize>> {
     let mut polled = Vec::with_capacity(links.len() + 1);
     polled.push(PollFd::new(&bell.0, PollFlags::IN));
     polled.extend(links.iter().map(|link| PollFd::from_borrowed_fd(link.control().as_fd(), PollFlags::IN)));
     let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-    if poll(&mut polled, limit.as_ref()).is_err() {
-        return Vec::new(); // interrupted: the next round asks again
-    }
+    poll(&mut polled, limit.as_ref())?;
     let rings = |fd: &PollFd<'_>| !fd.revents().is_empty();
-    polled[1..].iter().enumerate().filter(|(_, fd)| rings(fd)).map(|(index, _)| index).collect()
+    Ok(polled[1..].iter().enumerate().filter(|(_, fd)| rings(fd)).map(|(index, _)| index).collect())
 }
 
-/// Takes one message of a peer; returns its reason if it says goodbye.
-fn listen(shared: &Arc<Shared>, link: &Arc<Link>) -> Result<Option<String>> {
+/// Takes one message of a peer; if it says goodbye, returns why, and whether it was unlinked.
+fn listen(shared: &Arc<Shared>, link: &Arc<Link>) -> Result<Option<(String, bool)>> {
     let deadline = Deadline::after(MESSAGE_TIME).named("the limit of a control message");
     let message = talk::hear_next(link.control(), GREETING_LIMIT, Duration::ZERO, deadline)?;
     let gone =
@@ -94,15 +108,17 @@ fn listen(shared: &Arc<Shared>, link: &Arc<Link>) -> Result<Option<String>> {
     match message.ok_or_else(gone)? {
         // A peer that does not take the answer is silent to us as well, and found out by that.
         Control::Ping => drop(link.tell(&Control::Pong)),
-        Control::Pong => {}
+        Control::Pong => link.answered(),
         Control::Dial => shared.dial_back(link),
-        Control::Bye { reason, .. } => return Ok(Some(reason)),
+        Control::Bye { reason, unlinked } => return Ok(Some((reason, unlinked))),
     }
     Ok(None)
 }
 
-/// Breaks a link that has been silent for too long, and asks one that is silent for a sign of life.
+/// Breaks a link that has been silent for too long, asks one that is silent for a sign of life, and ends streams that
+/// nobody has used for long.
 fn look_after(shared: &Arc<Shared>, link: &Arc<Link>, heartbeat: Duration, silence: Duration) {
+    link.trim();
     let silent = link.silent();
     if silent >= silence {
         let text = format!(

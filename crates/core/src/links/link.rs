@@ -1,8 +1,6 @@
-//! One link: who is at the other end, the streams to it, what is known of its caches, and whether it still lives.
+//! One link: who is at the other end, its control stream, what is known of its caches, and whether it still lives.
 //!
-//! A call takes a stream for itself, asks, and gives the stream back; a stream whose call ended in the middle is closed,
-//! so that no answer can ever be taken for another call's. Not for: making links (`greeting`), noticing that the peer
-//! is gone (`keeper`) or what calls ask (`far`).
+//! Not for: making links (`connect`), noticing that the peer is gone (`keeper`), or the streams of calls (`calls`).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
+use super::calls::{self, Calls, MOST_CALLS};
 use super::dialer::Dialer;
 use super::far::Known;
 use super::reach::Reach;
@@ -21,14 +20,15 @@ use crate::stats::LinkState;
 use crate::transport::Stream;
 use crate::wire::{self, Control};
 
-/// Calls of one link that may be under way at a time; more wait their turn.
-const MOST_CALLS: usize = 64;
-/// Streams that are kept for the next calls.
-const KEPT_STREAMS: usize = 32;
+/// Streams on which one peer may call. It has [`MOST_CALLS`] at most; some that it has closed may not be noticed yet
+/// (`the_streams_of_one_peer_are_bounded`).
+const MOST_SERVED: usize = 2 * MOST_CALLS;
 /// Descriptions that are kept; beyond, all are forgotten, which costs one request each.
 const MOST_RECORDS: usize = 1 << 16;
 /// A message on the control stream that is not taken at once is given up: the peer is not reading.
 const CONTROL_LIMIT: Duration = Duration::from_millis(20);
+/// How long a peer that may be gone is given to answer.
+pub(super) const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// How a link came about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,17 +62,21 @@ pub struct Link {
     transport: &'static str,
     reach: Option<Reach>,
     control: Arc<Stream>,
+    /// Who sends on the control stream. The one lock that is held across a socket: for one short message, which is given
+    /// up if it is not taken at once.
+    speaking: Mutex<()>,
     /// Opens a stream for calls; `None` where only the peer can, and is asked to.
-    dialer: Option<Dialer>,
-    calls: Mutex<Calls>,
-    /// A stream came back, came in, or the link broke.
-    changed: Condvar,
-    /// Streams on which the peer's calls are answered.
-    serving: Mutex<Vec<Arc<Stream>>>,
+    pub(super) dialer: Option<Dialer>,
+    pub(super) calls: Mutex<Calls>,
+    /// A stream came back, came in, or the link broke; or the peer answered.
+    pub(super) changed: Condvar,
+    serving: Mutex<Serving>,
     why: OnceLock<(Instant, String)>,
     opened: Instant,
     /// Milliseconds after `opened` at which the peer last gave a sign of life.
     heard: AtomicU64,
+    /// Answers to pings.
+    pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
     /// Pulls and pushes under way.
     active: AtomicUsize,
@@ -82,25 +86,12 @@ pub struct Link {
     transfers: Counters,
 }
 
+/// Streams on which the peer's calls are answered.
 #[derive(Debug, Default)]
-struct Calls {
-    idle: Vec<Arc<Stream>>,
-    busy: Vec<Arc<Stream>>,
-    /// Streams being opened from here.
+struct Serving {
+    streams: Vec<Arc<Stream>>,
+    /// Those that this side is opening because the peer asked.
     opening: usize,
-    /// Streams the peer was asked to open.
-    asked: usize,
-    /// Calls that wait for a stream.
-    waiting: usize,
-}
-
-/// A stream that one call has for itself.
-#[derive(Debug)]
-pub(crate) struct Lease<'a> {
-    link: &'a Link,
-    stream: Arc<Stream>,
-    /// Whether request and reply were complete, so that the next call may use the stream.
-    pub(crate) whole: bool,
 }
 
 impl Link {
@@ -120,6 +111,7 @@ impl Link {
             transport,
             reach,
             control,
+            speaking: Mutex::default(),
             dialer,
             calls: Mutex::default(),
             changed: Condvar::new(),
@@ -127,6 +119,7 @@ impl Link {
             why: OnceLock::new(),
             opened: Instant::now(),
             heard: AtomicU64::new(0),
+            pongs: AtomicU64::new(0),
             records: Mutex::default(),
             active: AtomicUsize::new(0),
             settling: AtomicBool::new(false),
@@ -202,10 +195,13 @@ impl Link {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
             transport: self.transport,
-            pools: if self.reach.is_some() { "mapped" } else { "stream" },
+            pools: self
+                .reach
+                .as_ref()
+                .map_or("stream", |reach| if reach.pooled() { "mapped" } else { "none" }),
             registered: seen(self.reach.as_ref().is_some_and(|reach| reach.refusal().is_none())),
             refusal: self.reach.as_ref().and_then(|reach| reach.refusal()).map(str::to_owned),
-            outgoing: self.kind == Kind::Outgoing,
+            outgoing: self.dialer.is_some(),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
             transfers: self.transfers.state(),
@@ -234,13 +230,8 @@ impl Link {
             return;
         }
         self.control.close();
-        let mut calls = self.locked();
-        let Calls { idle, busy, .. } = &mut *calls;
-        for stream in idle.drain(..).chain(busy.iter().cloned()) {
-            stream.close();
-        }
-        drop(calls);
-        for stream in self.served().iter() {
+        let served = self.served().streams.clone();
+        for stream in self.calls_over().iter().chain(&served) {
             stream.close();
         }
         self.changed.notify_all();
@@ -252,7 +243,45 @@ impl Link {
 
     /// Sends one control message; a peer that does not read loses it.
     pub(super) fn tell(&self, message: &Control) -> Result<()> {
-        self.control.send(&wire::encode(message)?, Deadline::after(CONTROL_LIMIT))
+        self.tell_as(&self.speaker(), message)
+    }
+
+    /// The right to speak on the control stream: what is told with it comes before what others have to say.
+    pub(super) fn speaker(&self) -> Speaker<'_> {
+        Speaker(self.speaking.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn tell_as(&self, _: &Speaker<'_>, message: &Control) -> Result<()> {
+        let limit = Deadline::after(CONTROL_LIMIT).named("the limit of a control message");
+        self.control.send(&wire::encode(message)?, limit).map_err(|error| match error.kind() {
+            // The limit is none of the caller's, who may have all the time in the world.
+            ErrorKind::Timeout => {
+                Error::new(ErrorKind::NotLinked, "the peer does not read its control stream").because(error)
+            }
+            _ => error,
+        })
+    }
+
+    /// Whether the peer answers now, within `limit`: a link whose peer is stopped, or cut off, looks alive for a while.
+    pub(super) fn answers(&self, limit: Duration) -> bool {
+        let (limit, before) = (Deadline::after(limit), self.pongs.load(Ordering::SeqCst));
+        if self.tell(&Control::Ping).is_err() {
+            return false;
+        }
+        let mut calls = self.locked();
+        while self.alive() && self.pongs.load(Ordering::SeqCst) == before && !limit.passed() {
+            calls = self.changed.wait_timeout(calls, limit.left()).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(calls);
+        self.alive() && self.pongs.load(Ordering::SeqCst) != before
+    }
+
+    /// Notes the answer to a ping.
+    pub(super) fn answered(&self) {
+        self.pongs.fetch_add(1, Ordering::SeqCst);
+        // Whoever waits has looked before this, or sees it.
+        drop(self.locked());
+        self.changed.notify_all();
     }
 
     /// Notes a sign of life.
@@ -266,84 +295,6 @@ impl Link {
         self.opened.elapsed().saturating_sub(Duration::from_millis(self.heard.load(Ordering::Relaxed)))
     }
 
-    /// A stream for one call: one that is idle, or a new one. Waits for its turn until `deadline`.
-    pub(crate) fn lease(&self, deadline: Deadline) -> Result<Lease<'_>> {
-        let mut calls = self.locked();
-        calls.waiting += 1;
-        let (mut calls, turn) = self.queue(calls, deadline);
-        calls.waiting -= 1;
-        drop(calls);
-        match turn? {
-            Turn::Idle(stream) => Ok(Lease { link: self, stream, whole: false }),
-            Turn::Dial(dialer) => self.dial(dialer, deadline),
-        }
-    }
-
-    fn queue<'a>(&'a self, mut calls: Locked<'a>, deadline: Deadline) -> (Locked<'a>, Result<Turn<'a>>) {
-        loop {
-            if let Err(error) = self.check() {
-                return (calls, Err(error));
-            }
-            if let Some(stream) = calls.idle.pop() {
-                calls.busy.push(stream.clone());
-                return (calls, Ok(Turn::Idle(stream)));
-            }
-            if calls.busy.len() + calls.opening + calls.asked < MOST_CALLS {
-                if let Some(dialer) = &self.dialer {
-                    calls.opening += 1;
-                    return (calls, Ok(Turn::Dial(dialer)));
-                }
-                if calls.asked < calls.waiting {
-                    calls.asked += 1;
-                    drop(calls);
-                    // Loses the message rather than wait for a peer that does not read.
-                    let told = self.tell(&Control::Dial);
-                    calls = self.locked();
-                    if let Err(error) = told {
-                        calls.asked = calls.asked.saturating_sub(1);
-                        return (calls, Err(self.named(error)));
-                    }
-                    continue;
-                }
-            }
-            drop(self.changed.wait_timeout(calls, deadline.nap()));
-            let late = deadline.waiting("waiting for a stream to the peer");
-            calls = self.locked();
-            if calls.idle.is_empty()
-                && let Err(error) = late
-            {
-                // The stream that was asked for may never come: the next call asks again.
-                calls.asked = calls.asked.saturating_sub(1);
-                return (calls, Err(self.named(error)));
-            }
-        }
-    }
-
-    fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<Lease<'_>> {
-        let opened = dialer.call(self, false, deadline).map(Arc::new);
-        let mut calls = self.locked();
-        calls.opening -= 1;
-        let stream = opened.map_err(|error| self.named(error))?;
-        calls.busy.push(stream.clone());
-        drop(calls);
-        let lease = Lease { link: self, stream, whole: false };
-        self.check()?;
-        Ok(lease)
-    }
-
-    /// A stream on which the peer, who opened it, lets this side call.
-    pub(super) fn lend(&self, stream: Arc<Stream>) {
-        let mut calls = self.locked();
-        calls.asked = calls.asked.saturating_sub(1);
-        if self.alive() {
-            calls.idle.push(stream);
-        } else {
-            stream.close();
-        }
-        drop(calls);
-        self.changed.notify_all();
-    }
-
     /// Opens a stream on which the peer may call this side.
     pub(super) fn open_reverse(&self, deadline: Deadline) -> Result<Stream> {
         match &self.dialer {
@@ -352,17 +303,36 @@ impl Link {
         }
     }
 
-    /// Notes a stream on which the peer's calls are answered, so that breaking the link ends it.
-    pub(super) fn serve_on(&self, stream: &Arc<Stream>) {
-        self.served().push(stream.clone());
+    /// Notes a stream on which the peer's calls are answered, so that breaking the link ends it; refuses more than any
+    /// peer needs.
+    pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
+        let mut served = self.served();
+        if served.streams.len() >= MOST_SERVED {
+            return Err(self.named(calls::too_many(MOST_SERVED)));
+        }
+        served.streams.push(stream.clone());
+        drop(served);
         if !self.alive() {
             stream.close();
         }
+        Ok(())
     }
 
     /// Forgets a stream that has ended.
     pub(super) fn served_on(&self, stream: &Arc<Stream>) {
-        self.served().retain(|known| !Arc::ptr_eq(known, stream));
+        self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
+    }
+
+    /// Leave to open one more stream for the calls of the peer, to be paired with [`opened`](Self::opened).
+    pub(super) fn may_open(&self) -> bool {
+        let mut served = self.served();
+        let room = served.streams.len() + served.opening < MOST_SERVED;
+        served.opening += usize::from(room);
+        room
+    }
+
+    pub(super) fn opened(&self) {
+        self.served().opening -= 1;
     }
 
     /// What is known of a far cache.
@@ -389,11 +359,7 @@ impl Link {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
     }
 
-    fn locked(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn served(&self) -> MutexGuard<'_, Vec<Arc<Stream>>> {
+    fn served(&self) -> MutexGuard<'_, Serving> {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -401,6 +367,9 @@ impl Link {
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// The right to speak on the control stream of a link.
+pub(super) struct Speaker<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, ()>);
 
 /// A pull or push under way.
 pub(crate) struct Active<'a>(&'a Link);
@@ -413,35 +382,6 @@ impl Drop for Active<'_> {
             self.0.changed.notify_all();
         }
     }
-}
-
-impl Lease<'_> {
-    /// The stream.
-    pub(crate) fn stream(&self) -> &Stream {
-        &self.stream
-    }
-}
-
-impl Drop for Lease<'_> {
-    fn drop(&mut self) {
-        let mut calls = self.link.locked();
-        calls.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
-        if self.whole && self.link.alive() && calls.idle.len() < KEPT_STREAMS {
-            calls.idle.push(self.stream.clone());
-        } else {
-            self.stream.close();
-        }
-        drop(calls);
-        self.link.changed.notify_one();
-    }
-}
-
-type Locked<'a> = MutexGuard<'a, Calls>;
-
-/// What a call gets when its turn comes: a stream, or leave to open one.
-enum Turn<'a> {
-    Idle(Arc<Stream>),
-    Dial(&'a Dialer),
 }
 
 /// The error of a call over a link that has broken.

@@ -6,17 +6,22 @@
 //! link (rank table) ── communicator ───┘      └── call streams ──── one call at a time; answered by `Answer`
 //! ```
 //!
-//! One lock, held for a few look-ups and never across a socket. Not for: what a peer may ask (`peer`), or moving bytes
+//! One lock (`state`), held for a few look-ups and never across a socket; under it only the progress of a communicator is
+//! looked at, never the other way round. Not for: what a peer may ask (`peer`), or moving bytes
 //! (`engine`).
 
 mod accept;
+mod calls;
 mod communicator;
+mod connect;
 mod dialer;
 mod far;
 mod greeting;
 mod keeper;
 mod link;
+mod listeners;
 mod reach;
+mod search;
 mod state;
 mod talk;
 mod threads;
@@ -24,26 +29,26 @@ mod threads;
 pub use communicator::CommStatus;
 pub use link::{Kind, Link, Peer};
 
+pub(crate) use calls::Lease;
 pub(crate) use far::{Known, limit_ms, reply};
-pub(crate) use link::Lease;
 pub(crate) use reach::location;
 pub(crate) use talk::{hear_next, say};
 
 use std::net::SocketAddr;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use crate::check::ranks::RankEnd;
 use crate::cluster::Cluster;
-use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
-use crate::transport::{Address, Listener, Stream, Tcp, Transport, Unix};
-use crate::wire::{Comm, Control, Purpose};
-use dialer::Dialer;
+use crate::transport::{Address, Stream, Tcp, Transport, Unix};
+use crate::wire::{Comm, Control};
 use greeting::Me;
 use keeper::Bell;
+use listeners::Listeners;
 use state::State;
 use threads::Threads;
 
@@ -95,7 +100,13 @@ pub(crate) struct Shared {
     answer: Box<dyn Answer>,
     state: State,
     bell: Arc<Bell>,
-    keeper: OnceLock<()>,
+    /// Whether the keeper was started.
+    keeping: Mutex<bool>,
+    listeners: Listeners,
+    /// Another process of this one's cluster id was linked.
+    shares_its_id: AtomicBool,
+    /// It was said that others may read this process.
+    opened_to_readers: AtomicBool,
     threads: Arc<Threads>,
     transports: Transports,
 }
@@ -113,33 +124,36 @@ impl Links {
             answer,
             state: State::default(),
             bell: Arc::new(Bell::new()?),
-            keeper: OnceLock::new(),
+            keeping: Mutex::default(),
+            listeners: Listeners::default(),
+            shares_its_id: AtomicBool::default(),
+            opened_to_readers: AtomicBool::default(),
             threads: Arc::default(),
             transports,
             cluster,
         });
         let links = Links { shared };
         if let Some(address) = links.shared.cluster.config.links.listen {
-            links.shared.listen_main(address)?;
+            links.shared.listeners.change(&links.shared, Some(address))?;
         }
         Ok(links)
     }
 
     /// Where peers are listened for, if anywhere.
     pub(crate) fn listening(&self) -> Option<SocketAddr> {
-        self.shared.state.listening()
+        self.shared.listeners.listening()
     }
 
     /// Links to `peer`, as the side that calls `link_clusters`.
     pub(crate) fn link(&self, peer: &PeerAddress, deadline: Deadline) -> Result<()> {
         let address = one_address(peer)?;
-        let both_ways = self.shared.cluster.config.links.both_ways;
-        let _turn = self.shared.state.turn_to_link(peer.cluster, both_ways, deadline)?;
+        let _turn = self.shared.state.turn_to_link(peer.cluster, deadline)?;
+        self.shared.unless_linked(peer.cluster, deadline)?;
         self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
     }
 
-    /// Ends every link of `link_clusters` with `peer`; with `force` without telling it. A cluster that is not linked is
-    /// no error.
+    /// Ends every link of `link_clusters` with `peer`; with `force` without waiting for it: a goodbye is sent, and nobody
+    /// looks whether it arrives. A cluster that is not linked is no error, nor one whose link ends meanwhile.
     pub(crate) fn unlink(&self, peer: &PeerAddress, force: bool, deadline: Deadline) -> Result<()> {
         if !force {
             one_address(peer)?;
@@ -152,7 +166,7 @@ impl Links {
             }
             if !force {
                 let done = link.settle(deadline).and_then(|()| link.unlink(deadline));
-                told = told.and(done.map_err(unlink_failed));
+                told = told.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
             self.shared.drop_link(&link, "it was unlinked here");
         }
@@ -166,9 +180,7 @@ impl Links {
 
     /// Whether `cluster` is this engine itself, and not another process that goes by the same id.
     pub(crate) fn is_self(&self, cluster: ClusterId) -> bool {
-        let me = self.shared.me.party;
-        let others = || self.shared.state.of(cluster).iter().any(|link| link.peer().instance != me.instance);
-        cluster.0 == me.cluster && !others()
+        cluster.0 == self.shared.me.party.cluster && !self.shared.shares_its_id.load(Ordering::Relaxed)
     }
 
     /// Enters a communicator; links to its members come about in the background.
@@ -198,28 +210,8 @@ impl Links {
 
     /// Listens elsewhere, or nowhere. Only without links.
     pub(crate) fn listen(&self, address: Option<SocketAddr>) -> Result<()> {
-        if self.any() {
-            let text = "there are links; unlink them before the role is switched";
-            return Err(Error::new(ErrorKind::LinksExist, text));
-        }
-        let now = self.shared.state.listening();
-        match address {
-            Some(address) if now.is_some_and(|now| now == address) => Ok(()),
-            Some(address) => {
-                // The new one first: if it cannot be had, the old one stays.
-                let old = self.shared.state.take_main();
-                let opened = self.shared.listen_main(address);
-                match opened {
-                    Ok(()) => old.into_iter().for_each(|listener| listener.close()),
-                    Err(_) => self.shared.state.put_main(old),
-                }
-                opened
-            }
-            None => {
-                self.shared.state.take_main().into_iter().for_each(|listener| listener.close());
-                Ok(())
-            }
-        }
+        let _quiet = self.shared.state.quiet()?;
+        self.shared.listeners.change(&self.shared, address)
     }
 
     /// Every link that lives.
@@ -235,115 +227,34 @@ impl Links {
 
 impl Drop for Links {
     fn drop(&mut self) {
-        for listener in self.shared.state.close() {
-            listener.close();
-        }
+        self.shared.listeners.close();
+        self.shared.state.close();
         self.shared.bell.ring();
         self.shared.threads.wait(FAREWELL);
     }
 }
 
 impl Shared {
-    /// Makes a link to whoever answers at `address`, by way of the local socket where both are on one host.
-    fn connect(
-        self: &Arc<Self>,
-        address: &Address,
-        asked: ClusterId,
-        comm: Option<&Comm>,
-        kind: Kind,
-        deadline: Deadline,
-    ) -> Result<Arc<Link>> {
-        let choice = self.cluster.config.links.transport;
-        let link = u64::from_le_bytes(greeting::random()?);
-        let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
-        let probe_local = choice != TransportChoice::Tcp && matches!(address, Address::Tcp(_));
-        let dialer = self.dialer(address.clone());
-        let (stream, welcome) = dialer.greet(Some(asked), purpose(probe_local), deadline)?;
-        let Some(name) = welcome.local.filter(|_| probe_local) else {
-            return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
-        };
-        drop(stream);
-        let local = self.dialer(Address::Unix(name));
-        let shown = Some(address.to_string());
-        let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, welcome)| {
-            self.establish(local, stream, &welcome.from, kind, link, shown, deadline)
-        });
-        let Err(why) = near else { return near };
-        if choice == TransportChoice::Shm || deadline.passed() {
-            return Err(why);
-        }
-        self.state.note(format!("cluster {asked} is on this host, but only sockets reach it: {why}"));
-        let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
-        self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
-    }
-
-    /// The dialling side's half of a link: see what can be seen of the peer, and wait for its word that it has its half.
-    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
-    fn establish(
-        self: &Arc<Self>,
-        dialer: Dialer,
-        stream: Stream,
-        from: &crate::wire::Party,
-        kind: Kind,
-        id: u64,
-        shown: Option<String>,
-        deadline: Deadline,
-    ) -> Result<Arc<Link>> {
-        let transport = transport_name(&dialer.address);
-        let near = stream.carries_descriptors();
-        let reach = if near { Some(reach::Reach::exchange(&self.cluster, &stream, deadline)?) } else { None };
-        if !near && self.cluster.config.links.transport == TransportChoice::Shm {
-            let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
-            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
-        }
-        let up: Control = talk::hear(&stream, crate::wire::GREETING_LIMIT, Duration::ZERO, deadline)?;
-        if up != Control::Pong {
-            return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
-        }
-        let address = shown.unwrap_or_else(|| dialer.address.to_string());
-        let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
-        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer));
-        self.enroll(&link)?;
-        Ok(link)
-    }
-
-    /// Enters a link that is complete, in place of what the same peer left behind.
-    fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        for stale in self.state.enroll(link)? {
-            stale.shatter("the peer linked again");
-        }
-        self.state.note(link.report());
-        self.keep()?;
-        self.bell.ring();
-        Ok(())
-    }
-
-    /// Starts the thread that keeps links, once.
-    fn keep(self: &Arc<Self>) -> Result<()> {
-        if self.keeper.set(()).is_ok() {
-            let (weak, bell) = (Arc::downgrade(self), self.bell.clone());
-            self.threads.spawn("llm-links", move || keeper::keep(&weak, &bell))?;
-        }
-        Ok(())
-    }
-
     /// The links the keeper looks after; `None` once all is closed.
     fn kept(&self) -> Option<Vec<Arc<Link>>> {
         self.state.kept()
     }
 
-    /// A link broke.
-    fn lost(self: &Arc<Self>, link: &Arc<Link>, why: &str) {
+    /// A link broke; `false` if that was known, or it had made room for another.
+    fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.shatter(why);
-        if self.state.remove(link) {
+        let removed = self.state.remove(link);
+        if removed {
             self.state.note(format!("the link to cluster {} broke: {why}", link.peer().cluster));
         }
+        removed
     }
 
-    /// The peer of a link has gone without a word.
+    /// The peer of a link has gone, and may come back.
     fn died(self: &Arc<Self>, link: &Arc<Link>, why: &str) {
-        self.lost(link, why);
-        communicator::mend(self, link);
+        if self.lost(link, why) {
+            search::mend(self, link);
+        }
     }
 
     /// A link ends because this side wants it to.
@@ -357,22 +268,28 @@ impl Shared {
 
     /// Opens a stream on which the peer calls, in a thread that then answers on it.
     fn dial_back(self: &Arc<Self>, link: &Arc<Link>) {
-        let (shared, link) = (self.clone(), link.clone());
+        if !link.may_open() {
+            return;
+        }
+        let (shared, caller) = (self.clone(), link.clone());
         let serve = move || {
             let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
-            match link.open_reverse(deadline) {
-                Ok(stream) => shared.serve(&link, &Arc::new(stream)),
+            let opened = caller.open_reverse(deadline).map(Arc::new);
+            let opened = opened.and_then(|stream| caller.serve_on(&stream).map(|()| stream));
+            caller.opened();
+            match opened {
+                Ok(stream) => shared.serve(&caller, &stream),
                 Err(error) => shared.state.note(format!("no stream for the calls of the peer: {error}")),
             }
         };
         if let Err(error) = self.threads.spawn("llm-serve", serve) {
+            link.opened();
             self.state.note(error.to_string());
         }
     }
 
-    /// Answers the peer's calls on `stream` until it ends.
+    /// Answers the peer's calls on `stream`, which the link knows, until it ends.
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) {
-        link.serve_on(stream);
         let gone = std::cell::Cell::new(false);
         let unlinked = || gone.set(self.state.remove(link));
         if let Err(error) = self.answer.answer(link, stream, &unlinked) {
@@ -387,72 +304,6 @@ impl Shared {
             self.drop_link(link, "the peer unlinked");
         }
     }
-
-    fn dialer(&self, address: Address) -> Dialer {
-        let transport = match address {
-            Address::Unix(_) => self.transports.unix.clone(),
-            _ => self.transports.tcp.clone(),
-        };
-        Dialer { transport, address, me: self.me.clone(), token: self.cluster.config.links.token.clone() }
-    }
-
-    /// The listener of the configured address, and the local socket beside it.
-    fn listen_main(self: &Arc<Self>, address: SocketAddr) -> Result<()> {
-        let listener = self.listen_at(&Address::Tcp(address))?;
-        let config = &self.cluster.config.links;
-        if config.token.is_none() && !address.ip().is_loopback() {
-            let who = if config.accept_remote {
-                "peers of any host (llm.LinkAcceptRemote)"
-            } else {
-                "peers of this host only"
-            };
-            self.state
-                .note(format!("listening on {} without a token: {who} are accepted", listener.address()));
-        }
-        self.state.put_main(Some(listener));
-        self.listen_local();
-        Ok(())
-    }
-
-    /// The local socket that peers of this host are sent to; once.
-    fn listen_local(self: &Arc<Self>) {
-        if self.cluster.config.links.transport == TransportChoice::Tcp || self.state.local_name().is_some() {
-            return;
-        }
-        let name = format!("llm_datadist.{:016x}", self.me.party.instance);
-        match self.listen_at(&Address::Unix(name.clone())) {
-            Ok(listener) => self.state.put_local(name, listener),
-            // Peers of this host come through the other listener and use sockets, as those of other hosts do.
-            Err(error) => {
-                self.state.note(format!("no local socket, peers of this host use sockets: {error}"));
-            }
-        }
-    }
-
-    /// Listens at `address`, with a thread that accepts.
-    fn listen_at(self: &Arc<Self>, address: &Address) -> Result<Arc<dyn Listener>> {
-        let Transports { tcp, unix } = &self.transports;
-        let transport = if matches!(address, Address::Unix(_)) { unix } else { tcp };
-        let listener: Arc<dyn Listener> = transport.listen(address)?.into();
-        let (weak, accepting) = (Arc::downgrade(self), listener.clone());
-        self.threads.spawn("llm-listen", move || accept::accept(&weak, accepting.as_ref()))?;
-        Ok(listener)
-    }
-}
-
-impl Link {
-    /// One line for the log.
-    fn report(&self) -> String {
-        let way = match (self.transport(), self.reach().map(|reach| reach.refusal())) {
-            (transport, Some(None)) => format!("{transport}: pools mapped, registered memory by process id"),
-            (transport, Some(Some(why))) => {
-                format!("{transport}: pools mapped, registered memory by sockets ({why})")
-            }
-            (transport, None) => format!("{transport}: sockets"),
-        };
-        let Peer { cluster, address, .. } = self.peer();
-        format!("linked with cluster {cluster} at {address} over {way}")
-    }
 }
 
 fn one_address(peer: &PeerAddress) -> Result<Address> {
@@ -465,22 +316,21 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
     }
 }
 
+/// What becomes of an unlink whose peer gave no answer: a link that has ended is one that is unlinked
+/// (`both_sides_may_unlink_at_once`).
 #[cold]
-fn unlink_failed(error: Error) -> Error {
+fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
+    if error.kind() == ErrorKind::NotLinked {
+        // What ended the call may be the peer's own unlink, whose goodbye comes by another stream: it is waited for.
+        link.answers(link::ANSWER_TIME.min(deadline.left()));
+    }
     match error.kind() {
-        ErrorKind::Timeout | ErrorKind::Interrupted => error,
+        ErrorKind::Timeout | ErrorKind::Interrupted => Err(error),
+        _ if !link.alive() => Ok(()),
         _ => {
             let text = "the peer could not be told; the link is dropped on this side";
-            Error::new(ErrorKind::UnlinkFailed, text).because(error)
+            Err(Error::new(ErrorKind::UnlinkFailed, text).because(error))
         }
-    }
-}
-
-fn transport_name(address: &Address) -> &'static str {
-    match address {
-        Address::Tcp(_) => "tcp",
-        Address::Unix(_) => "shm",
-        Address::Local(_) => "local",
     }
 }
 

@@ -68,6 +68,11 @@ impl Reach {
         &self.generations
     }
 
+    /// Whether a pool of the peer can be read in place.
+    pub(crate) fn pooled(&self) -> bool {
+        self.pools.iter().any(Option::is_some)
+    }
+
     /// Why the peer's registered memory cannot be read by process id, if it cannot.
     pub(crate) fn refusal(&self) -> Option<&str> {
         self.process.as_ref().err().map(String::as_str)
@@ -102,6 +107,12 @@ impl Reach {
         };
         Ok(Some(Arc::new(tensors)))
     }
+}
+
+/// Whether this system keeps processes from reading each other unless they allow it.
+pub(super) fn guarded() -> bool {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
 struct Taken {

@@ -3,7 +3,6 @@
 //! Not for: sockets; whatever has to be closed or told is handed out, and done by the caller without the lock.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -14,10 +13,13 @@ use super::link::{Kind, Link, broken};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
-use crate::transport::{Address, Listener, Stream};
+use crate::transport::Stream;
 
-/// Strangers that may be greeting at a time; one more, and the oldest has to go.
-const MOST_STRANGERS: usize = 64;
+/// Strangers that may be greeting at a time; one more, and the oldest has to go
+/// (`strangers_keep_no_peer_out`).
+const MOST_STRANGERS: usize = 256;
+/// Links of one engine, far above what anybody makes (python-api.md §16 names 512).
+const MOST_LINKS: usize = 4096;
 /// Lines that are kept for the log; the oldest go first.
 const MOST_NOTES: usize = 256;
 /// Broken links whose reason is kept.
@@ -40,11 +42,10 @@ struct Entries {
     linking: HashSet<ClusterId>,
     comms: HashMap<u64, Arc<Communicator>>,
     last_comm: u64,
-    main: Option<Arc<dyn Listener>>,
-    local: Option<(String, Arc<dyn Listener>)>,
-    /// Those of communicators.
-    others: HashMap<Address, Arc<dyn Listener>>,
-    strangers: VecDeque<Arc<Stream>>,
+    /// The engine is taking another role: no link may come about.
+    quiet: bool,
+    /// And whether they have proved that they know the token: those are left alone.
+    strangers: VecDeque<(Arc<Stream>, bool)>,
     notes: VecDeque<String>,
 }
 
@@ -61,22 +62,33 @@ impl Drop for TurnToLink<'_> {
     }
 }
 
+/// No link comes about while this lives.
+pub(super) struct Quiet<'a>(&'a State);
+
+impl Drop for Quiet<'_> {
+    fn drop(&mut self) {
+        self.0.locked().quiet = false;
+    }
+}
+
 impl State {
-    /// Waits while somebody else links `cluster`, and refuses if it is linked already.
-    pub(super) fn turn_to_link(
-        &self,
-        cluster: ClusterId,
-        both_ways: bool,
-        deadline: Deadline,
-    ) -> Result<TurnToLink<'_>> {
+    /// Refuses if there is a link, or one on the way; until what is returned goes, none can come about.
+    pub(super) fn quiet(&self) -> Result<Quiet<'_>> {
+        let mut entries = self.locked();
+        entries.open()?;
+        if entries.any() {
+            let text = "there are links; unlink them before the role is switched";
+            return Err(Error::new(ErrorKind::LinksExist, text));
+        }
+        entries.quiet = true;
+        Ok(Quiet(self))
+    }
+
+    /// Waits while somebody else links `cluster`.
+    pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<TurnToLink<'_>> {
         let mut entries = self.locked();
         loop {
             entries.open()?;
-            if let Some(link) = entries.linked_already(cluster, both_ways) {
-                let error =
-                    Error::new(ErrorKind::AlreadyLinked, format!("cluster {cluster} is linked already"));
-                return Err(error.with("peer", &link.peer().address));
-            }
             if entries.linking.insert(cluster) {
                 return Ok(TurnToLink { state: self, cluster });
             }
@@ -84,10 +96,34 @@ impl State {
         }
     }
 
-    /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind.
+    /// A link that keeps `link_clusters` from making another. One that the peer made counts unless both sides may.
+    pub(super) fn linked_already(&self, cluster: ClusterId, both_ways: bool) -> Option<Arc<Link>> {
+        let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
+        self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind()))
+    }
+
+    /// Links that another process of the same cluster id has, and that look alive.
+    pub(super) fn rivals(&self, link: &Link) -> Vec<Arc<Link>> {
+        let mut all = self.of(link.peer().cluster);
+        all.retain(|other| other.peer().instance != link.peer().instance && other.alive());
+        all
+    }
+
+    /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind. One of a
+    /// communicator that has been left is refused (`nothing_is_left_of_a_communicator_that_was_left_at_once`).
     pub(super) fn enroll(&self, link: &Arc<Link>) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.locked();
         entries.open()?;
+        if let Kind::Communicator(id) = link.kind()
+            && !entries.comms.contains_key(&id)
+        {
+            return Err(unknown_comm(id));
+        }
+        if entries.links.values().map(Vec::len).sum::<usize>() >= MOST_LINKS {
+            return Err(
+                Error::new(ErrorKind::LinkFailed, "there are too many links").with("limit", MOST_LINKS)
+            );
+        }
         let all = entries.links.entry(link.peer().cluster).or_default();
         let replaced = |old: &Arc<Link>| {
             let restarted = old.peer().instance != link.peer().instance;
@@ -164,10 +200,7 @@ impl State {
 
     /// Whether there is a link, or one on the way.
     pub(super) fn any(&self) -> bool {
-        let entries = self.locked();
-        !entries.links.is_empty()
-            || !entries.linking.is_empty()
-            || entries.comms.values().any(|comm| comm.preparing())
+        self.locked().any()
     }
 
     /// Whether a communicator was ever entered.
@@ -228,88 +261,55 @@ impl State {
     /// A stranger that greets; the oldest of too many is sent away.
     pub(super) fn greet(&self, stranger: &Arc<Stream>) {
         let mut entries = self.locked();
-        entries.strangers.push_back(stranger.clone());
-        let oldest =
-            (entries.strangers.len() > MOST_STRANGERS).then(|| entries.strangers.pop_front()).flatten();
+        entries.strangers.push_back((stranger.clone(), false));
+        let unproven = |entries: &Entries| entries.strangers.iter().filter(|(_, proven)| !proven).count();
+        let oldest = (unproven(&entries) > MOST_STRANGERS)
+            .then(|| entries.strangers.iter().position(|(_, proven)| !proven))
+            .flatten()
+            .and_then(|at| entries.strangers.remove(at));
         let closed = entries.closed;
         drop(entries);
         if closed {
             stranger.close();
         }
-        if let Some(oldest) = oldest {
+        if let Some((oldest, _)) = oldest {
             oldest.close();
+        }
+    }
+
+    /// A stranger that knows the token.
+    pub(super) fn proven(&self, stranger: &Arc<Stream>) {
+        for (known, proven) in &mut self.locked().strangers {
+            *proven |= Arc::ptr_eq(known, stranger);
         }
     }
 
     /// A stranger that has greeted, or gone.
     pub(super) fn greeted(&self, stranger: &Arc<Stream>) {
-        self.locked().strangers.retain(|known| !Arc::ptr_eq(known, stranger));
+        self.locked().strangers.retain(|(known, _)| !Arc::ptr_eq(known, stranger));
     }
 
-    /// Where peers are listened for.
-    pub(super) fn listening(&self) -> Option<SocketAddr> {
-        match self.locked().main.as_ref()?.address() {
-            Address::Tcp(address) => Some(address),
-            _ => None,
-        }
-    }
-
-    pub(super) fn take_main(&self) -> Option<Arc<dyn Listener>> {
-        self.locked().main.take()
-    }
-
-    pub(super) fn put_main(&self, listener: Option<Arc<dyn Listener>>) {
-        self.locked().main = listener;
-    }
-
-    /// The abstract name of the local socket.
-    pub(super) fn local_name(&self) -> Option<String> {
-        self.locked().local.as_ref().map(|(name, _)| name.clone())
-    }
-
-    pub(super) fn put_local(&self, name: String, listener: Arc<dyn Listener>) {
-        self.locked().local = Some((name, listener));
-    }
-
-    /// Whether a communicator's listener is at `address` already.
-    pub(super) fn listens_at(&self, address: &Address) -> bool {
-        self.locked().others.contains_key(address)
-    }
-
-    pub(super) fn put_other(&self, asked: Address, listener: Arc<dyn Listener>) {
-        self.locked().others.insert(asked, listener);
-    }
-
-    pub(super) fn take_other(&self, asked: &Address) -> Option<Arc<dyn Listener>> {
-        self.locked().others.remove(asked)
-    }
-
-    /// Ends everything; hands out the listeners to close.
-    pub(super) fn close(&self) -> Vec<Arc<dyn Listener>> {
+    /// Ends everything.
+    pub(super) fn close(&self) {
         let mut entries = self.locked();
         entries.closed = true;
         let links: Vec<_> = entries.links.drain().flat_map(|(_, all)| all).collect();
         let comms: Vec<_> = entries.comms.drain().map(|(_, comm)| comm).collect();
         let strangers: Vec<_> = entries.strangers.drain(..).collect();
-        let local = entries.local.take().map(|(_, listener)| listener);
-        let listeners = entries.main.take().into_iter().chain(local);
-        let listeners: Vec<_> = listeners.chain(entries.others.drain().map(|(_, other)| other)).collect();
         drop(entries);
         for comm in comms {
             comm.abandon();
         }
-        for stranger in strangers {
-            stranger.close();
-        }
         for link in links {
-            let _ = link.tell(&crate::wire::Control::Bye {
-                reason: "the peer was finalized".into(),
-                unlinked: false,
-            });
+            let reason = "the peer was finalized".into();
+            let _ = link.tell(&crate::wire::Control::Bye { reason, unlinked: false });
             link.shatter("this engine was finalized");
         }
+        // After the goodbyes: the control stream of a link that has just been made may still be among them.
+        for (stranger, _) in strangers {
+            stranger.close();
+        }
         self.changed.notify_all();
-        listeners
     }
 
     /// A line for the log.
@@ -349,13 +349,18 @@ impl State {
 
 impl Entries {
     fn open(&self) -> Result<()> {
-        if self.closed { Err(Error::new(ErrorKind::Closed, "the engine was finalized")) } else { Ok(()) }
+        if self.closed {
+            return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
+        }
+        if self.quiet {
+            return Err(Error::new(ErrorKind::LinkFailed, "the engine is taking another role; link again"));
+        }
+        Ok(())
     }
 
-    /// A link that keeps `link_clusters` from making another. One that the peer made counts unless both sides may.
-    fn linked_already(&self, cluster: ClusterId, both_ways: bool) -> Option<&Arc<Link>> {
-        let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
-        self.links.get(&cluster)?.iter().find(|link| link.alive() && counts(link.kind()))
+    fn any(&self) -> bool {
+        let preparing = || self.comms.values().any(|comm| comm.preparing());
+        !self.links.is_empty() || !self.linking.is_empty() || preparing()
     }
 
     #[cold]

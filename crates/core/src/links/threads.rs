@@ -3,28 +3,37 @@
 //! Not for: workers that copy (`engine::workers`).
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::Builder;
+use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
+
+use hashbrown::HashSet;
 
 use crate::error::{Error, ErrorKind, Result};
 
 /// Enough for a request and its plan, which live on the heap.
 const STACK: usize = 512 << 10;
 
-/// How many run.
+/// Which run.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
-    running: Mutex<usize>,
+    running: Mutex<Running>,
     ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Running {
+    count: usize,
+    /// Those that have begun.
+    ids: HashSet<ThreadId>,
 }
 
 impl Threads {
     /// Runs `work` on a thread of its own.
     pub(super) fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        *self.locked() += 1;
-        let leaving = Leaving(self.clone());
+        self.locked().count += 1;
+        let mut leaving = Leaving(self.clone(), None);
         let started = Builder::new().name(name.into()).stack_size(STACK).spawn(move || {
-            let _leaving = leaving;
+            leaving.begin();
             work();
         });
         started.map(|_| ()).map_err(|error| {
@@ -36,9 +45,9 @@ impl Threads {
     /// Waits until all have ended, at most `limit`. A thread that closes its own engine does not wait for itself.
     pub(super) fn wait(&self, limit: Duration) {
         let until = Instant::now() + limit;
-        let own = usize::from(std::thread::current().name().is_some_and(|name| name.starts_with("llm-")));
         let mut running = self.locked();
-        while *running > own {
+        let own = usize::from(running.ids.contains(&std::thread::current().id()));
+        while running.count > own {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -47,17 +56,28 @@ impl Threads {
         }
     }
 
-    fn locked(&self) -> MutexGuard<'_, usize> {
+    fn locked(&self) -> MutexGuard<'_, Running> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Counts a thread out, however it ends; also one that was never started.
-struct Leaving(Arc<Threads>);
+struct Leaving(Arc<Threads>, Option<ThreadId>);
+
+impl Leaving {
+    fn begin(&mut self) {
+        let id = std::thread::current().id();
+        self.0.locked().ids.insert(id);
+        self.1 = Some(id);
+    }
+}
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        *self.0.locked() -= 1;
+        let mut running = self.0.locked();
+        running.count -= 1;
+        self.1.map(|id| running.ids.remove(&id));
+        drop(running);
         self.0.ended.notify_all();
     }
 }

@@ -55,7 +55,7 @@ impl CopyPlan {
         let waves =
             if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
         let merged = waves.into_iter().map(|mut wave| {
-            wave.sort_unstable();
+            order::by_source(&mut wave);
             let pieces =
                 wave.iter().map(|&(src, dst)| Piece { src: src * bytes, dst: dst * bytes, len: bytes });
             order::strided(&order::contiguous(pieces))
@@ -74,7 +74,7 @@ impl CopyPlan {
             vec![pieces.clone()]
         };
         let merged = waves.into_iter().map(|mut wave| {
-            wave.sort_unstable_by_key(|piece| (piece.src, piece.dst));
+            order::by_source(&mut wave);
             let pieces = wave.iter().map(|&Move { src, dst, len }| Piece { src, dst, len });
             order::strided(&order::contiguous(pieces))
         });

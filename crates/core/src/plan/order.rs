@@ -32,11 +32,56 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> bool {
         return false;
     }
     let mut written: Vec<u64> = pairs.iter().map(|pair| pair.ends().1).collect();
-    written.sort_unstable();
+    sort_by_number(&mut written, |&dst| dst);
     if written.windows(2).any(|two| two[0] == two[1]) {
         return true;
     }
     ends == Ends::OneCache && pairs.iter().any(|pair| written.binary_search(&pair.ends().0).is_ok())
+}
+
+/// Sorts pairs by where they read, those that read the same place by where they write.
+pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) {
+    sort_by_number(pairs, |pair| pair.ends().0);
+    for fan in pairs.chunk_by_mut(|a, b| a.ends().0 == b.ends().0) {
+        fan.sort_unstable_by_key(|pair| pair.ends().1);
+    }
+}
+
+/// Sorts by a number, equal ones in the order they had. Lists of blocks are long and their numbers differ in few bits, so
+/// long lists are dealt out digit by digit: a quarter of the time of comparing (`tests/rust/plan.rs` compares the results).
+pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) {
+    const DIGIT: u32 = 11;
+    const FEW: usize = 512;
+    if items.is_sorted_by_key(&number) {
+        return;
+    }
+    if items.len() < FEW {
+        items.sort_by_key(number);
+        return;
+    }
+    let (all, any) =
+        items.iter().fold((u64::MAX, 0), |(all, any), item| (all & number(item), any | number(item)));
+    let differing = all ^ any;
+    let mut shift = differing.trailing_zeros();
+    let mut dealt = items.clone();
+    while shift < u64::BITS - differing.leading_zeros() {
+        let digit = |item: &T| usize::try_from((number(item) >> shift) & ((1 << DIGIT) - 1)).unwrap_or(0);
+        let mut next = [0usize; 1 << DIGIT];
+        for item in items.iter() {
+            next[digit(item)] += 1;
+        }
+        let mut start = 0;
+        for place in &mut next {
+            start += std::mem::replace(place, start);
+        }
+        for item in items.iter() {
+            let place = &mut next[digit(item)];
+            dealt[*place] = *item;
+            *place += 1;
+        }
+        std::mem::swap(items, &mut dealt);
+        shift += DIGIT;
+    }
 }
 
 /// Splits pairs into waves: each pair runs as early as the pairs before it that touch its blocks allow.

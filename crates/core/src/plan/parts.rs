@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::CopyPlan;
+use super::order::sort_by_number;
 use super::wave::{Span, Wave};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -149,7 +150,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: impl Fn(&Span) -> (u64, i64)) -> Ve
             (0..span.count).for_each(|k| add(at(start, step, k), span.len));
         }
     }
-    touched.sort_unstable();
+    sort_by_number(&mut touched, |&(first, _)| first);
     let mut rows = Vec::new();
     let mut next = 0;
     for (first, last) in touched {

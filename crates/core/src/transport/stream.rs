@@ -241,25 +241,31 @@ impl Stream {
 
     /// Sends the bytes of `windows`, one after the other, from where they are.
     pub fn send_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
-        self.windows(windows, Way::Out, deadline)
+        self.windows(windows, Way::Out, deadline, &mut 0)
     }
 
     /// Receives as many bytes as `windows` hold, one after the other, to where they belong.
     pub fn receive_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
-        self.windows(windows, Way::In, deadline)
+        self.windows(windows, Way::In, deadline, &mut 0)
     }
 
-    fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline) -> Result<()> {
+    /// As [`receive_windows`](Self::receive_windows); `done` says how many bytes are in place, also after a failure.
+    pub fn receive_counted(&self, windows: &[Window<'_>], deadline: Deadline, done: &mut u64) -> Result<()> {
+        self.windows(windows, Way::In, deadline, done)
+    }
+
+    fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
         let mut transfer = Transfer::new(self, way, deadline);
         // Windows that are done leave the list, so that no step walks over them again.
-        let (mut windows, mut skip, mut done) = (windows, 0, 0);
+        let (mut windows, mut skip) = (windows, 0);
+        *done = 0;
         while let Some(first) = windows.first() {
             if skip >= first.len() {
                 (windows, skip) = (&windows[1..], skip - first.len());
                 continue;
             }
-            let bytes = transfer.next(done, || self.step_windows(windows, skip, way))? as u64;
-            (skip, done) = (skip + bytes, done + bytes);
+            let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
+            (skip, *done) = (skip + bytes, *done + bytes);
         }
         Ok(())
     }

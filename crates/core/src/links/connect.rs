@@ -1,0 +1,191 @@
+//! Making a link, as the side that dials, and entering it, on either side.
+//!
+//! Not for: what is said in a greeting (`greeting`), or the side that accepts (`accept`).
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::dialer::Dialer;
+use super::link::{ANSWER_TIME, Kind, Link, Peer};
+use super::reach::{self, Reach};
+use super::{Shared, greeting, keeper, talk};
+use crate::config::TransportChoice;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{ClusterId, Deadline};
+use crate::transport::{Address, Stream};
+use crate::wire::{Comm, Control, GREETING_LIMIT, Party, Purpose};
+
+impl Shared {
+    /// Refuses if `cluster` is linked already. A link whose peer does not answer any more is none: it makes
+    /// room (`a_dead_link_makes_room`).
+    pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
+        let both_ways = self.cluster.config.links.both_ways;
+        while let Some(link) = self.state.linked_already(cluster, both_ways) {
+            if link.answers(ANSWER_TIME.min(deadline.left() / 2)) {
+                let text = format!("cluster {cluster} is linked already");
+                return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
+            }
+            self.lost(&link, "the peer did not answer when it was to be linked again");
+        }
+        Ok(())
+    }
+
+    /// Makes a link to whoever answers at `address`, by way of the local socket where both are on one host, if the
+    /// same process answers there (`another_process_at_the_local_socket_is_not_the_peer`).
+    pub(super) fn connect(
+        self: &Arc<Self>,
+        address: &Address,
+        asked: ClusterId,
+        comm: Option<&Comm>,
+        kind: Kind,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
+        let choice = self.cluster.config.links.transport;
+        let link = u64::from_le_bytes(greeting::random()?);
+        let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
+        let probe_local = choice != TransportChoice::Tcp && matches!(address, Address::Tcp(_));
+        let dialer = self.dialer(address.clone());
+        let (stream, welcome) = dialer.greet(Some(asked), purpose(probe_local), deadline)?;
+        let Some(name) = welcome.local.filter(|_| probe_local) else {
+            return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
+        };
+        drop(stream);
+        let local = self.dialer(Address::Unix(name));
+        let shown = Some(address.to_string());
+        let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
+            if near.from.instance != welcome.from.instance {
+                let text = "another process answers at the local socket that the peer named";
+                return Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &local.address));
+            }
+            self.establish(local, stream, &near.from, kind, link, shown, deadline)
+        });
+        let Err(why) = near else { return near };
+        let over = why.kind() == ErrorKind::Interrupted || deadline.passed();
+        if choice == TransportChoice::Shm || over {
+            return Err(why);
+        }
+        self.state.note(format!("cluster {asked} is on this host, but only sockets reach it: {why}"));
+        let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
+        self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
+    }
+
+    /// The dialling side's half of a link: see what can be seen of the peer, and wait for its word that it has its half.
+    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
+    fn establish(
+        self: &Arc<Self>,
+        dialer: Dialer,
+        stream: Stream,
+        from: &Party,
+        kind: Kind,
+        id: u64,
+        shown: Option<String>,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
+        let transport = transport_name(&dialer.address);
+        let reach = self.reach(&stream, deadline)?;
+        if reach.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
+            let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
+            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
+        }
+        let up: Control = talk::hear(&stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        if up != Control::Pong {
+            return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
+        }
+        let address = shown.unwrap_or_else(|| dialer.address.to_string());
+        let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
+        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer));
+        self.enroll(&link)?;
+        Ok(link)
+    }
+
+    /// What can be seen of the peer's memory over `stream`.
+    pub(super) fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
+        if !stream.carries_descriptors() {
+            return Ok(None);
+        }
+        let reach = Reach::exchange(&self.cluster, stream, deadline)?;
+        if reach::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
+            self.state.note(
+                "this process may be read by every process of its user from now on (Yama's ptrace_scope is lifted for \
+                 it, so that peers of this host can read registered caches); llm.LinkTransport = tcp avoids it"
+                    .into(),
+            );
+        }
+        Ok(Some(reach))
+    }
+
+    /// Enters a link that is complete, in place of what the same peer left behind. Another process of the same cluster
+    /// id keeps its link as long as it answers (`a_process_that_was_replaced_is_noticed`).
+    pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
+        self.keep()?;
+        let Peer { cluster, instance, .. } = link.peer();
+        let restarted = self.state.rivals(link);
+        if let Some(rival) = restarted.iter().find(|rival| rival.answers(ANSWER_TIME / 2)) {
+            let text = format!(
+                "another process of cluster {cluster} is linked with cluster {} and answers: two processes cannot \
+                 share a cluster id",
+                self.me.party.cluster
+            );
+            return Err(Error::new(ErrorKind::LinkFailed, text).with("other", &rival.peer().address));
+        }
+        for stale in self.state.enroll(link)? {
+            let again = stale.peer().instance == *instance;
+            let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
+            if stale.alive() {
+                self.state.note(format!("a link to cluster {cluster} was replaced: {why}"));
+            }
+            stale.shatter(why);
+        }
+        if cluster.0 == self.me.party.cluster && *instance != self.me.party.instance {
+            self.shares_its_id.store(true, Ordering::Relaxed);
+        }
+        self.state.note(link.report());
+        self.bell.ring();
+        Ok(())
+    }
+
+    /// Starts the thread that keeps links, once.
+    fn keep(self: &Arc<Self>) -> Result<()> {
+        let mut keeping = self.keeping.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*keeping {
+            let (weak, bell) = (Arc::downgrade(self), self.bell.clone());
+            self.threads.spawn("llm-links", move || keeper::keep(&weak, &bell))?;
+            *keeping = true;
+        }
+        Ok(())
+    }
+
+    fn dialer(&self, address: Address) -> Dialer {
+        let transport = match address {
+            Address::Unix(_) => self.transports.unix.clone(),
+            _ => self.transports.tcp.clone(),
+        };
+        Dialer { transport, address, me: self.me.clone(), token: self.cluster.config.links.token.clone() }
+    }
+}
+
+impl Link {
+    /// One line for the log.
+    fn report(&self) -> String {
+        let transport = self.transport();
+        let way = match self.reach() {
+            Some(reach) => {
+                let pools = if reach.pooled() { "pools mapped, " } else { "" };
+                let why = reach.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
+                format!("{transport}: {pools}registered memory by {why}")
+            }
+            None => format!("{transport}: sockets"),
+        };
+        let Peer { cluster, address, .. } = self.peer();
+        format!("linked with cluster {cluster} at {address} over {way}")
+    }
+}
+
+fn transport_name(address: &Address) -> &'static str {
+    match address {
+        Address::Tcp(_) => "tcp",
+        Address::Unix(_) => "shm",
+        Address::Local(_) => "local",
+    }
+}

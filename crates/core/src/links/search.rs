@@ -1,0 +1,174 @@
+//! The search for members of a communicator: the side of higher rank dials, again and again, until `link_total_time` has
+//! passed; who was here before and has gone is looked for without end, with longer rests.
+//!
+//! Not for: what a communicator is and where it listens (`communicator`).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::Shared;
+use super::communicator::{CommStatus, Communicator, Progress};
+use super::link::{Kind, Link};
+use crate::check::ranks::RankEnd;
+use crate::config::TransportChoice;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{ClusterId, Deadline};
+use crate::transport::Address;
+
+/// Rest between two rounds of tries: short at first, because peers often start together.
+const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
+/// Longest rest once `link_total_time` has passed and a member that was here before is still away.
+const LONG_REST: Duration = Duration::from_secs(5);
+
+/// A link of a communicator broke: where this side dials, it looks for the member again.
+pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
+    let Kind::Communicator(id) = link.kind() else { return };
+    let Some(comm) = shared.state.comm_by_id(id) else { return };
+    if !comm.dials(link.peer().cluster) {
+        return;
+    }
+    comm.miss(link.peer().cluster);
+    if let Err(error) = look(shared, &comm) {
+        shared.state.note(format!("cluster {} is not looked for again: {error}", link.peer().cluster));
+    }
+}
+
+/// Starts the thread that looks for members, unless there is one.
+pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
+    if std::mem::replace(&mut comm.locked().looking, true) {
+        comm.changed.notify_all();
+        return Ok(());
+    }
+    let (weak, looking) = (Arc::downgrade(shared), comm.clone());
+    let started = shared.threads.spawn("llm-comm", move || {
+        let deadline = Deadline::after(looking.limit).named("link_total_time");
+        let (mut rest, mut told) = (*RESTS.start(), false);
+        while let Some(shared) = weak.upgrade() {
+            looking.round(&shared, deadline);
+            if !looking.goes_on(&shared, deadline, &mut told) {
+                return;
+            }
+            drop(shared);
+            let most = if told { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
+            let woken = looking.rest(rest.min(most));
+            rest = if woken { *RESTS.start() } else { (rest * 2).min(LONG_REST) };
+        }
+    });
+    // Whoever asked for it meanwhile found that somebody was looking: nobody is, and the next one to ask is told.
+    started.inspect_err(|_| comm.locked().looking = false)
+}
+
+impl Communicator {
+    /// Whether this side dials to `cluster`: the higher rank does.
+    fn dials(&self, cluster: ClusterId) -> bool {
+        let rank = |id| self.ends.iter().find(|end| end.cluster == id).map(|end| end.rank);
+        rank(cluster) < rank(self.own)
+    }
+
+    /// Tries every missing member that this side dials.
+    fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
+        let missing = self.locked().missing.clone();
+        for end in self.ends.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
+            match self.reach(shared, end, deadline) {
+                Ok(link) => {
+                    self.join(end.cluster);
+                    // It may have gone before it was known to be here.
+                    if !link.alive() {
+                        self.miss(end.cluster);
+                    }
+                    shared.state.announce();
+                }
+                Err(error) => drop(self.locked().why.insert(end.cluster, error.to_string())),
+            }
+        }
+    }
+
+    /// Whether it is worth another round; if not, nobody is looking any more from this moment on. When the first limit has
+    /// passed, those who were never here are given up, and the others looked for without end
+    /// (`a_member_that_stays_away_for_long_is_met_again`).
+    fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, told: &mut bool) -> bool {
+        let mut progress = self.locked();
+        let late = deadline.passed() && !progress.left && !progress.missing.is_empty() && !*told;
+        let note = late.then(|| self.report(&progress));
+        if late {
+            *told = true;
+            if progress.status == CommStatus::Preparing {
+                progress.status = CommStatus::Failed;
+            }
+            let Progress { missing, met, .. } = &mut *progress;
+            missing.retain(|cluster| met.contains(cluster) && self.dials(*cluster));
+        }
+        let on = !progress.left && !progress.missing.is_empty();
+        progress.looking = on;
+        drop(progress);
+        if let Some(note) = note {
+            shared.state.note(note);
+            shared.state.announce();
+        }
+        on
+    }
+
+    /// Tries the addresses at which a member may be.
+    fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<Arc<Link>> {
+        let local =
+            (shared.cluster.config.links.transport != TransportChoice::Tcp).then(|| self.local_address(end));
+        let comm = self.at(end);
+        let mut first = None;
+        for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
+            if self.locked().left {
+                break;
+            }
+            // Half of what is left, so that one silent stranger leaves time for the next port.
+            let left = if deadline.passed() { self.limit } else { deadline.left() };
+            let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one try");
+            let kind = Kind::Communicator(self.id);
+            let error = match shared.connect(&address, end.cluster, Some(&comm), kind, limit) {
+                Ok(link) => return Ok(link),
+                Err(error) => error,
+            };
+            // The further ports are of no use where the host itself does not answer. A stranger at this port may take
+            // the connection and say nothing: that says nothing of the next.
+            let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
+            if matches!(address, Address::Tcp(_)) {
+                first = first.or(Some(error.with("chosen_by", end.why)));
+            }
+            if silent {
+                break;
+            }
+        }
+        Err(first.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "the member has no address")))
+    }
+
+    /// Whether somebody woke it early.
+    fn rest(&self, rest: Duration) -> bool {
+        let progress = self.locked();
+        if progress.left {
+            return true;
+        }
+        let waited = self.changed.wait_timeout(progress, rest);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// What has come of the search, for people.
+    fn report(&self, progress: &Progress) -> String {
+        let view: Vec<String> =
+            progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
+        let what = match progress.status {
+            CommStatus::Preparing => "failed",
+            CommStatus::Ready | CommStatus::Failed => "has lost members, who are still looked for",
+        };
+        format!("link({:?}) {what} after {} ms: {}", self.comm.name, self.limit.as_millis(), view.join("; "))
+    }
+
+    /// What was tried for one member, for people.
+    fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
+        let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else {
+            return cluster.to_string();
+        };
+        let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
+        let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
+        let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
+        format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
+    }
+}

@@ -1,0 +1,612 @@
+"""Peers that die, stop, fall silent or restart: calls end in time with a code and a reason, and linking again works.
+
+Real processes and real signals; a wire that can be cut (`Proxy`) for what signals cannot do. LLM_DATADIST_SOAK is the
+number of rounds of the random kills. Not for: strangers at the door (`test_door.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from llm_datadist import LLMException
+from peers import (
+    LIMIT,
+    OK,
+    SOAK,
+    THOROUGH,
+    TIMEOUT,
+    UNLINKED,
+    End,
+    Ends,
+    Peer,
+    Proxy,
+    Refused,
+    Stranger,
+    by_blocks,
+    by_request,
+    by_slot,
+    code,
+    equal,
+    eventually,
+    linked,
+    options,
+    pattern,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GRACE = 0.5  # seconds a call may take beyond its limit
+QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 400}
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Ends() as made:
+        yield made
+
+
+@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Mode and transport."""
+    accessible, transport = request.param
+    return {"accessible": accessible, "llm__LinkTransport": transport}
+
+
+def owned(far: Peer, seed: int = 1, name: str = "f") -> None:
+    """A blocks cache of the peer."""
+    far.allocate(name, 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+
+
+def pulls(near: End, name: str = "n", cluster: int = 2) -> str:
+    """Pull the blocks cache of the peer; the code."""
+    return code(near.pull_blocks, by_blocks(cluster), name, range(4), range(4))
+
+
+def target(near: Any, name: str = "n") -> None:
+    """Where pulls go to."""
+    near.allocate(name, 4, 5000, 2, blocks=True)
+
+
+def _settled(end: Any, most: dict[str, int]) -> dict[str, int]:
+    """The resources of a process, once it has no more threads and descriptors than it had."""
+
+    def less() -> dict[str, int] | None:
+        now: dict[str, int] = end.resources()
+        return now if all(now[name] <= most[name] for name in ("threads", "descriptors")) else None
+
+    found: dict[str, int] = eventually(less, what=f"at most {most}")
+    return found
+
+
+# -- kills ---------------------------------------------------------------------------------------------------------
+
+
+def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> None:
+    """200 rounds over the four ways; LLM_DATADIST_SOAK names another number for each way."""
+    nursery = ends.spare()
+    settings = options(pool=4 << 20, **way)
+    near = ends.near({**settings, "llm.SyncKvCacheWaitTime": "3000"})
+    rows, row_bytes = 8, 100_000
+    near.allocate("batch", 1, row_bytes, 2)
+    near.allocate("blocks", rows, row_bytes, 2, blocks=True)
+    batch, blocks = pattern(1, 2, rows, row_bytes), pattern(2, 2, rows, row_bytes)
+    chance = random.Random(4)  # noqa: S311
+    seen: dict[str, int] = {}
+    before = None
+    for round_ in range(SOAK or 50):
+        child, address = nursery.hatch({**settings, "llm.listenIpInfo": "127.0.0.1:0"}, 2, rows, row_bytes)
+        linked_code = near.link_clusters([(2, address)], 3000)
+        assert linked_code[0] == OK, (round_, linked_code)
+        delay = chance.choice([0, chance.random() * 0.002, chance.random() * 0.01])
+        killer = threading.Timer(delay, os.kill, (child, signal.SIGKILL))
+        killer.start()
+        until = time.monotonic() + LIMIT
+        told = OK
+        while told == OK:
+            assert time.monotonic() < until, "pulls go on from the dead"
+            began = time.monotonic()
+            if chance.random() < 0.5:
+                told = code(near.pull_blocks, by_blocks(2), "blocks", range(rows), range(rows))
+                assert told != OK or equal(near.read("blocks"), blocks)
+            else:
+                told = code(near.pull_cache, by_slot(2, 1, 3), "batch")
+                assert told != OK or equal(near.read("batch"), [tensor[3:4] for tensor in batch])
+            assert time.monotonic() - began < 3 + GRACE
+        killer.join()
+        seen[told] = seen.get(told, 0) + 1
+        eventually(lambda: near.links() == [], what="the end of the link")
+        assert pulls(near, "blocks") == UNLINKED
+        if round_ == 5:
+            before = near.resources()
+    assert before is not None
+    after = _settled(near, before)
+    assert after["mappings"] <= before["mappings"] + 20
+    assert after["resident"] < before["resident"] + (16 << 20)
+    assert set(seen) == {UNLINKED}, seen
+
+
+def test_a_killed_peer_is_noticed_and_the_reason_told(ends: Ends, way: dict[str, Any]) -> None:
+    near, far = ends.pair(**way)
+    owned(far)
+    target(near)
+    assert pulls(near) == OK
+    far.kill()
+    eventually(lambda: near.links() == [], 3, "the end of the link")
+    for _ in range(2):
+        told, seconds, text = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
+        assert told == UNLINKED
+        assert seconds < 1
+        assert "cluster 2" in text
+        assert "clos" in text or "broke" in text or "died" in text, text
+    again = ends.peer(options(**way))
+    assert near.link_clusters([again.at])[0] == OK
+    owned(again, 7)
+    assert pulls(near) == OK
+    assert equal(near.read("n"), pattern(7, 2, 4, 5000))
+
+
+def test_a_peer_that_restarts_under_its_id_is_linked_again_over_and_over(ends: Ends, way: dict[str, Any]) -> None:
+    near = ends.near(options(**way))
+    target(near)
+    for number in range(3):
+        far = ends.peer(options(**way))
+        owned(far, number)
+        # the old link may not have been noticed yet to be dead
+        at = far.at
+        eventually(lambda at=at: near.link_clusters([at])[1][0] == OK, 5, "the link")  # type: ignore[misc]
+        assert pulls(near) == OK
+        assert equal(near.read("n"), pattern(number, 2, 4, 5000))
+        far.kill()
+
+
+def test_the_death_of_one_peer_is_nothing_to_the_others(ends: Ends, way: dict[str, Any]) -> None:
+    settings = options(**way)
+    first, second = ends.peer(settings, cluster=2), ends.peer(settings, cluster=3)
+    near = ends.near(settings)
+    linked(near, first, second)
+    for far in (first, second):
+        owned(far, far.cluster)
+    target(near, "n2")
+    target(near, "n3")
+    failed: list[str] = []
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            told = pulls(near, "n3", 3)
+            if told != OK or not equal(near.read("n3"), pattern(3, 2, 4, 5000)):
+                failed.append(told)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        assert pulls(near, "n2", 2) == OK
+        first.kill()
+        eventually(lambda: pulls(near, "n2", 2) == UNLINKED)
+        time.sleep(0.1)
+    finally:
+        stop.set()
+        thread.join(LIMIT)
+    assert failed == []
+
+
+def test_a_child_of_a_dead_peer_does_not_keep_its_links_alive(ends: Ends) -> None:
+    near = ends.near()
+    for fork in (True, False):
+        far = ends.peer()
+        linked(near, far)
+        child = far.linger(fork)
+        try:
+            far.kill()
+            eventually(lambda: near.links() == [], 3, "the end of the link")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_puller_that_dies_holds_no_memory_and_takes_no_key(ends: Ends, way: dict[str, Any]) -> None:
+    near = ends.near(options(pool=8 << 20, listen="127.0.0.1:0", **way))
+    size = 400_000
+    for round_ in range(20 if THOROUGH else 3):
+        keys = [by_request(1, number) for number in range(4)]
+        cache = near.allocate("f", 4, size, 2, keys=keys, seed=round_)
+        far = ends.peer(options(pool=8 << 20, **way))
+        assert far.link_clusters([(1, near.listening())])[0] == OK
+        far.allocate("n", 1, size, 2)
+        key = by_slot(1, cache, 3) if way["accessible"] else by_request(1, 3)
+        far.begin("pull_cache", key, "n")
+        time.sleep(random.random() * 0.002)  # noqa: S311
+        far.kill()
+        eventually(lambda: near.links() == [], what="the end of the link")
+        near.deallocate("f")
+        assert near.used() > 0, "keys nobody pulled hold it"
+        for key in keys:
+            near.remove_key(key)
+        eventually(lambda: near.used() == 0, 3, "the memory")
+
+
+def test_memory_that_is_unmapped_while_it_is_pulled(ends: Ends, way: dict[str, Any]) -> None:
+    """The owner unregisters and returns memory to the system; the puller gets the bytes or a code, and lives."""
+    near, far = ends.pair(pool=8 << 20, **way)
+    near.allocate("n", 8, 200_000, 2, blocks=True)
+    stop = threading.Event()
+    seen: set[str] = set()
+    good = pattern(3, 2, 8, 200_000)
+
+    def pull() -> None:
+        while not stop.is_set():
+            seen.add(code(near.pull_blocks, by_blocks(2), "n", range(8), range(8)))
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    try:
+        for _ in range(15):
+            far.register("f", 8, 200_000, 2, blocks=True, keys=[by_blocks(0)], accessible=True)
+            far.unregister("f")
+            far.forget("f")
+    finally:
+        stop.set()
+        thread.join(LIMIT)
+    assert "LLM_KV_CACHE_NOT_EXIST" in seen
+    assert seen <= {OK, "LLM_KV_CACHE_NOT_EXIST"}, seen
+    far.register("f", 8, 200_000, 2, blocks=True, keys=[by_blocks(0)], accessible=True, seed=3)
+    assert code(near.pull_blocks, by_blocks(2), "n", range(8), range(8)) == OK
+    assert equal(near.read("n"), good)
+
+
+# -- stopped peers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: Ends, transport: str) -> None:
+    near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
+    far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)], seed=1)
+    near.allocate("n", 1, 64, 2, seed=2)
+    far.stop()
+    try:
+        told, seconds, text = near.timed("pull_cache", by_request(2, 1), "n")
+    finally:
+        far.go_on()
+    assert told == TIMEOUT
+    assert 0.45 < seconds < 0.5 + GRACE
+    assert "2" in text
+    assert equal(near.read("n"), pattern(2, 2, 1, 64))
+    time.sleep(0.1)
+    near.unlink_clusters([far.at], 2000, force=True)
+    far.unlink_clusters([(1, None)], 2000, force=True)
+    linked(near, far)
+    assert code(near.pull_cache, by_request(2, 1), "n") == OK, "the key went with a pull that failed"
+    assert equal(near.read("n"), pattern(1, 2, 1, 64))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_one_sided_pull_from_a_stopped_peer_ends(ends: Ends, transport: str) -> None:
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
+    owned(far)
+    cold = far.allocate("cold", 1, 64, 2)
+    target(near)
+    near.allocate("n1", 1, 64, 2)
+    assert pulls(near) == OK
+    far.stop()
+    try:
+        told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
+        assert told in {OK, TIMEOUT}
+        assert seconds < 0.5 + GRACE
+        if transport == "auto":
+            assert told == OK, "it takes no part in it"
+        told, seconds, _ = near.timed("pull_cache", by_slot(2, cold), "n1")
+        assert told == TIMEOUT, "nobody tells where it lies"
+        assert seconds < 0.5 + GRACE
+        told, seconds, _ = near.timed("push_blocks", by_blocks(2), "n", [0], [0])
+        assert told == TIMEOUT, "a push needs the peer"
+        assert seconds < 0.5 + GRACE
+    finally:
+        far.go_on()
+
+
+def test_calls_from_many_threads_to_a_stopped_peer_all_end(ends: Ends) -> None:
+    near, far = ends.pair(llm__SyncKvCacheWaitTime=500)
+    owned(far)
+    for number in range(16):
+        target(near, f"n{number}")
+    calls = [["pull_blocks", [by_blocks(2), f"n{number}", [0], [0]], {}] for number in range(16)]
+    far.stop()
+    try:
+        began = time.monotonic()
+        codes = near.at_once(calls)
+        assert time.monotonic() - began < 0.5 + 2 * GRACE, "one waited for the other"
+    finally:
+        far.go_on()
+    assert set(codes) == {TIMEOUT}
+
+
+@pytest.mark.parametrize(("accessible", "transport"), [(False, "auto"), (True, "tcp")])
+def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bool, transport: str) -> None:
+    near, far = ends.pair(accessible=accessible, llm__LinkTransport=transport, **QUICK)
+    owned(far)
+    target(near)
+    assert pulls(near) == OK
+    time.sleep(0.8)
+    assert len(near.links()) == len(far.links()) == 1, "a living peer is not silent"
+    far.stop()
+    try:
+        began = time.monotonic()
+        eventually(lambda: near.links() == [], 5, "the end of the link")
+        assert time.monotonic() - began > 0.2
+        told, seconds, text = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
+        assert told == UNLINKED
+        assert seconds < GRACE
+        assert "cluster 2" in text
+        assert "ms" in text or "silen" in text, text
+        assert near.link_clusters([far.at], 300)[1] == [TIMEOUT]
+    finally:
+        far.go_on()
+    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, 5, "the link")
+    assert pulls(near) == OK
+    assert equal(near.read("n"), pattern(1, 2, 4, 5000))
+    eventually(lambda: len(far.links()) == 1)
+
+
+def test_unlinking_a_stopped_peer_ends_in_time(ends: Ends) -> None:
+    near, far = ends.pair()
+    far.stop()
+    try:
+        began = time.monotonic()
+        (told,) = near.unlink_clusters([far.at], 400)[1]
+        assert time.monotonic() - began < 0.4 + GRACE
+        assert told in {TIMEOUT, "LLM_UNLINK_FAILED"}
+        assert near.unlink_clusters([far.at], 400, force=True)[1] == [OK]
+        assert near.links() == []
+    finally:
+        far.go_on()
+    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, 5)
+
+
+def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> None:
+    near, far = ends.pair(**way)
+    owned(far)
+    target(near)
+    assert pulls(near) == OK
+    far.stop()
+    try:
+        began = time.monotonic()
+        near.finalize()
+        assert time.monotonic() - began < 3
+    finally:
+        far.go_on()
+
+
+# -- wires that break ----------------------------------------------------------------------------------------------
+
+TCP = {"llm__LinkTransport": "tcp"}
+
+
+@pytest.mark.parametrize("accessible", [False, True])
+def test_a_half_open_connection_is_noticed_by_both(ends: Ends, accessible: bool) -> None:
+    settings = options(accessible=accessible, **TCP, **QUICK, llm__SyncKvCacheWaitTime=400)
+    far, near = ends.peer(settings), ends.near(settings)
+    owned(far)
+    target(near)
+    with Proxy(far.address) as wire:
+        assert near.link_clusters([(2, wire.at)])[0] == OK
+        assert pulls(near) == OK
+        wire.deafen()
+        told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
+        assert told in {TIMEOUT, UNLINKED}
+        assert seconds < 0.4 + GRACE
+        eventually(lambda: near.links() == [], 5, "the end of the link here")
+        eventually(lambda: far.links() == [], 5, "the end of the link there")
+    linked(near, far)
+    assert pulls(near) == OK
+
+
+def _arrived(near: End, name: str, before: list[np.ndarray], after: list[np.ndarray], error: LLMException) -> int:
+    """Every row said to have arrived has; returns how many."""
+    rows = 0
+    for tensor, ranges in error.arrived:  # type: ignore[attr-defined]
+        for first, end in ranges:
+            got = near.read(name)[tensor][first:end]
+            assert np.array_equal(got, after[tensor][first:end]), f"tensor {tensor}, rows {first} to {end}"
+            rows += end - first
+    assert rows < sum(len(tensor) for tensor in before)
+    return rows
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("accessible", [False, True])
+def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut: bool) -> None:
+    settings = options(accessible=accessible, pool=8 << 20, **TCP, llm__SyncKvCacheWaitTime=700)
+    far, near = ends.peer(settings), ends.near(settings)
+    rows, row_bytes = 200, 10_000
+    far.allocate("f", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], seed=1)
+    near.allocate("n", rows, row_bytes, 2, blocks=True)
+    source, order = pattern(1, 2, rows, row_bytes), np.random.default_rng(1).permutation(rows)
+    wanted = [np.empty_like(tensor) for tensor in source]
+    for tensor in range(2):
+        wanted[tensor][order] = source[tensor]
+    with Proxy(far.address) as wire:
+        assert near.link_clusters([(2, wire.at)])[0] == OK
+        wire.allow("down", 2_500_000, cut=cut)
+        began = time.monotonic()
+        with pytest.raises(LLMException) as caught:
+            near.pull_blocks(by_blocks(2), "n", range(rows), order.tolist())
+        assert time.monotonic() - began < 0.7 + GRACE
+        assert caught.value.status_code.name == (UNLINKED if cut else TIMEOUT), str(caught.value)
+        arrived = _arrived(near, "n", source, wanted, caught.value)
+        assert arrived > 100, "most of what passed has arrived"
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
+    settings = options(accessible=True, pool=8 << 20, **TCP, llm__SyncKvCacheWaitTime=700)
+    far, near = ends.peer(settings), ends.near(settings)
+    rows, row_bytes = 200, 10_000
+    far.allocate("f", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)])
+    near.allocate("n", rows, row_bytes, 2, blocks=True, seed=1)
+    with Proxy(far.address) as wire:
+        assert near.link_clusters([(2, wire.at)])[0] == OK
+        wire.allow("up", 1_500_000, cut=cut)
+        told, seconds, text = near.timed("push_blocks", by_blocks(2), "n", range(rows), range(rows))
+        assert told == (UNLINKED if cut else TIMEOUT), text
+        assert seconds < 0.7 + GRACE
+    linked_again = eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, 8)
+    assert linked_again
+
+
+@pytest.mark.parametrize("passing", [0, 1, 9, 40, 100, 150, 200, 300] if THOROUGH else [0, 9, 100, 150])
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_greeting_that_breaks_is_no_link(ends: Ends, passing: int, cut: bool, direction: str) -> None:
+    settings = options(**TCP)
+    far, near = ends.peer(settings), ends.near(settings)
+    with Proxy(far.address) as wire:
+        wire.allow(direction, passing, cut=cut)
+        (told,) = near.link_clusters([(2, wire.at)], 300)[1]
+        if told == OK:
+            assert passing >= 100
+        else:
+            assert told in {TIMEOUT, "LLM_LINK_FAILED"}
+            assert near.links() == []
+            eventually(lambda: far.links() == [], 8, "the end of half a link")
+    near.unlink_clusters([(2, None)], 300, force=True)
+    linked(near, far)
+
+
+# -- forks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[str, Any]) -> None:
+    far, user = ends.peer(options(**way)), ends.peer(options(**way), cluster=3)
+    user.spoiled = True  # it has forked
+    assert user.link_clusters([far.at])[0] == OK
+    owned(far)
+    target(user)
+    pull = ["pull_blocks", by_blocks(2), "n", [0], [0]]
+    for call in (pull, ["links"], ["link_clusters", [far.at]], ["finalize"]):
+        status, told, seconds = user.fork_and_try(*call)
+        assert status == 7, (call[0], status, told)
+        assert seconds < 5
+        if call[0] != "finalize":
+            assert told.startswith(("LLM_FAILED", "RuntimeError")), told
+            assert "fork" in told, told
+    assert len(far.links()) == 1
+    user.pull_blocks(by_blocks(2), "n", range(4), range(4))
+    assert equal(user.read("n"), pattern(1, 2, 4, 5000))
+    assert user.unlink_clusters([far.at])[0] == OK
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+def _interrupted(user: Peer, answer: Any) -> None:
+    time.sleep(0.4)
+    began = time.monotonic()
+    user.signal(signal.SIGINT)
+    with pytest.raises(Refused) as caught:
+        answer.result()
+    assert caught.value.kind == "KeyboardInterrupt", str(caught.value)
+    assert time.monotonic() - began < 2
+
+
+def test_ctrl_c_ends_a_long_pull(ends: Ends) -> None:
+    settings = options(llm__SyncKvCacheWaitTime=60000)
+    far, user = ends.peer(settings), ends.peer(settings, cluster=3)
+    assert user.link_clusters([far.at])[0] == OK
+    owned(far)
+    target(user)
+    far.stop()
+    try:
+        _interrupted(user, user.begin("pull_blocks", by_blocks(2), "n", [0], [0]))
+    finally:
+        far.go_on()
+    user.unlink_clusters([far.at], 2000, force=True)
+    assert user.link_clusters([far.at])[0] == OK
+    user.pull_blocks(by_blocks(2), "n", range(4), range(4))
+    assert equal(user.read("n"), pattern(1, 2, 4, 5000))
+
+
+def test_ctrl_c_ends_link_clusters(ends: Ends) -> None:
+    far, user = ends.peer(), ends.peer(cluster=3)
+    with Stranger() as door:
+        _interrupted(user, user.begin("link_clusters", [(9, door.at)], 60000))
+    assert user.link_clusters([far.at])[0] == OK
+
+
+def test_ctrl_c_ends_a_pull_that_waits_for_a_link(ends: Ends) -> None:
+    import json  # noqa: PLC0415
+
+    from peers import free_ports  # noqa: PLC0415
+
+    user = ends.peer(options(llm__SyncKvCacheWaitTime=60000, llm__RankPort=free_ports()), cluster=3)
+    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
+    table = json.dumps({"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": devices}]})
+    comm = user.link("alone", {3: 0, 4: 1}, table)
+    target(user)
+    _interrupted(user, user.begin("pull_blocks", by_blocks(4), "n", [0], [0]))
+    assert user.status(comm) == "PREPARING"
+    user.unlink(comm)
+
+
+# -- rest and remains ----------------------------------------------------------------------------------------------
+
+
+def test_an_idle_linked_process_uses_no_cpu(ends: Ends) -> None:
+    seconds = 10 if THOROUGH else 3
+    quiet, loud = ends.peer(options(**TCP), cluster=2), ends.peer(cluster=3)
+    near = ends.near(options(**TCP))
+    linked(near, quiet)
+    other = ends.peer(cluster=4)
+    assert loud.link_clusters([other.at])[0] == OK
+    owned(quiet)
+    target(near)
+    assert pulls(near) == OK
+    time.sleep(0.3)  # what was made for the transfers is put away
+    away = [peer.begin("rest", seconds) for peer in (quiet, loud, other)]
+    used = [near.rest(seconds), *(answer.result() for answer in away)]
+    assert max(used[1:]) < 0.02, used
+    assert used[0] < 0.05, used  # this process runs pytest
+
+
+def test_everything_is_given_back(ends: Ends, way: dict[str, Any]) -> None:
+    near, far = ends.near(options(**way)), ends.peer(options(**way))
+
+    def round_(number: int) -> None:
+        linked(near, far)
+        owned(far, number)
+        target(near)
+        near.register("r", 4, 5000, 2, blocks=True, accessible=True)
+        assert pulls(near) == OK
+        assert pulls(near, "r") == OK
+        assert near.at_once([["pull_blocks", [by_blocks(2), "n", [0], [0]], {}]] * 8) == [OK] * 8
+        near.unregister("r")
+        near.deallocate("n")
+        far.deallocate("f")
+        if number % 3 == 0:
+            near.finalize()
+            near.init(options(**way))
+        elif number % 3 == 1:
+            far.finalize()
+            far.open({**options(**way), "llm.listenIpInfo": far.address})
+            eventually(lambda: near.links() == [])
+        else:
+            eventually(lambda: near.unlink_clusters([far.at], 2000)[0] == OK)
+        eventually(lambda: far.links() == [])
+
+    for number in range(6):
+        round_(number)
+    time.sleep(0.2)
+    before = [near.resources(), far.resources()]
+    for number in range(300 if THOROUGH else 24):
+        round_(number)
+    after = [_settled(near, before[0]), _settled(far, before[1])]
+    for old, new in zip(before, after):
+        assert new["mappings"] <= old["mappings"] + 12, (old, new)
+        assert new["resident"] <= old["resident"] + (6 << 20), (old, new)

@@ -1,0 +1,202 @@
+"""Two hosts: peers in network namespaces of their own, with a cable between them that can be pulled.
+
+Needs root and the `ip`, `unshare` and `nsenter` programs; skipped, and counted as skipped, elsewhere. Not for: anything
+one host can show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from peers import (
+    LINK_FAILED,
+    OK,
+    TIMEOUT,
+    UNLINKED,
+    Ends,
+    Peer,
+    by_blocks,
+    by_request,
+    code,
+    equal,
+    eventually,
+    free_ports,
+    options,
+    pattern,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOKEN = "a shared token of some length"  # noqa: S105
+ADDRESSES = ("10.231.7.1", "10.231.7.2")
+
+
+def _run(*command: str) -> bool:
+    return subprocess.run(command, check=False, capture_output=True, timeout=10).returncode == 0  # noqa: S603
+
+
+def _possible() -> bool:
+    return (
+        os.geteuid() == 0
+        and all(map(shutil.which, ("ip", "unshare", "nsenter")))
+        and _run("unshare", "--net", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1")
+    )
+
+
+pytestmark = pytest.mark.skipif(not _possible(), reason="this machine allows no network namespaces")
+
+
+class Hosts:
+    """Two processes, each in its own network namespace, and a cable."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = [ends.adopt(Peer("unshare", "--net")) for _ in ADDRESSES]
+        for end in self.ends:
+            end.pid()  # it is there, in its namespace
+        self._in(0, "link", "add", "cable", "type", "veth", "peer", "name", "other")
+        self._in(0, "link", "set", "other", "netns", str(self.ends[1].process.pid))
+        for number, name in enumerate(("cable", "other")):
+            self._in(number, "addr", "add", f"{ADDRESSES[number]}/30", "dev", name)
+            self._in(number, "link", "set", name, "up")
+            self._in(number, "link", "set", "lo", "up")
+
+    def _in(self, number: int, *command: str) -> None:
+        assert _run("nsenter", "-t", str(self.ends[number].process.pid), "-n", "ip", *command), command
+
+    def plug(self, up: bool) -> None:
+        """Pull the cable out, or put it in."""
+        self._in(0, "link", "set", "cable", "up" if up else "down")
+
+    def open(self, *given: dict[str, Any]) -> tuple[Peer, Peer]:
+        """Clusters 1 and 2 with these options; both listen."""
+        for number, (end, extra) in enumerate(zip(self.ends, given)):
+            end.open(options(**{"listen": f"{ADDRESSES[number]}:0", **extra}), cluster=number + 1)
+        return self.ends[0], self.ends[1]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Ends() as ends:
+        yield Hosts(ends)
+
+
+def uses(near: Peer, far: Peer, seed: int = 1) -> None:
+    """Bytes get across."""
+    far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    near.allocate("n", 8, 30_000, 2, blocks=True)
+    near.pull_blocks(by_blocks(far.cluster), "n", range(8), range(8))
+    assert equal(near.read("n"), pattern(seed, 2, 8, 30_000))
+    far.deallocate("f")
+    near.deallocate("n")
+
+
+def test_without_a_token_other_hosts_are_refused(hosts: Hosts) -> None:
+    near, far = hosts.open({}, {})
+    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
+    assert "token" in near.said(), "the reason is told"
+    assert near.links() == far.links() == []
+
+
+@pytest.mark.parametrize("accessible", [False, True])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_with_a_token_they_link_over_tcp(hosts: Hosts, accessible: bool, transport: str) -> None:
+    given = {"accessible": accessible, "llm__LinkToken": TOKEN, "llm__LinkTransport": transport}
+    near, far = hosts.open(given, given)
+    assert near.link_clusters([far.at])[1] == [OK]
+    uses(near, far)
+    uses(far, near, 2)
+    assert [link["transport"] for link in near.links() + far.links()] == ["tcp", "tcp"]
+    if accessible:
+        far.allocate("f", 2, 64, 2, blocks=True, keys=[by_blocks(0)])
+        near.allocate("n", 2, 64, 2, blocks=True, seed=3)
+        near.push_blocks(by_blocks(2), "n", [0, 1], [0, 1])
+        assert equal(far.read("f"), pattern(3, 2, 2, 64))
+    else:
+        far.allocate("f", 2, 64, 2, keys=[by_request(2, 1)])
+        near.allocate("n", 2, 64, 2)
+        assert code(near.pull_cache, by_request(2, 1), "n") == OK
+        assert code(near.pull_cache, by_request(2, 1), "n") == "LLM_KV_CACHE_NOT_EXIST"
+    assert near.unlink_clusters([far.at])[0] == OK
+    assert far.links() == []
+
+
+def test_a_wrong_token_is_refused(hosts: Hosts) -> None:
+    near, far = hosts.open({"llm__LinkToken": TOKEN}, {"llm__LinkToken": TOKEN[::-1]})
+    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
+
+
+def test_a_listener_told_to_accept_other_hosts_does(hosts: Hosts) -> None:
+    near, far = hosts.open({"llm__LinkAcceptRemote": 1}, {"llm__LinkAcceptRemote": 1})
+    assert near.link_clusters([far.at])[1] == [OK]
+    uses(near, far)
+
+
+def test_shared_memory_alone_is_no_link_between_hosts(hosts: Hosts) -> None:
+    given = {"llm__LinkToken": TOKEN, "llm__LinkTransport": "shm"}
+    near, far = hosts.open(given, given)
+    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
+
+
+def test_a_pulled_cable(hosts: Hosts) -> None:
+    given = {
+        "llm__LinkToken": TOKEN,
+        "llm__LinkHeartbeat": 100,
+        "llm__LinkSilence": 500,
+        "llm__SyncKvCacheWaitTime": 400,
+    }
+    near, far = hosts.open(given, given)
+    assert near.link_clusters([far.at])[1] == [OK]
+    uses(near, far)
+    far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
+    near.allocate("n", 8, 30_000, 2, blocks=True)
+    hosts.plug(up=False)
+    told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
+    assert told in {TIMEOUT, UNLINKED}
+    assert seconds < 0.4 + 0.5
+    for end in (near, far):
+        eventually(lambda end=end: end.links() == [], 5, "the end of the link")  # type: ignore[misc]
+    began = time.monotonic()
+    assert near.link_clusters([far.at], 300)[1][0] in {TIMEOUT, LINK_FAILED}
+    assert time.monotonic() - began < 2
+    hosts.plug(up=True)
+    eventually(lambda: near.link_clusters([far.at], 1000)[1] == [OK], what="the link")
+    near.pull_blocks(by_blocks(2), "n", range(8), range(8))
+    assert equal(near.read("n"), pattern(5, 2, 8, 30_000))
+
+
+def test_a_rank_table_of_two_servers(hosts: Hosts) -> None:
+    given = {"llm__LinkToken": TOKEN, "llm__RankPort": free_ports()}
+    near, far = hosts.open(given, given)
+    servers = [
+        {
+            "server_id": address,
+            "device": [{"device_id": "0", "device_ip": f"198.51.100.{number}", "rank_id": str(number)}],
+        }
+        for number, address in enumerate(ADDRESSES)
+    ]
+    table = json.dumps({"version": "1.2", "server_count": "2", "status": "completed", "server_list": servers})
+    comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
+    assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
+    uses(near, far)
+    assert near.links()[0]["transport"] == "tcp"
+
+
+def test_two_containers_of_one_machine_with_numbered_servers(hosts: Hosts) -> None:
+    """`server_id` "0" and "1" say nothing; the hosts are named by option."""
+    ports = free_ports()
+    names = json.dumps({"1": f"{ADDRESSES[0]}:{ports}", "2": f"{ADDRESSES[1]}:{ports}"})
+    given = {"llm__LinkToken": TOKEN, "llm__RankPort": ports, "llm__RankHosts": names}
+    near, far = hosts.open(given, given)
+    servers = [{"server_id": str(number), "device": [{"rank_id": str(number)}]} for number in range(2)]
+    table = json.dumps({"version": "1.0", "server_count": "2", "server_list": servers})
+    comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
+    assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
+    uses(near, far)
