@@ -106,10 +106,13 @@ impl Error {
         Error::new(ErrorKind::InvalidArgument, format!("{name} = {value} is not allowed: {allowed}"))
     }
 
-    /// The same error with one more named fact.
+    /// The same error with one more named fact; one that it carries already is not said twice.
     #[must_use]
     pub fn with(mut self, name: &'static str, value: impl fmt::Display) -> Self {
-        self.0.context.push((name, value.to_string()));
+        let fact = (name, value.to_string());
+        if !self.0.context.contains(&fact) {
+            self.0.context.push(fact);
+        }
         self
     }
 

@@ -18,6 +18,9 @@ use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreacha
 use crate::error::{Error, Result};
 use crate::id::Deadline;
 
+/// Bytes a connection inside one host may hold (`docs/performance.md`).
+const LOOPBACK_BUFFER: usize = 1 << 20;
+
 /// Streams between hosts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tcp;
@@ -92,12 +95,14 @@ fn ends(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
 fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Result<Stream> {
     // Frames are written whole: waiting for more to send with them would only delay them.
     sockopt::set_tcp_nodelay(&socket, true)?;
-    let about = About {
-        peer: Address::Tcp(far).to_string(),
-        same_host: same_host(near.ip(), far.ip()),
-        carries_descriptors: false,
-        peer_pid: None,
-    };
+    let same_host = same_host(near.ip(), far.ip());
+    if same_host {
+        // Over the loopback the kernel's own choice grows until the receiver no longer finds its bytes in a cache, and
+        // packets are dropped. Between hosts it knows best.
+        sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_BUFFER)?;
+    }
+    let about =
+        About { peer: Address::Tcp(far).to_string(), same_host, carries_descriptors: false, peer_pid: None };
     Ok(Stream::new(socket, about))
 }
 
