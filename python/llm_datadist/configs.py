@@ -347,7 +347,11 @@ class LlmConfig:
         "llm.LinkTotalTime", int, 0, "Limit of link set-up in seconds (0 to 2^32 - 1); 0 for the default.", none=False
     )
     link_retry_count = _LinkRetryCount(
-        "llm.LinkRetryCount", int, 1, "Tries of a rank-table link within its limit: one try may take that share of it (1 to 100).", none=False
+        "llm.LinkRetryCount",
+        int,
+        1,
+        "Tries of a rank-table link within its limit, of which one may take its share (1 to 100).",
+        none=False,
     )
     rdma_traffic_class = _Uint32("llm.RdmaTrafficClass", int, None, "RDMA traffic class (uint32).", none=False)
     rdma_service_level = _Uint32("llm.RdmaServiceLevel", int, None, "RDMA service level (uint32).", none=False)

@@ -110,10 +110,10 @@ fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
 fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
     // A permutation, with sources that differ in high bits too.
-    let place = |k: u64| (k * 1789) % count + if k % 7 == 0 { 1 << 30 } else { 0 };
+    let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
     let pieces: Vec<Move> =
         (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
-    let plan = CopyPlan::moves(&Moves { pieces: pieces.clone(), num_tensors: 1, ..Moves::default() });
+    let plan = CopyPlan::moves(&mut Moves { pieces: pieces.clone(), num_tensors: 1, ..Moves::default() });
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -129,7 +129,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination twice: the order counts again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&Moves { pieces: twice, num_tensors: 1, ..Moves::default() });
+    let plan = CopyPlan::moves(&mut Moves { pieces: twice, num_tensors: 1, ..Moves::default() });
     assert_eq!(plan.waves().len(), 2);
 }
 

@@ -174,7 +174,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         }
         assert!(buffer.read(0, 3 * ROWS * ROW) == expected(&shuffled(), 3));
         let all = progress.arrived(&plan, ROW as u64);
-        assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![0..ROWS as u64] }));
+        let whole = 0..ROWS as u64;
+        assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
     let (near, _far) = pair("progress");
     let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &near, soon()).unwrap_err();

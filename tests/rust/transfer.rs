@@ -228,7 +228,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     for &((tensor, read), (into, written)) in bytes {
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
-    let plan = CopyPlan::moves(moves);
+    let plan = CopyPlan::moves(&mut moves.clone());
     let first = (plan.src_tensor() as usize, plan.dst_tensor() as usize);
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     assert_eq!(plan.bytes(), bytes.len() as u64);
@@ -403,7 +403,7 @@ fn pulls_do_what_the_naive_twin_does() {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
                     pull_near(near, &rows, layers).unwrap();
                     plan_does(&moves, &bytes, (far.side, near), cut);
-                    let written = CopyPlan::moves(&moves).dst_rows(near.geometry.row_bytes());
+                    let written = CopyPlan::moves(&mut moves.clone()).dst_rows(near.geometry.row_bytes());
                     prop_assert_eq!(unique(&moves.near_rows), written);
                     prop_assert_eq!(moves.whole, moves.num_tensors == far.side.geometry.num_tensors());
                     done.set(done.get() + 1);
@@ -430,7 +430,7 @@ fn pushes_do_what_the_naive_twin_does() {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
                     push_near(near, &rows, layers).unwrap();
                     plan_does(&moves, &bytes, (near, far.side), cut);
-                    let read = CopyPlan::moves(&moves).src_rows(near.geometry.row_bytes());
+                    let read = CopyPlan::moves(&mut moves.clone()).src_rows(near.geometry.row_bytes());
                     prop_assert_eq!(unique(&moves.near_rows), read);
                     prop_assert_eq!(moves.whole, moves.num_tensors == near.geometry.num_tensors());
                     done.set(done.get() + 1);
@@ -544,7 +544,7 @@ fn what_a_push_may_ask() {
     let one = side(Batch, 1, 3, 8);
     let nothing = push(one, far(one, 0), &slot, layers(None, None, 2)).unwrap();
     assert_eq!((nothing.num_tensors, nothing.pieces.len(), nothing.whole), (0, 0, false));
-    assert!(CopyPlan::moves(&nothing).waves().is_empty());
+    assert!(CopyPlan::moves(&mut nothing.clone()).waves().is_empty());
     // The rest would be left behind silently.
     refused(
         InvalidArgument,

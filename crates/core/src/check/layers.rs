@@ -56,7 +56,7 @@ pub fn push_size(size: i64) -> Result<()> {
 }
 
 /// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; python-api.md
-/// §13.3). The layers it returns go to [`push_near`] and [`push`].
+/// §13.3). The layers it returns go to [`push_near`](super::push_near) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     if role != Role::Prompt {
         let text = format!("PushKvCache is for the role Prompt only; this is {}", role.name());

@@ -55,8 +55,8 @@ impl DataDist {
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
-                    let moves = check::pull(call.near.side(), known.far, rows, layers)?;
-                    call.bring(known, &moves)
+                    let mut moves = check::pull(call.near.side(), known.far, rows, layers)?;
+                    call.bring(known, &mut moves)
                 })
             })?;
             self.cluster.stats.travelled(Op::Pull, bytes);
@@ -81,8 +81,8 @@ impl DataDist {
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
-                    let moves = check::push(call.near.side(), far, rows, layers)?;
-                    let outcome = call.take(known, &moves)?;
+                    let mut moves = check::push(call.near.side(), far, rows, layers)?;
+                    let outcome = call.take(known, &mut moves)?;
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
@@ -196,12 +196,12 @@ impl Call<'_> {
     }
 
     /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
-    fn bring(&self, known: &Arc<Known>, moves: &Moves) -> Result<Moved> {
+    fn bring(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
         let plan = Arc::new(CopyPlan::moves(moves));
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let pinned = pin_writes(&self.near, moves.near_rows.clone(), self.deadline)?;
+        let pinned = pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.moved_in(known, &plan, &mut progress);
         let row_bytes = self.near.geometry().row_bytes();
@@ -262,12 +262,12 @@ impl Call<'_> {
     }
 
     /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
-    fn take(&self, known: &Arc<Known>, moves: &Moves) -> Result<Moved> {
+    fn take(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
         let plan = Arc::new(CopyPlan::moves(moves));
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let _pinned = pin_reads(&self.near, moves.near_rows.clone(), self.deadline)?;
+        let _pinned = pin_reads(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();

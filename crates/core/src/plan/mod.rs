@@ -58,25 +58,27 @@ impl CopyPlan {
             order::by_source(&mut wave);
             let pieces =
                 wave.iter().map(|&(src, dst)| Piece { src: src * bytes, dst: dst * bytes, len: bytes });
-            order::strided(&order::contiguous(pieces))
+            order::strided(order::contiguous(pieces))
         });
         let merged = merged.collect();
         Self::new(request.num_tensors, merged)
     }
 
     /// What a pull or push moves between two caches, with the result of moving piece after piece in the order given.
+    /// Takes the pieces out of `moves`.
     #[must_use]
-    pub fn moves(moves: &Moves) -> Self {
-        let pieces = &moves.pieces;
-        let waves = if order::order_matters(pieces, Ends::TwoCaches) {
-            order::levels(pieces, Ends::TwoCaches)
+    pub fn moves(moves: &mut Moves) -> Self {
+        // Taken, not copied: fresh memory for a long list costs more than planning it.
+        let pieces = std::mem::take(&mut moves.pieces);
+        let waves = if order::order_matters(&pieces, Ends::TwoCaches) {
+            order::levels(&pieces, Ends::TwoCaches)
         } else {
-            vec![pieces.clone()]
+            vec![pieces]
         };
         let merged = waves.into_iter().map(|mut wave| {
             order::by_source(&mut wave);
             let pieces = wave.iter().map(|&Move { src, dst, len }| Piece { src, dst, len });
-            order::strided(&order::contiguous(pieces))
+            order::strided(order::contiguous(pieces))
         });
         let plan = Self::new(moves.num_tensors, merged.collect());
         CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan }

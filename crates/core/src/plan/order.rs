@@ -2,7 +2,7 @@
 //!
 //! Not for: what a request may ask for (`check`).
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 use super::Ends;
 use super::wave::{Piece, Span};
@@ -31,12 +31,63 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> bool {
     if pairs.len() < 2 {
         return false;
     }
-    let mut written: Vec<u64> = pairs.iter().map(|pair| pair.ends().1).collect();
-    sort_by_number(&mut written, |&dst| dst);
-    if written.windows(2).any(|two| two[0] == two[1]) {
+    let mut written = Places::of(pairs);
+    if pairs.iter().any(|pair| !written.add(pair.ends().1)) {
         return true;
     }
-    ends == Ends::OneCache && pairs.iter().any(|pair| written.binary_search(&pair.ends().0).is_ok())
+    ends == Ends::OneCache && pairs.iter().any(|pair| written.has(pair.ends().0))
+}
+
+/// A set of places: a bit for each where they are dense, as blocks of a cache are, else a hash set.
+enum Places {
+    Dense { unit: u32, bits: Vec<u64> },
+    Sparse(HashSet<u64>),
+}
+
+impl Places {
+    /// An empty set for places that `pairs` may write.
+    fn of<T: Pair>(pairs: &[T]) -> Places {
+        let (any, most) =
+            pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.ends().1, pair.ends().1.max(most)));
+        let unit = any.trailing_zeros().min(63);
+        // A bit is much cheaper than an entry: up to this many for each place the bits are smaller as well.
+        let words = (most >> unit) / 64 + 1;
+        match usize::try_from(words) {
+            Ok(words) if words <= pairs.len() => Places::Dense { unit, bits: vec![0; words] },
+            _ => Places::Sparse(HashSet::with_capacity(pairs.len())),
+        }
+    }
+
+    /// Adds a place; `false` if it is there already.
+    fn add(&mut self, place: u64) -> bool {
+        match self {
+            Places::Sparse(set) => set.insert(place),
+            Places::Dense { unit, bits } => {
+                let (word, bit) = Self::at(place, *unit);
+                let Some(word) = bits.get_mut(word) else { return true };
+                let new = *word & bit == 0;
+                *word |= bit;
+                new
+            }
+        }
+    }
+
+    /// Whether a place was added.
+    fn has(&self, place: u64) -> bool {
+        match self {
+            Places::Sparse(set) => set.contains(&place),
+            Places::Dense { unit, bits } => {
+                let (word, bit) = Self::at(place, *unit);
+                // A place between two units was never added.
+                place.trailing_zeros() >= *unit && bits.get(word).is_some_and(|word| word & bit != 0)
+            }
+        }
+    }
+
+    fn at(place: u64, unit: u32) -> (usize, u64) {
+        let index = place >> unit;
+        (usize::try_from(index / 64).unwrap_or(usize::MAX), 1 << (index % 64))
+    }
 }
 
 /// Sorts pairs by where they read, those that read the same place by where they write.
@@ -48,9 +99,8 @@ pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) {
 }
 
 /// Sorts by a number, equal ones in the order they had. Lists of blocks are long and their numbers differ in few bits, so
-/// long lists are dealt out digit by digit: a quarter of the time of comparing (`tests/rust/plan.rs` compares the results).
+/// long lists are dealt out digit by digit: a fraction of the time of comparing (`tests/rust/plan.rs` compares results).
 pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) {
-    const DIGIT: u32 = 11;
     const FEW: usize = 512;
     if items.is_sorted_by_key(&number) {
         return;
@@ -62,11 +112,17 @@ pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) ->
     let (all, any) =
         items.iter().fold((u64::MAX, 0), |(all, any), item| (all & number(item), any | number(item)));
     let differing = all ^ any;
-    let mut shift = differing.trailing_zeros();
+    let (low, high) = (differing.trailing_zeros(), u64::BITS - differing.leading_zeros());
+    // As few digits as can be, without more values of a digit than there are numbers.
+    let most = items.len().ilog2().clamp(8, 16);
+    let digits = (high - low).div_ceil(most);
+    let width = (high - low).div_ceil(digits.max(1));
     let mut dealt = items.clone();
-    while shift < u64::BITS - differing.leading_zeros() {
-        let digit = |item: &T| usize::try_from((number(item) >> shift) & ((1 << DIGIT) - 1)).unwrap_or(0);
-        let mut next = [0usize; 1 << DIGIT];
+    let mut next = vec![0usize; 1 << width];
+    for turn in 0..digits {
+        let shift = low + turn * width;
+        let digit = |item: &T| usize::try_from((number(item) >> shift) & ((1 << width) - 1)).unwrap_or(0);
+        next.fill(0);
         for item in items.iter() {
             next[digit(item)] += 1;
         }
@@ -80,7 +136,6 @@ pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) ->
             *place += 1;
         }
         std::mem::swap(items, &mut dealt);
-        shift += DIGIT;
     }
 }
 
@@ -126,11 +181,19 @@ pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Vec<Sp
 }
 
 /// Joins three or more equal runs at a constant distance into one strided span.
-pub(super) fn strided(runs: &[Span]) -> Vec<Span> {
+pub(super) fn strided(runs: Vec<Span>) -> Vec<Span> {
     let step = |a: &Span, b: &Span| {
         let same = a.len == b.len;
         same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))
     };
+    let even = |three: &[Span]| {
+        let first = step(&three[0], &three[1]);
+        first.is_some() && first == step(&three[1], &three[2])
+    };
+    // Shuffled blocks have none, and stay as they are.
+    if !runs.windows(3).any(even) {
+        return runs;
+    }
     let mut spans = Vec::with_capacity(runs.len());
     let mut at = 0;
     while at < runs.len() {
