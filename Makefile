@@ -39,6 +39,10 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test rust
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
+soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken (an hour)
+	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_door.py
+	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test rust links::
+
 bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
 	$(BIN)/python benches/python_overhead.py
@@ -64,4 +68,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target $(VENV) python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast lint loom thorough bench wheel build clean
+.PHONY: help demo test fast lint loom thorough soak bench wheel build clean
