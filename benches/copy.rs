@@ -19,11 +19,16 @@
     clippy::multiple_unsafe_ops_per_block,
     reason = "hand-written copy loops"
 )]
+#![allow(unreachable_pub, reason = "one file of several benchmarks")]
 #![allow(unsafe_code, missing_docs, reason = "the hand-written loops are the point of comparison")]
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+#[path = "hand.rs"]
+mod hand;
+
+use hand::{Flat, LOOPS, Shuffle, loop_over, median, timed};
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKind, ClusterId, Config, CopyArgs, DataDist, DataType, End, Placement, PoolConfig,
     Role, SwapInPath,
@@ -61,79 +66,6 @@ fn options() -> Options {
         }
     }
     options
-}
-
-/// A small generator, so that the list of blocks is the same in every run.
-struct Shuffle(u64);
-
-impl Shuffle {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn order(&mut self, count: u64) -> Vec<i64> {
-        let mut list: Vec<i64> = (0..count as i64).collect();
-        for at in (1..list.len()).rev() {
-            list.swap(at, (self.next() % (at as u64 + 1)) as usize);
-        }
-        list
-    }
-}
-
-/// What one hand-written loop copies: addresses and one length.
-struct Flat {
-    moves: Vec<(u64, u64)>,
-    len: usize,
-}
-
-type Loop = fn(u64, u64, usize);
-
-fn plain(src: u64, dst: u64, len: usize) {
-    // SAFETY: the addresses are blocks of two live caches of this benchmark, `len` bytes each.
-    unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, len) };
-}
-
-#[cfg(target_arch = "x86_64")]
-fn streaming(src: u64, dst: u64, len: usize) {
-    #[target_feature(enable = "avx2")]
-    unsafe fn go(src: *const u8, dst: *mut u8, len: usize) {
-        use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
-        for at in (0..len).step_by(128) {
-            // SAFETY: whole blocks, aligned to a page, a multiple of 128 bytes.
-            unsafe {
-                let (from, to) = (src.add(at).cast::<__m256i>(), dst.add(at).cast::<__m256i>());
-                let four = [0, 1, 2, 3].map(|part| _mm256_loadu_si256(from.add(part)));
-                for (part, bytes) in four.into_iter().enumerate() {
-                    _mm256_stream_si256(to.add(part), bytes);
-                }
-            }
-        }
-        _mm_sfence();
-    }
-    // SAFETY: as above; every machine this benchmark is read on has AVX2.
-    unsafe { go(src as *const u8, dst as *mut u8, len) };
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn streaming(src: u64, dst: u64, len: usize) {
-    plain(src, dst, len);
-}
-
-fn loop_over(flat: &Flat, threads: usize, copy: Loop) {
-    std::thread::scope(|scope| {
-        let share = flat.moves.len().div_ceil(threads);
-        let mut parts = flat.moves.chunks(share);
-        let mine = parts.next().unwrap_or_default();
-        for part in parts {
-            scope.spawn(move || part.iter().for_each(|&(src, dst)| copy(src, dst, flat.len)));
-        }
-        for &(src, dst) in mine {
-            copy(src, dst, flat.len);
-        }
-    });
 }
 
 struct Bed {
@@ -206,18 +138,6 @@ fn poison(cache: &Cache, rows: &[i64]) {
     }
 }
 
-/// Seconds of `call`.
-fn timed(call: impl FnOnce()) -> f64 {
-    let started = Instant::now();
-    call();
-    started.elapsed().as_secs_f64()
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 fn flat(src: &Cache, dst: &Cache, pairs: &[(i64, i64)]) -> Flat {
     let row = src.geometry().row_bytes();
     let at = |base: u64, index: i64| base + index as u64 * row;
@@ -227,20 +147,9 @@ fn flat(src: &Cache, dst: &Cache, pairs: &[(i64, i64)]) -> Flat {
     Flat { moves, len: row as usize }
 }
 
-/// The hand-written loops: over the list as it is, and over the list sorted by source, as a careful person would.
-const LOOPS: [(&str, Loop, usize, bool); 6] = [
-    ("memcpy x1", plain, 1, false),
-    ("memcpy x2", plain, 2, false),
-    ("stream x1", streaming, 1, false),
-    ("stream x2", streaming, 2, false),
-    ("sorted stream x1", streaming, 1, true),
-    ("sorted stream x2", streaming, 2, true),
-];
-
 /// Runs ours and the loops in turn, each round beginning with another of them, and prints one line.
 fn compare(name: &str, options: &Options, tensors: u32, flat: &Flat, dst: (&Cache, &[i64]), ours: impl Fn()) {
-    let mut sorted = Flat { moves: flat.moves.clone(), len: flat.len };
-    sorted.moves.sort_unstable();
+    let sorted = flat.sorted();
     let bytes = (flat.moves.len() * flat.len) as f64;
     let mut times = vec![Vec::new(); LOOPS.len() + 1];
     for round in 0..=options.rounds {

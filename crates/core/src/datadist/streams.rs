@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::transfer::Moved;
 use crate::cluster::Cluster;
 use crate::engine::{Progress, Work};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::keys::Name;
 use crate::links::{Known, Lease, Link, limit_ms, reply};
 use crate::plan::CopyPlan;
 use crate::table::Cache;
+use crate::transport::Stream;
 use crate::wire::{Reply, Request, WirePlan};
 
 /// Below this one part is as fast: what a stream moves while another is being asked for.
@@ -66,7 +67,6 @@ impl Streams {
 
     /// One request, and its bytes into place.
     fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
-        let Streams { link, deadline, .. } = self;
         let bytes = range.end - range.start;
         let request = Request::Read {
             name: self.name.into(),
@@ -74,24 +74,19 @@ impl Streams {
             plan: WirePlan::from(&*self.plan),
             from: range.start,
             to: range.end,
-            limit_ms: limit_ms(*deadline),
+            limit_ms: limit_ms(self.deadline),
         };
-        let mut lease = link.lease(*deadline)?;
-        match link.exchange(&lease, &request, *deadline)? {
-            Reply::Ready { bytes: ready } if ready == bytes => {}
-            other => return stale(link, &mut lease, other),
-        }
-        let engine = &self.cluster.engine;
-        let received =
-            engine.receive(&self.plan, range, self.near.tensors(), lease.stream(), *deadline, progress);
-        received.map_err(|error| link.why_or(error))?;
+        let received = self.ready(&request, bytes, |stream| {
+            let (engine, tensors) = (&self.cluster.engine, self.near.tensors());
+            engine.receive(&self.plan, range, tensors, stream, self.deadline, progress)
+        })?;
+        let Some(mut lease) = received else { return Ok(Moved::Stale) };
         lease.whole = true;
         Ok(Moved::Bytes(bytes))
     }
 
     /// One request, the bytes, and the word that they are in place.
     fn send(&self, range: Range<u64>) -> Result<Moved> {
-        let Streams { link, deadline, .. } = self;
         let bytes = range.end - range.start;
         let request = Request::Write {
             name: self.name.into(),
@@ -99,22 +94,51 @@ impl Streams {
             plan: WirePlan::from(&*self.plan),
             from: range.start,
             to: range.end,
-            limit_ms: limit_ms(*deadline),
+            limit_ms: limit_ms(self.deadline),
         };
-        let mut lease = link.lease(*deadline)?;
-        match link.exchange(&lease, &request, *deadline)? {
-            Reply::Ready { bytes: ready } if ready == bytes => {}
-            other => return stale(link, &mut lease, other),
-        }
-        let sent =
-            self.cluster.engine.send(&self.plan, range, self.near.tensors(), lease.stream(), *deadline);
-        sent.map_err(|error| link.why_or(error))?;
-        match reply(&lease, *deadline).map_err(|error| link.why_or(error))? {
+        let sent = self.ready(&request, bytes, |stream| {
+            self.cluster.engine.send(&self.plan, range, self.near.tensors(), stream, self.deadline)
+        })?;
+        let Some(mut lease) = sent else { return Ok(Moved::Stale) };
+        match reply(&lease, self.deadline).map_err(|error| self.late_or(error))? {
             Reply::Done { .. } => {
                 lease.whole = true;
                 Ok(Moved::Bytes(bytes))
             }
-            other => stale(link, &mut lease, other),
+            other => self.stale(&mut lease, other).map(|()| Moved::Stale),
+        }
+    }
+
+    /// Asks, and moves the `bytes` once the peer is ready for them; `None` if its cache is not what it was.
+    fn ready(
+        &self,
+        request: &Request,
+        bytes: u64,
+        moved: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Option<Lease<'_>>> {
+        let mut lease = self.link.lease(self.deadline)?;
+        match self.link.exchange(&lease, request, self.deadline)? {
+            Reply::Ready { bytes: ready } if ready == bytes => {}
+            other => return self.stale(&mut lease, other).map(|()| None),
+        }
+        moved(lease.stream()).map_err(|error| self.late_or(error))?;
+        Ok(Some(lease))
+    }
+
+    /// The error of a stream that failed: that time was up, if the peer was only the first to notice.
+    fn late_or(&self, error: Error) -> Error {
+        let late = error.kind() == ErrorKind::NotLinked && self.deadline.passed() && self.link.alive();
+        let error = self.link.why_or(error);
+        if late { self.deadline.error("moving bytes through a socket").because(error) } else { error }
+    }
+
+    /// A reply in place of the one that was waited for: that the cache is not what it was, or an error.
+    fn stale(&self, lease: &mut Lease<'_>, reply: Reply) -> Result<()> {
+        // The peer waits for the next request: the stream is as good as before.
+        lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
+        match self.link.refusal(reply)? {
+            Reply::Stale => Ok(()),
+            reply => Err(self.link.unexpected(&reply)),
         }
     }
 }
@@ -137,15 +161,5 @@ impl<F: Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static> Work 
             self.stale.store(true, Ordering::Release);
         }
         Ok(())
-    }
-}
-
-/// A reply in place of the one that a transfer was waiting for.
-fn stale(link: &Link, lease: &mut Lease<'_>, reply: Reply) -> Result<Moved> {
-    // The peer waits for the next request: the stream is as good as before.
-    lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
-    match link.refusal(reply)? {
-        Reply::Stale => Ok(Moved::Stale),
-        reply => Err(link.unexpected(&reply)),
     }
 }
