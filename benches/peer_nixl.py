@@ -1,12 +1,10 @@
 """Reads of shuffled blocks between two processes of one host: ours and NIXL's, in turn, in one run.
 
-``python benches/peer_nixl.py [--mib 256] [--rounds 5] [--blocks 16,64,256,1024]``, with ``nixl`` 1.5.1 and numpy installed
-beside this package (``pip install --no-deps nixl nixl-cu12`` and what they import). Every round is verified outside the
-clock. NIXL as it comes (progress thread on), and with the settings that measured best for it: no progress thread, and
-shared-memory lanes with error handling off. Not for: other peers, or registered memory (``cargo bench --bench transfer``).
+``python benches/peer_nixl.py [--mib 256] [--rounds 5] [--blocks 16,64,256,1024]``, with ``nixl`` 1.5.1 and numpy beside
+this package (``pip install --no-deps nixl nixl-cu12``, and numpy). Every round is verified outside the clock. NIXL as it
+comes (progress thread on), and with the settings that measured best for it: no progress thread, shared-memory lanes, error
+handling off. Not for: other peers, or registered memory (``cargo bench --bench transfer``).
 """
-
-# ruff: noqa: T201  (a benchmark prints)
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def fill(words: np.ndarray, seed: int) -> None:
     words[:] = np.random.default_rng(seed).integers(0, 2**63, size=words.size, dtype=np.int64)
 
 
-def target(way: str, size: int, rows: int) -> None:
+def target(way: str, size: int, rows: int, told_to: int) -> None:
     """The process that is read from: prints what the reader needs, and polls for NIXL until its input ends."""
     ours = engine(LLMRole.PROMPT, 1, size + (64 << 20), "127.0.0.1:0")
     cache = ours.cache_manager.allocate_blocks_cache(
@@ -70,9 +68,9 @@ def target(way: str, size: int, rows: int) -> None:
     agent = nixl("target", way)
     agent.register_memory([(buffer.ctypes.data, size, 0, "")], mem_type="DRAM")
     told = (ours.listen_ip_info, agent.get_agent_metadata(), buffer.ctypes.data)
-    sys.stdout.buffer.write(pickle.dumps(told))
-    sys.stdout.flush()
-    sys.stdout.close()
+    # A pipe of its own: the other library logs to the standard output.
+    with os.fdopen(told_to, "wb") as pipe:
+        pickle.dump(told, pipe)
     os.set_blocking(0, False)
     while True:
         try:
@@ -86,20 +84,23 @@ def target(way: str, size: int, rows: int) -> None:
     os._exit(0)
 
 
-def measure(way: str, kib: int, options: argparse.Namespace) -> None:
+def measure(way: str, kib: int, options: argparse.Namespace) -> None:  # noqa: PLR0915  (one measurement, in order)
     """One block size, one setting of NIXL."""
     size, block = options.mib << 20, kib << 10
     rows = size // block
     environment = {**os.environ, **({"UCX_TLS": WAYS["tuned"]["UCX_TLS"]} if way == "tuned" else {})}
     os.environ.update(environment)
+    told, telling = os.pipe()
+    passed = ["--mib", str(options.mib), "--rows", str(rows), "--tell", str(telling)]
     child = subprocess.Popen(  # noqa: S603  (this file)
-        [sys.executable, __file__, "--target", way, "--mib", str(options.mib), "--rows", str(rows)],
+        [sys.executable, __file__, "--target", way, *passed],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        pass_fds=[telling],
         env=environment,
     )
-    assert child.stdout is not None
-    address, metadata, far = pickle.load(child.stdout)  # noqa: S301  (our own child)
+    os.close(telling)
+    with os.fdopen(told, "rb") as pipe:
+        address, metadata, far = pickle.load(pipe)  # noqa: S301  (our own child)
     ours = engine(LLMRole.DECODER, 2, size + (64 << 20))
     info = LLMClusterInfo()
     info.remote_cluster_id = 1
@@ -170,9 +171,10 @@ def main() -> None:
     parser.add_argument("--target")
     parser.add_argument("--reader")
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--tell", type=int)
     options = parser.parse_args()
     if options.target:
-        target(options.target, options.mib << 20, options.rows)
+        target(options.target, options.mib << 20, options.rows, options.tell)
     elif options.reader:
         measure(options.reader, int(options.blocks), options)
         os._exit(0)
