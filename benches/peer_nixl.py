@@ -1,9 +1,9 @@
 """Reads of shuffled blocks between two processes of one host: ours and NIXL's, in turn, in one run.
 
-``python benches/peer_nixl.py [--mib 256] [--rounds 5] [--blocks 16,64,256,1024]``, with ``nixl`` 1.5.1 and numpy beside
-this package (``pip install --no-deps nixl nixl-cu12``, and numpy). Every round is verified outside the clock. NIXL as it
-comes (progress thread on), and with the settings that measured best for it: no progress thread, shared-memory lanes, error
-handling off. Not for: other peers, or registered memory (``cargo bench --bench transfer``).
+``python benches/peer_nixl.py [--mib 256] [--rounds 5] [--blocks 16,64,256,1024]``, with ``nixl`` 1.5.1 and numpy
+beside this package (``pip install --no-deps nixl nixl-cu12``). Every round is verified outside the clock.
+NIXL as it comes (progress thread on), and with the settings that measured best for it: no progress thread,
+shared-memory lanes, error handling off. Not for: other peers, or registered memory (``cargo bench --bench transfer``).
 """
 
 from __future__ import annotations
