@@ -16,7 +16,6 @@ use crate::keys::Name;
 use crate::links::{Known, Lease, Link, limit_ms, reply};
 use crate::plan::CopyPlan;
 use crate::table::Cache;
-use crate::transport::Stream;
 use crate::wire::{Reply, Request, WirePlan};
 
 /// Below this one part is as fast: what a stream moves while another is being asked for.
@@ -76,9 +75,9 @@ impl Streams {
             to: range.end,
             limit_ms: limit_ms(self.deadline),
         };
-        let received = self.ready(&request, bytes, |stream| {
+        let received = self.ready(&request, bytes, |lease| {
             let (engine, tensors) = (&self.cluster.engine, self.near.tensors());
-            engine.receive(&self.plan, range, tensors, stream, self.deadline, progress)
+            engine.receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
         })?;
         let Some(mut lease) = received else { return Ok(Moved::Stale) };
         lease.whole = true;
@@ -96,8 +95,8 @@ impl Streams {
             to: range.end,
             limit_ms: limit_ms(self.deadline),
         };
-        let sent = self.ready(&request, bytes, |stream| {
-            self.cluster.engine.send(&self.plan, range, self.near.tensors(), stream, self.deadline)
+        let sent = self.ready(&request, bytes, |lease| {
+            self.cluster.engine.send(&self.plan, range, self.near.tensors(), lease.stream(), self.deadline)
         })?;
         let Some(mut lease) = sent else { return Ok(Moved::Stale) };
         match reply(&lease, self.deadline).map_err(|error| self.late_or(error))? {
@@ -114,14 +113,14 @@ impl Streams {
         &self,
         request: &Request,
         bytes: u64,
-        moved: impl FnOnce(&Stream) -> Result<()>,
+        moved: impl FnOnce(&Lease<'_>) -> Result<()>,
     ) -> Result<Option<Lease<'_>>> {
         let mut lease = self.link.lease(self.deadline)?;
         match self.link.exchange(&lease, request, self.deadline)? {
             Reply::Ready { bytes: ready } if ready == bytes => {}
             other => return self.stale(&mut lease, other).map(|()| None),
         }
-        moved(lease.stream()).map_err(|error| self.late_or(error))?;
+        moved(&lease).map_err(|error| self.late_or(error))?;
         Ok(Some(lease))
     }
 
