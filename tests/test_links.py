@@ -563,3 +563,24 @@ def test_many_links_in_one_process(ends: Ends) -> None:
     assert near.unlink_clusters(clusters, 20000) == (OK, [OK] * count)
     assert near.links() == []
     linked(near, ends.peer())
+
+
+def test_check_link_status_of_a_link_that_works_and_of_one_that_is_gone() -> None:
+    """python-api.md §6.11, in the mode it belongs to; a process may link to itself (§6.8)."""
+    dist = LLMDataDist(LLMRole.DECODER, 7)
+    dist.init({"llm.listenIpInfo": "127.0.0.1:0"})
+    try:
+        assert dist.listen_ip_info is not None
+        ip, port = dist.listen_ip_info.rsplit(":", 1)
+        info = LLMClusterInfo()
+        info.remote_cluster_id = 7
+        info.append_local_ip_info(ip, 0)
+        info.append_remote_ip_info(ip, int(port))
+        assert dist.link_clusters([info], 3000) == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS])
+        dist.check_link_status(7)
+        assert dist.unlink_clusters([info], 3000)[0] == LLMStatusCode.LLM_SUCCESS
+        with pytest.raises(LLMException) as caught:
+            dist.check_link_status(7)
+        assert caught.value.status_code is LLMStatusCode.LLM_NOT_YET_LINK
+    finally:
+        dist.finalize()
