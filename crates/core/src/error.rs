@@ -39,11 +39,13 @@ pub enum ErrorKind {
     Interrupted,
     /// The system refused something the engine needed; the source says what.
     System,
+    /// The caller cancelled it.
+    Cancelled,
 }
 
 impl ErrorKind {
     /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
-    pub const ALL: [ErrorKind; 14] = [
+    pub const ALL: [ErrorKind; 15] = [
         ErrorKind::InvalidArgument,
         ErrorKind::CacheNotFound,
         ErrorKind::OutOfMemory,
@@ -58,6 +60,7 @@ impl ErrorKind {
         ErrorKind::LinksExist,
         ErrorKind::Interrupted,
         ErrorKind::System,
+        ErrorKind::Cancelled,
     ];
 }
 

@@ -107,7 +107,9 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::LinkFailed => StatusCode::LinkFailed,
             ErrorKind::UnlinkFailed => StatusCode::UnlinkFailed,
             ErrorKind::LinksExist => StatusCode::ExistLink,
-            ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::System => StatusCode::Failed,
+            ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::System => {
+                StatusCode::Failed
+            }
         }
     }
 }

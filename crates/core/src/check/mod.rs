@@ -5,12 +5,14 @@
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
 mod layers;
+mod layerwise;
 mod options;
 pub mod ranks;
 mod transfer;
 mod values;
 
 pub use layers::{ExtParam, LayerRange, Layers, push_kv_cache, push_size, push_spans, tensors_per_layer};
+pub use layerwise::{Destination, LayerRows, LayerwiseArgs, Target};
 pub use options::config;
 pub use transfer::{
     Far, Move, Moves, PullRows, PushRows, accessible, named, pull, pull_near, push, push_near, reachable,
