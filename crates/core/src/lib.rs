@@ -46,6 +46,7 @@ pub mod engine;
 pub mod error;
 pub mod id;
 pub mod keys;
+mod lanes;
 pub mod links;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
@@ -56,12 +57,15 @@ pub mod stats;
 pub mod status;
 mod sync;
 pub mod table;
+pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod transport;
 pub mod wire;
 
-pub use check::{CopyArgs, ExtParam, LayerRange, Layers, PullRows, PushRows};
+pub use check::{
+    CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
+};
 pub use config::{Config, KernelChoice, LinkConfig, PoolConfig, Role, SwapInPath, Token, TransportChoice};
 pub use counters::OpState;
 pub use datadist::{CacheIndex, DataDist, End, FarName};
@@ -74,3 +78,4 @@ pub use mem::{Access, Adopted, abandon as abandon_sockets};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;
+pub use task::{Carried, Outcome, Task};
