@@ -67,3 +67,19 @@ pub enum Target {
         first_layer: u32,
     },
 }
+
+/// STUB
+pub fn layerwise(_near: super::Side, args: &LayerwiseArgs) -> crate::error::Result<LayerRows> {
+    Ok(match (args.src_blocks.is_empty(), args.dst_blocks.is_empty()) {
+        (_, true) => LayerRows::Slot,
+        (true, false) => LayerRows::SlotToBlocks {
+            dst: args.dst_blocks.clone(),
+            block_bytes: args.dst_block_bytes.unwrap_or(0),
+        },
+        (false, false) => LayerRows::Blocks { src: args.src_blocks.clone(), dst: args.dst_blocks.clone() },
+    })
+}
+/// STUB
+pub fn destination(_near: super::Side, _args: &LayerwiseArgs, _to: &Destination) -> crate::error::Result<()> {
+    Ok(())
+}
