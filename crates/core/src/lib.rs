@@ -1,7 +1,8 @@
 //! The engine of `llm_datadist`: pools, cache table, copy engine. Knows nothing of Python.
 //!
 //! ```text
-//!  operations   datadist/{remote}   peer
+//!  operations   datadist/{remote, transfer, layerwise}   peer
+//!  progress     task   lanes
 //!  resources    links   cluster   stats
 //!  movement     engine/{wave, ring, stream, route, tuner, workers}    the only thing that moves bytes
 //!  resources    table/{pin, remote}   arena   device   transport   wire   mem

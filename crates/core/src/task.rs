@@ -95,7 +95,8 @@ impl Task {
         patience: Option<Duration>,
     ) -> Result<Arc<Task>> {
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
-            Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended").because(errno)
+            Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
+                .because(errno)
         })?;
         let slot = |(range, carrier): (LayerRange, _)| Slot {
             carrier: Some(carrier),
@@ -114,7 +115,9 @@ impl Task {
         task.send(all);
         if let Some(patience) = patience {
             let watched = task.clone();
-            task.lanes.carry(move || watched.watch(patience)).inspect_err(|_| drop(task.close()))?;
+            task.lanes.carry(move || watched.watch(patience)).inspect_err(|_| {
+                task.close();
+            })?;
         }
         Ok(task)
     }

@@ -225,7 +225,7 @@ impl DataDist {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
         let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
-        let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, args, to, patience);
+        let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
         slf.get().engine.enter(slf.py(), start).map(TransferTask::new)
     }
 

@@ -306,8 +306,7 @@ pub(super) fn block_moves(src: &[u64], dst: &[u64], len: u64) -> Result<Vec<Move
 pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
-        let allowed =
-            format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
         return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
     }
     total(blocks.len(), block_bytes)?;
