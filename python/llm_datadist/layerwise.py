@@ -32,9 +32,9 @@ class LayerSynchronizer(ABC):
     """Says when the layers of a source cache are ready to be sent (seed ``transfer_cache_async.md``).
 
     Two attributes, of the class or of an instance, say what the method cannot (own addition):
-    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``, how
-    long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the destinations
-    that need the layer fail, whether or not the method returns.
+    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``,
+    how long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the
+    destinations that need the layer fail, whether or not the method returns.
     """
 
     tensor_num_per_layer: ClassVar[int] = 2
@@ -141,8 +141,8 @@ class TransferWithCacheKeyConfig:
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of unlike
-            length, or a batch slot with a ``BlocksCacheKey``.
+        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of
+            unlike length, or a batch slot with a ``BlocksCacheKey``.
     """
 
     def __init__(
