@@ -11,6 +11,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a benchmark stops at the first surprise")]
 #![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #![allow(clippy::cast_possible_wrap, reason = "sizes of a few GiB")]
+#![allow(clippy::cast_ptr_alignment, clippy::multiple_unsafe_ops_per_block, reason = "memory of caches")]
 #![allow(unsafe_code, missing_docs, unreachable_pub, reason = "a program, not a library")]
 
 #[path = "layerwise/decode.rs"]
@@ -30,6 +31,9 @@ use llm_datadist_core::{
 pub const LAYERS: u32 = 40;
 const KIB: u64 = 1 << 10;
 
+/// What one word of `--only` runs.
+type Part = fn(usize);
+
 fn main() {
     let words: Vec<String> = std::env::args().collect();
     if words.get(1).is_some_and(|word| word == "--decode") {
@@ -38,7 +42,7 @@ fn main() {
     let value = |name: &str| words.iter().position(|word| word == name).map(|at| words[at + 1].clone());
     let rounds = value("--rounds").map_or(9, |rounds| rounds.parse().unwrap());
     let only = value("--only").unwrap_or_else(|| "overhead,overlap,four".into());
-    let parts: [(&str, fn(usize)); 3] = [("overhead", overhead), ("overlap", overlap), ("four", four)];
+    let parts: [(&str, Part); 3] = [("overhead", overhead), ("overlap", overlap), ("four", four)];
     for (name, part) in parts {
         if only.split(',').any(|only| only == name) {
             part(rounds);
@@ -57,7 +61,7 @@ struct Bed {
 
 impl Bed {
     fn new(decodes: u64, rows: u64, len: u64) -> Bed {
-        let mib = (u64::from(LAYERS) * 2 * rows * len >> 20) + 64;
+        let mib = ((u64::from(LAYERS) * 2 * rows * len) >> 20) + 64;
         let engine = DataDist::open(config(1, mib)).unwrap();
         let source = Kv::new(&engine, rows, len);
         source.fill(1);
