@@ -14,7 +14,10 @@ mod values;
 
 pub use landing::{Landing, landed_layers, landing};
 pub use layers::{ExtParam, LayerRange, Layers, push_kv_cache, push_size, push_spans, tensors_per_layer};
-pub use layerwise::{Destination, LayerRows, LayerwiseArgs, Target, destination, layerwise};
+pub use layerwise::{
+    Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
+    source_placement, whole_layers,
+};
 pub use options::config;
 pub use transfer::{
     Far, Move, Moves, PullRows, PushRows, accessible, named, pull, pull_near, push, push_near, reachable,
