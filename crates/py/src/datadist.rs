@@ -212,7 +212,6 @@ impl DataDist {
         slf.get().push(slf.py(), &push)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn transfer_cache_async(
         slf: &Bound<'_, Self>,
         src_cache: &Any<'_>,
@@ -226,7 +225,8 @@ impl DataDist {
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
         let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
-        slf.get().engine.enter(slf.py(), start).map(TransferTask::new)
+        let codes = slf.get().engine.codes();
+        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, codes))
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
