@@ -39,7 +39,8 @@ class Ready(LayerSynchronizer):
     """Every layer is ready when it is asked for."""
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        return True
+        """It is."""
+        return layer_index >= 0 and timeout_in_millis is None
 
 
 def opened(cluster: int) -> tuple[LLMDataDist, Cache]:
@@ -57,7 +58,7 @@ def opened(cluster: int) -> tuple[LLMDataDist, Cache]:
     return dist, dist.cache_manager.allocate_blocks_cache(desc, BlocksCacheKey(cluster, 0))
 
 
-def decode(port: int) -> None:
+def decode() -> None:
     """The other process: answers each line with microseconds per layer of a pull of as many blocks."""
     dist, cache = opened(2)
     views = [view.numpy() for view in dist.cache_manager.tensor_views(cache)]
@@ -94,11 +95,11 @@ def main() -> None:
     """Parse the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--decode", type=int)
+    parser.add_argument("--decode", action="store_true")
     options = parser.parse_args()
-    if options.decode is not None:
-        return decode(options.decode)
-    order = [sys.executable, __file__, "--decode", "0"]
+    if options.decode:
+        return decode()
+    order = [sys.executable, __file__, "--decode"]
     with subprocess.Popen(order, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:  # noqa: S603
         assert other.stdin is not None
         assert other.stdout is not None
