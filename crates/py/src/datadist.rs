@@ -5,7 +5,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, check};
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, StatusCode, check,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -225,8 +227,7 @@ impl DataDist {
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
         let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
-        let codes = slf.get().engine.codes();
-        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, codes))
+        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, StatusCode::from))
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
