@@ -299,7 +299,7 @@ def test_a_synchronizer_that_raises(bench: Bench, name: str, caplog: pytest.LogC
     eventually(lambda: not walkers(), what="the end of the thread")
     told = [record for record in caplog.records if "synchronize_layer raised" in record.getMessage()]
     assert len(told) == 1, "logged once"
-    assert told[0].exc_info is not None
+    assert told[0].exc_info, "with its traceback"
 
 
 def test_a_config_that_fails_leaves_the_others_alone(bench: Bench) -> None:
@@ -535,6 +535,25 @@ def test_awaiting(bench: Bench) -> None:
     assert threading.active_count() <= threads, "no thread waited"
     eventually(lambda: descriptors() <= before, what="the end of every descriptor")
     assert all(bench.arrived(far) for far in bench.far)
+
+
+def test_who_gives_up_leaves_no_reader(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(task, 0.02)
+        reading, writing = os.pipe()  # one of them has the number that was given up
+        for end in (reading, writing):
+            assert not loop.remove_reader(end), "somebody still reads it"
+        os.close(reading)
+        os.close(writing)
+
+    asyncio.run(main())
+    gates.open(0)
+    assert task.synchronize(SOON) is SUCCESS
 
 
 def test_awaiting_a_failure_is_no_exception(bench: Bench) -> None:
