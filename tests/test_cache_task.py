@@ -727,6 +727,22 @@ def test_layers_that_come_are_awaited_at_exit() -> None:
     assert in_one_process("start(lambda layer: time.sleep(0.05) or True)") == "SUCCESS\n"
 
 
+def test_threads_at_work_survive_the_end_of_the_interpreter() -> None:
+    """Nothing is drained: the limit is over at once, and the threads go on asking while the interpreter ends."""
+    busy = """
+import random
+layerwise = sys.modules["llm_datadist.layerwise"]
+layerwise.drain = lambda engine: None
+for _ in range(6):
+    start(lambda layer: time.sleep(random.choice([0, 0, 0.0005, 0.002])) or True)
+time.sleep(random.random() * 0.003)
+"""
+    for _ in range(5):
+        codes = in_one_process(busy).split()
+        assert len(codes) == 6
+        assert set(codes) <= {"SUCCESS", "FINALIZED", "TIMEOUT"}  # the last: a layer is still on its way
+
+
 def test_a_forked_child_has_no_part_in_the_transfer() -> None:
     out = in_one_process(
         """
