@@ -439,6 +439,24 @@ def test_an_interrupt_while_the_thread_starts_is_that_interrupt(bench: Bench, mo
     assert bench.start(Gates()).synchronize(SOON) is SUCCESS
 
 
+def test_a_synchronizer_whose_attributes_raise(bench: Bench) -> None:
+    class Fickle(Gates):
+        reads = 0
+
+        @property
+        def timeout_in_millis(self) -> Optional[int]:  # type: ignore[override]
+            self.reads += 1
+            if self.reads > 1:
+                raise ArithmeticError("gone")
+            return None
+
+    with pytest.raises(ArithmeticError, match="gone"):
+        bench.start(Fickle())
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+
+
 def test_a_thread_that_ends_for_no_reason_is_a_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
