@@ -103,6 +103,9 @@ def report(layout: str, timings: list[Timing], served: Served) -> None:
             f"{timing.exposed_s * 1e3:12.2f} ms later   {timing.alone_s * 1e3:16.2f} ms   {hidden:6.0%}   "
             f"{' '.join(map(str, timing.in_place))}"
         )
+    layers = sum(len(timing.in_place) for timing in timings)
+    compute, alone = (sum(getattr(timing, name) for timing in timings) for name in ("compute_s", "alone_s"))
+    print(f"  a layer: {compute / layers * 1e3:.2f} ms of compute, {alone / layers * 1e3:.2f} ms of transfer")
 
 
 def compare(layout: str, work: Workload, alone: Generation, served: Served) -> bool:
@@ -122,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--small", action="store_true", help="a smaller model and fewer tokens")
     parser.add_argument("--prove", action="store_true", help="before the last layer, wait for one to have arrived")
+    parser.add_argument("--transport", choices=("auto", "shm", "tcp"), default="auto", help="how the link moves bytes")
     options = parser.parse_args()
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
     work = Workload.make(shape if options.small else Shape(), groups=3)
@@ -134,8 +138,9 @@ def main() -> int:
         print(f"  request {number}: {len(request.prompt):3} tokens, then {len(tokens):2}: {shown}")
     good = True
     for layout in LAYOUTS:
+        setup = Setup(work, layout, rows_needed(work, layout), options.prove, options.transport)
         try:
-            timings, served = in_two_processes(Setup(work, layout, rows_needed(work, layout), options.prove))
+            timings, served = in_two_processes(setup)
         except RuntimeError as error:
             print(f"{layout}: {error}", file=sys.stderr)
             return 1

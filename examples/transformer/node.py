@@ -36,6 +36,7 @@ class Setup(NamedTuple):
     layout: str
     rows: tuple[int, int, int]
     prove: bool
+    transport: str
 
 
 class Node:
@@ -47,6 +48,7 @@ class Node:
         config = LLMConfig()
         config.enable_cache_manager = True
         config.enable_remote_cache_accessible = self._paged
+        config.link_transport = setup.transport
         config.sync_kv_timeout = int(LIMIT_S * 1000)
         config.mem_pool_cfg = self._pool(rows)
         if host_rows:

@@ -6,7 +6,6 @@ when everything is in place. Not for: new tokens (`decode`).
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
@@ -51,6 +50,8 @@ class ComputedLayers(LayerSynchronizer):
 class Timing(NamedTuple):
     """One group: bytes moved, seconds of compute, from its end until the last layer was in place, of a transfer alone.
 
+    Alone: the shortest of some, because decode computes meanwhile.
+
     `in_place[i]`: how many layers had arrived when layer `i` was computed, before it was let go.
     """
 
@@ -84,6 +85,7 @@ class Prefill:
         layers, rows = self._work.shape.layers, self._node.layout.rows
         for number in group:
             rows.reserve(number, self._node.layout.rows_for(len(self._work.requests[number].prompt)))
+        alone = [self._alone(group, places) for _ in range(REPEATS)]  # before: what it leaves there is all wrong
         synchronizer, in_place = ComputedLayers(layers), []
         task = self._transfer(group, places, synchronizer)
 
@@ -99,15 +101,14 @@ class Prefill:
         _succeed(task)
         exposed = max(time.perf_counter() - end, 0.0)
         moved = sum(part.bytes_done for part in task.progress())
-        alone = [self._alone(group, places) for _ in range(REPEATS)]
         self._made.take(group, logits)
         self._node.send({number: (self._made.tokens[number], self._made.logits[number]) for number in group})
         for number in group:
             rows.release(number)
-        return Timing(moved, end - start, exposed, statistics.median(alone), in_place)
+        return Timing(moved, end - start, exposed, min(alone), in_place)
 
     def _alone(self, group: Sequence[int], places: dict[int, Any]) -> float:
-        """Send the same again, all layers being there: what the transfer takes when nothing hides it."""
+        """Send the same rows, holding what they held before: what the transfer takes when it waits for no layer."""
         start = time.perf_counter()
         _succeed(self._transfer(group, places, ComputedLayers(self._work.shape.layers, done=True)))
         return time.perf_counter() - start
