@@ -265,20 +265,26 @@ def test_the_command_fails_on_a_difference() -> None:
     assert done.stdout.count("DIFFERENT: request 4: logits of new token 2") == 2
 
 
+@pytest.mark.parametrize("delay", [0, 0.6])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_the_command_ends_when_a_process_dies(victim: str) -> None:
+def test_the_command_ends_when_a_process_dies(victim: str, delay: float) -> None:
+    """Killed at its start, or about when it is linked and works."""
     done = run(
         "-c",
         textwrap.dedent(f"""
-            import multiprocessing.connection, multiprocessing.process, runpy, sys
+            import multiprocessing.connection, runpy, sys, time
+            sys.path.insert(0, {str(EXAMPLE)!r})
+            import generation
+            generation.in_one_process = lambda work: generation.Generation(work.requests)  # not needed here
             wait = multiprocessing.connection.wait
             def kill_first(*args):
+                time.sleep({delay})
                 for child in multiprocessing.active_children():
                     if child.name == {victim!r}:
                         child.kill()
                 return wait(*args)
             multiprocessing.connection.wait = kill_first
-            sys.argv = ["transformer", "--small"]
+            sys.argv = ["transformer"]
             runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
         """),
     )
