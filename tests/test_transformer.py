@@ -218,9 +218,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_shows_what_it_claims() -> None:
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_the_command_shows_what_it_claims(transport: str) -> None:
     """`--prove` makes the order of events certain: unless a layer arrives before compute ends, the command fails."""
-    done = run(str(EXAMPLE), "--small", "--prove")
+    done = run(str(EXAMPLE), "--small", "--prove", "--transport", transport)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     shape = Shape(layers=6, hidden=64, heads=4, kv_heads=2, inner=160, vocabulary=96, tokens=160)
