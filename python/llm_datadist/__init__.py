@@ -13,9 +13,11 @@ from llm_datadist._core import register_types as _register_types
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
+from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
 from llm_datadist.log import error as _log_error
 from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
+from llm_datadist.tensors import Tensor, TensorDesc
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -40,6 +42,7 @@ v2_list = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "KvCache",
     "Cache",
     "BlocksCacheKey",
     "LLMDataDist",
@@ -56,6 +59,8 @@ __all__ = [
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "DataType",
+    "KvCache",
+    "KvCacheManager",
     "LLMClusterInfo",
     "LLMConfig",
     "LLMDataDist",
@@ -68,6 +73,8 @@ __all__ = [
     "Placement",
     "RegisterMemStatus",
     "Status",
+    "Tensor",
+    "TensorDesc",
 ]
 
 # Programs of the original read this variable after importing the package (python-api.md §1.1).
@@ -85,6 +92,7 @@ _register_types(
     CacheKeyByIdAndIndex=CacheKeyByIdAndIndex,
     BlocksCacheKey=BlocksCacheKey,
     Cache=Cache,
+    KvCache=KvCache,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     log_info=_log_info,

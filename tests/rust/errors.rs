@@ -7,8 +7,8 @@ use std::time::Duration;
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, DataDist, End, Error, ErrorKind, PeerAddress, Placement, Role, StatusCode,
-    SwapInPath,
+    CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, End, Error, ErrorKind, PeerAddress,
+    Placement, Role, StatusCode, SwapInPath,
 };
 
 use crate::bed::{Own, config, desc, engine_on};
@@ -83,8 +83,22 @@ fn produced(kind: ErrorKind) -> Option<Error> {
                 told
             })
         }
-        // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork.
-        ErrorKind::Closed | ErrorKind::Forked => return None,
+        ErrorKind::KeyTaken => {
+            let key = [Some(CacheKey::Blocks { model: 5 })];
+            engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).unwrap();
+            engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).map(|_| ())
+        }
+        ErrorKind::UnlikeTensors => {
+            let [one, two] = [1, 2].map(|count| {
+                let cache = engine.allocate(&desc(Device, count, 4, 64), CacheKind::Batch, &[]).unwrap();
+                End::Managed(cache.id())
+            });
+            let args = CopyArgs { dst_batch_index: 0, src_batch_index: 0, offset: 0, size: -1 };
+            engine.copy_cache(&one, &two, args)
+        }
+        // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork. A transfer that was
+        // cancelled says so in its outcomes.
+        ErrorKind::Closed | ErrorKind::Forked | ErrorKind::Cancelled => return None,
     };
     Some(error.expect_err("the case of this kind succeeds"))
 }
@@ -97,7 +111,7 @@ fn link_to_itself(engine: &DataDist, address: &str) -> Result<(), Error> {
 
 #[test]
 fn every_kind_is_produced_and_has_a_code() {
-    let mut by_the_binding = Vec::new();
+    let mut elsewhere = Vec::new();
     let mut looked_at = 0;
     for kind in ErrorKind::ALL {
         let code = StatusCode::from(kind);
@@ -110,11 +124,11 @@ fn every_kind_is_produced_and_has_a_code() {
                 assert!(format!("{error:?}").starts_with(&format!("{kind:?}: ")));
                 looked_at += 1;
             }
-            None => by_the_binding.push(kind),
+            None => elsewhere.push(kind),
         }
     }
-    assert_eq!(by_the_binding, [ErrorKind::Closed, ErrorKind::Forked]);
-    assert_eq!(looked_at, ErrorKind::ALL.len() - 2);
+    assert_eq!(elsewhere, [ErrorKind::Closed, ErrorKind::Forked, ErrorKind::Cancelled]);
+    assert_eq!(looked_at, ErrorKind::ALL.len() - 3);
     let mut kinds = ErrorKind::ALL.to_vec();
     kinds.dedup();
     assert_eq!(kinds.len(), ErrorKind::ALL.len());
@@ -123,7 +137,7 @@ fn every_kind_is_produced_and_has_a_code() {
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 14] = [
+    let expected: [(ErrorKind, S, i64); 17] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
@@ -138,6 +152,9 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::LinksExist, S::ExistLink, 0x5010_B018),
         (ErrorKind::Interrupted, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
+        (ErrorKind::Cancelled, S::Failed, 0xFFFF_FFFF),
+        (ErrorKind::KeyTaken, S::ParamInvalid, 0x5010_B005),
+        (ErrorKind::UnlikeTensors, S::ParamInvalid, 0x5010_B005),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
     for (kind, code, value) in expected {
@@ -151,6 +168,23 @@ fn codes_are_the_numbers_of_the_contract() {
     names.sort_unstable();
     names.dedup();
     assert_eq!((values.len(), names.len()), (S::ALL.len(), S::ALL.len()), "numbers and names are unique");
+}
+
+#[test]
+fn an_engine_without_the_cache_manager_has_codes_of_its_own() {
+    use StatusCode as S;
+    let own = [
+        (ErrorKind::OutOfMemory, S::DeviceOutOfMemory),
+        (ErrorKind::Timeout, S::WaitProcessTimeout),
+        (ErrorKind::UnlinkFailed, S::NotifyPromptUnlinkFailed),
+        (ErrorKind::KeyTaken, S::Failed),
+        (ErrorKind::UnlikeTensors, S::Failed),
+    ];
+    for kind in ErrorKind::ALL {
+        let expected = own.iter().find(|(other, _)| *other == kind).map_or(S::from(kind), |&(_, code)| code);
+        assert_eq!(S::of_first_generation(kind), expected, "{kind:?}");
+    }
+    assert!(own.iter().all(|&(kind, code)| S::from(kind) != code));
 }
 
 #[test]

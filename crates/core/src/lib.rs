@@ -62,7 +62,9 @@ pub mod transport;
 pub mod wire;
 
 pub use check::{CopyArgs, ExtParam, LayerRange, Layers, PullRows, PushRows};
-pub use config::{Config, KernelChoice, LinkConfig, PoolConfig, Role, SwapInPath, Token, TransportChoice};
+pub use config::{
+    Config, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token, TransportChoice,
+};
 pub use counters::OpState;
 pub use datadist::{CacheIndex, DataDist, End, FarName};
 pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};

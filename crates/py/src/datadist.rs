@@ -21,7 +21,7 @@ use crate::{local, raw, stats};
 type Any<'py> = Bound<'py, PyAny>;
 
 /// Id and tensor addresses of a new cache.
-type NewCache = (i64, Vec<u64>);
+pub(crate) type NewCache = (i64, Vec<u64>);
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -84,7 +84,7 @@ impl DataDist {
         let peers = links::peers(&infos)?;
         let linked = self.engine.enter(py, |engine| Ok(links::link(engine, &peers, timeout, one_local)));
         self.report(py)?;
-        links::codes(py, &linked?)
+        links::codes(py, &linked?, self.engine.codes())
     }
 
     fn unlink_clusters<'py>(
@@ -103,7 +103,7 @@ impl DataDist {
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
         self.report(py)?;
-        links::codes(py, &unlinked?)
+        links::codes(py, &unlinked?, self.engine.codes())
     }
 
     fn link(&self, comm_name: &Any<'_>, cluster_rank_info: &Any<'_>, rank_table: &Any<'_>) -> PyResult<u64> {
@@ -339,6 +339,11 @@ impl DataDist {
 }
 
 impl DataDist {
+    /// The engine behind the door.
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
     pub(crate) fn one_sided(&self) -> bool {
         self.one_sided
@@ -351,7 +356,8 @@ impl DataDist {
         notes.into_iter().try_for_each(|note| front.log_info.call1(py, (note,)).map(drop))
     }
 
-    fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
+    /// Pulls, and logs what became of links if that fails.
+    pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
         let pulled =
             self.engine.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
         if pulled.is_err() {
@@ -369,7 +375,13 @@ impl DataDist {
         pushed
     }
 
-    fn allocate(&self, desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<NewCache> {
+    /// Allocates; the descriptor and keys are of the right types.
+    pub(crate) fn allocate(
+        &self,
+        desc: &Any<'_>,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> PyResult<NewCache> {
         let py = desc.py();
         local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;

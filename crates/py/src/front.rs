@@ -28,6 +28,8 @@ pub(crate) struct Front {
     pub(crate) cache_key_by_id: Py<PyType>,
     /// `Cache`.
     pub(crate) cache: Py<PyType>,
+    /// `KvCache`.
+    pub(crate) kv_cache: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
@@ -71,6 +73,7 @@ impl Front {
             blocks_cache_key: class("BlocksCacheKey")?,
             cache_key_by_id: class("CacheKeyByIdAndIndex")?,
             cache: class("Cache")?,
+            kv_cache: class("KvCache")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             log_info: named("log_info")?.unbind(),

@@ -10,6 +10,7 @@ mod datadist;
 mod door;
 mod error;
 mod front;
+mod kv;
 mod links;
 mod local;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
@@ -42,6 +43,8 @@ mod _core {
     use crate::door::abandon_sockets;
     #[pymodule_export]
     use crate::front::register_types;
+    #[pymodule_export]
+    use crate::kv::KvCaches;
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

@@ -1,6 +1,7 @@
 """Re-exports of :mod:`llm_datadist.types` under the path that existing clients import."""
 
 from llm_datadist.data_type import DataType
+from llm_datadist.kv_cache_manager import KvCache
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -23,6 +24,7 @@ __all__ = [
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "DataType",
+    "KvCache",
     "MemInfo",
     "Memtype",
     "Placement",

@@ -11,6 +11,7 @@ use super::streams::{self, Streams};
 use super::{DataDist, End, STAGED};
 use crate::check::{self, ExtParam, Far, Layers, Moves, PullRows, PushRows};
 use crate::cluster::Cluster;
+use crate::config::Mode;
 use crate::engine::{Progress, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
@@ -51,7 +52,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(from.cluster, to)?;
             check::pull_near(near.side(), rows, layers)?;
-            let link = self.links.find(from.cluster, deadline)?;
+            let link = self.link_to(from.cluster, deadline)?;
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
@@ -71,7 +72,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(to.cluster, from)?;
             check::push_near(near.side(), rows, layers)?;
-            let link = self.links.find(to.cluster, deadline)?;
+            let link = self.link_to(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
             let (name, row) = match to.name {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
@@ -113,11 +114,17 @@ impl DataDist {
         self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
     }
 
+    /// The link to `cluster`, another engine. Without the cache manager that one may go by this one's id
+    /// (`two_engines_of_one_id`); a link of this engine to itself carries no transfer.
+    pub(super) fn link_to(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let link = self.links.find(cluster, deadline)?;
+        if self.links.leads_here(&link) { Err(own(cluster)) } else { Ok(link) }
+    }
+
     /// The cache of this engine at one end of a transfer with `cluster`.
     fn near(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
-        if self.links.is_self(cluster) {
-            let allowed = "another cluster: this one's own caches need no transfer";
-            return Err(Error::argument("cluster_id", cluster, allowed));
+        if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
+            return Err(own(cluster));
         }
         match end {
             End::Managed(id) => self.cluster.table.find(*id),
@@ -127,6 +134,12 @@ impl DataDist {
             }
         }
     }
+}
+
+/// The refusal of a transfer with oneself.
+#[cold]
+fn own(cluster: ClusterId) -> Error {
+    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
 }
 
 /// What became of an attempt that did not fail.

@@ -35,7 +35,7 @@ pub(crate) use reach::location;
 pub(crate) use talk::{hear_next, say};
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -103,8 +103,6 @@ pub(crate) struct Shared {
     /// Whether the keeper was started.
     keeping: Mutex<bool>,
     listeners: Listeners,
-    /// Another process of this one's cluster id was linked.
-    shares_its_id: AtomicBool,
     /// It was said that others may read this process.
     opened_to_readers: AtomicBool,
     threads: Arc<Threads>,
@@ -126,7 +124,6 @@ impl Links {
             bell: Arc::new(Bell::new()?),
             keeping: Mutex::default(),
             listeners: Listeners::default(),
-            shares_its_id: AtomicBool::default(),
             opened_to_readers: AtomicBool::default(),
             threads: Arc::default(),
             transports,
@@ -178,9 +175,14 @@ impl Links {
         self.shared.state.find(cluster, deadline)
     }
 
-    /// Whether `cluster` is this engine itself, and not another process that goes by the same id.
-    pub(crate) fn is_self(&self, cluster: ClusterId) -> bool {
-        cluster.0 == self.shared.me.party.cluster && !self.shared.shares_its_id.load(Ordering::Relaxed)
+    /// Whether `cluster` is the id of this engine.
+    pub(crate) fn goes_by(&self, cluster: ClusterId) -> bool {
+        cluster.0 == self.shared.me.party.cluster
+    }
+
+    /// Whether both ends of `link` are this engine.
+    pub(crate) fn leads_here(&self, link: &Link) -> bool {
+        link.peer().instance == self.shared.me.party.instance
     }
 
     /// Enters a communicator; links to its members come about in the background.
