@@ -24,6 +24,7 @@ from llm_datadist import (
     DataType,
     KvCache,
     KvCacheManager,
+    LayerSynchronizer,
     LLMConfig,
     LLMDataDist,
     LLMException,
@@ -31,6 +32,8 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
     Tensor,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
 )
 from memory import AE, GONE, LE, MISMATCH, TE, VE, Expected, UserTensors, at, in_fresh_process, raising, run_fresh
 
@@ -163,6 +166,7 @@ def calls_of(manager: KvCacheManager) -> dict[str, Callable[[], Any]]:
         "copy_blocks": lambda: manager.copy_blocks(1, 1),
         "swap_blocks": lambda: manager.swap_blocks(1, 1, 1),
         "get_cache_tensors": lambda: manager.get_cache_tensors(1, "x"),
+        "transfer_cache_async": lambda: manager.transfer_cache_async(1, 1, 1),
     }  # type: ignore[arg-type]
 
 
@@ -193,7 +197,12 @@ def test_an_expired_manager_says_so_first(begin: Callable[..., LLMDataDist]) -> 
 def test_who_may_call_what(begin: Callable[..., LLMDataDist], role: LLMRole) -> None:
     manager = begin(role).kv_cache_manager
     # The role is looked at before any argument.
-    only = {"remove_cache_key": LLMRole.PROMPT, "pull_cache": LLMRole.DECODER, "pull_blocks": LLMRole.DECODER}
+    only = {
+        "remove_cache_key": LLMRole.PROMPT,
+        "transfer_cache_async": LLMRole.PROMPT,
+        "pull_cache": LLMRole.DECODER,
+        "pull_blocks": LLMRole.DECODER,
+    }
     for name, call in calls_of(manager).items():
         with raising(LE if only.get(name, role) != role else TE):
             call()
@@ -573,6 +582,46 @@ def test_get_cache_tensors(prompt: KvCacheManager) -> None:
     assert table(prompt)[2] == 0
     handle, own = cpu()
     assert np.array_equal(prompt.get_cache_tensors(handle, 1)[0].numpy().view(np.uint8), own.arrays[1])
+
+
+class Ready(LayerSynchronizer):
+    """Every layer is ready."""
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        return layer_index >= 0 and timeout_in_millis is None
+
+
+def test_transfer_cache_async_checks_in_order(prompt: KvCacheManager) -> None:
+    cache, host = prompt.allocate_cache(desc()), cpu()[0]
+    old = Cache(1, desc(), [1, 2], None, is_registered=False, is_blocks_cache=False)
+    to = TransferConfig(1, [1, 2])
+    by_key = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, 1), range(1), range(1))
+    for args, expected, text in [
+        ((None, 1, 1, "x"), TE, "KvCache"),
+        ((old, 1, 1, "x"), TE, "KvCache"),
+        ((host, 1, 1, "x"), LE, "HOST"),
+        ((cache, 1, 1, "x", "x"), TE, "dst_block_indices"),
+        ((cache, 1, 1, "x", [-1]), VE, "dst_block_indices"),
+        ((cache, 1, 1, [-1], [0]), VE, "src_block_indices"),
+        ((cache, 1, 1, [0], [0], -1), VE, "dst_block_memory_size"),
+        ((cache, 1, 1, [1, 2]), LE, "transfer from blocks to cache is not supported"),
+        ((cache, 1, 1, [0, 1], [0]), LE, ""),
+        ((cache, 1, 1, None, [0]), LE, "dst_block_memory_size"),
+        ((cache, 1, 1), TE, "layer_synchronizer"),
+        ((cache, Ready(), 1), TE, "transfer_configs"),
+        ((cache, Ready(), [by_key]), TE, "TransferConfig"),
+        ((cache, Ready(), [to], None, None, 1), LE, "dst_block_memory_size"),
+        ((prompt.allocate_cache(desc(tensors=3)), Ready(), [to]), LE, "3"),
+        ((cache, Ready(), [TransferConfig(1, [1, 2, 3])]), LE, "dst_addrs"),
+        ((cache, Ready(), [TransferConfig(1, [1, 2], src_batch_index=4)]), LE, "src_batch_index"),
+    ]:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            prompt.transfer_cache_async(*args)  # type: ignore[arg-type]
+        expected.judge(caught.value)
+        assert text.lower() in str(caught.value).lower(), caught.value
+    assert prompt.transfer_cache_async(cache, Ready(), []).synchronize() == LLMStatusCode.LLM_SUCCESS
+    unlinked = prompt.transfer_cache_async(cache, Ready(), [to])
+    assert unlinked.get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
 
 
 def test_check_cache_key() -> None:

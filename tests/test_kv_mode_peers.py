@@ -5,6 +5,7 @@ Here is the decoder, the other process is the prompt; where it can be both have 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -17,11 +18,14 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCacheManager,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
     LLMRole,
     LLMStatusCode,
+    TransferConfig,
 )
 from llm_datadist.tensors import create_npu_tensors
 from peers import (
@@ -302,6 +306,106 @@ def test_a_peer_of_one_id_that_dies_is_missed(both: Any) -> None:
     here.allocate("kv", 1, 64)
     there.kill()
     eventually(lambda: code(here.pull_cache, by_request(0, 1), "kv") == UNLINKED, what="the end of the link")
+
+
+# -- layer by layer ------------------------------------------------------------------------------------------------
+
+
+class Layers(LayerSynchronizer):
+    """Says of each layer what it was given; the rest blocks until `gate` opens."""
+
+    def __init__(self, *says: object) -> None:
+        self.says, self.gate, self.asked = says, threading.Event(), []
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        self.asked.append((layer_index, timeout_in_millis))
+        if layer_index >= len(self.says):
+            return self.gate.wait(20)
+        said = self.says[layer_index]
+        if isinstance(said, Exception):
+            raise said
+        return bool(said)
+
+
+@pytest.fixture
+def sender() -> Iterator[tuple[KvCacheManager, Peer]]:
+    """A prompt here and a decoder there, which links; both are cluster 0."""
+    with Ends() as ends:
+        here = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT")
+        there = ends.spare()
+        there.begin("init", kv_options(), 0, "DECODER").result()
+        assert there.link_clusters([[0, here.dist.listen_ip_info]]) == (OK, [OK])
+        yield here.manager, there
+
+
+def filled(manager: KvCacheManager, rows: int, row_bytes: int, tensors: int, **more: Any) -> tuple[Any, list[Any]]:
+    """A cache here and what is in it."""
+    make = manager.allocate_blocks_cache if more.get("blocks") else manager.allocate_cache
+    cache = make(CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8))
+    views = create_npu_tensors((rows, row_bytes), np.uint8, cache.per_device_tensor_addrs[0])
+    made = pattern(11, tensors, rows, row_bytes)
+    for view, bytes_ in zip(views, made):
+        view[:] = bytes_
+    return cache, made
+
+
+def test_layers_travel_between_clusters_of_one_id(sender: tuple[KvCacheManager, Peer]) -> None:
+    manager, there = sender
+    cache, made = filled(manager, 2, 128, 6)
+    there.allocate("kv", 1, 128, tensors=6, seed=1)
+    before = pattern(1, 6, 1, 128)
+    addrs = there.addresses("kv")
+    layers = Layers(True, True, True)
+    task = manager.transfer_cache_async(cache, layers, [TransferConfig(0, addrs[2:], range(1, 3), 1)])
+    assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
+    assert task.get_results() == [LLMStatusCode.LLM_SUCCESS]
+    assert layers.asked == [(1, None), (2, None)]
+    for tensor, got in enumerate(there.read("kv")):
+        assert np.array_equal(got[0], before[tensor][0] if tensor < 2 else made[tensor][1])
+    # What the addresses do not lie in, or is too small (python-api.md §9.2).
+    for wrong in ([4096 + tensor for tensor in range(6)], [*addrs[:5], addrs[5] + 64]):
+        task = manager.transfer_cache_async(cache, Layers(1, 1, 1), [TransferConfig(0, wrong)])
+        assert task.get_results() == [LLMStatusCode.LLM_PARAM_INVALID]
+
+
+def test_blocks_travel(sender: tuple[KvCacheManager, Peer]) -> None:
+    manager, there = sender
+    cache, made = filled(manager, 4, 64, 2, blocks=True)
+    there.allocate("kv", 8, 64, blocks=True)
+    there.paint("kv", 0)
+    config = TransferConfig(0, there.addresses("kv"))
+    task = manager.transfer_cache_async(cache, Layers(True), [config], [3, 1], [0, 7], 0)
+    assert task.get_results() == [LLMStatusCode.LLM_SUCCESS]
+    assert config.src_layer_range == range(1)
+    for got, bytes_ in zip(there.read("kv"), made):
+        assert np.array_equal(got[0], bytes_[3])
+        assert np.array_equal(got[7], bytes_[1])
+        assert not got[1:7].any()
+
+
+def test_a_transfer_has_the_codes_of_the_mode(sender: tuple[KvCacheManager, Peer]) -> None:
+    manager, there = sender
+    cache, _ = filled(manager, 1, 64, 4)
+    there.allocate("kv", 1, 64, tensors=4)
+    addrs = there.addresses("kv")
+    late = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+    blocked = Layers(True)
+    task = manager.transfer_cache_async(cache, blocked, [TransferConfig(0, addrs)])
+    assert task.synchronize(0) == late
+    assert task.get_results(0) == [late]
+    blocked.gate.set()
+    assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
+    task = manager.transfer_cache_async(cache, Layers(True, OSError("the device is gone")), [TransferConfig(0, addrs)])
+    assert (task.synchronize(), task.get_results()) == (late, [late])
+    task = manager.transfer_cache_async(cache, Layers(True, False), [TransferConfig(0, addrs)])
+    assert task.get_results() == [LLMStatusCode.LLM_PARAM_INVALID]
+    # A handle that is dropped does not end its transfer, nor does a deallocate.
+    blocked = Layers(True)
+    task = manager.transfer_cache_async(cache, blocked, [TransferConfig(0, addrs)])
+    manager.deallocate_cache(cache)
+    blocked.gate.set()
+    assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
+    assert equal(there.read("kv"), pattern(11, 4, 1, 64))
 
 
 # -- clients, in their own words -----------------------------------------------------------------------------------

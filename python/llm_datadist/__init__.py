@@ -14,6 +14,7 @@ from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
+from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
 from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
@@ -48,6 +49,10 @@ v2_list = [
     "LLMDataDist",
     "Placement",
     "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
     "Memtype",
     "MemInfo",
 ]
@@ -58,6 +63,7 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheTask",
     "DataType",
     "KvCache",
     "KvCacheManager",
@@ -67,6 +73,7 @@ __all__ = [
     "LLMException",
     "LLMRole",
     "LLMStatusCode",
+    "LayerSynchronizer",
     "LlmConfig",
     "MemInfo",
     "Memtype",
@@ -75,6 +82,8 @@ __all__ = [
     "Status",
     "Tensor",
     "TensorDesc",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
 ]
 
 # Programs of the original read this variable after importing the package (python-api.md §1.1).
@@ -93,6 +102,9 @@ _register_types(
     BlocksCacheKey=BlocksCacheKey,
     Cache=Cache,
     KvCache=KvCache,
+    LayerSynchronizer=LayerSynchronizer,
+    TransferConfig=TransferConfig,
+    TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     log_info=_log_info,

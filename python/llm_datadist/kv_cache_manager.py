@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist import _core
+from llm_datadist import _core, layerwise
 from llm_datadist.configs import LLMRole
 from llm_datadist.log import logged
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
@@ -21,6 +21,7 @@ from llm_datadist.tensors import Tensor
 from llm_datadist.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
+    from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig
     from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
@@ -385,6 +386,40 @@ class KvCacheManager:
                 several devices; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_WAIT_PROCESS_TIMEOUT``.
         """
         self._engine.swap_blocks(src, dst, src_to_dst)
+
+    @logged
+    def transfer_cache_async(
+        self,
+        src_cache: KvCache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Union[list[TransferConfig], tuple[TransferConfig, ...]],
+        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_memory_size: Optional[int] = None,
+    ) -> CacheTask:
+        """Send the layers of a cache, each as soon as it is ready; only ``LLMRole.PROMPT``.
+
+        As ``CacheManager.transfer_cache_async`` (seed ``transfer_cache_async.md``), with ``LLM_WAIT_PROCESS_TIMEOUT``
+        for what took too long.
+
+        Args:
+            src_cache: the cache that is read.
+            layer_synchronizer: says when a layer is ready.
+            transfer_configs: the destinations, by address. A ``src_layer_range`` of ``None`` is set to all layers.
+            src_block_indices: blocks read (uint64), of a blocks cache.
+            dst_block_indices: blocks written (uint64): one for each read, or those that the slot read is cut into.
+            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is
+                cut into blocks; else ``None``, 0 or the size of a block here.
+
+        Returns:
+            The transfer.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, another role, or arguments without meaning.
+        """
+        self._engine_of(LLMRole.PROMPT, "transfer_cache_async")
+        blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
+        return layerwise.start(self._native, src_cache, layer_synchronizer, transfer_configs, *blocks)
 
     @logged
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:

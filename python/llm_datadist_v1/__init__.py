@@ -9,9 +9,11 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
+    CacheTask,
     DataType,
     KvCache,
     KvCacheManager,
+    LayerSynchronizer,
     LLMClusterInfo,
     LLMConfig,
     LlmConfig,
@@ -26,6 +28,8 @@ from llm_datadist import (
     Status,
     Tensor,
     TensorDesc,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
 )
 
 __all__ = [  # noqa: RUF022  (the order of the contract)
@@ -48,6 +52,10 @@ __all__ = [  # noqa: RUF022  (the order of the contract)
     "LLMDataDist",
     "Placement",
     "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
     "Memtype",
     "MemInfo",
 ]

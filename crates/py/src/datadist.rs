@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, check};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Mode, Placement, check};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -14,7 +14,9 @@ use crate::convert::{self, int, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
+use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
+use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{local, raw, stats};
 
@@ -29,6 +31,7 @@ pub(crate) struct DataDist {
     engine: Engine,
     cluster: ClusterId,
     one_sided: bool,
+    mode: Mode,
 }
 
 #[pymethods]
@@ -46,8 +49,8 @@ impl DataDist {
         };
         let config =
             check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
-        let one_sided = config.remote_accessible;
-        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided };
+        let (one_sided, mode) = (config.remote_accessible, config.mode);
+        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode };
         made.report(py)?;
         Ok(made)
     }
@@ -210,6 +213,27 @@ impl DataDist {
         slf.get().push(slf.py(), &push)
     }
 
+    fn transfer_cache_async(
+        slf: &Bound<'_, Self>,
+        src_cache: &Any<'_>,
+        layer_synchronizer: &Any<'_>,
+        transfer_configs: &Any<'_>,
+        src_block_indices: &Any<'_>,
+        dst_block_indices: &Any<'_>,
+        dst_block_memory_size: &Any<'_>,
+    ) -> PyResult<TransferTask> {
+        let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
+        let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
+        let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
+        let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
+        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, slf.get().engine.codes()))
+    }
+
+    fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
+        let limit = self.engine.enter(py, |engine| Ok(engine.config().sync_timeout.as_millis()))?;
+        Ok(limit.try_into().unwrap_or(u32::MAX))
+    }
+
     fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let measure = |engine: &llm_datadist_core::DataDist| {
             Ok(Placement::ALL.map(|placement| (placement.to_string(), engine.huge_bytes(placement))))
@@ -342,6 +366,11 @@ impl DataDist {
     /// The engine behind the door.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
+    }
+
+    /// Which manager it serves.
+    pub(crate) fn mode(&self) -> Mode {
+        self.mode
     }
 
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).

@@ -30,7 +30,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
 /// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
 #[cold]
 pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
-    exception(py, error, codes).unwrap_or_else(|failure| failure)
+    logged(py, error, codes).unwrap_or_else(|failure| failure)
 }
 
 /// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
@@ -57,12 +57,17 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
     as_mismatch().unwrap_or_else(Some).unwrap_or(error)
 }
 
-fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
+fn logged(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
+    if StatusCode::from(error.kind()) == StatusCode::ParamInvalid {
+        Front::get(py)?.log_error.call1(py, (error.to_string(),))?;
+    }
+    exception(py, error, codes)
+}
+
+/// The same without a line in the log: of what became of a part of a call.
+pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
     let front = Front::get(py)?;
     let text = error.to_string();
-    if StatusCode::from(error.kind()) == StatusCode::ParamInvalid {
-        front.log_error.call1(py, (&text,))?;
-    }
     let code = codes(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
     let exception = made(&front.exception, &text, member.bind(py))?;

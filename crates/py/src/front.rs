@@ -30,6 +30,12 @@ pub(crate) struct Front {
     pub(crate) cache: Py<PyType>,
     /// `KvCache`.
     pub(crate) kv_cache: Py<PyType>,
+    /// `LayerSynchronizer`.
+    pub(crate) layer_synchronizer: Py<PyType>,
+    /// `TransferConfig`.
+    pub(crate) transfer_config: Py<PyType>,
+    /// `TransferWithCacheKeyConfig`.
+    pub(crate) transfer_key_config: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
@@ -74,6 +80,9 @@ impl Front {
             cache_key_by_id: class("CacheKeyByIdAndIndex")?,
             cache: class("Cache")?,
             kv_cache: class("KvCache")?,
+            layer_synchronizer: class("LayerSynchronizer")?,
+            transfer_config: class("TransferConfig")?,
+            transfer_key_config: class("TransferWithCacheKeyConfig")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             log_info: named("log_info")?.unbind(),

@@ -11,11 +11,13 @@ mod door;
 mod error;
 mod front;
 mod kv;
+mod layerwise;
 mod links;
 mod local;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
 mod raw;
 mod stats;
+mod task;
 mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
@@ -45,6 +47,8 @@ mod _core {
     use crate::front::register_types;
     #[pymodule_export]
     use crate::kv::KvCaches;
+    #[pymodule_export]
+    use crate::task::TransferTask;
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

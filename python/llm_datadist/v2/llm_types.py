@@ -1,7 +1,8 @@
-"""Re-exports of :mod:`llm_datadist.types` under the path that existing clients import."""
+"""Re-exports of :mod:`llm_datadist.types` and ``layerwise`` under the path that existing clients import."""
 
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache
+from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -23,13 +24,17 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheTask",
     "DataType",
     "KvCache",
+    "LayerSynchronizer",
     "MemInfo",
     "Memtype",
     "Placement",
     "PushType",
     "RegisterMemStatus",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
     "check_layer_range",
     "int_to_mem_status_dict",
 ]

@@ -16,7 +16,7 @@ use crate::engine::{Progress, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
 use crate::keys::{CacheKey, Name};
-use crate::links::{Known, Link, limit_ms, location};
+use crate::links::{self, Known, Link, limit_ms, location};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{Cache, pin_reads, pin_writes};
@@ -52,7 +52,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(from.cluster, to)?;
             check::pull_near(near.side(), rows, layers)?;
-            let link = self.link_to(from.cluster, deadline)?;
+            let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
@@ -72,7 +72,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(to.cluster, from)?;
             check::push_near(near.side(), rows, layers)?;
-            let link = self.link_to(to.cluster, deadline)?;
+            let link = self.links.find_other(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
             let (name, row) = match to.name {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
@@ -83,7 +83,8 @@ impl DataDist {
                 call.rounds(|known| {
                     let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
                     let mut moves = check::push(call.near.side(), far, rows, layers)?;
-                    let outcome = call.take(known, &mut moves)?;
+                    let near_rows = std::mem::take(&mut moves.near_rows);
+                    let outcome = call.take(known, &Arc::new(CopyPlan::moves(&mut moves)), near_rows)?;
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
@@ -114,18 +115,23 @@ impl DataDist {
         self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
     }
 
-    /// The link to `cluster`, another engine. Without the cache manager that one may go by this one's id
-    /// (`two_engines_of_one_id`); a link of this engine to itself carries no transfer.
-    pub(super) fn link_to(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        let link = self.links.find(cluster, deadline)?;
-        if self.links.leads_here(&link) { Err(own(cluster)) } else { Ok(link) }
-    }
-
     /// The cache of this engine at one end of a transfer with `cluster`.
     fn near(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
+        self.other(cluster)?;
+        self.source(end)
+    }
+
+    /// `cluster` must not be this engine. Without the cache manager another may go by the same id: there the link says
+    /// who it is.
+    pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
         if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
-            return Err(own(cluster));
+            return Err(links::own(cluster));
         }
+        Ok(())
+    }
+
+    /// A cache of this engine that may take part in a transfer.
+    pub(super) fn source(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
             End::Managed(id) => self.cluster.table.find(*id),
             End::Loose(_) => {
@@ -136,12 +142,6 @@ impl DataDist {
     }
 }
 
-/// The refusal of a transfer with oneself.
-#[cold]
-fn own(cluster: ClusterId) -> Error {
-    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
-}
-
 /// What became of an attempt that did not fail.
 pub(super) enum Moved {
     /// Every byte is in place: so many.
@@ -150,19 +150,19 @@ pub(super) enum Moved {
     Stale,
 }
 
-/// One pull or push under way.
-struct Call<'a> {
-    cluster: &'a Arc<Cluster>,
-    link: Arc<Link>,
+/// One pull, push or layer under way.
+pub(super) struct Call<'a> {
+    pub(super) cluster: &'a Arc<Cluster>,
+    pub(super) link: Arc<Link>,
     /// The far cache.
-    name: Name,
-    near: Arc<Cache>,
-    deadline: Deadline,
+    pub(super) name: Name,
+    pub(super) near: Arc<Cache>,
+    pub(super) deadline: Deadline,
 }
 
 impl Call<'_> {
     /// Counts the call with its link, which does not go away under it by an unlink.
-    fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    pub(super) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let result = self.link.begin().and_then(|_active| call());
         self.link.transfers().count(started.elapsed(), result.is_ok());
@@ -173,7 +173,7 @@ impl Call<'_> {
     }
 
     /// Finds the far cache and attempts the transfer; once more if the far cache was not what it was thought to be.
-    fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
+    pub(super) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
         let mut known = link.known(*name, *deadline)?;
@@ -201,7 +201,7 @@ impl Call<'_> {
     }
 
     /// In remote-accessible mode both caches must be (python-api.md §12.4).
-    fn one_sided(&self) -> Result<()> {
+    pub(super) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
             check::reachable("the cache of this side", self.near.remote_accessible())?;
         }
@@ -215,6 +215,7 @@ impl Call<'_> {
             return Ok(Moved::Bytes(0));
         }
         let pinned = pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
+        self.cluster.kept(&self.near)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.moved_in(known, &plan, &mut progress);
         let row_bytes = self.near.geometry().row_bytes();
@@ -275,19 +276,24 @@ impl Call<'_> {
     }
 
     /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
-    fn take(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves));
+    pub(super) fn take(
+        &self,
+        known: &Arc<Known>,
+        plan: &Arc<CopyPlan>,
+        near_rows: Vec<u64>,
+    ) -> Result<Moved> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let _pinned = pin_reads(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
+        let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
+        self.cluster.kept(&self.near)?;
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
-                plan: WirePlan::from(&*plan),
+                plan: WirePlan::from(&**plan),
                 source: location(whereabouts),
                 num_tensors: geometry.num_tensors(),
                 tensor_bytes: geometry.tensor_bytes(),
@@ -301,7 +307,7 @@ impl Call<'_> {
                 reply => return Err(self.link.unexpected(&reply)),
             }
         }
-        streams::send(&self.streams(known, &plan))
+        streams::send(&self.streams(known, plan))
     }
 
     /// The transfer through sockets.
@@ -318,7 +324,7 @@ impl Call<'_> {
     }
 
     /// The same error with what the call was about.
-    fn named(&self, error: Error) -> Error {
+    pub(super) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
         error.with("name", self.name)
     }

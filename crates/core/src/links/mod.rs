@@ -175,14 +175,20 @@ impl Links {
         self.shared.state.find(cluster, deadline)
     }
 
+    /// What finds links as [`find_other`](Self::find_other) does, and keeps no engine alive.
+    pub(crate) fn finder(&self) -> Finder {
+        Finder(Arc::downgrade(&self.shared))
+    }
+
     /// Whether `cluster` is the id of this engine.
     pub(crate) fn goes_by(&self, cluster: ClusterId) -> bool {
         cluster.0 == self.shared.me.party.cluster
     }
 
-    /// Whether both ends of `link` are this engine.
-    pub(crate) fn leads_here(&self, link: &Link) -> bool {
-        link.peer().instance == self.shared.me.party.instance
+    /// The link to `cluster`, another engine. Without the cache manager that one may go by this one's id
+    /// (`two_engines_of_one_id`); a link of this engine to itself carries no transfer.
+    pub(crate) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        self.shared.find_other(cluster, deadline)
     }
 
     /// Enters a communicator; links to its members come about in the background.
@@ -236,7 +242,29 @@ impl Drop for Links {
     }
 }
 
+/// Finds links for whoever may outlive the engine.
+pub(crate) struct Finder(Handle);
+
+impl Finder {
+    /// As [`Links::find_other`].
+    pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let closed = || Error::new(ErrorKind::Closed, "the engine was finalized");
+        self.0.upgrade().ok_or_else(closed)?.find_other(cluster, deadline)
+    }
+}
+
+/// The refusal of a transfer with oneself.
+#[cold]
+pub(crate) fn own(cluster: ClusterId) -> Error {
+    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
+}
+
 impl Shared {
+    fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let link = self.state.find(cluster, deadline)?;
+        if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
+    }
+
     /// The links the keeper looks after; `None` once all is closed.
     fn kept(&self) -> Option<Vec<Arc<Link>>> {
         self.state.kept()
