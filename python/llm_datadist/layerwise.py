@@ -21,6 +21,7 @@ from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from llm_datadist.kv_cache_manager import KvCache
     from llm_datadist.types import Cache
 
 __all__ = ["CacheTask", "LayerProgress", "LayerSynchronizer", "TransferConfig", "TransferWithCacheKeyConfig"]
@@ -331,7 +332,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def start(
     engine: _core.DataDist,
-    src_cache: Cache,
+    src_cache: Union[Cache, KvCache],
     layer_synchronizer: LayerSynchronizer,
     transfer_configs: Union[list[Any], tuple[Any, ...]],
     src_block_indices: Optional[Union[list[int], tuple[int, ...]]],
