@@ -581,6 +581,28 @@ def test_20_06_a_missing_range_is_filled_in_and_no_configs_are_success(sender: S
 
 
 @pytest.mark.contract("20.6")
+def test_20_06_kinds_of_configs_with_remote_access(ends: Ends) -> None:
+    near, far = ends.pair(accessible=True)
+    near.allocate("n", 4, 256, 4, blocks=True, seed=1)
+    far.allocate("f", 6, 256, 4, blocks=True, keys=[("blocks", 2, 5)], seed=2)
+    manager, src, make = near.dist.cache_manager, near.held["n"].handle, llm_datadist.TransferWithCacheKeyConfig
+    by_key = make(BlocksCacheKey(2, 5), range(2), range(2))
+    for bad in ([config(2, far.addresses("f"))], [by_key, config(2, far.addresses("f"))]):
+        with raising(TE):
+            manager.transfer_cache_async(src, synchronizer(), bad, [3, 0], [5, 1])
+    unknown = make(BlocksCacheKey(2, 6), range(2), range(2))
+    beyond = make(BlocksCacheKey(2, 5), range(2), range(1, 3))
+    task = manager.transfer_cache_async(src, synchronizer(), [unknown, beyond, by_key], [3, 0], [5, 1])
+    assert task.synchronize() is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert task.get_results() == [LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, INVALID, SUCCESS]
+    expected = pattern(2, 4, 6, 256)
+    for left, right in zip(expected, pattern(1, 4, 4, 256)):
+        left[5], left[1] = right[3], right[0]
+    read = far.read("f")
+    assert equal(read, expected)
+
+
+@pytest.mark.contract("20.6")
 def test_20_06_roles_of_the_kv_cache_manager(begin: Callable[..., LLMDataDist]) -> None:
     manager = begin(KV_OPTIONS, LLMRole.DECODER).kv_cache_manager
     for arguments in ((None, None, None), ("cache", None, None)):
@@ -707,7 +729,6 @@ def test_20_07_what_was_complete_stays_a_success(pair: Pair, how: str) -> None:
     while not equal(far.read("f"), expected):
         assert time.monotonic() < until
         time.sleep(0.01)
-    time.sleep(0.1)
     first.set()
     failed = pair.late if how == "raises" else INVALID
     assert task.synchronize() is failed, "the first that is neither success nor None"
@@ -718,8 +739,15 @@ def test_20_07_what_was_complete_stays_a_success(pair: Pair, how: str) -> None:
 def test_20_07_layers_arrive_where_they_belong(pair: Pair) -> None:
     src, addrs = pair.caches(tensors=8)
     # Addresses are relative to the start of the range: source layers 2 and 3 go to far layers 0 and 1, slot 3.
-    task = pair.send(src, synchronizer(), [config(2, [a + 3 * 256 for a in addrs[:4]], range(2, 4), 1)])
+    asked: list[int] = []
+
+    def note(layer: int) -> bool:
+        asked.append(layer)
+        return True
+
+    task = pair.send(src, synchronizer(note), [config(2, [a + 3 * 256 for a in addrs[:4]], range(2, 4), 1)])
     assert task.synchronize() is SUCCESS
+    assert asked == [2, 3], "a layer that nobody needs is not asked for"
     expected = pattern(2, 8, 4, 256)
     for tensor in range(4):
         expected[tensor][3] = pattern(1, 8, 4, 256)[4 + tensor][1]

