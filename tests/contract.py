@@ -160,7 +160,8 @@ class Witness:
         """Note how a marked test ended."""
         report = yield
         if any(True for _ in claims(item)):
-            why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else ""
+            skip = report.longrepr if report.skipped else ("", 0, "")
+            why = skip[2].removeprefix("Skipped: ") if isinstance(skip, tuple) else "expected to fail"
             before = self.ended.get(named(item), Ended(failed=False, skipped=""))
             self.ended[named(item)] = Ended(before.failed or report.failed, before.skipped or why)
         return report

@@ -60,12 +60,13 @@ def test_the_table_says_how_the_tests_of_this_run_ended(request: pytest.FixtureR
     """A skipped test is no success. Without the founding documents, their tests are left out of this."""
     witness: Any = request.config.pluginmanager.get_plugin("contract")
     listed = read_table(TABLE.read_text(encoding="utf-8"))
-    judged = disagreements(witness, {key: state for key, (_, state) in listed.items()}, there=SEEDS.is_dir())
-    assert judged == {}
+    assert disagreements(witness, listed, there=SEEDS.is_dir()) == {}
 
 
-def disagreements(witness: Witness, listed: dict[str, str], *, there: bool) -> dict[str, tuple[str, str]]:
-    """Item → (in the table, in this run), where they differ."""
+def disagreements(
+    witness: Witness, listed: dict[str, tuple[list[str], str]], *, there: bool
+) -> dict[str, tuple[str, str]]:
+    """Item → (in the table, in this run), where they differ and this run is of all the tests of the item."""
     if not there:
         other = Witness()
         other.proofs = witness.proofs
@@ -74,7 +75,11 @@ def disagreements(witness: Witness, listed: dict[str, str], *, there: bool) -> d
             for test, ended in witness.ended.items()
         }
         witness = other
-    return {key: (listed.get(key, ""), now) for key, now in witness.states().items() if listed.get(key) != now}
+    return {
+        key: (listed[key][1], now)
+        for key, now in witness.states().items()
+        if key in listed and witness.proofs[key] == listed[key][0] and listed[key][1] != now
+    }
 
 
 @pytest.mark.skipif(not SPEC.is_file(), reason=ABSENT)
@@ -100,15 +105,16 @@ def test_the_worst_outcome_is_the_state() -> None:
 
 def test_a_skip_is_seen_where_the_table_says_success() -> None:
     witness = Witness()
-    witness.proofs = {"20.1": ["a", "b"], "20.2": ["b"], "20.3": ["c"], "20.4": ["d"]}
+    witness.proofs = {"20.1": ["a", "b"], "20.2": ["b"], "20.3": ["c"], "20.4": ["d"], "20.5": ["b"]}
     witness.ended = {"a": GOOD, "b": SKIPPED, "d": Ended(failed=False, skipped=ABSENT)}
-    said = dict.fromkeys(("20.1", "20.2", "20.3", "20.4"), "passes")
+    said = {key: (tests, "passes") for key, tests in witness.proofs.items()}
+    said["20.5"] = (["b", "e"], "passes")
     found = disagreements(witness, said, there=True)
     assert found == {
         "20.1": ("passes", "skipped: why (`b`)"),
         "20.2": ("passes", "skipped: why (`b`)"),
         "20.4": ("passes", f"skipped: {ABSENT} (`d`)"),
-    }, "an item that did not run is not judged"
+    }, "an item is judged where all its tests ran"
     assert set(disagreements(witness, said, there=False)) == {"20.1", "20.2"}
 
 

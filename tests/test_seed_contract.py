@@ -564,22 +564,32 @@ def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
 
 
 @pytest.mark.contract("19.transfer-concurrency", "19.pulls-and-transfers")
-def test_a_transfer_and_pulls_on_one_link(ends: Ends) -> None:
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["pull_cache", "pull_blocks"])
+def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: str) -> None:
     """Pulls and a transfer over one link: each gives whole rows, whatever comes first."""
-    pair = Pair(CACHE_MANAGER, ends, pool=16 << 20)
+    pair = Pair(CACHE_MANAGER, ends, pool=16 << 20, llm__LinkTransport=transport)
     near, far = pair.near, pair.far
     rows, row_bytes, tensors = 2, 64 << 10, 12
-    src, addrs = pair.caches(rows, row_bytes, tensors)
-    other = pair.allocate(near, "m", rows, row_bytes, tensors, seed=3)
-    near.allocate("in", rows, row_bytes, tensors)
+    src = pair.allocate(near, "n", rows, row_bytes, tensors, blocks=blocks, seed=1)
+    other = pair.allocate(near, "m", rows, row_bytes, tensors, blocks=blocks, seed=3)
+    near.allocate("in", rows, row_bytes, tensors, blocks=blocks)
+    far.allocate("f", rows, row_bytes, tensors, blocks=blocks, keys=[("blocks", 2, 0)] if blocks else [], seed=2)
+    addrs = far.addresses("f")
     versions = [pattern(seed, tensors, rows, row_bytes) for seed in (1, 2, 3)]
-    cache = far.held_id("f")
+    slot = ("slot", 2, far.held_id("f"), 0)
     wrong: list[str] = []
     ready = threading.Event()
 
+    def once() -> None:
+        if blocks:
+            near.pull_blocks(("blocks", 2, 0), "in", [0], [1])
+        else:
+            near.pull_cache(slot, "in", 1)
+
     def pull() -> None:
         while not ready.is_set():
-            ended = code(near.pull_cache, ("slot", 2, cache, 0), "in", 1)
+            ended = code(once)
             if ended != OK:
                 wrong.append(ended)
             for number, tensor in enumerate(near.read("in")):
@@ -588,8 +598,9 @@ def test_a_transfer_and_pulls_on_one_link(ends: Ends) -> None:
 
     thread = threading.Thread(target=pull)
     thread.start()
-    for number in range(40):
-        task = pair.send((src, other)[number % 2], synchronizer(), [config(2, addrs)])
+    for number in range(100):
+        lists = ([0], [0]) if blocks else ()
+        task = pair.send((src, other)[number % 2], synchronizer(), [config(2, addrs)], *lists)
         assert task.synchronize(int(LIMIT * 1000)) is SUCCESS
     ready.set()
     thread.join(LIMIT)
