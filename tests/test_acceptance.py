@@ -146,6 +146,17 @@ def test_20_01_importable_paths(module: str) -> None:
         assert getattr(loaded, name) is getattr(llm_datadist, name), name
 
 
+@pytest.mark.contract("20.1")
+def test_20_01_the_companion_package() -> None:
+    companion = importlib.import_module("llm_datadist_v1")
+    own = [name for name in V2_LIST if name != "Cache"]
+    assert sorted(companion.__all__) == sorted([*own, *LAZY]), "python-api.md §1.3"
+    for name in companion.__all__:
+        assert getattr(companion, name) is getattr(llm_datadist, name), "one class, whichever way it is imported"
+    module = importlib.import_module("llm_datadist_v1.kv_cache_manager")
+    assert module.KvCacheManager is llm_datadist.KvCacheManager
+
+
 @pytest.mark.contract("20.1", "19.layer-synchronizer", "19.llm-exception")
 def test_20_01_kinds() -> None:
     for name in ("LLMStatusCode", "LLMRole", "Placement"):
