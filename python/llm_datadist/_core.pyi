@@ -277,7 +277,7 @@ class TransferTask:
         """Let this layer and all before it be sent. Returns at once."""
 
     def refuse(self, layer: int, reason: str, failed: bool) -> None:
-        """Say that no layer from this one on comes: by failure, or because the synchronizer said so. Returns at once."""
+        """Say that no layer from this one on comes, by failure or because it will not be ready. Returns at once."""
 
     def cancel(self) -> bool:
         """End what has not ended; return whether there was anything."""

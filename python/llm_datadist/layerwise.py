@@ -32,9 +32,9 @@ class LayerSynchronizer(ABC):
     """Says when the layers of a source cache are ready to be sent (seed ``transfer_cache_async.md``).
 
     Two attributes, of the class or of an instance, say what the method cannot (own addition):
-    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``, how
-    long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the destinations
-    that need the layer fail, whether or not the method returns.
+    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``,
+    how long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the
+    destinations that need the layer fail, whether or not the method returns.
     """
 
     tensor_num_per_layer: ClassVar[int] = 2
@@ -141,8 +141,8 @@ class TransferWithCacheKeyConfig:
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of unlike
-            length, or a batch slot with a ``BlocksCacheKey``.
+        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of
+            unlike length, or a batch slot with a ``BlocksCacheKey``.
     """
 
     def __init__(
@@ -312,8 +312,10 @@ async def _readable(task: _core.TransferTask) -> None:
         os.close(descriptor)
 
 
-# Transfers that may be under way, with their engines: those that are not are left out when the next one starts.
-_under_way: list[tuple[_core.DataDist, _core.TransferTask]] = []
+# Transfers that may be under way, with their engines and threads; what is over is left out when the next one starts. No
+# thread is the last owner of its task: to let go of the engine's part of it, the thread would have to detach, and one
+# that does so while the interpreter ends is killed there.
+_under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
@@ -342,12 +344,13 @@ def start(
     )
     layers = task.layers()
     if layers:
-        with _lock:
-            _under_way[:] = [(owner, other) for owner, other in _under_way if not other.done()]
-            _under_way.append((engine, task))
         given = (task, layer_synchronizer, layers, layer_synchronizer.timeout_in_millis)
+        walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
+        with _lock:
+            _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
+            _under_way.append((engine, task, walker))
         try:
-            threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True).start()
+            walker.start()
         except BaseException as error:
             task.cancel()
             if not isinstance(error, Exception):
@@ -360,8 +363,7 @@ def start(
 def drain(engine: _core.DataDist) -> None:
     """Wait for the transfers of an engine while any of them gets on within ``sync_kv_timeout``, again and again."""
     with _lock:
-        left = [task for owner, task in _under_way if owner is engine]
-        _under_way[:] = [(owner, task) for owner, task in _under_way if owner is not engine]
+        left = [task for owner, task, _ in _under_way if owner is engine]
     before = None
     while left:
         left = [task for task in left if not task.done()]

@@ -5,7 +5,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, check};
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, StatusCode, check,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -212,7 +214,6 @@ impl DataDist {
         slf.get().push(slf.py(), &push)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn transfer_cache_async(
         slf: &Bound<'_, Self>,
         src_cache: &Any<'_>,
@@ -226,7 +227,7 @@ impl DataDist {
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
         let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
-        slf.get().engine.enter(slf.py(), start).map(TransferTask::new)
+        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, StatusCode::from))
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {

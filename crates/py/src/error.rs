@@ -10,6 +10,9 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::front::Front;
 
+/// Which code a kind of error has: that depends on the mode of the engine.
+pub(crate) type Codes = fn(ErrorKind) -> StatusCode;
+
 /// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
 #[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
@@ -44,14 +47,14 @@ fn logged(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     if error.kind() == ErrorKind::InvalidArgument {
         Front::get(py)?.log_error.call1(py, (error.to_string(),))?;
     }
-    exception(py, error)
+    exception(py, error, StatusCode::from)
 }
 
 /// The same without a line in the log: of what became of a part of a call.
-pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
     let front = Front::get(py)?;
     let text = error.to_string();
-    let code = StatusCode::from(error.kind());
+    let code = codes(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
     let exception = made(&front.exception, &text, member.bind(py))?;
     if !error.arrived().is_empty() {

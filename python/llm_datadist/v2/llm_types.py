@@ -1,4 +1,4 @@
-"""Re-exports of :mod:`llm_datadist.types` and :mod:`llm_datadist.layerwise` under the path that existing clients import."""
+"""Re-exports of :mod:`llm_datadist.types` and ``layerwise`` under the path that existing clients import."""
 
 from llm_datadist.data_type import DataType
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
