@@ -93,10 +93,10 @@ def test_every_example_is_run_by_a_test() -> None:
 
 @pytest.mark.parametrize("key", CPLUSPLUS)
 def test_the_examples_of_the_cplusplus_pages_have_their_tests(key: str) -> None:
-    page = key.partition(":")[0]
+    page = key.partition(".md:")[0]
     texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")}
     proofs = [name for name, text in texts.items() if f'"{CPLUSPLUS[key]}"' in text and page in text]
-    assert [name for name in proofs if name != "test_seeds.py"], f"no test compiles the example of {page}"
+    assert [name for name in proofs if name != "test_seeds.py"], f"no test compiles the example of {page}.md"
 
 
 @example(
@@ -256,6 +256,8 @@ ALLOCATE_LIMITS = [
 RETURNS = "test_seed_contract.py::test_what_calls_return"
 MISSING = "test_seed_contract.py::test_nothing_happens_to_what_is_not_there"
 # (page, section) → a test for each statement of "returns", and for each of "constraints", in their order.
+COPIES = "test_cpp.py::test_what_a_copy_refuses"
+TRANSFERS = "test_cpp.py::test_what_a_transfer_refuses"
 STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "deprecated.md:allocate_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
     "deprecated.md:deallocate_cache": ([RETURNS, WRONG_TYPES, NEVER_LATE], [MISSING]),
@@ -285,6 +287,18 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
         ["test_seed_contract.py::test_the_host_pool_has_at_most_20_gigabytes"],
     ),
     "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),
+    "CopyKvCache.md:CopyKvCache": (["test_cpp.py::test_the_example_of_copy_kv_cache", COPIES, COPIES], [COPIES]),
+    "PushKvCache.md:PushKvCache": (
+        [
+            "test_cpp.py::test_the_example_of_push_kv_cache_in_two_processes",
+            TRANSFERS,
+            TRANSFERS,
+            "test_peer_faults.py::test_a_push_that_breaks_ends_in_time",
+            TRANSFERS,
+            TRANSFERS,
+        ],
+        ["test_cpp.py::test_pulls_and_pushes_between_two_processes_of_the_class"],
+    ),
     "transfer_cache_async.md:transfer_cache_async": (
         [
             "test_acceptance.py::test_20_06_every_check_in_its_order",
@@ -316,7 +330,7 @@ def statements(text: str) -> dict[str, dict[str, list[str]]]:
 
 
 @present
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if page.islower()])
+@pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_statement_has_a_test(page: str) -> None:
     found = statements((SEEDS / page).read_text(encoding="utf-8"))
     assert found
