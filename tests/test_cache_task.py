@@ -299,7 +299,7 @@ def test_a_synchronizer_that_raises(bench: Bench, name: str, caplog: pytest.LogC
     eventually(lambda: not walkers(), what="the end of the thread")
     told = [record for record in caplog.records if "synchronize_layer raised" in record.getMessage()]
     assert len(told) == 1, "logged once"
-    assert told[0].exc_info is not None
+    assert told[0].exc_info, "with its traceback"
 
 
 def test_a_config_that_fails_leaves_the_others_alone(bench: Bench) -> None:
@@ -439,6 +439,24 @@ def test_an_interrupt_while_the_thread_starts_is_that_interrupt(bench: Bench, mo
     assert bench.start(Gates()).synchronize(SOON) is SUCCESS
 
 
+def test_a_synchronizer_whose_attributes_raise(bench: Bench) -> None:
+    class Fickle(Gates):
+        reads = 0
+
+        @property
+        def timeout_in_millis(self) -> Optional[int]:  # type: ignore[override]
+            self.reads += 1
+            if self.reads > 1:
+                raise ArithmeticError("gone")
+            return None
+
+    with pytest.raises(ArithmeticError, match="gone"):
+        bench.start(Fickle())
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+
+
 def test_a_thread_that_ends_for_no_reason_is_a_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
@@ -535,6 +553,25 @@ def test_awaiting(bench: Bench) -> None:
     assert threading.active_count() <= threads, "no thread waited"
     eventually(lambda: descriptors() <= before, what="the end of every descriptor")
     assert all(bench.arrived(far) for far in bench.far)
+
+
+def test_who_gives_up_leaves_no_reader(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(task, 0.02)
+        reading, writing = os.pipe()  # one of them has the number that was given up
+        for end in (reading, writing):
+            assert not loop.remove_reader(end), "somebody still reads it"
+        os.close(reading)
+        os.close(writing)
+
+    asyncio.run(main())
+    gates.open(0)
+    assert task.synchronize(SOON) is SUCCESS
 
 
 def test_awaiting_a_failure_is_no_exception(bench: Bench) -> None:
@@ -706,6 +743,22 @@ def test_a_synchronizer_that_blocks_does_not_keep_the_process() -> None:
 
 def test_layers_that_come_are_awaited_at_exit() -> None:
     assert in_one_process("start(lambda layer: time.sleep(0.05) or True)") == "SUCCESS\n"
+
+
+def test_threads_at_work_survive_the_end_of_the_interpreter() -> None:
+    """Nothing is drained: the limit is over at once, and the threads go on asking while the interpreter ends."""
+    busy = """
+import random
+layerwise = sys.modules["llm_datadist.layerwise"]
+layerwise.drain = lambda engine: None
+for _ in range(6):
+    start(lambda layer: time.sleep(random.choice([0, 0, 0.0005, 0.002])) or True)
+time.sleep(random.random() * 0.003)
+"""
+    for _ in range(5):
+        codes = in_one_process(busy).split()
+        assert len(codes) == 6
+        assert set(codes) <= {"SUCCESS", "FINALIZED", "TIMEOUT"}  # the last: a layer is still on its way
 
 
 def test_a_forked_child_has_no_part_in_the_transfer() -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
@@ -21,6 +21,7 @@ from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from llm_datadist.kv_cache_manager import KvCache
     from llm_datadist.types import Cache
 
 __all__ = ["CacheTask", "LayerProgress", "LayerSynchronizer", "TransferConfig", "TransferWithCacheKeyConfig"]
@@ -37,8 +38,8 @@ class LayerSynchronizer(ABC):
     destinations that need the layer fail, whether or not the method returns.
     """
 
-    tensor_num_per_layer: ClassVar[int] = 2
-    timeout_in_millis: ClassVar[Optional[int]] = None
+    tensor_num_per_layer: int = 2
+    timeout_in_millis: Optional[int] = None
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
@@ -331,7 +332,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def start(
     engine: _core.DataDist,
-    src_cache: Cache,
+    src_cache: Union[Cache, KvCache],
     layer_synchronizer: LayerSynchronizer,
     transfer_configs: Union[list[Any], tuple[Any, ...]],
     src_block_indices: Optional[Union[list[int], tuple[int, ...]]],
@@ -342,22 +343,29 @@ def start(
     task = engine.transfer_cache_async(
         src_cache, layer_synchronizer, transfer_configs, src_block_indices, dst_block_indices, dst_block_memory_size
     )
-    layers = task.layers()
-    if layers:
-        given = (task, layer_synchronizer, layers, layer_synchronizer.timeout_in_millis)
-        walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
-        with _lock:
-            _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
-            _under_way.append((engine, task, walker))
-        try:
-            walker.start()
-        except BaseException as error:
-            task.cancel()
-            if not isinstance(error, Exception):
-                raise
-            text = f"no thread for the layers of a transfer: {error}"
-            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+    try:
+        _send_walker(engine, task, layer_synchronizer)
+    except BaseException:
+        task.cancel()  # or its configs would wait for ever
+        raise
     return CacheTask(task)
+
+
+def _send_walker(engine: _core.DataDist, task: _core.TransferTask, synchronizer: LayerSynchronizer) -> None:
+    """Start the thread of a transfer that needs layers."""
+    layers = task.layers()
+    if not layers:
+        return
+    given = (task, synchronizer, layers, synchronizer.timeout_in_millis)
+    walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
+    with _lock:
+        _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
+        _under_way.append((engine, task, walker))
+    try:
+        walker.start()
+    except Exception as error:
+        text = f"no thread for the layers of a transfer: {error}"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def drain(engine: _core.DataDist) -> None:

@@ -38,6 +38,8 @@ mod heap;
 #[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
+mod kv;
+#[cfg(not(loom))]
 mod layerwise_check;
 #[cfg(not(loom))]
 mod links;

@@ -2,7 +2,7 @@
 //!
 //! Not for: `TypeError` and `ValueError` (`convert`), or choosing codes (`core::status`).
 
-use llm_datadist_core::{Error, ErrorKind, StatusCode};
+use llm_datadist_core::{Error, ErrorKind, Mode, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,10 +13,24 @@ use crate::front::Front;
 /// Which code a kind of error has: that depends on the mode of the engine.
 pub(crate) type Codes = fn(ErrorKind) -> StatusCode;
 
-/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+/// The codes of an engine of `mode`.
+pub(crate) fn codes_of(mode: Mode) -> Codes {
+    match mode {
+        Mode::CacheManager => StatusCode::from,
+        Mode::KvCacheManager => StatusCode::of_first_generation,
+    }
+}
+
+/// The Python exception for an error of an argument, whose code is the same in every mode.
 #[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    logged(py, error).unwrap_or_else(|failure| failure)
+    raise_as(py, error, StatusCode::from)
+}
+
+/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+#[cold]
+pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
+    logged(py, error, codes).unwrap_or_else(|failure| failure)
 }
 
 /// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
@@ -43,11 +57,11 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
     as_mismatch().unwrap_or_else(Some).unwrap_or(error)
 }
 
-fn logged(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
-    if error.kind() == ErrorKind::InvalidArgument {
+fn logged(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
+    if StatusCode::from(error.kind()) == StatusCode::ParamInvalid {
         Front::get(py)?.log_error.call1(py, (error.to_string(),))?;
     }
-    exception(py, error, StatusCode::from)
+    exception(py, error, codes)
 }
 
 /// The same without a line in the log: of what became of a part of a call.
