@@ -15,7 +15,7 @@ use super::reach::Reach;
 use super::writes::Writes;
 use crate::counters::Counters;
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::{CacheId, ClusterId, Deadline};
+use crate::id::{ClusterId, Deadline};
 use crate::keys::Name;
 use crate::stats::LinkState;
 use crate::transport::Stream;
@@ -79,7 +79,7 @@ pub struct Link {
     /// Answers to pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
-    writes: Writes,
+    pub(super) writes: Writes,
     /// Pulls and pushes under way.
     active: AtomicUsize,
     /// No new ones: the link is about to be unlinked.
@@ -355,21 +355,6 @@ impl Link {
     /// Forgets a far cache.
     pub(crate) fn forget(&self, name: &Name) {
         self.recorded().remove(name);
-    }
-
-    /// Runs `write`, which writes into a far cache over this link.
-    pub(crate) fn writing<T>(&self, cache: CacheId, write: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.writes.during(cache, write)
-    }
-
-    /// Where a read of a far cache without its owner begins; `None` while this side writes there.
-    pub(crate) fn quiet(&self, cache: CacheId) -> Option<u64> {
-        self.writes.quiet(cache)
-    }
-
-    /// Whether this side wrote nothing into a far cache during a read that began at `since`.
-    pub(crate) fn undisturbed(&self, cache: CacheId, since: u64) -> bool {
-        self.writes.undisturbed(cache, since)
     }
 
     /// The same error with the names of the peer.

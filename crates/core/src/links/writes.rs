@@ -1,86 +1,94 @@
-//! What this side is writing into caches of a peer: a read of the peer's memory that met such a write is no read.
+//! Which far caches this side has the peer write, over one link: a read of the peer's memory in place sees no pin there.
 //!
-//! The owner pins the rows that its peers write and send for, but a read through mapped memory takes no pin there. So
-//! whoever reads asks before and after; between the two no write of the same cache over the same link may have begun or
-//! been under way (`test_a_transfer_and_pulls_on_one_link` in `tests/test_seed_contract.py`). Not for: writes by the
-//! owner itself or over other links, which are its business and theirs (docs/links.md).
+//! The owner pins what it writes and what it sends, but a mapped read asks nobody. Where such a read meets a push or a
+//! layer of the same process, what was read is thrown away and asked for instead (`pulls_and_layers_of_the_same_rows`).
+//! Not for: writes of the owner itself (docs/links.md says what is promised of those).
 
-use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::error::{Error, Result};
+use hashbrown::HashMap;
+
+use super::link::Link;
 use crate::id::CacheId;
 
-/// Caches that are kept; beyond, those at rest are forgotten, which can only make a read look disturbed.
-const MOST: usize = 1 << 12;
+/// Caches that are remembered; beyond, those that are not being written are forgotten.
+const MOST: usize = 1 << 10;
 
-/// Writes into the caches of one peer over one link.
+/// The writes of one link.
 #[derive(Debug, Default)]
-pub(super) struct Writes(Mutex<Noted>);
-
-#[derive(Debug, Default)]
-struct Noted {
-    /// Writes that ever began.
-    begun: u64,
-    /// The value of `begun` below which nothing is known of caches that are not listed.
-    forgotten: u64,
-    caches: HashMap<CacheId, Cache>,
+pub(super) struct Writes {
+    /// Writes begun.
+    begun: AtomicU64,
+    caches: Mutex<Caches>,
 }
 
 #[derive(Debug, Default)]
-struct Cache {
+struct Caches {
+    written: HashMap<CacheId, Written>,
+    /// What is not in `written` was last begun before this write.
+    forgotten: u64,
+}
+
+#[derive(Debug, Default)]
+struct Written {
     under_way: u32,
-    /// Which write began last.
+    /// Number of the latest.
     last: u64,
 }
 
-impl Writes {
-    /// Runs `write`, which writes into `cache`. A write whose end is not known stays under way for ever: then the cache
-    /// is never read without its owner again.
-    pub(super) fn during<T>(&self, cache: CacheId, write: impl FnOnce() -> Result<T>) -> Result<T> {
-        {
-            let mut noted = self.noted();
-            noted.begun += 1;
-            let last = noted.begun;
-            if noted.caches.len() >= MOST {
-                noted.caches.retain(|_, cache| cache.under_way > 0);
-                noted.forgotten = last;
-            }
-            let cache = noted.caches.entry(cache).or_default();
-            cache.under_way += 1;
-            cache.last = last;
+impl Link {
+    /// Has `cache` of the peer written until the guard is dropped.
+    pub(crate) fn writing(&self, cache: CacheId) -> Writing<'_> {
+        let mut caches = self.writes.locked();
+        let number = self.writes.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        if caches.written.len() >= MOST {
+            caches.written.retain(|_, written| written.under_way > 0);
+            caches.forgotten = number;
         }
-        let result = write();
-        if result.as_ref().map_or_else(answered, |_| true)
-            && let Some(cache) = self.noted().caches.get_mut(&cache)
-        {
-            cache.under_way -= 1;
+        let written = caches.written.entry(cache).or_default();
+        written.under_way += 1;
+        written.last = number;
+        Writing { writes: &self.writes, cache }
+    }
+
+    /// Before `cache` is read in place: what to compare with after it, or `None` while it is being written.
+    pub(crate) fn unwritten(&self, cache: CacheId) -> Option<u64> {
+        let begun = self.writes.begun.load(Ordering::SeqCst);
+        if begun == 0 {
+            return Some(0); // most links only ever pull
         }
-        result
+        let caches = self.writes.locked();
+        let written = caches.written.get(&cache).is_some_and(|written| written.under_way > 0);
+        (!written).then_some(begun)
     }
 
-    /// Where a read of `cache` begins; `None` while it is written.
-    pub(super) fn quiet(&self, cache: CacheId) -> Option<u64> {
-        let noted = self.noted();
-        let at_rest = noted.caches.get(&cache).is_none_or(|cache| cache.under_way == 0);
-        at_rest.then_some(noted.begun)
-    }
-
-    /// Whether a read of `cache` that began at `since` met no write.
-    pub(super) fn undisturbed(&self, cache: CacheId, since: u64) -> bool {
-        let noted = self.noted();
-        noted
-            .caches
-            .get(&cache)
-            .map_or(noted.forgotten <= since, |cache| cache.under_way == 0 && cache.last <= since)
-    }
-
-    fn noted(&self) -> MutexGuard<'_, Noted> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Whether no write of `cache` has begun since [`unwritten`](Self::unwritten) gave `before`.
+    pub(crate) fn still_unwritten(&self, cache: CacheId, before: u64) -> bool {
+        if self.writes.begun.load(Ordering::SeqCst) == before {
+            return true;
+        }
+        let caches = self.writes.locked();
+        caches.written.get(&cache).map_or(caches.forgotten <= before, |written| written.last <= before)
     }
 }
 
-/// Whether the peer itself said that it failed, so that it writes no more.
-fn answered(error: &Error) -> bool {
-    error.fact("said_by").is_some()
+/// A write of a far cache under way.
+pub(crate) struct Writing<'a> {
+    writes: &'a Writes,
+    cache: CacheId,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        if let Some(written) = self.writes.locked().written.get_mut(&self.cache) {
+            written.under_way -= 1;
+        }
+    }
+}
+
+impl Writes {
+    fn locked(&self) -> MutexGuard<'_, Caches> {
+        self.caches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
