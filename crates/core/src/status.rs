@@ -113,3 +113,16 @@ impl From<ErrorKind> for StatusCode {
         }
     }
 }
+
+impl StatusCode {
+    /// The code that the C++ class gives (cpp-api.md §1, §7): the device pool is its only memory, and an engine that is
+    /// not open has no code of its own.
+    #[must_use]
+    pub fn of_cpp(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,
+            ErrorKind::Closed => StatusCode::Failed,
+            kind => StatusCode::from(kind),
+        }
+    }
+}

@@ -26,6 +26,13 @@ pub enum PullRows {
         /// Written.
         near: Vec<i64>,
     },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
+        /// Read.
+        far: Vec<i64>,
+        /// Written.
+        near: Vec<i64>,
+    },
     /// A far batch slot, cut into near blocks from its start.
     SlotToBlocks {
         /// Written.
@@ -43,6 +50,13 @@ pub enum PushRows {
     },
     /// Near blocks into far ones, pair by pair.
     Blocks {
+        /// Read.
+        near: Vec<i64>,
+        /// Written.
+        far: Vec<i64>,
+    },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
         /// Read.
         near: Vec<i64>,
         /// Written.
@@ -127,8 +141,10 @@ pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             row("batch_index", u64::from(*slot), geometry)?;
             slot_bytes("cache", *size, geometry, geometry)?;
         }
-        PullRows::Blocks { far, near: blocks } => {
-            blocks_cache("dst_cache", near.kind)?;
+        PullRows::Blocks { far, near: blocks } | PullRows::Rows { far, near: blocks } => {
+            if matches!(rows, PullRows::Blocks { .. }) {
+                blocks_cache("dst_cache", near.kind)?;
+            }
             named("dst_blocks", blocks)?;
             per_layer(layers)?;
             named("src_blocks", far)?;
@@ -169,8 +185,10 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let index = u64::from(*index);
             (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
         }
-        PullRows::Blocks { far: theirs, near: ours } => {
-            blocks_cache("the far cache", far.side.kind)?;
+        PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
+            if matches!(rows, PullRows::Blocks { .. }) {
+                blocks_cache("the far cache", far.side.kind)?;
+            }
             reachable("the far cache", far.accessible)?;
             equal_blocks(here, there)?;
             let theirs = in_range("src_blocks", theirs, there)?;
@@ -193,8 +211,10 @@ pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     let geometry = near.geometry;
     match rows {
         PushRows::Slot { .. } => batch_cache("src_cache", near.kind)?,
-        PushRows::Blocks { near: blocks, far } => {
-            blocks_cache("src_cache", near.kind)?;
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("src_cache", near.kind)?;
+            }
             named("dst_blocks", far)?;
             named("src_blocks", blocks)?;
         }
@@ -202,7 +222,7 @@ pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     push_layers(geometry, layers)?;
     match rows {
         PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
-        PushRows::Blocks { near: blocks, far } => {
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
             equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
             in_range("src_blocks", blocks, geometry).map(|_| ())
         }
@@ -232,8 +252,10 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
             let dst = u64::from(far.row) * there.row_bytes();
             (vec![Move { src: index * len, dst, len }], vec![index])
         }
-        PushRows::Blocks { near: ours, far: theirs } => {
-            blocks_cache("the far cache", far.side.kind)?;
+        PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("the far cache", far.side.kind)?;
+            }
             equal_blocks(here, there)?;
             let ours = in_range("src_blocks", ours, here)?;
             let theirs = in_range("dst_blocks", theirs, there)?;
@@ -272,7 +294,7 @@ pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
     if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
 }
 
-fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
+pub(super) fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
     if left == right {
         return Ok(());
     }
