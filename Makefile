@@ -47,6 +47,7 @@ bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/perform
 	cargo bench -p llm-datadist-core
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
+	$(BIN)/python benches/layerwise_latency.py
 
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
 	rm -rf dist

@@ -13,6 +13,7 @@ from llm_datadist._core import register_types as _register_types
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
+from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
 from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
@@ -45,6 +46,10 @@ v2_list = [
     "LLMDataDist",
     "Placement",
     "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
     "Memtype",
     "MemInfo",
 ]
@@ -55,6 +60,7 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheTask",
     "DataType",
     "LLMClusterInfo",
     "LLMConfig",
@@ -62,12 +68,15 @@ __all__ = [
     "LLMException",
     "LLMRole",
     "LLMStatusCode",
+    "LayerSynchronizer",
     "LlmConfig",
     "MemInfo",
     "Memtype",
     "Placement",
     "RegisterMemStatus",
     "Status",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
 ]
 
 # Programs of the original read this variable after importing the package (python-api.md §1.1).
@@ -85,6 +94,9 @@ _register_types(
     CacheKeyByIdAndIndex=CacheKeyByIdAndIndex,
     BlocksCacheKey=BlocksCacheKey,
     Cache=Cache,
+    LayerSynchronizer=LayerSynchronizer,
+    TransferConfig=TransferConfig,
+    TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
     log_info=_log_info,

@@ -11,7 +11,8 @@ from typing_extensions import CapsuleType, TypeAlias
 
 from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
-from llm_datadist.status import LLMStatusCode
+from llm_datadist.layerwise import LayerSynchronizer
+from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "DataDist",
     "LooseCache",
     "TensorView",
+    "TransferTask",
     "__version__",
     "abandon_sockets",
     "check_cache_key",
@@ -183,6 +185,20 @@ class DataDist:
     ) -> None:
         """Send blocks to a peer (python-api.md §7.15)."""
 
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: list[Any] | tuple[Any, ...],
+        src_block_indices: list[int] | tuple[int, ...] | None,
+        dst_block_indices: list[int] | tuple[int, ...] | None,
+        dst_block_memory_size: int | None,
+    ) -> TransferTask:
+        """Begin a layer-wise transfer; the caller says which layers are ready (python-api.md §8)."""
+
+    def sync_kv_timeout(self) -> int:
+        """Return the limit of one call in milliseconds."""
+
     def huge_page_bytes(self) -> dict[str, int]:
         """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
 
@@ -246,6 +262,47 @@ class DataDist:
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
+
+@final
+class TransferTask:
+    """A layer-wise transfer under way. It goes on without this handle."""
+
+    def layers(self) -> list[int]:
+        """Return the layers that a config needs, ascending."""
+
+    def wanted(self, layer: int) -> bool:
+        """Return whether a config that has not ended needs a layer. If so, it is being waited for from now on."""
+
+    def ready(self, layer: int) -> None:
+        """Let this layer and all before it be sent. Returns at once."""
+
+    def refuse(self, layer: int, reason: str, failed: bool) -> None:
+        """Say that no layer from this one on comes: by failure, or because the synchronizer said so. Returns at once."""
+
+    def cancel(self) -> bool:
+        """End what has not ended; return whether there was anything."""
+
+    def done(self) -> bool:
+        """Return whether nothing moves any more, or ever will."""
+
+    def wait(self, timeout_in_millis: int | None) -> bool:
+        """Wait until :meth:`done`, which is returned."""
+
+    def results(self) -> list[LLMStatusCode | None]:
+        """Return the code of each config that has ended."""
+
+    def errors(self) -> list[LLMException | None]:
+        """Return why each config failed that did."""
+
+    def progress(self) -> list[tuple[int, int, int]]:
+        """Return layers in place, layers in all and bytes in place, of each config."""
+
+    def descriptor(self) -> int:
+        """Return a new descriptor that is readable once the transfer is done. The caller closes it."""
+
+    @property
+    def timeout_code(self) -> LLMStatusCode:
+        """What a wait that ran out is called."""
 
 @final
 class LooseCache:

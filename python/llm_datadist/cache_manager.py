@@ -1,4 +1,4 @@
-"""``CacheManager``: allocate, register, copy, swap, pull and push caches (python-api.md §7).
+"""``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (python-api.md §7, §8).
 
 Signatures, defaults and docstrings; every method is one call into the engine. Not for: checks, which are made there in
 the order of the contract.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-from llm_datadist import _core
+from llm_datadist import _core, layerwise
 from llm_datadist.log import logged, shown
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
 from llm_datadist.types import Cache, MemInfo, Memtype
 
 if TYPE_CHECKING:
+    from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
     from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
@@ -376,6 +377,61 @@ class CacheManager:
         """
         self._engine.push_blocks(
             dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+        )
+
+    @logged
+    def transfer_cache_async(
+        self,
+        src_cache: Cache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Union[
+            list[TransferConfig],
+            tuple[TransferConfig, ...],
+            list[TransferWithCacheKeyConfig],
+            tuple[TransferWithCacheKeyConfig, ...],
+        ],
+        src_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
+        dst_block_memory_size: Optional[int] = None,
+    ) -> CacheTask:
+        """Send the layers of a cache, each as soon as it is ready (seed ``transfer_cache_async.md``).
+
+        Returns at once. A thread asks ``layer_synchronizer`` for one layer after the other, in ascending order, and only
+        for those that a config needs. A layer that is ready goes to all of them at once; one that is slow or fails holds
+        back no other. Rows that move are held by the transfer: a pull, a copy or another transfer of the same rows waits
+        for its turn, and a cache that is deallocated meanwhile stays until the transfer has ended.
+
+        Args:
+            src_cache: the cache that is read, in ``DEVICE`` memory.
+            layer_synchronizer: says when a layer is ready.
+            transfer_configs: the destinations: ``TransferConfig``, or ``TransferWithCacheKeyConfig`` if transfers are
+                one-sided (``llm.EnableRemoteCacheAccessible``). A ``src_layer_range`` of ``None`` is set to all layers.
+            src_block_indices: blocks read (uint64), of a blocks cache.
+            dst_block_indices: blocks written (uint64): one for each read, or those that the slot read is cut into.
+            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is cut
+                into blocks; else ``None``, 0 or the size of a block here.
+
+        Returns:
+            The transfer. What becomes of each config is known by its code: ``LLM_SUCCESS``; ``LLM_PARAM_INVALID``, a
+            layer that the synchronizer said is not ready, or that does not fit what is there at the destination;
+            ``LLM_TIMEOUT``, a synchronizer that raised or took longer than its ``timeout_in_millis``, or a layer that
+            took longer than ``sync_kv_timeout``; ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or there;
+            ``LLM_NOT_YET_LINK``; ``LLM_ENGINE_FINALIZED``; ``LLM_FAILED``, cancelled; ``None``, no layer of it came to
+            be ready, because another config's did not.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory, blocks into a slot, lists of unlike length,
+                a block size that is missing or does not fit, tensors that are no whole layers, and in a config layers or
+                a slot outside the cache, or not one address per tensor; ``LLM_FAILED``, no thread could be started.
+        """
+        return layerwise.start(
+            self._engine,
+            src_cache,
+            layer_synchronizer,
+            transfer_configs,
+            src_block_indices,
+            dst_block_indices,
+            dst_block_memory_size,
         )
 
     @logged

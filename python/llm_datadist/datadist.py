@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
-from llm_datadist import _core, log
+from llm_datadist import _core, layerwise, log
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMRole
 from llm_datadist.log import logged
@@ -147,6 +147,8 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Close the engine and release its pools. Without effect when not initialised.
 
+        Layer-wise transfers under way may end first, as long as one of their layers comes within ``sync_kv_timeout``;
+        what then remains of them gets ``LLM_ENGINE_FINALIZED``.
         Ids, managers and caches of the engine are void afterwards; memory that views still show stays until they go.
         Must not run concurrently with other calls.
         """
@@ -162,7 +164,10 @@ class LLMDataDist:
                 None  # last: only now may another be initialised, also by a signal handler
             )
         if native is not None:
-            native.close()  # outside of the lock: it unmaps the pools
+            try:
+                layerwise.drain(native)
+            finally:
+                native.close()  # outside of the lock: it unmaps the pools
 
     @property
     def cache_manager(self) -> CacheManager:

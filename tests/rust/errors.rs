@@ -7,13 +7,13 @@ use std::time::Duration;
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, DataDist, End, Error, ErrorKind, PeerAddress, Placement, Role, StatusCode,
-    SwapInPath,
+    CacheId, CacheKind, ClusterId, DataDist, Destination, End, Error, ErrorKind, LayerRange, LayerwiseArgs,
+    Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
 };
 
 use crate::bed::{Own, config, desc, engine_on};
 use crate::links::fake::Fake;
-use CacheKind::Blocks;
+use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 
 /// An error of `kind` as a user meets it, or `None` for those that are made elsewhere.
@@ -59,6 +59,26 @@ fn produced(kind: ErrorKind) -> Option<Error> {
             let own = engine.config().cluster;
             engine.link("nobody", &[(own, 0), (ClusterId(99), 1)], table).unwrap();
             engine.interrupted_by(|| true).check_link(ClusterId(99))
+        }
+        ErrorKind::Cancelled => {
+            let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
+            let to = Destination {
+                cluster: ClusterId(9),
+                target: Target::Addresses(vec![4096]),
+                src_layers: LayerRange { first: 0, end: 1 },
+                src_row: 0,
+            };
+            let slot = engine.allocate(&desc(Device, 1, 4, 64), Batch, &[]).unwrap();
+            let table =
+                r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": 0}, {"rank_id": 1}]}]}"#;
+            // A member that never comes, so that the destination is still being looked for.
+            engine.link("nobody", &[(engine.config().cluster, 0), (ClusterId(9), 1)], table).unwrap();
+            let task = engine.transfer_async(&End::Managed(slot.id()), &args, vec![to], None).unwrap();
+            assert!(task.cancel() && !task.cancel());
+            match task.outcomes().remove(0) {
+                Outcome::Failed(error) => Err(Error::new(error.kind(), error.to_string())),
+                other => panic!("{other:?}"),
+            }
         }
         ErrorKind::AlreadyLinked | ErrorKind::LinksExist => {
             let mut config = config(1 << 20);
@@ -123,7 +143,7 @@ fn every_kind_is_produced_and_has_a_code() {
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 14] = [
+    let expected: [(ErrorKind, S, i64); 15] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
@@ -138,6 +158,7 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::LinksExist, S::ExistLink, 0x5010_B018),
         (ErrorKind::Interrupted, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
+        (ErrorKind::Cancelled, S::Failed, 0xFFFF_FFFF),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
     for (kind, code, value) in expected {

@@ -5,6 +5,7 @@
 mod broken;
 mod communicators;
 pub mod fake;
+mod layerwise;
 mod matrix;
 mod mended;
 mod pull;

@@ -9,7 +9,7 @@ use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::wire::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
     Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
-    Request, Run, Welcome, WireName, WirePlan, WireSpan,
+    Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
 use proptest::prelude::*;
@@ -165,6 +165,8 @@ fn the_requests_are_what_they_were() {
     );
     golden(&Request::Unlink { limit_ms }, "4c4401010300000005e807");
     golden(&Request::Ping { limit_ms: 0 }, "4c440101020000000600");
+    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4401010700000007028020ac0205");
+    golden(&Reply::Located(vec![Spot { cache: 3, tensor: 2, offset: 300 }]), "4c4401010600000006010602ac02");
 }
 
 #[test]
@@ -204,6 +206,7 @@ fn the_kinds_of_errors_keep_their_numbers() {
         (11, ErrorKind::LinksExist),
         (12, ErrorKind::Interrupted),
         (13, ErrorKind::System),
+        (14, ErrorKind::Cancelled),
     ];
     for (number, kind) in numbers {
         assert_eq!((wire::kind_number(kind), wire::kind_of(number)), (number, kind));

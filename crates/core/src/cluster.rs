@@ -81,6 +81,12 @@ impl Cluster {
         &self.generations
     }
 
+    /// `Err` if the memory of `cache` may have gone back to the caller, who has unregistered it meanwhile. Asked with its
+    /// rows pinned, which `unregister` waits for.
+    pub fn kept(&self, cache: &Cache) -> Result<()> {
+        if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
+    }
+
     /// Where another process finds the tensors of `cache`.
     #[must_use]
     pub fn whereabouts(&self, cache: &Cache) -> Whereabouts {

@@ -1,7 +1,8 @@
 //! The engine of `llm_datadist`: pools, cache table, copy engine. Knows nothing of Python.
 //!
 //! ```text
-//!  operations   datadist/{remote}   peer
+//!  operations   datadist/{remote, transfer, layerwise}   peer
+//!  progress     task   lanes
 //!  resources    links   cluster   stats
 //!  movement     engine/{wave, ring, stream, route, tuner, workers}    the only thing that moves bytes
 //!  resources    table/{pin, remote}   arena   device   transport   wire   mem
@@ -46,6 +47,7 @@ pub mod engine;
 pub mod error;
 pub mod id;
 pub mod keys;
+mod lanes;
 pub mod links;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
@@ -56,12 +58,15 @@ pub mod stats;
 pub mod status;
 mod sync;
 pub mod table;
+pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod transport;
 pub mod wire;
 
-pub use check::{CopyArgs, ExtParam, LayerRange, Layers, PullRows, PushRows};
+pub use check::{
+    CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
+};
 pub use config::{Config, KernelChoice, LinkConfig, PoolConfig, Role, SwapInPath, Token, TransportChoice};
 pub use counters::OpState;
 pub use datadist::{CacheIndex, DataDist, End, FarName};
@@ -74,3 +79,4 @@ pub use mem::{Access, Adopted, abandon as abandon_sockets};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;
+pub use task::{Carried, Outcome, Task};

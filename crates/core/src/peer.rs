@@ -17,9 +17,9 @@ use crate::keys::Name;
 use crate::links::{Answer, Link, hear_next, location, say};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
-use crate::table::{Cache, Origin, Pin, pin_reads, pin_writes, rows_of_a_pin};
+use crate::table::{self, Cache, Origin, Pin, pin_reads, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
-use crate::wire::{Location, MESSAGE_LIMIT, Place, Record, Reply, Request, WirePlan};
+use crate::wire::{Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot, WirePlan};
 
 /// After a description the next request of the same call comes within microseconds: it is watched for before the thread
 /// sleeps. Elsewhere a thread that waits uses no CPU.
@@ -105,6 +105,7 @@ impl Call<'_> {
                 let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
                 self.write(&call, plan, from, to)
             }
+            Request::Locate { addrs, limit_ms } => self.told(limit(limit_ms), || self.locate(&addrs)),
             Request::Ping { limit_ms } => self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
@@ -147,6 +148,16 @@ impl Call<'_> {
             record.location = location(self.cluster.whereabouts(cache));
         }
         Ok(Reply::Described(record))
+    }
+
+    /// Which caches addresses lie in.
+    fn locate(&self, addrs: &[u64]) -> Result<Reply> {
+        let spots = self.cluster.table.locate(addrs);
+        let spot = |(at, found): (usize, Option<table::Spot>)| {
+            let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
+            Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
+        };
+        spots.into_iter().enumerate().map(spot).collect::<Result<_>>().map(Reply::Located)
     }
 
     /// The cache a request is about, if its name still leads there, open to peers.
@@ -289,6 +300,12 @@ fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
 
 fn ends(geometry: Geometry) -> (u32, u64) {
     (geometry.num_tensors(), geometry.tensor_bytes())
+}
+
+#[cold]
+fn nowhere(at: usize, addr: u64) -> Error {
+    let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
+    Error::new(ErrorKind::InvalidArgument, text)
 }
 
 /// What the caller has left, by this side's clock.

@@ -40,13 +40,15 @@ pub enum Op {
     Pull,
     /// `push_cache`, `push_blocks`, and the seed's `PushKvCache`.
     Push,
+    /// One layer of `transfer_cache_async`, brought to one destination.
+    Layer,
     /// Requests of peers answered; bytes are those that went through this process.
     Served,
 }
 
 impl Op {
     /// Every operation, with its name in reports.
-    pub const ALL: [(Op, &'static str); 13] = [
+    pub const ALL: [(Op, &'static str); 14] = [
         (Op::Allocate, "allocate"),
         (Op::Deallocate, "deallocate"),
         (Op::RemoveKey, "remove_key"),
@@ -59,6 +61,7 @@ impl Op {
         (Op::Unlink, "unlink"),
         (Op::Pull, "pull"),
         (Op::Push, "push"),
+        (Op::Layer, "transfer_layer"),
         (Op::Served, "served"),
     ];
 }

@@ -14,7 +14,9 @@ use crate::convert::{self, int, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
+use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
+use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{local, raw, stats};
 
@@ -208,6 +210,28 @@ impl DataDist {
         let blocks = (src_blocks, dst_blocks);
         let push = transfer::push_blocks(slf, (dst_cache_key, src_cache), blocks, &layers)?;
         slf.get().push(slf.py(), &push)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
+    fn transfer_cache_async(
+        slf: &Bound<'_, Self>,
+        src_cache: &Any<'_>,
+        layer_synchronizer: &Any<'_>,
+        transfer_configs: &Any<'_>,
+        src_block_indices: &Any<'_>,
+        dst_block_indices: &Any<'_>,
+        dst_block_memory_size: &Any<'_>,
+    ) -> PyResult<TransferTask> {
+        let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
+        let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
+        let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
+        let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
+        slf.get().engine.enter(slf.py(), start).map(TransferTask::new)
+    }
+
+    fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
+        let limit = self.engine.enter(py, |engine| Ok(engine.config().sync_timeout.as_millis()))?;
+        Ok(limit.try_into().unwrap_or(u32::MAX))
     }
 
     fn huge_page_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

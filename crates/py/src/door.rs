@@ -7,7 +7,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use llm_datadist_core::{Config, DataDist, Error, ErrorKind, Result};
+use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
 use crate::error;
@@ -30,6 +30,11 @@ impl<T: Send + Sync> Held<T> {
     /// The object, which is there until drop.
     pub(crate) fn get(&self) -> Result<&Arc<T>> {
         self.value.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the object was released"))
+    }
+
+    /// The object, in the process that made it: locks of a forked child's copy may never open.
+    pub(crate) fn own(&self) -> Result<&Arc<T>> {
+        if self.process == process::id() { self.get() } else { Err(forked()) }
     }
 
     /// Lets go on a thread that is detached already.
@@ -99,14 +104,28 @@ impl Engine {
 
     fn engine(&self) -> Result<Arc<DataDist>> {
         if self.process != process::id() {
-            let text = "this process was forked after init; the engine belongs to its parent";
-            return Err(Error::new(ErrorKind::Forked, text));
+            return Err(forked());
         }
         match self.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
             Some(engine) => engine.get().map(Arc::clone),
             None => Err(Error::new(ErrorKind::Closed, "the engine was finalized")),
         }
     }
+}
+
+#[cold]
+fn forked() -> Error {
+    let text = "this process was forked after init; the engine belongs to its parent";
+    Error::new(ErrorKind::Forked, text)
+}
+
+/// Runs `call`, which waits until `deadline` at most, detached; a signal handler that raises ends it early.
+pub(crate) fn waiting<T: Send>(
+    py: Python<'_>,
+    deadline: Deadline,
+    call: impl FnOnce(Deadline) -> Result<T> + Send,
+) -> PyResult<T> {
+    detached(py, || call(deadline.watched(Some(interrupted))))
 }
 
 /// Runs `call`, which is no business of the engine's, detached from the interpreter.

@@ -13,7 +13,7 @@ use crate::front::Front;
 /// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
 #[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    exception(py, error).unwrap_or_else(|failure| failure)
+    logged(py, error).unwrap_or_else(|failure| failure)
 }
 
 /// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
@@ -40,12 +40,17 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
     as_mismatch().unwrap_or_else(Some).unwrap_or(error)
 }
 
-fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+fn logged(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    if error.kind() == ErrorKind::InvalidArgument {
+        Front::get(py)?.log_error.call1(py, (error.to_string(),))?;
+    }
+    exception(py, error)
+}
+
+/// The same without a line in the log: of what became of a part of a call.
+pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let front = Front::get(py)?;
     let text = error.to_string();
-    if error.kind() == ErrorKind::InvalidArgument {
-        front.log_error.call1(py, (&text,))?;
-    }
     let code = StatusCode::from(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
     let exception = made(&front.exception, &text, member.bind(py))?;

@@ -28,6 +28,12 @@ pub(crate) struct Front {
     pub(crate) cache_key_by_id: Py<PyType>,
     /// `Cache`.
     pub(crate) cache: Py<PyType>,
+    /// `LayerSynchronizer`.
+    pub(crate) layer_synchronizer: Py<PyType>,
+    /// `TransferConfig`.
+    pub(crate) transfer_config: Py<PyType>,
+    /// `TransferWithCacheKeyConfig`.
+    pub(crate) transfer_key_config: Py<PyType>,
     /// `LLMClusterInfo`.
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
@@ -71,6 +77,9 @@ impl Front {
             blocks_cache_key: class("BlocksCacheKey")?,
             cache_key_by_id: class("CacheKeyByIdAndIndex")?,
             cache: class("Cache")?,
+            layer_synchronizer: class("LayerSynchronizer")?,
+            transfer_config: class("TransferConfig")?,
+            transfer_key_config: class("TransferWithCacheKeyConfig")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
             log_info: named("log_info")?.unbind(),

@@ -10,11 +10,13 @@ mod datadist;
 mod door;
 mod error;
 mod front;
+mod layerwise;
 mod links;
 mod local;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
 mod raw;
 mod stats;
+mod task;
 mod transfer;
 
 use llm_datadist_core::{DataType, StatusCode};
@@ -42,6 +44,8 @@ mod _core {
     use crate::door::abandon_sockets;
     #[pymodule_export]
     use crate::front::register_types;
+    #[pymodule_export]
+    use crate::task::TransferTask;
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

@@ -199,6 +199,11 @@ fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
     Err(raise(engine.py(), &Error::new(ErrorKind::InvalidArgument, text)))
 }
 
+/// What the key of a `TransferWithCacheKeyConfig` names, and where.
+pub(crate) fn config_key(value: &Any<'_>) -> PyResult<FarName> {
+    far_name(Key::of("cache_key", value, &[Key::Blocks, Key::Row])?, value)
+}
+
 /// What `key` names, and where. A key that is `None` fails here.
 fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
     let py = value.py();
@@ -367,7 +372,7 @@ fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
 }
 
 /// The layers of a push (python-api.md §4.10): at least one.
-fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
+pub(crate) fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     let range = as_range(name, value)?;
     match ends(range) {
         Some(layers) if layers.end > layers.first => Ok(layers),

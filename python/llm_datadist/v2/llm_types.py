@@ -1,6 +1,7 @@
-"""Re-exports of :mod:`llm_datadist.types` under the path that existing clients import."""
+"""Re-exports of :mod:`llm_datadist.types` and :mod:`llm_datadist.layerwise` under the path that existing clients import."""
 
 from llm_datadist.data_type import DataType
+from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -22,12 +23,16 @@ __all__ = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "CacheTask",
     "DataType",
+    "LayerSynchronizer",
     "MemInfo",
     "Memtype",
     "Placement",
     "PushType",
     "RegisterMemStatus",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
     "check_layer_range",
     "int_to_mem_status_dict",
 ]

@@ -3,7 +3,9 @@
 //!
 //! Not for: waiting for layers (`task`), or what only the peer knows of its caches (`landing`).
 
-use super::LayerRange;
+use super::{LayerRange, Side};
+use crate::desc::{CacheKind, Geometry, Placement};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 use crate::keys::Name;
 
@@ -66,4 +68,113 @@ pub enum Target {
         /// Where the first layer goes; the others follow.
         first_layer: u32,
     },
+}
+
+/// What of each layer moves (python-api.md §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
+/// besides, for those who have other checks in between).
+pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
+    source_placement(near.placement)?;
+    block_lists(args)?;
+    block_bytes_alone(args)?;
+    whole_layers(near.geometry, args.tensors_per_layer)?;
+    let (src, dst) = (args.src_blocks.clone(), args.dst_blocks.clone());
+    if !src.is_empty() {
+        equal_blocks(near.geometry, args.dst_block_bytes)?;
+        return Ok(LayerRows::Blocks { src, dst });
+    }
+    if near.kind == CacheKind::Blocks {
+        let text = "src_cache is a blocks cache, and src_block_indices were not given";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    match args.dst_block_bytes {
+        Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
+        _ => Ok(LayerRows::Slot),
+    }
+}
+
+/// Row 2: layers are sent from device memory.
+pub fn source_placement(placement: Placement) -> Result<()> {
+    if placement == Placement::Device {
+        return Ok(());
+    }
+    let text = "src_cache is in host memory; layers are sent from device memory only";
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// Rows 6 to 8: which of the lists go together, and with a block size.
+pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
+    let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
+    match (args.src_blocks.len(), args.dst_blocks.len()) {
+        (0, 0) => Ok(()),
+        (0, dst) if args.dst_block_bytes.is_none() => refused(format!(
+            "dst_block_memory_size was not given, and dst_block_indices has {dst} entries for a source without blocks"
+        )),
+        (0, _) => Ok(()),
+        (src, 0) => refused(format!(
+            "transfer from blocks to cache is not supported: src_block_indices has {src} entries, dst_block_indices none"
+        )),
+        (src, dst) if src == dst => Ok(()),
+        (src, dst) => refused(format!("src_block_indices has {src} entries and dst_block_indices {dst}")),
+    }
+}
+
+/// Row 11: a block size says nothing without blocks; 0 is none (seed `transfer_cache_async.md`).
+pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
+    match args.dst_block_bytes {
+        Some(bytes @ 1..) if args.dst_blocks.is_empty() => {
+            Err(Error::argument("dst_block_memory_size", bytes, "None or 0 without dst_block_indices"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Row 12: every tensor belongs to a layer. How many layers that are.
+pub fn whole_layers(near: Geometry, tensors_per_layer: u32) -> Result<u32> {
+    super::tensors_per_layer(tensors_per_layer)?;
+    let tensors = near.num_tensors();
+    if tensors.is_multiple_of(tensors_per_layer) {
+        return Ok(tensors / tensors_per_layer);
+    }
+    let allowed = format!("a multiple of tensor_num_per_layer, {tensors_per_layer}");
+    Err(Error::argument("num_tensors", tensors, allowed))
+}
+
+/// §8.2: blocks go into blocks of their own size; 0 or nothing stands for it.
+fn equal_blocks(near: Geometry, given: Option<u64>) -> Result<()> {
+    match given {
+        Some(bytes @ 1..) if bytes != near.row_bytes() => {
+            let allowed = format!("None, 0 or the size of a block of src_cache, {}", near.row_bytes());
+            Err(Error::argument("dst_block_memory_size", bytes, allowed))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Rows 13 and 13a: what one destination reads, and whether there are as many addresses as tensors.
+pub fn destination(near: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
+    let (row, range) = (to.src_row, to.src_layers);
+    let blocks = !args.src_blocks.is_empty();
+    if blocks && row != 0 {
+        let text = format!("src_batch_index {row} != 0 while src is blocks");
+        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+    }
+    let layers = whole_layers(near.geometry, args.tensors_per_layer)?;
+    if range.end <= range.first || range.end > layers {
+        let (value, allowed) =
+            (format!("{}..{}", range.first, range.end), format!("within 0..{layers}, at least one layer"));
+        return Err(Error::argument("src_layer_range", value, allowed).with("cluster", to.cluster));
+    }
+    if let Target::Addresses(addrs) = &to.target {
+        let needed = u64::from(range.end - range.first) * u64::from(args.tensors_per_layer);
+        if addrs.len() as u64 != needed {
+            let allowed = format!("{needed}, for {} layers of src_layer_range", range.end - range.first);
+            return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed).with("cluster", to.cluster));
+        }
+    }
+    let rows = near.geometry.rows();
+    if !blocks && u64::from(row) >= rows {
+        let text = format!("src_batch_index {row} out of range: [0, {rows})");
+        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+    }
+    Ok(())
 }

@@ -5,6 +5,7 @@
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
 pub mod cpp;
+mod landing;
 mod layers;
 mod layerwise;
 mod options;
@@ -12,11 +13,15 @@ pub mod ranks;
 mod transfer;
 mod values;
 
+pub use landing::{Landing, landed_layers, landing};
 pub use layers::{
     ExtParam, LayerRange, Layers, pull_kv_layers, push_kv_blocks, push_kv_cache, push_size, push_spans,
     tensors_per_layer,
 };
-pub use layerwise::{Destination, LayerRows, LayerwiseArgs, Target};
+pub use layerwise::{
+    Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
+    source_placement, whole_layers,
+};
 pub use options::config;
 pub use transfer::{
     Far, Move, Moves, PullRows, PushRows, accessible, named, pull, pull_near, push, push_near, reachable,

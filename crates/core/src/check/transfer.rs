@@ -269,7 +269,7 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
     Ok(tensors.moves(pieces, near_rows, whole))
 }
 
-fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
+pub(super) fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
     // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
     let rows = if far.side.kind == CacheKind::Batch { far.side.geometry.rows() } else { 1 };
     if u64::from(far.row) < rows {
@@ -310,7 +310,7 @@ fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
     blocks.iter().enumerate().map(entry).collect()
 }
 
-fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
+pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
     if near.row_bytes() == far.row_bytes() {
         return Ok(());
     }
@@ -319,17 +319,16 @@ fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-fn block_moves(src: &[u64], dst: &[u64], len: u64) -> Result<Vec<Move>> {
+pub(super) fn block_moves(src: &[u64], dst: &[u64], len: u64) -> Result<Vec<Move>> {
     total(src.len(), len)?;
     Ok(src.iter().zip(dst).map(|(&src, &dst)| Move { src: src * len, dst: dst * len, len }).collect())
 }
 
 /// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
-fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
-        let allowed =
-            format!("at most {most}: the far slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
         return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
     }
     total(blocks.len(), block_bytes)?;

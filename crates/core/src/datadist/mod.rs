@@ -3,13 +3,14 @@
 //! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
 
 mod cpp;
+mod layerwise;
 mod remote;
 mod streams;
 mod transfer;
 
 pub use transfer::{CacheIndex, FarName};
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
@@ -21,12 +22,14 @@ use crate::engine::Staging;
 use crate::error::Result;
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
+use crate::lanes::Lanes;
 use crate::links::{Links, Transports};
 use crate::mem::Adopted;
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::table::{Cache, pin, unpinned};
+use crate::task::Task;
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -44,8 +47,11 @@ pub enum End {
 /// copy has ended.
 #[derive(Debug)]
 pub struct DataDist {
-    // First, so that links end before what they answer with goes.
+    // First, so that links end before what they answer with goes, and lanes with what they carry over them.
     links: Links,
+    lanes: Arc<Lanes>,
+    /// Transfers that may be under way.
+    tasks: Mutex<Vec<Weak<Task>>>,
     cluster: Arc<Cluster>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
@@ -72,7 +78,14 @@ impl DataDist {
     fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
-        Ok(DataDist { role: Mutex::new(cluster.config.role), links, cluster, interrupted: None })
+        Ok(DataDist {
+            links,
+            lanes: Arc::default(),
+            tasks: Mutex::default(),
+            role: Mutex::new(cluster.config.role),
+            cluster,
+            interrupted: None,
+        })
     }
 
     /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they
@@ -261,6 +274,8 @@ impl DataDist {
         }
         let (reads, writes) = rows.into_iter().unzip();
         let _pins = pin((src, reads), (dst, writes), deadline)?;
+        self.cluster.kept(src)?;
+        self.cluster.kept(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
         let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, deadline, &Arc::default())?;
         self.cluster.stats.moved(op, &outcome);
@@ -283,6 +298,7 @@ impl Drop for DataDist {
     fn drop(&mut self) {
         // Before anything is given back: no peer that still sees this memory trusts it any more.
         self.cluster.table.retire();
+        self.close_tasks();
     }
 }
 

@@ -82,7 +82,8 @@ impl DataDist {
                 call.rounds(|known| {
                     let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
                     let mut moves = check::push(call.near.side(), far, rows, layers)?;
-                    let outcome = call.take(known, &mut moves)?;
+                    let near_rows = std::mem::take(&mut moves.near_rows);
+                    let outcome = call.take(known, &Arc::new(CopyPlan::moves(&mut moves)), near_rows)?;
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
@@ -114,10 +115,21 @@ impl DataDist {
 
     /// The cache of this engine at one end of a transfer with `cluster`.
     fn near(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
+        self.other(cluster)?;
+        self.source(end)
+    }
+
+    /// `cluster` must not be this engine itself.
+    pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
         if self.links.is_self(cluster) {
             let allowed = "another cluster: this one's own caches need no transfer";
             return Err(Error::argument("cluster_id", cluster, allowed));
         }
+        Ok(())
+    }
+
+    /// A cache of this engine that may take part in a transfer.
+    pub(super) fn source(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
             End::Managed(id) => self.cluster.table.find(*id),
             End::Loose(_) => {
@@ -136,19 +148,19 @@ pub(super) enum Moved {
     Stale,
 }
 
-/// One pull or push under way.
-struct Call<'a> {
-    cluster: &'a Arc<Cluster>,
-    link: Arc<Link>,
+/// One pull, push or layer under way.
+pub(super) struct Call<'a> {
+    pub(super) cluster: &'a Arc<Cluster>,
+    pub(super) link: Arc<Link>,
     /// The far cache.
-    name: Name,
-    near: Arc<Cache>,
-    deadline: Deadline,
+    pub(super) name: Name,
+    pub(super) near: Arc<Cache>,
+    pub(super) deadline: Deadline,
 }
 
 impl Call<'_> {
     /// Counts the call with its link, which does not go away under it by an unlink.
-    fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
+    pub(super) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let result = self.link.begin().and_then(|_active| call());
         self.link.transfers().count(started.elapsed(), result.is_ok());
@@ -159,7 +171,7 @@ impl Call<'_> {
     }
 
     /// Finds the far cache and attempts the transfer; once more if the far cache was not what it was thought to be.
-    fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
+    pub(super) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
         let mut known = link.known(*name, *deadline)?;
@@ -187,7 +199,7 @@ impl Call<'_> {
     }
 
     /// In remote-accessible mode both caches must be (python-api.md §12.4).
-    fn one_sided(&self) -> Result<()> {
+    pub(super) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
             check::reachable("the cache of this side", self.near.remote_accessible())?;
         }
@@ -201,6 +213,7 @@ impl Call<'_> {
             return Ok(Moved::Bytes(0));
         }
         let pinned = pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
+        self.cluster.kept(&self.near)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.moved_in(known, &plan, &mut progress);
         let row_bytes = self.near.geometry().row_bytes();
@@ -261,19 +274,24 @@ impl Call<'_> {
     }
 
     /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
-    fn take(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves));
+    pub(super) fn take(
+        &self,
+        known: &Arc<Known>,
+        plan: &Arc<CopyPlan>,
+        near_rows: Vec<u64>,
+    ) -> Result<Moved> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let _pinned = pin_reads(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
+        let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
+        self.cluster.kept(&self.near)?;
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
-                plan: WirePlan::from(&*plan),
+                plan: WirePlan::from(&**plan),
                 source: location(whereabouts),
                 num_tensors: geometry.num_tensors(),
                 tensor_bytes: geometry.tensor_bytes(),
@@ -287,7 +305,7 @@ impl Call<'_> {
                 reply => return Err(self.link.unexpected(&reply)),
             }
         }
-        streams::send(&self.streams(known, &plan))
+        streams::send(&self.streams(known, plan))
     }
 
     /// The transfer through sockets.
@@ -304,7 +322,7 @@ impl Call<'_> {
     }
 
     /// The same error with what the call was about.
-    fn named(&self, error: Error) -> Error {
+    pub(super) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
         error.with("name", self.name)
     }

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::mem::Tensors;
-use crate::wire::{MESSAGE_LIMIT, Place, Record, Reply, Request};
+use crate::wire::{MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
 
 /// How much longer than the caller the answering side tries: a caller whose bytes flow looks at its clock every 100 ms.
 const GRACE_MS: u64 = 150;
@@ -62,6 +62,15 @@ impl Link {
         let known = Arc::new(self.read_record(&record).map_err(|error| self.named(error))?);
         self.remember(name, known.clone());
         Ok(known)
+    }
+
+    /// Asks which caches of the peer `addrs` lie in; one answer for each.
+    pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<Spot>> {
+        let request = Request::Locate { addrs: addrs.to_vec(), limit_ms: limit_ms(deadline) };
+        match self.ask(&request, deadline)? {
+            Reply::Located(spots) if spots.len() == addrs.len() => Ok(spots),
+            reply => Err(self.unexpected(&reply)),
+        }
     }
 
     /// Releases the key behind `name`, now that tensors `first..first + count` of its row have arrived.

@@ -178,6 +178,11 @@ impl Links {
         self.shared.state.find(cluster, deadline)
     }
 
+    /// What finds links as [`find`](Self::find) does, and keeps no engine alive.
+    pub(crate) fn finder(&self) -> Finder {
+        Finder(Arc::downgrade(&self.shared))
+    }
+
     /// Whether `cluster` is this engine itself, and not another process that goes by the same id.
     pub(crate) fn is_self(&self, cluster: ClusterId) -> bool {
         cluster.0 == self.shared.me.party.cluster && !self.shared.shares_its_id.load(Ordering::Relaxed)
@@ -231,6 +236,17 @@ impl Drop for Links {
         self.shared.state.close();
         self.shared.bell.ring();
         self.shared.threads.wait(FAREWELL);
+    }
+}
+
+/// Finds links for whoever may outlive the engine.
+pub(crate) struct Finder(Handle);
+
+impl Finder {
+    /// As [`Links::find`].
+    pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let closed = || Error::new(ErrorKind::Closed, "the engine was finalized");
+        self.0.upgrade().ok_or_else(closed)?.state.find(cluster, deadline)
     }
 }
 

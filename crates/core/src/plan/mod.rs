@@ -10,6 +10,8 @@ mod wave;
 
 pub use wave::{Piece, Span, Wave};
 
+use std::sync::Arc;
+
 use crate::check::{BlockPairs, CopyRange, Move, Moves};
 
 /// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
@@ -19,7 +21,8 @@ pub struct CopyPlan {
     num_tensors: u32,
     src_tensor: u32,
     dst_tensor: u32,
-    waves: Vec<Wave>,
+    /// Shared by the plans of all layers of one transfer.
+    waves: Arc<[Wave]>,
 }
 
 /// Whether a plan reads and writes the same cache.
@@ -87,6 +90,13 @@ impl CopyPlan {
     fn new(num_tensors: u32, waves: Vec<Vec<Span>>) -> Self {
         let waves = waves.into_iter().filter(|spans| !spans.is_empty()).map(Wave::new).collect();
         CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves }
+    }
+
+    /// The same spans in other tensors: from tensor `src_tensor + t` into tensor `dst_tensor + t`, for each of
+    /// `num_tensors`. How a plan is cut by layer; nothing is planned again.
+    #[must_use]
+    pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
+        CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
     }
 
     /// In how many tensors.

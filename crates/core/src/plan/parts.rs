@@ -68,7 +68,7 @@ impl CopyPlan {
                     .with("which", what)
                     .with("num_tensors", tensors));
             }
-            for wave in &self.waves {
+            for wave in self.waves.iter() {
                 // Nothing in a wave is written twice, so a wave that writes more than the tensor holds is not one.
                 if what == "written" && wave.tensor_bytes() > tensor_bytes {
                     return Err(outside(what, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));

@@ -11,7 +11,7 @@ mod remote;
 
 pub use cache::{Cache, Origin};
 pub use pin::{Pin, RowUse, pin, pin_reads, pin_writes, rows_of_a_pin, unpinned};
-pub use remote::Found;
+pub use remote::{Found, Spot};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

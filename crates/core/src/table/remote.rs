@@ -27,6 +27,20 @@ pub struct Found {
     pub row: u32,
 }
 
+/// Where an address lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// In this cache.
+    pub cache: CacheId,
+    /// In this tensor.
+    pub tensor: u32,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// Caches looked at under one hold of the lock.
+const AT_ONCE: usize = 1 << 10;
+
 /// Tensors that were pulled: ranges, ascending, apart from each other.
 #[derive(Debug, Default)]
 pub(super) struct Pulled(Vec<Range<u32>>);
@@ -62,6 +76,26 @@ impl Table {
         let state = self.locked();
         let (_, slot, _) = state.lookup(name).ok()?;
         (slot.cache.id() == id).then(|| slot.cache.clone())
+    }
+
+    /// Where each of `addrs` lies among the caches that peers may reach. Looks at every cache: for the start of a
+    /// transfer, not for each layer.
+    #[must_use]
+    pub fn locate(&self, addrs: &[u64]) -> Vec<Option<Spot>> {
+        let mut found = vec![None; addrs.len()];
+        for first in (0..).step_by(AT_ONCE) {
+            let state = self.locked();
+            let Some(slots) = state.slots.get(first..) else { break };
+            let some = slots.iter().take(AT_ONCE).flatten();
+            let caches: Vec<_> = some.map(|slot| slot.cache.clone()).collect();
+            drop(state);
+            for cache in caches.iter().filter(|cache| cache.remote_accessible()) {
+                for (&addr, spot) in addrs.iter().zip(&mut found).filter(|(_, spot)| spot.is_none()) {
+                    *spot = cache.spot(addr);
+                }
+            }
+        }
+        found
     }
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was

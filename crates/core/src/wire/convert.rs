@@ -240,6 +240,7 @@ impl Reply {
             Reply::Stale => "stale",
             Reply::Unreachable { .. } => "unreachable",
             Reply::Failed { .. } => "failed",
+            Reply::Located(_) => "located",
         }
     }
 }

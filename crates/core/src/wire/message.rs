@@ -213,6 +213,13 @@ pub enum Request {
         /// What is left of the deadline.
         limit_ms: u64,
     },
+    /// Which caches do these addresses lie in.
+    Locate {
+        /// The addresses.
+        addrs: Vec<u64>,
+        /// What is left of the deadline.
+        limit_ms: u64,
+    },
 }
 
 /// The answer to a [`Request`].
@@ -249,6 +256,19 @@ pub enum Reply {
         /// What of the destination is in place nevertheless.
         arrived: Vec<Arrived>,
     },
+    /// To locate: one for each address.
+    Located(Vec<Spot>),
+}
+
+/// Where an address lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spot {
+    /// In this cache.
+    pub cache: i64,
+    /// In this tensor.
+    pub tensor: u32,
+    /// Bytes from its start.
+    pub offset: u64,
 }
 
 /// Rows of one tensor of the destination that are whole.

@@ -1,0 +1,261 @@
+//! The layer-wise transfer between processes: what a layer costs beyond its bytes, how much hides behind compute, and four
+//! destinations at once beside four pulls. All in one run; prints ratios.
+//!
+//! `cargo bench -p llm-datadist-core --bench layerwise [-- --only overhead,overlap,four --rounds 9]`
+//!
+//! The other processes are this program once more. Everything that arrived is verified outside the clock, on memory that
+//! was overwritten before. Compute is a wait until a moment (a device computes) or a loop (a core does). Not for: absolute
+//! figures; machines differ and are shared.
+
+#![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a benchmark stops at the first surprise")]
+#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+#![allow(clippy::cast_possible_wrap, reason = "sizes of a few GiB")]
+#![allow(clippy::cast_ptr_alignment, clippy::multiple_unsafe_ops_per_block, reason = "memory of caches")]
+#![allow(unsafe_code, missing_docs, unreachable_pub, reason = "a program, not a library")]
+
+#[path = "layerwise/decode.rs"]
+mod decode;
+#[path = "hand.rs"]
+mod hand;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use decode::{Decode, KEY, Kv, config};
+use hand::Shuffle;
+use llm_datadist_core::{
+    ClusterId, DataDist, Deadline, Destination, LayerRange, LayerwiseArgs, Name, Outcome, Target, Task,
+};
+
+pub const LAYERS: u32 = 40;
+const KIB: u64 = 1 << 10;
+
+/// What one word of `--only` runs.
+type Part = fn(usize);
+
+fn main() {
+    let words: Vec<String> = std::env::args().collect();
+    if words.get(1).is_some_and(|word| word == "--decode") {
+        return decode::serve(words[2].parse().unwrap());
+    }
+    let value = |name: &str| words.iter().position(|word| word == name).map(|at| words[at + 1].clone());
+    let rounds = value("--rounds").map_or(9, |rounds| rounds.parse().unwrap());
+    let only = value("--only").unwrap_or_else(|| "overhead,overlap,four".into());
+    let parts: [(&str, Part); 3] = [("overhead", overhead), ("overlap", overlap), ("four", four)];
+    for (name, part) in parts {
+        if only.split(',').any(|only| only == name) {
+            part(rounds);
+        }
+    }
+}
+
+/// This process, with a source, and decode processes that it is linked with.
+struct Bed {
+    engine: DataDist,
+    source: Kv,
+    decodes: Vec<Decode>,
+    src: Vec<i64>,
+    dst: Vec<i64>,
+}
+
+impl Bed {
+    fn new(decodes: u64, rows: u64, len: u64) -> Bed {
+        let mib = ((u64::from(LAYERS) * 2 * rows * len) >> 20) + 64;
+        let engine = DataDist::open(config(1, mib)).unwrap();
+        let source = Kv::new(&engine, rows, len);
+        source.fill(1);
+        let mut decodes: Vec<_> = (0..decodes).map(|n| Decode::start(2 + n, mib, rows, len)).collect();
+        let peers: Vec<_> = decodes.iter().map(Decode::address).collect();
+        for linked in engine.link_clusters(&peers, Duration::from_secs(10)) {
+            linked.unwrap();
+        }
+        let port = engine.listening().unwrap().port();
+        for decode in &mut decodes {
+            decode.ask(&format!("link {port}"));
+        }
+        let mut shuffle = Shuffle(7);
+        let (src, dst) = (shuffle.order(rows), shuffle.order(rows));
+        Bed { engine, source, decodes, src, dst }
+    }
+
+    fn start(&self) -> Arc<Task> {
+        let list = |blocks: &[i64]| blocks.iter().map(|&block| block as u64).collect();
+        let args = LayerwiseArgs {
+            src_blocks: list(&self.src),
+            dst_blocks: list(&self.dst),
+            dst_block_bytes: None,
+            tensors_per_layer: 2,
+        };
+        let to = |n: u64| Destination {
+            cluster: ClusterId(2 + n),
+            target: Target::Cache { name: Name::Key(KEY), first_layer: 0 },
+            src_layers: LayerRange { first: 0, end: LAYERS },
+            src_row: 0,
+        };
+        let to = (0..self.decodes.len() as u64).map(to).collect();
+        self.engine.transfer_async(&self.source.end, &args, to, None).unwrap()
+    }
+
+    /// Seconds from the first layer to the last in place, where `compute` says when each is ready.
+    fn run(&self, mut compute: impl FnMut(u32, Instant)) -> f64 {
+        let task = self.start();
+        // Destinations are found while the first layer is computed; here that takes no time of the transfer.
+        std::thread::sleep(Duration::from_millis(2));
+        let started = Instant::now();
+        for layer in 0..LAYERS {
+            compute(layer, started);
+            task.ready(layer);
+        }
+        assert!(task.wait(Deadline::after(Duration::from_secs(60))).unwrap());
+        let took = started.elapsed().as_secs_f64();
+        assert!(
+            task.outcomes().iter().all(|outcome| matches!(outcome, Outcome::Done)),
+            "{:?}",
+            task.outcomes()
+        );
+        took
+    }
+
+    fn poison(&mut self) {
+        for decode in &mut self.decodes {
+            decode.ask("poison");
+        }
+    }
+
+    fn verify(&mut self) {
+        for decode in &mut self.decodes {
+            decode.ask("verify 1");
+        }
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_unstable_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Every layer is ready at once: what is left is the transfer. Beside it the other side pulls layer by layer.
+fn overhead(rounds: usize) {
+    println!("\na layer of two tensors, microseconds: transferred, pulled by the other side, difference");
+    for (rows, len) in [(1, 4 * KIB), (16, 16 * KIB), (128, 16 * KIB), (512, 16 * KIB), (64, 256 * KIB)] {
+        let mut bed = Bed::new(1, rows, len);
+        let (mut pushed, mut pulled, mut paced) = (vec![], vec![], vec![]);
+        for _ in 0..=rounds {
+            bed.poison();
+            pushed.push(bed.run(|_, _| ()) / f64::from(LAYERS));
+            bed.verify();
+            bed.poison();
+            let nanos: f64 = bed.decodes[0].ask("pull_layers").parse().unwrap();
+            pulled.push(nanos / 1e9 / f64::from(LAYERS));
+            bed.verify();
+            let gap = Duration::from_secs_f64(pushed[pushed.len() - 1] * 1.2) + Duration::from_millis(1);
+            paced.push(after_pauses(&bed, gap));
+        }
+        // The first round maps pages.
+        let per_layer = |times: &[f64]| median(times[1..].to_vec()) * 1e6;
+        let (pushed, pulled, paced) = (per_layer(&pushed), per_layer(&pulled), per_layer(&paced));
+        println!(
+            "{rows:4} blocks of {:4} KiB {pushed:9.1} {pulled:9.1} {:9.1}   after a pause {paced:9.1}",
+            len / KIB,
+            pushed - pulled
+        );
+    }
+}
+
+/// Seconds from ready to in place of a layer, median, with `gap` between two layers.
+fn after_pauses(bed: &Bed, gap: Duration) -> f64 {
+    let task = bed.start();
+    std::thread::sleep(Duration::from_millis(2));
+    let mut times = Vec::new();
+    for layer in 0..LAYERS {
+        std::thread::sleep(gap);
+        let started = Instant::now();
+        task.ready(layer);
+        while task.progress()[0].layers <= layer {
+            // A look every few microseconds is part of what is measured, not of what is used.
+            std::hint::spin_loop();
+        }
+        times.push(started.elapsed().as_secs_f64());
+    }
+    assert!(task.wait(Deadline::after(Duration::from_secs(60))).unwrap());
+    median(times)
+}
+
+/// Compute takes as long as the transfer of a layer takes beside it: the ideal is one layer more than compute alone.
+fn overlap(rounds: usize) {
+    println!("\n{LAYERS} layers, compute as long as transfer: time over {} layer times", LAYERS + 1);
+    for (rows, len) in [(128, 16 * KIB), (512, 16 * KIB), (64, 256 * KIB)] {
+        let mut bed = Bed::new(1, rows, len);
+        bed.run(|_, _| ());
+        // A device computes: this process waits for it. Or a core does, which the copy then has to do without.
+        for (who, spins) in [("a device computes", false), ("a core computes", true)] {
+            let (mut over, mut alone) = (vec![], vec![]);
+            for _ in 0..rounds {
+                let layer = beside(spins, || bed.run(|_, _| ())) / f64::from(LAYERS);
+                bed.poison();
+                let took = bed.run(|number, started| {
+                    let ready = started + Duration::from_secs_f64(layer * f64::from(number + 1));
+                    if !spins {
+                        std::thread::sleep(ready.saturating_duration_since(Instant::now()));
+                    }
+                    while Instant::now() < ready {
+                        std::hint::spin_loop();
+                    }
+                });
+                bed.verify();
+                over.push(took / (layer * f64::from(LAYERS + 1)));
+                alone.push(layer);
+            }
+            let (kib, ms) = (len / KIB, median(alone) * 1e3);
+            println!("{rows:4} blocks of {kib:4} KiB, layer {ms:6.2} ms, {who:17}: {:.3}", median(over));
+        }
+    }
+}
+
+/// What `call` measures, with a core at work meanwhile or not.
+fn beside<T>(spins: bool, call: impl FnOnce() -> T) -> T {
+    let stop = std::sync::atomic::AtomicBool::new(!spins);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        });
+        let measured = call();
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        measured
+    })
+}
+
+/// Four decode processes: one transfer to all, beside all pulling at once.
+fn four(rounds: usize) {
+    println!("\nfour destinations at once, share of four pulls at once");
+    for (rows, len) in [(128, 16 * KIB), (32, 256 * KIB)] {
+        let mut bed = Bed::new(4, rows, len);
+        let mut shares = vec![];
+        let bytes = 4.0 * f64::from(LAYERS) * 2.0 * (rows * len) as f64;
+        let mut rate = vec![];
+        for round in 0..=rounds {
+            bed.poison();
+            let pushed = bed.run(|_, _| ());
+            bed.verify();
+            bed.poison();
+            let started = Instant::now();
+            bed.decodes.iter_mut().for_each(|decode| decode.say("pull"));
+            bed.decodes.iter_mut().for_each(|decode| drop(decode.hear()));
+            let pulled = started.elapsed().as_secs_f64();
+            bed.verify();
+            if round > 0 {
+                shares.push(pulled / pushed);
+                rate.push(bytes / pushed / 1e9);
+            }
+        }
+        println!(
+            "{rows:4} blocks of {:4} KiB: {:.3} ({:.1} GB/s in all)",
+            len / KIB,
+            median(shares),
+            median(rate)
+        );
+    }
+}

@@ -1,0 +1,271 @@
+//! The layer-wise transfer: what finds a destination, and brings it one layer after the other.
+//!
+//! A layer is a push like any other, of the same plan in other tensors: planned once, resolved once, and from then on
+//! the far cache is named by its id, so that a transfer never spreads over two caches. Not for: which layers are ready
+//! (`task`), or how bytes get there (`transfer`).
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use super::transfer::Call;
+use super::{DataDist, End};
+use crate::check::{self, Destination, Far, Landing, LayerRows, LayerwiseArgs, Target};
+use crate::cluster::Cluster;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::{CacheId, Deadline};
+use crate::keys::Name;
+use crate::links::{Finder, Known, Link};
+use crate::plan::CopyPlan;
+use crate::stats::Op;
+use crate::table::Cache;
+use crate::task::{Carrier, Task};
+use crate::wire::Spot;
+
+impl DataDist {
+    /// Starts to bring layers of a cache to peers, each as soon as it is ready (python-api.md §8, seed
+    /// `transfer_cache_async.md`). `Err` for what the arguments alone decide; all else is an outcome of the task. Layers
+    /// that keep a destination waiting for longer than `patience` fail it.
+    ///
+    /// The task holds the cache: to deallocate it takes effect once the task has ended. Each layer has `sync_kv_timeout`
+    /// for itself, from the moment it is begun.
+    pub fn transfer_async(
+        &self,
+        from: &End,
+        args: &LayerwiseArgs,
+        to: Vec<Destination>,
+        patience: Option<Duration>,
+    ) -> Result<Arc<Task>> {
+        let source = match self.source(from) {
+            Ok(near) => {
+                let rows = check::layerwise(near.side(), args)?;
+                to.iter().try_for_each(|to| check::destination(near.side(), args, to))?;
+                Ok((near, Arc::new(rows)))
+            }
+            Err(error) => Err(error),
+        };
+        let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
+            let (near, rows) =
+                source.as_ref().map_err(|error| Error::new(error.kind(), error.to_string()))?;
+            self.other(to.cluster)?;
+            Ok(Arc::new(Bringer {
+                cluster: self.cluster.clone(),
+                finder: self.links.finder(),
+                near: near.clone(),
+                rows: rows.clone(),
+                per_layer: args.tensors_per_layer,
+                to,
+                route: OnceLock::new(),
+            }))
+        };
+        let with_layers = |to: Destination| {
+            let layers = to.src_layers;
+            let refused = |error| -> Arc<dyn Carrier> { Arc::new(Refused(Mutex::new(Some(error)))) };
+            (layers, carrier(to).unwrap_or_else(refused))
+        };
+        let task = Task::start(self.lanes.clone(), to.into_iter().map(with_layers).collect(), patience)?;
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.retain(|task| task.upgrade().is_some_and(|task| !task.done()));
+        tasks.push(Arc::downgrade(&task));
+        Ok(task)
+    }
+
+    /// Ends the transfers under way.
+    pub(super) fn close_tasks(&self) {
+        let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        for task in tasks.iter().filter_map(Weak::upgrade) {
+            task.close();
+        }
+    }
+}
+
+/// A destination that cannot be reached, whatever happens.
+struct Refused(Mutex<Option<Error>>);
+
+impl Carrier for Refused {
+    fn find(&self) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+    }
+
+    fn layer(&self, _: u32) -> Result<u64> {
+        Err(Error::new(ErrorKind::System, "a layer for a destination that was refused"))
+    }
+}
+
+/// Brings layers to one destination.
+struct Bringer {
+    cluster: Arc<Cluster>,
+    finder: Finder,
+    near: Arc<Cache>,
+    rows: Arc<LayerRows>,
+    per_layer: u32,
+    to: Destination,
+    route: OnceLock<Route>,
+}
+
+/// How a destination is reached.
+struct Route {
+    link: Arc<Link>,
+    /// Rows of the near cache that are read.
+    near_rows: Vec<u64>,
+    /// Of each layer of the range.
+    layers: Vec<Vec<Part>>,
+}
+
+/// Tensors of a layer that go to one far cache.
+struct Part {
+    cache: CacheId,
+    plan: Arc<CopyPlan>,
+}
+
+impl Carrier for Bringer {
+    fn find(&self) -> Result<()> {
+        let deadline = self.deadline();
+        let link = self.finder.find(self.to.cluster, deadline)?;
+        let route = self.route(link.clone(), deadline).map_err(|error| link.named(error))?;
+        // Called once, so nobody else has set it.
+        let _ = self.route.set(route);
+        Ok(())
+    }
+
+    fn layer(&self, layer: u32) -> Result<u64> {
+        self.cluster.stats.timed(Op::Layer, || {
+            let deadline = self.deadline();
+            let parts = self.route.get().and_then(|route| {
+                let index = layer.checked_sub(self.to.src_layers.first)?;
+                Some((route, route.layers.get(index as usize)?))
+            });
+            let Some((route, parts)) = parts else {
+                let text = "a layer of a transfer whose destination was not found";
+                return Err(Error::new(ErrorKind::System, text).with("layer", layer));
+            };
+            let bring = |part: &Part| self.bring(route, part, deadline);
+            let bytes: u64 =
+                parts.iter().map(bring).sum::<Result<u64>>().map_err(|e| e.with("layer", layer))?;
+            self.cluster.stats.travelled(Op::Layer, bytes);
+            Ok(bytes)
+        })
+    }
+}
+
+impl Bringer {
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.cluster.config.sync_timeout)
+    }
+
+    fn bring(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
+        let call = Call {
+            cluster: &self.cluster,
+            link: route.link.clone(),
+            name: by_id(part.cache),
+            near: self.near.clone(),
+            deadline,
+        };
+        call.counted(|| call.rounds(|known| call.take(known, &part.plan, route.near_rows.clone())))
+    }
+
+    fn route(&self, link: Arc<Link>, deadline: Deadline) -> Result<Route> {
+        if self.cluster.config.remote_accessible {
+            check::reachable("the cache of this side", self.near.remote_accessible())?;
+        }
+        match &self.to.target {
+            Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
+            Target::Addresses(addrs) => self.to_addresses(link, addrs, deadline),
+        }
+    }
+
+    fn to_cache(&self, link: Arc<Link>, name: Name, first_layer: u32, deadline: Deadline) -> Result<Route> {
+        // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
+        let (name, row) = match name {
+            Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
+            name @ Name::Key(_) => (name, None),
+        };
+        let known = ask(&link, name, deadline)?;
+        let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
+        let range = self.to.src_layers;
+        check::landed_layers(far, first_layer, range.end - range.first, self.per_layer)?;
+        let mut moves = check::landing(self.near.side(), &self.rows, self.to.src_row, Landing::Cache(far))?;
+        let plan = CopyPlan::moves(&mut moves);
+        let part = |index: u32| {
+            let src = (range.first + index) * self.per_layer;
+            let dst = (first_layer + index) * self.per_layer;
+            let plan = Arc::new(plan.in_tensors(src, dst, self.per_layer));
+            vec![Part { cache: known.cache, plan }]
+        };
+        let layers = (0..range.end - range.first).map(part).collect();
+        Ok(Route { link, near_rows: moves.near_rows, layers })
+    }
+
+    fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
+        let spots = link.locate(addrs, deadline)?;
+        let mut alike = Alike { bringer: self, known: Vec::new(), plans: Vec::new(), near_rows: Vec::new() };
+        let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
+        let mut layers = Vec::new();
+        for (index, spots) in spots.chunks(per_layer).enumerate() {
+            let mut parts = Vec::new();
+            let mut src_tensor = (first + index) * per_layer;
+            for run in spots.chunk_by(neighbours) {
+                let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+                let plan = alike.plan(&link, run[0], deadline)?;
+                let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
+                parts.push(Part { cache: CacheId(run[0].cache), plan: Arc::new(plan) });
+                src_tensor += run.len();
+            }
+            layers.push(parts);
+        }
+        Ok(Route { link, near_rows: alike.near_rows, layers })
+    }
+}
+
+/// The far cache as its owner describes it now; from here on it goes by its id.
+fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+    let known = link.describe(name, deadline)?;
+    if known.far.row == 0 {
+        link.remember(by_id(known.cache), known.clone());
+    }
+    Ok(known)
+}
+
+/// A cache by its id; the row is only there because names have one.
+fn by_id(cache: CacheId) -> Name {
+    Name::Row { cache, row: 0 }
+}
+
+/// Whether two tensors of a layer go to neighbouring tensors of one cache, at one offset.
+fn neighbours(a: &Spot, b: &Spot) -> bool {
+    (a.cache, a.offset, a.tensor.checked_add(1)) == (b.cache, b.offset, Some(b.tensor))
+}
+
+/// What the tensors of one destination have in common: mostly all lie alike, in one cache, and one plan serves them.
+struct Alike<'a> {
+    bringer: &'a Bringer,
+    known: Vec<Arc<Known>>,
+    /// By offset in a tensor, and bytes of the tensor.
+    plans: Vec<((u64, u64), CopyPlan)>,
+    near_rows: Vec<u64>,
+}
+
+impl Alike<'_> {
+    /// The plan for a tensor that goes to `spot`.
+    fn plan(&mut self, link: &Link, spot: Spot, deadline: Deadline) -> Result<CopyPlan> {
+        let tensor_bytes = self.known(link, CacheId(spot.cache), deadline)?.far.side.geometry.tensor_bytes();
+        let place = (spot.offset, tensor_bytes);
+        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
+            return Ok(plan.clone());
+        }
+        let (near, to) = (self.bringer.near.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
+        let mut moves = check::landing(near, &self.bringer.rows, self.bringer.to.src_row, to)?;
+        self.near_rows.clone_from(&moves.near_rows);
+        let plan = CopyPlan::moves(&mut moves);
+        self.plans.push((place, plan.clone()));
+        Ok(plan)
+    }
+
+    fn known(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<Arc<Known>> {
+        if let Some(known) = self.known.iter().find(|known| known.cache == cache) {
+            return Ok(known.clone());
+        }
+        let known = ask(link, by_id(cache), deadline)?;
+        self.known.push(known.clone());
+        Ok(known)
+    }
+}

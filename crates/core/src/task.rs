@@ -1,0 +1,398 @@
+//! A layer-wise transfer under way: which layers are ready, how far each destination is, and what became of it.
+//!
+//! Pure bookkeeping: whoever computes says that layers are ready, lanes bring ready layers to each destination, and
+//! nobody waits for anybody else. A destination has a result only once it has ended, and a carrier that ends without one
+//! leaves a failure (`a_carrier_that_panics_is_a_failure`): no result is never success. Not for: bringing a layer
+//! anywhere (`datadist::layerwise`).
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::check::LayerRange;
+use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
+use crate::lanes::Lanes;
+
+/// Brings layers to one destination.
+pub(crate) trait Carrier: Send + Sync {
+    /// Finds the destination. Called once, before the first layer, mostly before that layer is ready.
+    fn find(&self) -> Result<()>;
+
+    /// Brings one layer; bytes moved. They are in place when it returns.
+    fn layer(&self, layer: u32) -> Result<u64>;
+}
+
+/// What became of a destination.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// The transfer ended before a layer of it was ready.
+    Unreached,
+    /// Layers are to come, or on the way.
+    UnderWay,
+    /// Every layer is in place.
+    Done,
+    /// It ended early; what came before is in place.
+    Failed(Arc<Error>),
+}
+
+/// How far a destination is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Layers in place.
+    pub layers: u32,
+    /// Layers in all.
+    pub of_layers: u32,
+    /// Bytes in place.
+    pub bytes: u64,
+}
+
+/// One transfer, to any number of destinations.
+#[derive(Debug)]
+pub struct Task {
+    lanes: Arc<Lanes>,
+    state: Mutex<State>,
+    /// It ended, or a layer is being waited for.
+    changed: Condvar,
+    /// Readable once it has ended.
+    ended: OwnedFd,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Layers below are ready.
+    ready: u32,
+    /// No further layer will be.
+    over: bool,
+    /// Which layer is being waited for, and since when.
+    awaited: Option<(u32, Instant)>,
+    slots: Vec<Slot>,
+    ended: bool,
+}
+
+/// One destination.
+struct Slot {
+    /// Gone once it has ended, and the memory it held with it.
+    carrier: Option<Arc<dyn Carrier>>,
+    range: LayerRange,
+    /// The next layer to bring.
+    next: u32,
+    found: bool,
+    /// A lane is at it.
+    busy: bool,
+    outcome: Option<Result<(), Arc<Error>>>,
+    bytes: u64,
+}
+
+impl Task {
+    /// A transfer of the layers of each range by its carrier. With `patience`, destinations whose next layer is waited for
+    /// longer than that fail.
+    pub(crate) fn start(
+        lanes: Arc<Lanes>,
+        carriers: Vec<(LayerRange, Arc<dyn Carrier>)>,
+        patience: Option<Duration>,
+    ) -> Result<Arc<Task>> {
+        let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+            Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
+                .because(errno)
+        })?;
+        let slot = |(range, carrier): (LayerRange, _)| Slot {
+            carrier: Some(carrier),
+            range,
+            next: range.first,
+            found: false,
+            busy: true,
+            outcome: None,
+            bytes: 0,
+        };
+        let slots: Vec<_> = carriers.into_iter().map(slot).collect();
+        let all = 0..slots.len();
+        let state = State { ready: 0, over: false, awaited: None, slots, ended: false };
+        let task = Arc::new(Task { lanes, state: Mutex::new(state), changed: Condvar::new(), ended });
+        task.settle(task.locked());
+        task.send(all);
+        if let Some(patience) = patience {
+            let watched = task.clone();
+            task.lanes.carry(move || watched.watch(patience)).inspect_err(|_| {
+                task.close();
+            })?;
+        }
+        Ok(task)
+    }
+
+    /// The layers that a destination needs, ascending.
+    #[must_use]
+    pub fn layers(&self) -> Vec<u32> {
+        let state = self.locked();
+        let needed = state.slots.iter().flat_map(|slot| slot.range.first..slot.range.end);
+        needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Whether a destination that has not ended needs `layer`. If so, it is being waited for from now on.
+    #[must_use]
+    pub fn wanted(&self, layer: u32) -> bool {
+        let mut state = self.locked();
+        let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
+        state.awaited = wanted.then(|| (layer, Instant::now()));
+        drop(state);
+        self.changed.notify_all();
+        wanted
+    }
+
+    /// `layer` and all before it may be brought. Returns at once.
+    pub fn ready(self: &Arc<Self>, layer: u32) {
+        let mut state = self.locked();
+        if state.over {
+            return;
+        }
+        state.ready = state.ready.max(layer.saturating_add(1));
+        state.awaited = None;
+        let ready = state.ready;
+        let mut moving = Vec::new();
+        for (index, slot) in state.slots.iter_mut().enumerate() {
+            if !slot.busy && slot.outcome.is_none() && slot.next < ready {
+                slot.busy = true;
+                moving.push(index);
+            }
+        }
+        drop(state);
+        self.send(moving);
+    }
+
+    /// Neither `layer` nor any after it will be ready: destinations that need it fail with `error`, later ones are never
+    /// reached, and those that have all their layers go on.
+    pub fn refuse(&self, layer: u32, error: Error) {
+        let (mut state, error) = (self.locked(), Arc::new(error));
+        if state.over {
+            return;
+        }
+        state.over = true;
+        for slot in &mut state.slots {
+            if slot.awaits(layer) {
+                slot.outcome = Some(Err(error.clone()));
+            }
+        }
+        self.settle(state);
+    }
+
+    /// Ends what has not ended; layers on the way are still brought. `false` if there was nothing to end.
+    pub fn cancel(&self) -> bool {
+        self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
+    }
+
+    /// Ends what has not ended because the engine goes.
+    pub(crate) fn close(&self) -> bool {
+        self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
+    }
+
+    /// Whether nothing of it moves, or ever will.
+    #[must_use]
+    pub fn done(&self) -> bool {
+        self.locked().ended
+    }
+
+    /// Waits until it is [`done`](Self::done); `false` once `deadline` has passed. `Err` only if interrupted.
+    pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+        let mut state = self.locked();
+        while !state.ended {
+            drop(self.changed.wait_timeout(state, deadline.nap()));
+            deadline.interruption("waiting for a transfer")?;
+            state = self.locked();
+            if deadline.passed() {
+                break;
+            }
+        }
+        Ok(state.ended)
+    }
+
+    /// What became of each destination.
+    #[must_use]
+    pub fn outcomes(&self) -> Vec<Outcome> {
+        let state = self.locked();
+        let outcome = |slot: &Slot| match &slot.outcome {
+            Some(Ok(())) => Outcome::Done,
+            Some(Err(error)) => Outcome::Failed(error.clone()),
+            None if state.over && !slot.busy => Outcome::Unreached,
+            None => Outcome::UnderWay,
+        };
+        state.slots.iter().map(outcome).collect()
+    }
+
+    /// How far each destination is.
+    #[must_use]
+    pub fn progress(&self) -> Vec<Carried> {
+        let carried = |slot: &Slot| Carried {
+            layers: slot.next - slot.range.first,
+            of_layers: slot.range.end.saturating_sub(slot.range.first),
+            bytes: slot.bytes,
+        };
+        self.locked().slots.iter().map(carried).collect()
+    }
+
+    /// A descriptor of the caller's own that is readable once the transfer is [`done`](Self::done); it is never to be read.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        rustix::io::fcntl_dupfd_cloexec(&self.ended, 0).map_err(|errno| {
+            Error::new(ErrorKind::System, "no descriptor that says that a transfer has ended").because(errno)
+        })
+    }
+
+    fn end(&self, error: impl Fn() -> Error) -> bool {
+        let mut state = self.locked();
+        let mut any = false;
+        state.over = true;
+        for slot in state.slots.iter_mut().filter(|slot| slot.outcome.is_none()) {
+            slot.outcome = Some(Err(Arc::new(error())));
+            any = true;
+        }
+        self.settle(state);
+        any
+    }
+
+    /// Gives the destinations at `indices`, which are marked busy, to lanes.
+    fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
+        for index in indices {
+            let mut trip = Trip { task: self.clone(), index, over: false };
+            // A job that is dropped undone says so by its trip.
+            let refused = self.lanes.carry(move || trip.run()).err();
+            if let Some(error) = refused {
+                let mut state = self.locked();
+                state.slots[index].outcome = Some(Err(Arc::new(error)));
+                self.settle(state);
+            }
+        }
+    }
+
+    /// Fails the destinations of a layer that is waited for too long.
+    fn watch(&self, patience: Duration) {
+        let mut state = self.locked();
+        while !state.ended {
+            let left = match state.awaited {
+                Some((layer, since)) => {
+                    let left = patience.saturating_sub(since.elapsed());
+                    if left.is_zero() {
+                        drop(state);
+                        return self.refuse(layer, late(layer, patience));
+                    }
+                    left
+                }
+                None => patience,
+            };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Lets go of the destinations that have ended, and notes that all have, if they have.
+    fn settle(&self, mut state: MutexGuard<'_, State>) {
+        let over = state.over;
+        let ended = |slot: &&mut Slot| !slot.busy && (over || slot.outcome.is_some());
+        let gone: Vec<_> = state.slots.iter_mut().filter(ended).map(|slot| slot.carrier.take()).collect();
+        if !state.ended && state.slots.iter().all(|slot| slot.carrier.is_none()) {
+            state.ended = true;
+            // Fails only if the counter were full, and it is written once.
+            let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
+            self.changed.notify_all();
+        }
+        drop(state);
+        // Perhaps the last owner of a cache, whose memory goes back to a pool: not under the lock.
+        drop(gone);
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Slot {
+    fn awaits(&self, layer: u32) -> bool {
+        self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
+    }
+}
+
+/// A lane at work for one destination: brings what is ready.
+struct Trip {
+    task: Arc<Task>,
+    index: usize,
+    /// It left nothing undone.
+    over: bool,
+}
+
+/// What a trip does next.
+enum Step {
+    Find(Arc<dyn Carrier>),
+    Layer(Arc<dyn Carrier>, u32),
+    Rest,
+}
+
+impl Trip {
+    fn run(&mut self) {
+        loop {
+            let moved = match self.next() {
+                Step::Find(carrier) => carrier.find().map(|()| None),
+                Step::Layer(carrier, layer) => carrier.layer(layer).map(Some),
+                Step::Rest => break,
+            };
+            self.took(moved);
+        }
+        self.over = true;
+    }
+
+    fn next(&self) -> Step {
+        let mut state = self.task.locked();
+        let ready = state.ready;
+        let slot = &mut state.slots[self.index];
+        match (&slot.outcome, &slot.carrier) {
+            (None, Some(carrier)) if !slot.found => return Step::Find(carrier.clone()),
+            (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
+            _ => slot.busy = false,
+        }
+        self.task.settle(state);
+        Step::Rest
+    }
+
+    fn took(&self, moved: Result<Option<u64>>) {
+        let mut state = self.task.locked();
+        let slot = &mut state.slots[self.index];
+        match moved {
+            Ok(None) => slot.found = true,
+            Ok(Some(bytes)) => {
+                slot.next += 1;
+                slot.bytes += bytes;
+            }
+            Err(error) => {
+                slot.outcome.get_or_insert(Err(Arc::new(error)));
+            }
+        }
+        if slot.next == slot.range.end {
+            slot.outcome.get_or_insert(Ok(()));
+        }
+    }
+}
+
+impl Drop for Trip {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let mut state = self.task.locked();
+        let slot = &mut state.slots[self.index];
+        slot.busy = false;
+        slot.outcome.get_or_insert_with(|| {
+            Err(Arc::new(Error::new(ErrorKind::System, "the lane of a transfer ended without a result")))
+        });
+        self.task.settle(state);
+    }
+}
+
+#[cold]
+fn late(layer: u32, patience: Duration) -> Error {
+    let text = format!("layer {layer} was not ready in time: timeout_in_millis passed");
+    Error::new(ErrorKind::Timeout, text).with("limit_ms", patience.as_millis())
+}
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
+    }
+}

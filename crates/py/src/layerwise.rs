@@ -1,0 +1,177 @@
+//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (python-api.md §8.1).
+//!
+//! Not for: the transfer under way (`task`), or rules (`core::check`).
+
+use std::time::Duration;
+
+use llm_datadist_core::{
+    CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Target, check,
+};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyRange, PyTuple};
+
+use crate::convert::{self, inner_only_support, int, is_int, only_support};
+use crate::datadist::DataDist;
+use crate::error::{invalid, raise};
+use crate::front::Front;
+use crate::transfer;
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// What a layer-wise transfer is told.
+pub(crate) struct Transfer {
+    /// What is read.
+    pub(crate) from: End,
+    /// Which rows.
+    pub(crate) args: LayerwiseArgs,
+    /// Where to.
+    pub(crate) to: Vec<Destination>,
+    /// How long a layer is waited for.
+    pub(crate) patience: Option<Duration>,
+}
+
+/// The arguments as they were given.
+pub(crate) struct Given<'a, 'py> {
+    /// The source.
+    pub(crate) src_cache: &'a Any<'py>,
+    /// Who says that layers are ready.
+    pub(crate) layer_synchronizer: &'a Any<'py>,
+    /// The destinations.
+    pub(crate) transfer_configs: &'a Any<'py>,
+    /// Blocks read, blocks written, and bytes of a block that is written.
+    pub(crate) blocks: (&'a Any<'py>, &'a Any<'py>, &'a Any<'py>),
+}
+
+/// The arguments of `transfer_cache_async`. A config without a range of layers has all of them afterwards (row 13).
+pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> PyResult<Transfer> {
+    let py = engine.py();
+    let refused = |error: Error| raise(py, &error);
+    let src_cache = given.src_cache;
+    required_cache(src_cache)?;
+    let desc = convert::desc(&src_cache.getattr(intern!(py, "_cache_desc"))?)?;
+    check::source_placement(desc.placement).map_err(refused)?;
+    let mut args = lists(given.blocks)?;
+    check::block_lists(&args).map_err(refused)?;
+    let patience = synchronizer(given.layer_synchronizer, &mut args)?;
+    let configs = configs(engine, given.transfer_configs)?;
+    check::block_bytes_alone(&args).map_err(refused)?;
+    let geometry = Geometry::new(&desc).map_err(refused)?;
+    let layers = check::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
+    let near = check::Side { geometry, kind: convert::kind(src_cache)?, placement: desc.placement };
+    if args.src_blocks.is_empty() && near.kind == CacheKind::Batch {
+        convert::slot("src_cache", src_cache)?;
+    }
+    check::layerwise(near, &args).map_err(refused)?;
+    let one = |config: &Any<'_>| {
+        let to = destination(config, layers, engine.get().one_sided())?;
+        check::destination(near, &args, &to).map_err(refused)?;
+        Ok(to)
+    };
+    let to = configs.iter().map(one).collect::<PyResult<_>>()?;
+    Ok(Transfer { from: convert::end(engine, src_cache)?, args, to, patience })
+}
+
+fn required_cache(src_cache: &Any<'_>) -> PyResult<()> {
+    convert::cache_type("src_cache", src_cache)?;
+    if src_cache.is_none() { Err(only_support("src_cache", "['Cache']", src_cache)) } else { Ok(()) }
+}
+
+/// Rows 3 to 5.
+fn lists((src, dst, dst_bytes): (&Any<'_>, &Any<'_>, &Any<'_>)) -> PyResult<LayerwiseArgs> {
+    let dst_blocks = optional_indices("dst_block_indices", dst)?;
+    let src_blocks = optional_indices("src_block_indices", src)?;
+    let dst_block_bytes = convert::optional_int("dst_block_memory_size", dst_bytes)?;
+    Ok(LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes, tensors_per_layer: 0 })
+}
+
+fn optional_indices(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
+    if value.is_none() { Ok(Vec::new()) } else { numbers(name, value) }
+}
+
+/// A list or tuple of unsigned integers: a wrong type anywhere is found before a wrong width.
+fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
+    let items = listed(name, value)?;
+    match items.iter().find(|item| !is_int(item)) {
+        Some(other) => Err(inner_only_support(name, "['int']", other)),
+        None => items.iter().map(|item| int(name, item)).collect(),
+    }
+}
+
+fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        Ok(list.iter().collect())
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        Ok(tuple.iter().collect())
+    } else {
+        Err(only_support(name, "['list', 'tuple']", value))
+    }
+}
+
+/// Row 9, and what the synchronizer says of layers: how many tensors one has, and how long one may take.
+fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Duration>> {
+    let py = value.py();
+    if !convert::instance(value, &Front::get(py)?.layer_synchronizer)? {
+        return Err(only_support("layer_synchronizer", "['LayerSynchronizer']", value));
+    }
+    let name = "tensor_num_per_layer";
+    args.tensors_per_layer = int(name, &value.getattr(intern!(py, "tensor_num_per_layer"))?)?;
+    check::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
+    let name = "timeout_in_millis";
+    match convert::optional_int::<u32>(name, &value.getattr(intern!(py, "timeout_in_millis"))?)? {
+        Some(0) => Err(invalid(py, name, 0, "None, or above 0, in milliseconds")),
+        millis => Ok(millis.map(|millis| Duration::from_millis(millis.into()))),
+    }
+}
+
+/// Row 10: the configs, each of the class that the mode asks for.
+fn configs<'py>(engine: &Bound<'py, DataDist>, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
+    let (name, front) = ("transfer_configs", Front::get(engine.py())?);
+    let configs = listed(name, value)?;
+    let (class, allowed) = if engine.get().one_sided() {
+        (&front.transfer_key_config, "['TransferWithCacheKeyConfig']")
+    } else {
+        (&front.transfer_config, "['TransferConfig']")
+    };
+    for config in &configs {
+        if !convert::instance(config, class)? {
+            return Err(inner_only_support(name, allowed, config));
+        }
+    }
+    Ok(configs)
+}
+
+/// What a config says at this moment.
+fn destination(config: &Any<'_>, layers: u32, keyed: bool) -> PyResult<Destination> {
+    let py = config.py();
+    let range = intern!(py, "_src_layer_range");
+    if config.getattr(range)?.is_none() {
+        config.setattr(range, PyRange::new(py, 0, layers.try_into()?)?)?;
+    }
+    let src_layers = transfer::push_range("src_layer_range", &config.getattr(range)?)?;
+    let src_row = int("src_batch_index", &config.getattr(intern!(py, "_src_batch_index"))?)?;
+    let (cluster, target) = if keyed { keyed_target(config, src_layers)? } else { addresses(config)? };
+    Ok(Destination { cluster, target, src_layers, src_row })
+}
+
+/// Of a `TransferConfig`.
+fn addresses(config: &Any<'_>) -> PyResult<(ClusterId, Target)> {
+    let py = config.py();
+    let cluster = int("dst_cluster_id", &config.getattr(intern!(py, "_dst_cluster_id"))?)?;
+    let addrs = numbers("dst_addrs", &config.getattr(intern!(py, "_dst_addrs"))?)?;
+    Ok((ClusterId(cluster), Target::Addresses(addrs)))
+}
+
+/// Of a `TransferWithCacheKeyConfig`: as many layers are written as are read.
+fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Target)> {
+    let py = config.py();
+    let range = config.getattr(intern!(py, "_dst_layer_range"))?;
+    if range.is_none() {
+        return Err(invalid(py, "dst_layer_range", "None", "as many layers as src_layer_range"));
+    }
+    let dst = transfer::push_range("dst_layer_range", &range)?;
+    let both = Layers { src: Some(src), dst: Some(dst), tensors_per_layer: 1 };
+    check::push_spans(both).map_err(|error| raise(py, &error))?;
+    let to = transfer::config_key(&config.getattr(intern!(py, "_cache_key"))?)?;
+    Ok((to.cluster, Target::Cache { name: to.name, first_layer: dst.first }))
+}
