@@ -36,7 +36,7 @@ type Doors = RwLock<BTreeMap<u64, Arc<Door>>>;
 
 /// How many times this process descends from one that had handles. A handle carries it, and each generation has handles
 /// of its own: what a fork copied, locks that were held included, is left alone for ever
-/// (`tests/test_cpp.py::test_a_forked_child_starts_without_handles`).
+/// (`a_child_has_no_handles_of_its_parent_and_may_make_its_own`).
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static DOORS: [Doors; GENERATIONS as usize] = [const { RwLock::new(BTreeMap::new()) }; GENERATIONS as usize];
 const GENERATIONS: u64 = 64;
