@@ -2,8 +2,8 @@
 
 Programs under `tests/cpp` are compiled with every compiler that is there, warnings as errors, against the library that
 `make capi` builds. With `LLM_DATADIST_SANITIZE=1` (`make sanitize`) they are compiled with the address and the
-undefined-behaviour sanitizer. Not for: null pointers and handles (`tests/rust_capi`), or rules of `core::check` that the
-Python calls share.
+undefined-behaviour sanitizer. Not for: null pointers and handles (`tests/rust_capi`), or rules of `core::check` that
+the Python calls share.
 """
 
 from __future__ import annotations
@@ -219,9 +219,7 @@ def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("how", ["allocate", "register"])
-def test_pulls_and_pushes_between_two_processes_of_the_class(
-    cpp: Callable[..., Cpp], how: str, transport: str
-) -> None:
+def test_pulls_and_pushes_between_two_processes_of_the_class(cpp: Callable[..., Cpp], how: str, transport: str) -> None:
     near, far = pair(cpp, llm__LinkTransport=transport)
     source, target = near.make("n", 4, 5, 40, 1, how), far.make("f", 4, 5, 40, 2, how)
     ours, theirs = pattern(1, 4, 5, 40), pattern(2, 4, 5, 40)
@@ -545,7 +543,7 @@ def test_the_c_header_is_plain_c(tmp_path: Path) -> None:
     source = tmp_path / "plain.c"
     source.write_text(
         '#include "llm_datadist/llm_datadist_c.h"\n#include <stdio.h>\n'
-        "int main(void) {\n  LlmDatadistOption option = {\"llm.DeviceId\", \"x\"};\n"
+        'int main(void) {\n  LlmDatadistOption option = {"llm.DeviceId", "x"};\n'
         "  uint64_t handle = llm_datadist_new(1, 1);\n"
         "  if (llm_datadist_initialize(handle, &option, 1) == 0) return 1;\n"
         "  puts(llm_datadist_last_error());\n  return (int)llm_datadist_free(handle);\n}\n"

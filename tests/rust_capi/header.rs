@@ -24,7 +24,7 @@ fn generated() -> String {
     };
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/abi");
     let builder = Builder::new().with_config(config);
-    let builder = builder.with_src(sources.join("types.rs")).with_src(sources.join("mod.rs"));
+    let builder = builder.with_src(sources.join("mod.rs")); // and the modules it names
     let mut text = Vec::new();
     builder.generate().unwrap().write(&mut text);
     String::from_utf8(text).unwrap()

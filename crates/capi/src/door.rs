@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use llm_datadist_core::check::cpp::Options;
@@ -37,9 +37,9 @@ type Doors = RwLock<BTreeMap<u64, Arc<Door>>>;
 /// How many times this process descends from one that had handles. A handle carries it, and each generation has handles
 /// of its own: what a fork copied, locks that were held included, is left alone for ever
 /// (`a_child_has_no_handles_of_its_parent_and_may_make_its_own`).
-static GENERATION: AtomicU64 = AtomicU64::new(0);
-static DOORS: [Doors; GENERATIONS as usize] = [const { RwLock::new(BTreeMap::new()) }; GENERATIONS as usize];
-const GENERATIONS: u64 = 64;
+static GENERATION: AtomicUsize = AtomicUsize::new(0);
+static DOORS: [Doors; GENERATIONS] = [const { RwLock::new(BTreeMap::new()) }; GENERATIONS];
+const GENERATIONS: usize = 64;
 static LAST: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
@@ -53,15 +53,19 @@ pub(crate) fn forked() {
     llm_datadist_core::abandon_sockets();
 }
 
+fn generation() -> usize {
+    GENERATION.load(Ordering::Relaxed) % GENERATIONS
+}
+
 fn doors() -> &'static Doors {
-    &DOORS[(GENERATION.load(Ordering::Relaxed) % GENERATIONS) as usize]
+    &DOORS[generation()]
 }
 
 /// A new object, and its handle.
 pub(crate) fn make(cluster: ClusterId, role: i32) -> u64 {
     let door = Door { cluster, role: role.into(), open: RwLock::default(), opening: Mutex::default() };
-    let handle = (LAST.fetch_add(1, Ordering::Relaxed) + 1) * GENERATIONS
-        + GENERATION.load(Ordering::Relaxed) % GENERATIONS;
+    let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
+    let handle = number * GENERATIONS as u64 + generation() as u64;
     doors().write().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::new(door));
     handle
 }
@@ -80,7 +84,7 @@ pub(crate) fn door(handle: u64) -> Result<Arc<Door>> {
 
 #[cold]
 fn unknown(handle: u64) -> Error {
-    let text = if handle % GENERATIONS == GENERATION.load(Ordering::Relaxed) % GENERATIONS {
+    let text = if handle % GENERATIONS as u64 == generation() as u64 {
         "there is no such handle; it was freed, or never given"
     } else {
         "there is no such handle in this process; it was forked after the handle was made"

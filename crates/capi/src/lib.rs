@@ -23,4 +23,14 @@ mod memory;
 
 #[cfg(test)]
 #[path = "../../../tests/rust_capi/mod.rs"]
+#[allow(
+    unsafe_code,
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "calls as C makes them, a table of them at a time"
+)]
+#[allow(
+    clippy::type_complexity,
+    clippy::items_after_statements,
+    reason = "tables of tuples, next to their only use"
+)]
 mod tests;

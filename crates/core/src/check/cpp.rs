@@ -86,13 +86,11 @@ fn device_id(text: Option<&str>) -> Result<String> {
         values::device_id(number).map_err(|_| refused()).map(|()| number)
     };
     let numbers: Vec<i64> = text.split(';').map(number).collect::<Result<_>>()?;
-    match numbers.as_slice() {
-        [one] => Ok(one.to_string()),
-        _ => {
-            let text = format!("{DEVICE_ID} names {} devices; one engine has one", numbers.len());
-            Err(Error::new(ErrorKind::NotEnabled, text))
-        }
+    if let [one] = numbers.as_slice() {
+        return Ok(one.to_string());
     }
+    let text = format!("{DEVICE_ID} names {} devices; one engine has one", numbers.len());
+    Err(Error::new(ErrorKind::NotEnabled, text))
 }
 
 /// `llm.BufPoolCfg`: the bytes of the device pool. Its size classes are checked, and not needed: the pool serves every
