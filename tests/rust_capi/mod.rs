@@ -5,7 +5,6 @@
 
 mod handles;
 mod header;
-mod memory;
 mod pointers;
 
 use std::ffi::{CStr, CString, c_char};

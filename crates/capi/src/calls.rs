@@ -9,7 +9,6 @@ use llm_datadist_core::check::cpp;
 use llm_datadist_core::{Adopted, CacheDesc, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::door::{self, Door, Open};
-use crate::memory;
 
 type Texts = BTreeMap<String, String>;
 
@@ -17,7 +16,7 @@ type Texts = BTreeMap<String, String>;
 pub(crate) fn initialize(door: &Door, options: impl FnOnce() -> Result<Texts>) -> Result<()> {
     door.open(|| {
         let role = cpp::role(door.role())?;
-        let options = cpp::options(role, door.cluster, &options()?, memory::usable())?;
+        let options = cpp::options(role, door.cluster, &options()?)?;
         Ok(Open { engine: DataDist::open(options.config.clone())?, options })
     })
 }

@@ -19,7 +19,6 @@
 pub mod abi;
 mod calls;
 mod door;
-mod memory;
 
 #[cfg(test)]
 #[path = "../../../tests/rust_capi/mod.rs"]

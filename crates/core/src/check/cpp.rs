@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::options;
 use super::values::{self, clipped, decimal, one_of};
 use super::{ExtParam, Side};
-use crate::config::{Config, PoolConfig, Role};
+use crate::config::{Config, PoolConfig, Role, Share};
 use crate::desc::{CacheDesc, DataType, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
@@ -21,7 +21,6 @@ const LISTEN: &str = "llm.ListenIpInfo";
 const BUFFERS: &str = "llm.BufPoolCfg";
 const SWITCH: &str = "llm.EnableSwitchRole";
 const ONE_SIDED: &str = "llm.EnableRemoteCacheAccessible";
-const PAGE_SHIFT: u32 = 16;
 /// `total_size` is a multiple of it, and `blk_size` is not larger.
 const STEP: u64 = 2 << 20;
 
@@ -42,19 +41,14 @@ pub fn role(number: i32) -> Result<Role> {
     Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
 }
 
-/// Reads the options of `Initialize` (cpp-api.md §2, §4). Without an option that says how large the device pool is, it
-/// has `usable` bytes.
-pub fn options(
-    role: Role,
-    cluster: ClusterId,
-    given: &BTreeMap<String, String>,
-    usable: u64,
-) -> Result<Options> {
+/// Reads the options of `Initialize` (cpp-api.md §2, §4).
+pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
     let text = |key: &str| given.get(key).map(String::as_str);
     let filled = |key: &str| text(key).filter(|text| !text.is_empty());
     let mut resolved = given.clone();
     resolved.insert("ge.exec.deviceId".into(), device_id(text(DEVICE_ID))?);
     resolved.insert(ONE_SIDED.into(), "1".into());
+    resolved.insert("llm.EnableCacheManager".into(), "1".into());
     let buffers = filled(BUFFERS).map(buffer_pool).transpose()?;
     let may_switch =
         text(SWITCH).map_or(Ok(true), |text| one_of(SWITCH, text, &[("0", false), ("1", true)]))?;
@@ -63,10 +57,11 @@ pub fn options(
         let text = format!("llm.TransferBackend = hixl needs {LISTEN}");
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    if config.device_pool.is_none() {
-        let page = 1 << PAGE_SHIFT;
-        let memory_size = (buffers.unwrap_or(usable) / page).max(1) * page;
-        config.device_pool = Some(PoolConfig { memory_size, page_shift: PAGE_SHIFT });
+    match buffers {
+        _ if config.device_pool.is_some() => {}
+        Some(bytes) => config.device_pool = Some(PoolConfig::about(bytes)),
+        // Programs of the class configure no pool: as in the mode of the `KvCacheManager`, there is one nevertheless.
+        None => config.device_share = Some(Share::DEFAULT),
     }
     Ok(Options { config, may_switch, one_local: filled("llm.LocalCommRes").is_none() })
 }
