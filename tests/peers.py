@@ -301,10 +301,6 @@ class End:
         """The id of a cache."""
         return self.held[name].handle.cache_id
 
-    def addresses(self, name: str) -> list[int]:
-        """Where the tensors of a cache lie, for a peer that transfers to addresses."""
-        return [int(array.ctypes.data) for array in self.held[name].arrays]
-
     def make(self, name: str, *args: Any, registered: bool = False, **kwargs: Any) -> int:
         """`register` with remote access, or `allocate`."""
         if registered:
