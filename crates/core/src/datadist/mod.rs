@@ -2,6 +2,7 @@
 //!
 //! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
 
+mod cpp;
 mod layerwise;
 mod remote;
 mod streams;

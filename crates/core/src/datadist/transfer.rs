@@ -100,7 +100,7 @@ impl DataDist {
         })
     }
 
-    /// The seed's `PushKvCache`: only the prompt role, only whole slots, layer ranges with both ends inclusive.
+    /// The seed's `PushKvCache`: not the decoder role, only whole slots, layer ranges with both ends inclusive.
     pub fn push_kv_cache(
         &self,
         src: CacheId,
@@ -110,9 +110,8 @@ impl DataDist {
         ext: ExtParam,
     ) -> Result<()> {
         let near = self.cluster.table.find(src)?;
-        let layers = check::push_kv_cache(self.role(), near.side(), size, ext)?;
-        let to = FarName { cluster: dst.cluster, name: Name::Row { cache: dst.cache, row: dst.row } };
-        self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
+        let layers = check::push_kv_cache(self.pushing_role(), near.side(), size, ext)?;
+        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { near: src_batch_index }, layers)
     }
 
     /// The cache of this engine at one end of a transfer with `cluster`.
