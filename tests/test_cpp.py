@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import numpy as np
 import pytest
 
-from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, options, pattern
+from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -182,10 +182,8 @@ class Cpp:
 
     def close(self) -> None:
         """End the process; it must end well, unless the test killed it."""
-        if self.dead:
-            return
         self.process.communicate(timeout=LIMIT)
-        assert self.process.returncode == 0
+        assert self.dead or self.process.returncode == 0
 
 
 def listed(blocks: Sequence[int]) -> str:
@@ -332,10 +330,11 @@ def test_a_peer_that_dies_is_not_linked(cpp: Callable[..., Cpp]) -> None:
     far.make("f", 2, 2, 8, 2)
     assert near.ask("push n 2 1 0 0 -1") == [SUCCESS]
     far.process.kill()
+    far.dead = True
     far.process.wait(LIMIT)
     assert near.ask("push n 2 1 0 0 -1") == [UNLINKED], near.reason
-    assert near.ask("pull 2 1 0 n 0 -1") == [UNLINKED], near.reason
-    far.dead = True
+    # Its memory is still mapped here, and whole: a pull may succeed until the link is known to be broken.
+    eventually(lambda: near.ask("pull 2 1 0 n 0 -1") == [UNLINKED])
 
 
 def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) -> None:
