@@ -14,8 +14,8 @@ use std::process::Command;
 use std::time::Instant;
 
 use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKind, ClusterId, Config, CopyArgs, DataDist, DataType, End, Placement, PoolConfig,
-    Role,
+    CacheDesc, CacheId, CacheKind, ClusterId, Config, CopyArgs, DataDist, DataType, End, Placement,
+    PoolConfig, Role,
 };
 
 const CALLS: u64 = 100_000;
@@ -111,7 +111,9 @@ fn main() {
             engine.copy_kv_blocks(&end, &end, &[0], &[&[3]]).unwrap();
         }),
     ];
-    println!("nanoseconds a call, {ROUNDS} rounds of {CALLS} each, in turn; median and quartiles of the difference");
+    println!(
+        "nanoseconds a call, {ROUNDS} rounds of {CALLS} each, in turn; median and quartiles of the difference"
+    );
     for (name, symbol, core) in calls {
         let class = library.measured(symbol);
         let (mut below, mut above, mut over) = (vec![], vec![], vec![]);
@@ -124,6 +126,8 @@ fn main() {
         }
         let [first, median, third] = quartiles(&mut over);
         let ([_, core, _], [_, class, _]) = (quartiles(&mut below), quartiles(&mut above));
-        println!("{name:28} core {core:7.1}   C++ {class:7.1}   over {median:6.1} ({first:.1} to {third:.1})");
+        println!(
+            "{name:28} core {core:7.1}   C++ {class:7.1}   over {median:6.1} ({first:.1} to {third:.1})"
+        );
     }
 }
