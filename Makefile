@@ -58,6 +58,7 @@ example-torch: build .venv-torch/.tools  ## the same with `transformers` on torc
 
 bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
+	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py

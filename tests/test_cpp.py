@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
 import pytest
 
-from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, options, pattern
+from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +37,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANI
 STRICT = ["-std=c++14", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", *SANITIZE]
 NATIVE = ["-lpthread", "-ldl", "-lm"]  # what a static Rust library needs
 SUCCESS, FAILED, GONE, INVALID, UNLINKED = "0", "ffffffff", "5010b002", "5010b005", "5010b007"
-FULL, DISABLED, LINKED = "5010b00e", "5010b019", "5010b018"
+FULL, DISABLED, LINKED, LATE = "5010b00e", "5010b019", "5010b018", "5010b01a"
 UINT8 = 4
 HOST, DEVICE = 0, 1
 present = pytest.mark.skipif(not SEEDS.is_dir(), reason="the founding documents are not beside the repository")
@@ -132,7 +134,7 @@ class Cpp:
         self.process = subprocess.Popen(  # noqa: S603
             [program, str(cluster), str(role)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.cluster, self.port, self.reason = cluster, 0, ""
+        self.cluster, self.port, self.reason, self.dead = cluster, 0, "", False
         self.shapes: dict[str, tuple[int, int, int]] = {}
 
     def ask(self, *words: Any) -> list[str]:
@@ -183,9 +185,9 @@ class Cpp:
         return [np.frombuffer(bytes.fromhex(text), np.uint8).reshape(rows, size) for text in content]
 
     def close(self) -> None:
-        """End the process; it must end well."""
+        """End the process; it must end well, unless the test killed it."""
         self.process.communicate(timeout=LIMIT)
-        assert self.process.returncode == 0
+        assert self.dead or self.process.returncode == 0
 
 
 def listed(blocks: Sequence[int]) -> str:
@@ -310,6 +312,35 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     assert far.ask("deallocate", target) == [SUCCESS]
     assert near.ask("push n 2 1 0 0 -1") == [GONE]
     assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
+
+
+def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
+    near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
+    near.make("n", 2, 2, 8, 1)
+    far.make("f", 2, 2, 8, 2)
+    far.process.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for command in ("push n 2 1 0 0 -1", "pull 2 1 0 n 0 -1"):
+            assert near.ask(command) == [LATE], near.reason
+            assert "limit_ms=300" in near.reason
+        assert time.monotonic() - began < LIMIT
+    finally:
+        far.process.send_signal(signal.SIGCONT)
+    assert equal(near.read("n"), pattern(1, 2, 2, 8))
+
+
+def test_a_peer_that_dies_is_not_linked(cpp: Callable[..., Cpp]) -> None:
+    near, far = pair(cpp)
+    near.make("n", 2, 2, 8, 1)
+    far.make("f", 2, 2, 8, 2)
+    assert near.ask("push n 2 1 0 0 -1") == [SUCCESS]
+    far.process.kill()
+    far.dead = True
+    far.process.wait(LIMIT)
+    assert near.ask("push n 2 1 0 0 -1") == [UNLINKED], near.reason
+    # Its memory is still mapped here, and whole: a pull may succeed until the link is known to be broken.
+    eventually(lambda: near.ask("pull 2 1 0 n 0 -1") == [UNLINKED])
 
 
 @pytest.mark.contract("19.cpp-push-kv-cache")

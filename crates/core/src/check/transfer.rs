@@ -195,18 +195,22 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
     within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    match rows {
+        PullRows::Blocks { .. } => blocks_cache("the far cache", far.side.kind)?,
+        PullRows::Rows { .. } => {}
+        PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
+            batch_cache("the far cache", far.side.kind)?;
+        }
+    }
+    reachable("the far cache", far.accessible)?;
     let slot = u64::from(far.row) * there.row_bytes();
     let (pieces, near_rows) = match rows {
         PullRows::Slot { near: index, size } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
             (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
         }
         PullRows::Part { near: index, far_offset, near_offset, size } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let index = u64::from(*index);
             let room = after("dst_cache_offset", *near_offset, here)?;
             let len =
@@ -215,18 +219,12 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             (vec![Move { src: slot + far_offset, dst, len }], vec![index])
         }
         PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
-            if matches!(rows, PullRows::Blocks { .. }) {
-                blocks_cache("the far cache", far.side.kind)?;
-            }
-            reachable("the far cache", far.accessible)?;
             equal_blocks(here, there)?;
             let theirs = in_range("src_blocks", theirs, there)?;
             let ours = in_range("dst_blocks", ours, here)?;
             (block_moves(&theirs, &ours, here.row_bytes())?, ours)
         }
         PullRows::SlotToBlocks { near: ours } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let ours = in_range("dst_blocks", ours, here)?;
             (cut(slot, there.row_bytes(), &ours, here.row_bytes())?, ours)
         }
