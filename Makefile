@@ -43,10 +43,17 @@ soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every gree
 	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_door.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test rust links::
 
+example: build  ## a transformer in two processes, bit-identical to one (examples/transformer)
+	$(BIN)/python examples/transformer
+
+example-torch: build .venv-torch/.tools  ## the same with `transformers` on torch, which are fetched (gigabytes on Linux)
+	PYTHONPATH=python HF_HUB_OFFLINE=1 .venv-torch/bin/python examples/transformers_torch.py
+
 bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
+	$(BIN)/python benches/layerwise_latency.py
 
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
 	rm -rf dist
@@ -65,7 +72,13 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-clean:  ## remove everything that was built
-	rm -rf target $(VENV) python/llm_datadist/_core*.so
+# A smaller build of torch, without GPU support, where pip is pointed at an index that has one.
+.venv-torch/.tools: requirements-torch.txt
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt
+	touch $@
 
-.PHONY: help demo test fast lint loom thorough soak bench wheel build clean
+clean:  ## remove everything that was built
+	rm -rf target $(VENV) .venv-torch python/llm_datadist/_core*.so
+
+.PHONY: help demo test fast lint loom thorough soak bench example example-torch wheel build clean

@@ -35,6 +35,7 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCache,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
@@ -75,6 +76,15 @@ def options(*, accessible: Any = False, pool: Any = POOL, listen: Any = None, **
         "llm.HostMemPoolConfig": size,
         "llm.EnableRemoteCacheAccessible": "1" if accessible else "0",
     }
+    if listen is not None:
+        made["llm.listenIpInfo"] = listen
+    made.update({key.replace("__", "."): str(value) for key, value in extra.items()})
+    return made
+
+
+def kv_options(*, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
+    """Options of a small engine without the cache manager, as clients write them."""
+    made = {"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000", "ge.flowGraphMemMaxSize": str(pool)}
     if listen is not None:
         made["llm.listenIpInfo"] = listen
     made.update({key.replace("__", "."): str(value) for key, value in extra.items()})
@@ -123,6 +133,13 @@ class Held:
         self.arrays = arrays  # over the very memory of the cache
 
 
+def _addresses(handle: Any) -> list[int]:
+    if isinstance(handle, KvCache):
+        (addresses,) = handle.per_device_tensor_addrs
+        return addresses
+    return list(handle.tensor_addrs)
+
+
 def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
     import ctypes  # noqa: PLC0415
 
@@ -137,6 +154,11 @@ class End:
         self.dist: Any = None
         self.held: dict[str, Held] = {}
         self.many: list[Any] = []
+
+    @property
+    def manager(self) -> Any:
+        """The manager of its mode."""
+        return self.dist.cache_manager if self.dist._enable_cache_mgr else self.dist.kv_cache_manager
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -198,12 +220,12 @@ class End:
         """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
         where = Placement.HOST if host else Placement.DEVICE
         desc = CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, where)
-        manager = self.dist.cache_manager
+        manager = self.manager
         if blocks:
             handle = manager.allocate_blocks_cache(desc, *map(_key, keys))
         else:
             handle = manager.allocate_cache(desc, [_key(key) for key in keys])
-        self.held[name] = Held(handle, [_over(address, rows, row_bytes) for address in handle.tensor_addrs])
+        self.held[name] = Held(handle, [_over(address, rows, row_bytes) for address in _addresses(handle)])
         if seed is not None:
             self.fill(name, seed)
         return handle.cache_id
@@ -249,8 +271,9 @@ class End:
         """Let go of an allocated cache; the name stays, for calls with what it was."""
         held = self.held[name]
         held.arrays = []
-        manager = self.dist.cache_manager
-        (manager.deallocate_blocks_cache if held.handle.is_blocks_cache else manager.deallocate_cache)(held.handle)
+        manager = self.manager
+        of_blocks = getattr(held.handle, "is_blocks_cache", False)
+        (manager.deallocate_blocks_cache if of_blocks else manager.deallocate_cache)(held.handle)
 
     def unregister(self, name: str) -> None:
         """Remove a registered cache."""
@@ -262,7 +285,7 @@ class End:
 
     def remove_key(self, key: Sequence[Any]) -> None:
         """Unbind a key."""
-        self.dist.cache_manager.remove_cache_key(_key(key))
+        self.manager.remove_cache_key(_key(key))
 
     def fill(self, name: str, seed: int) -> None:
         """Write `pattern(seed, …)`."""
@@ -274,6 +297,10 @@ class End:
         """Write one value everywhere."""
         for array in self.held[name].arrays:
             array[:] = value
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the tensors of a cache are."""
+        return _addresses(self.held[name].handle)
 
     def read(self, name: str) -> list[np.ndarray]:
         """A copy of the bytes."""
@@ -333,14 +360,14 @@ class End:
 
     def pull_cache(self, key: Sequence[Any], name: str, batch: int = 0, size: int = -1, **kwargs: Any) -> None:
         """`pull_cache`; layer ranges as pairs under `src` and `dst`, layers of `n` tensors."""
-        manager = self.dist.cache_manager
+        manager = self.manager
         manager.pull_cache(_key(key), self.held[name].handle, batch, size, **_layers(kwargs))
 
     def pull_blocks(
         self, key: Sequence[Any], name: str, src: Sequence[int] = (), dst: Sequence[int] = (), **kwargs: Any
     ) -> None:
         """`pull_blocks`; layer ranges under `src_layers` and `dst_layers`."""
-        manager = self.dist.cache_manager
+        manager = self.manager
         manager.pull_blocks(_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
 
     def push_cache(self, key: Sequence[Any], name: str, batch: int = 0, **kwargs: Any) -> None:

@@ -489,7 +489,7 @@ def test_methods_of_the_binding_convert_enter_and_call() -> None:
 
 EMPTY_NAMES = ("manager", "util", "utils", "common", "helper", "helpers", "inner")
 # Paths and classes that existing clients import under these names.
-GIVEN_NAMES = {"utils", "cache_manager", "CacheManager"}
+GIVEN_NAMES = {"utils", "llm_utils", "cache_manager", "CacheManager", "kv_cache_manager", "KvCacheManager"}
 
 
 def test_names_say_what_things_are() -> None:

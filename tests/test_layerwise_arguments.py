@@ -1,8 +1,8 @@
 """Every argument of `transfer_cache_async` given wrongly, and which of two mistakes is named first; its value classes.
 
-No peer is needed: whatever passes all checks is a task that ends for want of a link. Each table lists one mistake a row,
-in the order of the contract (python-api.md §8.1); of every two rows the first must be reported. Not for: what moves
-(`test_cache_task.py` and beyond).
+No peer is needed: whatever passes all checks is a task that ends for want of a link. Each table lists one mistake a
+row, in the order of the contract (python-api.md §8.1); of every two rows the first must be reported. Not for: what
+moves (`test_cache_task.py` and beyond).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ready(LayerSynchronizer):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:  # noqa: ARG002
         return True
 
 
@@ -136,7 +136,7 @@ def synchronizer_rows() -> list[Row]:
     """Rows of the synchronizer, and of what it says of layers."""
     name, per_layer, limit = "layer_synchronizer", "tensor_num_per_layer", "timeout_in_millis"
     return [
-        *[Row({name: bad}, TE, name) for bad in (None, "x", object(), Ready, lambda layer, limit: True)],
+        *[Row({name: bad}, TE, name) for bad in (None, "x", object(), Ready, print)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, TE, per_layer) for bad in (None, 2.0, "2", True)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, VE, per_layer) for bad in (-1, UINT32_MAX + 1)],
         Row({name: Ready(tensor_num_per_layer=0)}, LE, f"{per_layer} = 0"),
@@ -295,7 +295,7 @@ def test_blocks_go_into_blocks_of_their_size(bench: Bench) -> None:
 
 def test_no_configs_are_a_success_at_once(bench: Bench) -> None:
     class Never(Ready):
-        def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:  # noqa: ARG002
             raise AssertionError("nobody needs a layer")
 
     task = bench.call(transfer_configs=[], layer_synchronizer=Never())()

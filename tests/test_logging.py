@@ -21,6 +21,7 @@ LINE = re.compile(
 
 ENGINE = """
 from llm_datadist import CacheDesc, CacheKey, DataType, LLMDataDist, LLMException, LLMRole
+from llm_datadist import LayerSynchronizer
 dist = LLMDataDist(LLMRole.PROMPT, 1)
 dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
 manager = dist.cache_manager
@@ -106,6 +107,10 @@ blocks = manager.allocate_blocks_cache(desc)
 manager.copy_cache(cache, cache, 1, 0, req_id=987654321)
 manager.copy_cache(cache, cache, 1, 0)
 manager.copy_blocks(blocks, {0: [1]})
+class Ready(LayerSynchronizer):
+    tensor_num_per_layer = 1
+    def synchronize_layer(self, layer_index, timeout_in_millis): return True
+manager.transfer_cache_async(cache, Ready(), [])
 manager.remove_cache_key(CacheKey(1, 1))
 manager.deallocate_cache(cache)
 manager.deallocate_blocks_cache(blocks)
@@ -118,6 +123,7 @@ manager.deallocate_blocks_cache(blocks)
         "allocate_blocks_cache",
         "copy_cache",
         "copy_blocks",
+        "transfer_cache_async",
         "remove_cache_key",
         "deallocate_cache",
         "deallocate_blocks_cache",

@@ -13,10 +13,12 @@ from llm_datadist._core import register_types as _register_types
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
+from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
 from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
+from llm_datadist.tensors import Tensor, TensorDesc
 from llm_datadist.types import (
     BlocksCacheKey,
     Cache,
@@ -41,6 +43,7 @@ v2_list = [
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
+    "KvCache",
     "Cache",
     "BlocksCacheKey",
     "LLMDataDist",
@@ -62,6 +65,8 @@ __all__ = [
     "CacheKeyByIdAndIndex",
     "CacheTask",
     "DataType",
+    "KvCache",
+    "KvCacheManager",
     "LLMClusterInfo",
     "LLMConfig",
     "LLMDataDist",
@@ -75,6 +80,8 @@ __all__ = [
     "Placement",
     "RegisterMemStatus",
     "Status",
+    "Tensor",
+    "TensorDesc",
     "TransferConfig",
     "TransferWithCacheKeyConfig",
 ]
@@ -94,6 +101,7 @@ _register_types(
     CacheKeyByIdAndIndex=CacheKeyByIdAndIndex,
     BlocksCacheKey=BlocksCacheKey,
     Cache=Cache,
+    KvCache=KvCache,
     LayerSynchronizer=LayerSynchronizer,
     TransferConfig=TransferConfig,
     TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,

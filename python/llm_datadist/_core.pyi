@@ -11,6 +11,7 @@ from typing_extensions import CapsuleType, TypeAlias
 
 from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
+from llm_datadist.kv_cache_manager import KvCache
 from llm_datadist.layerwise import LayerSynchronizer
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
@@ -19,6 +20,7 @@ __all__ = [
     "DATA_TYPES",
     "STATUS_CODES",
     "DataDist",
+    "KvCaches",
     "LooseCache",
     "TensorView",
     "TransferTask",
@@ -187,7 +189,7 @@ class DataDist:
 
     def transfer_cache_async(
         self,
-        src_cache: Cache,
+        src_cache: Cache | KvCache,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: list[Any] | tuple[Any, ...],
         src_block_indices: list[int] | tuple[int, ...] | None,
@@ -277,7 +279,7 @@ class TransferTask:
         """Let this layer and all before it be sent. Returns at once."""
 
     def refuse(self, layer: int, reason: str, failed: bool) -> None:
-        """Say that no layer from this one on comes: by failure, or because the synchronizer said so. Returns at once."""
+        """Say that no layer from this one on comes, by failure or because it will not be ready. Returns at once."""
 
     def cancel(self) -> bool:
         """End what has not ended; return whether there was anything."""
@@ -314,6 +316,80 @@ class LooseCache:
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning.
         """
+
+    def views(self) -> list[TensorView]:
+        """Return a view of every tensor.
+
+        Raises:
+            LLMException: ``LLM_PARAM_INVALID``, memory that is not mapped readable and writable.
+        """
+
+@final
+class KvCaches:
+    """The caches of an engine as a ``KvCacheManager`` names them (python-api.md §9.1).
+
+    Errors as for :class:`DataDist`.
+    """
+
+    def __new__(cls, native: DataDist) -> KvCaches:
+        """Those of ``native``."""
+
+    def allocate_cache(
+        self, desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], may_name: bool
+    ) -> tuple[int, list[int]]:
+        """Allocate a continuous cache, without keys unless ``may_name``; return its id and tensor addresses."""
+
+    def allocate_blocks_cache(
+        self, desc: CacheDesc, key: BlocksCacheKey | None, may_name: bool
+    ) -> tuple[int, list[int]]:
+        """Allocate a blocks cache, without a key unless ``may_name``; return its id and tensor addresses."""
+
+    def deallocate_cache(self, cache: KvCache) -> None:
+        """Let go of a cache by id."""
+
+    def release(self, cache: KvCache) -> None:
+        """The same, of a handle that is known to be one."""
+
+    def pull_cache(
+        self,
+        cache_key: CacheKey | CacheKeyByIdAndIndex,
+        kv_cache: KvCache,
+        batch_index: int,
+        size: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Bring a batch slot here."""
+
+    def pull_blocks(
+        self,
+        prompt_cache_key: BlocksCacheKey,
+        decoder_kv_cache: KvCache,
+        prompt_blocks: list[int],
+        decoder_blocks: list[int],
+        options: dict[str, Any],
+    ) -> None:
+        """Bring blocks here."""
+
+    def copy_cache(
+        self,
+        dst: KvCache,
+        src: KvCache,
+        dst_batch_index: int,
+        src_batch_index: int,
+        offset: int,
+        size: int,
+        req_id: int | None,
+    ) -> None:
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it."""
+
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]] | Any) -> None:
+        """Copy blocks inside one cache."""
+
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int] | Any) -> None:
+        """Copy blocks between host and device."""
+
+    def tensor_view(self, cache: KvCache, tensor_index: int) -> TensorView:
+        """Return a view of one tensor of a cache."""
 
 @final
 class TensorView:

@@ -396,10 +396,10 @@ class CacheManager:
     ) -> CacheTask:
         """Send the layers of a cache, each as soon as it is ready (seed ``transfer_cache_async.md``).
 
-        Returns at once. A thread asks ``layer_synchronizer`` for one layer after the other, in ascending order, and only
-        for those that a config needs. A layer that is ready goes to all of them at once; one that is slow or fails holds
-        back no other. Rows that move are held by the transfer: a pull, a copy or another transfer of the same rows waits
-        for its turn, and a cache that is deallocated meanwhile stays until the transfer has ended.
+        Returns at once. A thread asks ``layer_synchronizer`` for one layer after the other, in ascending order, and
+        only for those that a config needs. A layer that is ready goes to all of them at once; a config that is slow or
+        fails holds back no other. A pull, a copy or another transfer of rows that move waits for its turn, and a cache
+        that is deallocated meanwhile stays until the transfer has ended.
 
         Args:
             src_cache: the cache that is read, in ``DEVICE`` memory.
@@ -408,8 +408,8 @@ class CacheManager:
                 one-sided (``llm.EnableRemoteCacheAccessible``). A ``src_layer_range`` of ``None`` is set to all layers.
             src_block_indices: blocks read (uint64), of a blocks cache.
             dst_block_indices: blocks written (uint64): one for each read, or those that the slot read is cut into.
-            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is cut
-                into blocks; else ``None``, 0 or the size of a block here.
+            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is
+                cut into blocks; else ``None``, 0 or the size of a block here.
 
         Returns:
             The transfer. What becomes of each config is known by its code: ``LLM_SUCCESS``; ``LLM_PARAM_INVALID``, a
@@ -421,8 +421,8 @@ class CacheManager:
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory, blocks into a slot, lists of unlike length,
-                a block size that is missing or does not fit, tensors that are no whole layers, and in a config layers or
-                a slot outside the cache, or not one address per tensor; ``LLM_FAILED``, no thread could be started.
+                a block size that is missing or does not fit, tensors that are no whole layers, and in a config layers
+                or a slot outside the cache, or not one address per tensor; ``LLM_FAILED``, no thread for the layers.
         """
         return layerwise.start(
             self._engine,

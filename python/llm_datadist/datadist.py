@@ -1,4 +1,4 @@
-"""``LLMDataDist``: one engine, its life, its links and its manager (python-api.md §6).
+"""``LLMDataDist``: one engine, its life, its links and its managers (python-api.md §6).
 
 Not for: operations on caches (``cache_manager``) or reading option texts (the engine).
 """
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 from llm_datadist import _core, layerwise, log
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMRole
+from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
+from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
@@ -30,6 +32,7 @@ _LISTEN = "llm.listenIpInfo"
 _LISTEN_TOO = "llm.ListenIpInfo"
 _LOCAL_RESOURCES = "llm.LocalCommRes"
 _BACKEND = "llm.TransferBackend"
+_CLUSTER_INFO = "llm.ClusterInfo"
 _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
 
 # Options that the environment gives where the caller does not.
@@ -75,6 +78,7 @@ class LLMDataDist:
         self._engine_options: dict[str, str] = {}
         self._llm_datadist: Optional[_core.DataDist] = None
         self._cache_manager: Optional[CacheManager] = None
+        self._kv_cache_manager: Optional[KvCacheManager] = None
 
     @property
     def cluster_id(self) -> int:
@@ -85,7 +89,8 @@ class LLMDataDist:
         """Open the engine. Without effect when already initialised; may be repeated after a failure.
 
         Args:
-            options: option texts, usually from ``LLMConfig.generate_options``; copied. Where one is absent, the
+            options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
+                ``llm.ClusterInfo`` is stored back (python-api.md §17.48). Where one is absent, the
                 environment is asked: ``LLM_DATADIST_TOKEN``, ``LLM_DATADIST_ACCEPT_REMOTE``,
                 ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) where
                 ``link_total_time`` is 0.
@@ -111,13 +116,19 @@ class LLMDataDist:
             _core.check_dict("options", options, str, object)
             _check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = self._resolved(options)
+            cache_manager = resolved.get(_CACHE_MANAGER) == "1"
+            if not cache_manager:
+                self._describe_cluster(resolved)
             self._llm_datadist = _core.DataDist(self._role, self._cluster_id, resolved)
             resolved.pop(_TOKEN, None)  # only the engine needs it
             self._engine_options = resolved
-            self._enable_cache_mgr = resolved.get(_CACHE_MANAGER) == "1"
+            self._enable_cache_mgr = cache_manager
             self._enable_local_comm_res = _LOCAL_RESOURCES in resolved
-            if self._enable_cache_mgr:
+            if cache_manager:
                 self._cache_manager = CacheManager(self._llm_datadist, resolved)
+            else:
+                self._kv_cache_manager = KvCacheManager(self._llm_datadist, self._role)
+                options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
             LLMDataDist.llm_engine_instance = self
             self._is_initialized = True
 
@@ -144,6 +155,18 @@ class LLMDataDist:
             resolved["llm.ListenIp"], resolved["llm.ListenPort"] = _listen_address(resolved[_LISTEN])
         return resolved
 
+    def _describe_cluster(self, resolved: dict[str, str]) -> None:
+        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (python-api.md §9.7)."""
+        if _CLUSTER_INFO in resolved:
+            listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
+            if listen is not None:
+                resolved.setdefault(_LISTEN, listen)
+        EngineConfig.gen_cluster_info_if_not_exist(self._cluster_id, self._role, resolved)
+
+    def _cluster_config(self) -> ClusterConfig:
+        """Return the devices of the cluster and where it listens."""
+        return EngineConfig.from_engine_options(self._role == LLMRole.PROMPT, self._engine_options).cluster_config
+
     def finalize(self) -> None:
         """Close the engine and release its pools. Without effect when not initialised.
 
@@ -156,10 +179,12 @@ class LLMDataDist:
             if not self._is_initialized:
                 return
             self._is_initialized = False
-            manager, self._cache_manager = self._cache_manager, None
+            managers = (self._cache_manager, self._kv_cache_manager)
+            self._cache_manager = self._kv_cache_manager = None
             native, self._llm_datadist = self._llm_datadist, None
-            if manager is not None:
-                manager._initialized = False  # noqa: SLF001  (an expired manager never reaches a later engine)
+            for manager in managers:
+                if manager is not None:
+                    manager._initialized = False  # noqa: SLF001  (an expired manager never reaches a later engine)
             LLMDataDist.llm_engine_instance = (
                 None  # last: only now may another be initialised, also by a signal handler
             )
@@ -182,6 +207,20 @@ class LLMDataDist:
         if self._cache_manager is None:
             raise RuntimeError("llm datadist is not initialized")
         return self._cache_manager
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManager:
+        """The manager of the caches of an engine without the cache manager: the same object until ``finalize``.
+
+        Raises:
+            RuntimeError: not initialised.
+            LLMException: ``LLM_PARAM_INVALID``, initialised with ``llm.EnableCacheManager``.
+        """
+        self._check_initialized()
+        raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {} = 1", _CACHE_MANAGER)
+        if self._kv_cache_manager is None:
+            raise RuntimeError("llm datadist is not initialized")
+        return self._kv_cache_manager
 
     @property
     def listen_ip_info(self) -> Optional[str]:
@@ -306,8 +345,6 @@ class LLMDataDist:
         codes = native.unlink_clusters(clusters, timeout, force, one_sided, not self._enable_cache_mgr)
         if self._enable_cache_mgr:
             return _last_failing(codes), codes
-        told = {LLMStatusCode.LLM_UNLINK_FAILED: LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED}
-        codes = [told.get(code, code) for code in codes]
         return _last_failing(codes, LLMStatusCode.LLM_NOT_YET_LINK), codes
 
     @logged
@@ -346,6 +383,8 @@ class LLMDataDist:
             listen = now
         native.switch_role(role, listen)
         self._role = role
+        if self._kv_cache_manager is not None:
+            self._kv_cache_manager._switch_role(role)  # noqa: SLF001  (its rules follow the role)
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
@@ -416,7 +455,7 @@ class LLMDataDist:
 
 
 def _check_graph_memory(size: object) -> None:
-    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits, without effect here."""
+    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect without the cache manager."""
     _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
     if isinstance(size, str):
         text = log.shown(size)

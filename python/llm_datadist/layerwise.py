@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
@@ -21,6 +21,7 @@ from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from llm_datadist.kv_cache_manager import KvCache
     from llm_datadist.types import Cache
 
 __all__ = ["CacheTask", "LayerProgress", "LayerSynchronizer", "TransferConfig", "TransferWithCacheKeyConfig"]
@@ -32,13 +33,13 @@ class LayerSynchronizer(ABC):
     """Says when the layers of a source cache are ready to be sent (seed ``transfer_cache_async.md``).
 
     Two attributes, of the class or of an instance, say what the method cannot (own addition):
-    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``, how
-    long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the destinations
-    that need the layer fail, whether or not the method returns.
+    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``,
+    how long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the
+    destinations that need the layer fail, whether or not the method returns.
     """
 
-    tensor_num_per_layer: ClassVar[int] = 2
-    timeout_in_millis: ClassVar[Optional[int]] = None
+    tensor_num_per_layer: int = 2
+    timeout_in_millis: Optional[int] = None
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
@@ -141,8 +142,8 @@ class TransferWithCacheKeyConfig:
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of unlike
-            length, or a batch slot with a ``BlocksCacheKey``.
+        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of
+            unlike length, or a batch slot with a ``BlocksCacheKey``.
     """
 
     def __init__(
@@ -312,8 +313,10 @@ async def _readable(task: _core.TransferTask) -> None:
         os.close(descriptor)
 
 
-# Transfers that may be under way, with their engines: those that are not are left out when the next one starts.
-_under_way: list[tuple[_core.DataDist, _core.TransferTask]] = []
+# Transfers that may be under way, with their engines and threads; what is over is left out when the next one starts. No
+# thread is the last owner of its task: to let go of the engine's part of it, the thread would have to detach, and one
+# that does so while the interpreter ends is killed there.
+_under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
@@ -329,7 +332,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def start(
     engine: _core.DataDist,
-    src_cache: Cache,
+    src_cache: Union[Cache, KvCache],
     layer_synchronizer: LayerSynchronizer,
     transfer_configs: Union[list[Any], tuple[Any, ...]],
     src_block_indices: Optional[Union[list[int], tuple[int, ...]]],
@@ -340,28 +343,35 @@ def start(
     task = engine.transfer_cache_async(
         src_cache, layer_synchronizer, transfer_configs, src_block_indices, dst_block_indices, dst_block_memory_size
     )
-    layers = task.layers()
-    if layers:
-        with _lock:
-            _under_way[:] = [(owner, other) for owner, other in _under_way if not other.done()]
-            _under_way.append((engine, task))
-        given = (task, layer_synchronizer, layers, layer_synchronizer.timeout_in_millis)
-        try:
-            threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True).start()
-        except BaseException as error:
-            task.cancel()
-            if not isinstance(error, Exception):
-                raise
-            text = f"no thread for the layers of a transfer: {error}"
-            raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+    try:
+        _send_walker(engine, task, layer_synchronizer)
+    except BaseException:
+        task.cancel()  # or its configs would wait for ever
+        raise
     return CacheTask(task)
+
+
+def _send_walker(engine: _core.DataDist, task: _core.TransferTask, synchronizer: LayerSynchronizer) -> None:
+    """Start the thread of a transfer that needs layers."""
+    layers = task.layers()
+    if not layers:
+        return
+    given = (task, synchronizer, layers, synchronizer.timeout_in_millis)
+    walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
+    with _lock:
+        _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
+        _under_way.append((engine, task, walker))
+    try:
+        walker.start()
+    except Exception as error:
+        text = f"no thread for the layers of a transfer: {error}"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def drain(engine: _core.DataDist) -> None:
     """Wait for the transfers of an engine while any of them gets on within ``sync_kv_timeout``, again and again."""
     with _lock:
-        left = [task for owner, task in _under_way if owner is engine]
-        _under_way[:] = [(owner, task) for owner, task in _under_way if owner is not engine]
+        left = [task for owner, task, _ in _under_way if owner is engine]
     before = None
     while left:
         left = [task for task in left if not task.done()]

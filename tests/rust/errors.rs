@@ -7,8 +7,8 @@ use std::time::Duration;
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, DataDist, Destination, End, Error, ErrorKind, LayerRange, LayerwiseArgs,
-    Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
+    CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind,
+    LayerRange, LayerwiseArgs, Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
 };
 
 use crate::bed::{Own, config, desc, engine_on};
@@ -103,6 +103,19 @@ fn produced(kind: ErrorKind) -> Option<Error> {
                 told
             })
         }
+        ErrorKind::KeyTaken => {
+            let key = [Some(CacheKey::Blocks { model: 5 })];
+            engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).unwrap();
+            engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).map(|_| ())
+        }
+        ErrorKind::UnlikeTensors => {
+            let [one, two] = [1, 2].map(|count| {
+                let cache = engine.allocate(&desc(Device, count, 4, 64), CacheKind::Batch, &[]).unwrap();
+                End::Managed(cache.id())
+            });
+            let args = CopyArgs { dst_batch_index: 0, src_batch_index: 0, offset: 0, size: -1 };
+            engine.copy_cache(&one, &two, args)
+        }
         // `crates/py`: a method of a closed engine, and of one opened by the parent of a fork.
         ErrorKind::Closed | ErrorKind::Forked => return None,
     };
@@ -143,7 +156,7 @@ fn every_kind_is_produced_and_has_a_code() {
 #[test]
 fn codes_are_the_numbers_of_the_contract() {
     use StatusCode as S;
-    let expected: [(ErrorKind, S, i64); 15] = [
+    let expected: [(ErrorKind, S, i64); 17] = [
         (ErrorKind::InvalidArgument, S::ParamInvalid, 0x5010_B005),
         (ErrorKind::CacheNotFound, S::KvCacheNotExist, 0x5010_B002),
         (ErrorKind::OutOfMemory, S::OutOfMemory, 0x5010_B01C),
@@ -159,6 +172,8 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::Interrupted, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::Cancelled, S::Failed, 0xFFFF_FFFF),
+        (ErrorKind::KeyTaken, S::ParamInvalid, 0x5010_B005),
+        (ErrorKind::UnlikeTensors, S::ParamInvalid, 0x5010_B005),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
     for (kind, code, value) in expected {
@@ -172,6 +187,23 @@ fn codes_are_the_numbers_of_the_contract() {
     names.sort_unstable();
     names.dedup();
     assert_eq!((values.len(), names.len()), (S::ALL.len(), S::ALL.len()), "numbers and names are unique");
+}
+
+#[test]
+fn an_engine_without_the_cache_manager_has_codes_of_its_own() {
+    use StatusCode as S;
+    let own = [
+        (ErrorKind::OutOfMemory, S::DeviceOutOfMemory),
+        (ErrorKind::Timeout, S::WaitProcessTimeout),
+        (ErrorKind::UnlinkFailed, S::NotifyPromptUnlinkFailed),
+        (ErrorKind::KeyTaken, S::Failed),
+        (ErrorKind::UnlikeTensors, S::Failed),
+    ];
+    for kind in ErrorKind::ALL {
+        let expected = own.iter().find(|(other, _)| *other == kind).map_or(S::from(kind), |&(_, code)| code);
+        assert_eq!(S::of_first_generation(kind), expected, "{kind:?}");
+    }
+    assert!(own.iter().all(|&(kind, code)| S::from(kind) != code));
 }
 
 #[test]

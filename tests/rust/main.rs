@@ -38,6 +38,10 @@ mod heap;
 #[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
+mod kv;
+#[cfg(not(loom))]
+mod layerwise_check;
+#[cfg(not(loom))]
 mod links;
 #[cfg(loom)]
 mod loom_pin;

@@ -282,7 +282,7 @@ fn one_blocks_cache_per_model_and_it_goes_at_once() {
     let key = [Some(CacheKey::Blocks { model: 9 })];
     let first = engine.allocate(&desc(Device, 1, 4, 8), Blocks, &key).unwrap().id();
     let error = engine.allocate(&desc(Device, 1, 4, 8), Blocks, &key).unwrap_err();
-    assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::InvalidArgument, Some("1")));
+    assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::KeyTaken, Some("1")));
     engine.deallocate(first).unwrap();
     assert_eq!((used(&engine), engine.stats().table.keys), (0, 0));
     let second = engine.allocate(&desc(Device, 1, 4, 8), Blocks, &key).unwrap().id();
@@ -409,7 +409,7 @@ fn many_threads_leave_nothing_behind() {
                                 engine.remove_key(request(thread, round)).unwrap();
                                 assert!(engine.find(cache.id()).is_err());
                             }
-                            Err(error) => assert_eq!(error.kind(), ErrorKind::InvalidArgument),
+                            Err(error) => assert_eq!(error.kind(), ErrorKind::KeyTaken),
                         }
                     }
                     made

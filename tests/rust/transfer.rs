@@ -91,6 +91,12 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
                 && (*size == -1 || (*size > 0 && *size as u64 <= here.stride))
                 && u64::from(*near) < here.rows
         }
+        PullRows::Part { near, near_offset, size, .. } => {
+            here.kind == Batch
+                && *near_offset < here.stride
+                && (*size == -1 || (*size > 0 && near_offset.saturating_add(*size as u64) <= here.stride))
+                && u64::from(*near) < here.rows
+        }
         PullRows::Blocks { far, near } => {
             here.kind == Blocks && !near.is_empty() && far.len() == near.len() && here.has(near)
         }
@@ -127,6 +133,19 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
                 return Err(InvalidArgument);
             }
             bytes.extend((0..size).map(|at| (row * there.stride + at, u64::from(*near) * here.stride + at)));
+        }
+        PullRows::Part { near, far_offset, near_offset, size } => {
+            if there.kind != Batch || *far_offset >= there.stride {
+                return Err(InvalidArgument);
+            }
+            let first = u64::from(*near) * here.stride;
+            let end = if *size == -1 { here.stride } else { near_offset + *size as u64 };
+            for (to, from) in (*near_offset..end).zip(*far_offset..) {
+                if from >= there.stride {
+                    return Err(InvalidArgument);
+                }
+                bytes.push((row * there.stride + from, first + to));
+            }
         }
         PullRows::Blocks { far, near } => {
             if there.kind != Blocks || there.stride != here.stride || !there.has(far) {
@@ -305,8 +324,10 @@ fn cases() -> impl Strategy<Value = Case> {
     let given = (0..6u32, 0..6u32, size, list.clone(), list, prop::bool::weighted(0.95), 0..4u8);
     let per_layer = prop_oneof![1 => Just(0u32), 8 => Just(1), 8 => Just(2), 2 => 3..8u32];
     let tame = prop::bool::weighted(0.6);
-    (sizes, alike, given, ranges(), ranges(), per_layer, 1..40u64, tame).prop_map(
-        |(sizes, alike, given, src, dst, per_layer, cut, tame)| {
+    let offset = || prop_oneof![20 => 0..9u64, 1 => Just(u64::MAX)];
+    let offsets = prop::option::weighted(0.5, (offset(), offset()));
+    (sizes, alike, given, (ranges(), ranges(), offsets), per_layer, 1..40u64, tame).prop_map(
+        |(sizes, alike, given, (src, dst, offsets), per_layer, cut, tame)| {
             let (kind, far_kind, tensors, far_tensors, rows, far_rows, bytes, far_bytes) = sizes;
             let (slot, row, size, ours, mut theirs, accessible, what) = given;
             let kind = if what == 3 {
@@ -325,7 +346,16 @@ fn cases() -> impl Strategy<Value = Case> {
             }
             let row = if far_kind == Blocks && alike.0 { 0 } else { row };
             let (pull, push) = match what {
-                0 => (PullRows::Slot { near: slot, size }, PushRows::Slot { near: slot }),
+                0 => {
+                    let whole = PullRows::Slot { near: slot, size };
+                    let part = |(far_offset, near_offset)| PullRows::Part {
+                        near: slot,
+                        far_offset,
+                        near_offset,
+                        size,
+                    };
+                    (offsets.map_or(whole, part), PushRows::Slot { near: slot })
+                }
                 2 => (PullRows::SlotToBlocks { near: ours }, PushRows::Slot { near: slot }),
                 _ => (
                     PullRows::Blocks { far: theirs.clone(), near: ours.clone() },
@@ -368,6 +398,16 @@ fn tamed(case: Case) -> Case {
             *near = *slot;
             *size = if *size > 0 { *size % bytes as i64 + 1 } else { -1 };
             (Batch, Batch, far_bytes.max(bytes))
+        }
+        (PullRows::Part { near: slot, far_offset, near_offset, size }, PushRows::Slot { near }) => {
+            *slot %= rows as u32;
+            *near = *slot;
+            *near_offset %= bytes;
+            let room = bytes - *near_offset;
+            *size = if *size > 0 { *size % room as i64 + 1 } else { -1 };
+            // No more is read than lies behind the offset there.
+            *far_offset %= 4;
+            (Batch, Batch, far_bytes.max(*far_offset + room).max(bytes))
         }
         (PullRows::SlotToBlocks { near }, _) => {
             within(near, rows);
@@ -497,6 +537,28 @@ fn what_a_pull_may_ask() {
     let narrow = far(side(Batch, 4, 2, 7), 0);
     refused(InvalidArgument, pull(near, narrow, &slot(0, -1), all), &["size = -1", "far cache, 7 bytes"]);
     assert_eq!(pull(near, narrow, &slot(0, 7), all).unwrap().pieces.len(), 1);
+}
+
+#[test]
+fn part_of_a_slot() {
+    let near = side(Batch, 4, 3, 8);
+    let part = |far_offset, near_offset, size| PullRows::Part { near: 2, far_offset, near_offset, size };
+    let moves = |far_offset, near_offset, size| {
+        let moves =
+            pull(near, far(side(Batch, 4, 2, 10), 1), &part(far_offset, near_offset, size), Layers::ALL);
+        moves.map(|moves| (moves.pieces[0].src, moves.pieces[0].dst, moves.pieces[0].len))
+    };
+    // The rest of the near slot: from byte 16 of the near tensor on there are 8, from byte 10 of the far one on 10.
+    assert_eq!(moves(0, 0, -1).unwrap(), (10, 16, 8));
+    assert_eq!(moves(2, 0, -1).unwrap(), (12, 16, 8));
+    assert_eq!(moves(5, 3, -1).unwrap(), (15, 19, 5));
+    assert_eq!(moves(9, 7, 1).unwrap(), (19, 23, 1));
+    refused(InvalidArgument, moves(3, 0, -1), &["size = -1", "8 bytes", "7 bytes", "far cache"]);
+    refused(InvalidArgument, moves(0, 3, 6), &["size = 6", "5 bytes"]);
+    refused(InvalidArgument, moves(10, 0, 1), &["src_cache_offset = 10", "10 bytes"]);
+    refused(InvalidArgument, moves(0, 8, 1), &["dst_cache_offset = 8", "8 bytes"]);
+    refused(InvalidArgument, moves(u64::MAX, u64::MAX, i64::MAX), &["dst_cache_offset"]);
+    refused(InvalidArgument, moves(0, 0, 0), &["size = 0"]);
 }
 
 #[test]

@@ -207,6 +207,8 @@ fn the_kinds_of_errors_keep_their_numbers() {
         (12, ErrorKind::Interrupted),
         (13, ErrorKind::System),
         (14, ErrorKind::Cancelled),
+        (15, ErrorKind::KeyTaken),
+        (16, ErrorKind::UnlikeTensors),
     ];
     for (number, kind) in numbers {
         assert_eq!((wire::kind_number(kind), wire::kind_of(number)), (number, kind));

@@ -11,7 +11,7 @@ use crate::desc::Placement;
 use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::Generations;
+use crate::mem::{self, Generations};
 use crate::stats::Stats;
 use crate::table::{Cache, Origin, Table};
 
@@ -43,8 +43,11 @@ pub enum Whereabouts {
 }
 
 impl Cluster {
-    /// Pools, table and workers of `config`, over `devices`.
-    pub fn open(config: Config, devices: DeviceSet) -> Result<Self> {
+    /// Pools, table and workers of `config`, over `devices`. A device pool that is only a share gets its size here.
+    pub fn open(mut config: Config, devices: DeviceSet) -> Result<Self> {
+        if let (None, Some(share)) = (config.device_pool, config.device_share) {
+            config.device_pool = Some(PoolConfig::about(share.of_bytes(mem::usable_bytes())));
+        }
         let arena = |pool: Option<PoolConfig>, placement| {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };

@@ -43,6 +43,43 @@ impl Role {
     }
 }
 
+/// Which manager the engine serves. The modes differ in a few rules and codes (python-api.md §9).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// `CacheManager`: roles are informational, pools are configured.
+    #[default]
+    CacheManager,
+    /// `KvCacheManager`: memory of the device alone, from a pool that is there unasked.
+    KvCacheManager,
+}
+
+/// Parts per million of the memory this process may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share(u32);
+
+impl Share {
+    /// All of it.
+    const WHOLE: u32 = 1_000_000;
+    /// The share where no option says otherwise.
+    pub const DEFAULT: Share = Share(950_000);
+
+    /// The share of a number from 0.0 to 1.0; what is outside counts as the nearest end.
+    #[must_use]
+    pub fn of(part: f64) -> Share {
+        // Between 0 and a million, whatever was given: the cast of a float saturates, and no number becomes 0.
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within 0 to a million")]
+        let parts = (part.clamp(0.0, 1.0) * f64::from(Self::WHOLE)).round() as u32;
+        Share(parts)
+    }
+
+    /// So much of `bytes`.
+    #[must_use]
+    pub fn of_bytes(self, bytes: u64) -> u64 {
+        let part = u128::from(bytes) * u128::from(self.0) / u128::from(Self::WHOLE);
+        u64::try_from(part).unwrap_or(bytes)
+    }
+}
+
 /// One memory pool: bytes, and the binary logarithm of its page size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
@@ -50,6 +87,19 @@ pub struct PoolConfig {
     pub memory_size: u64,
     /// Page size is `1 << page_shift` bytes; 10 to 30.
     pub page_shift: u32,
+}
+
+impl PoolConfig {
+    /// Page size where no option says otherwise (seed `deprecated.md`, `mem_pool_cfg`).
+    pub const DEFAULT_PAGE_SHIFT: u32 = 16;
+
+    /// A pool of about `bytes` in pages of the default size: at least one page, at most as many as a pool can have.
+    #[must_use]
+    pub fn about(bytes: u64) -> PoolConfig {
+        let page_shift = Self::DEFAULT_PAGE_SHIFT;
+        let pages = (bytes >> page_shift).clamp(1, u64::from(u32::MAX) - 1);
+        PoolConfig { memory_size: pages << page_shift, page_shift }
+    }
 }
 
 /// How a swap-in (host to device) travels.
@@ -168,8 +218,12 @@ pub struct Config {
     pub role: Role,
     /// Its own name.
     pub cluster: ClusterId,
+    /// Which manager it serves.
+    pub mode: Mode,
     /// Device pool, if any.
     pub device_pool: Option<PoolConfig>,
+    /// How large a device pool is made where `device_pool` names none; `None` for no pool.
+    pub device_share: Option<Share>,
     /// Host pool, if any.
     pub host_pool: Option<PoolConfig>,
     /// Limit of every call that waits or moves bytes (`sync_kv_timeout`).
@@ -200,7 +254,9 @@ impl Config {
         Config {
             role,
             cluster,
+            mode: Mode::CacheManager,
             device_pool: None,
+            device_share: None,
             host_pool: None,
             sync_timeout: Self::DEFAULT_TIMEOUT,
             device_id: 0,

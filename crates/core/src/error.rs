@@ -41,11 +41,15 @@ pub enum ErrorKind {
     System,
     /// The caller cancelled it.
     Cancelled,
+    /// A key that should name a new cache names another one already.
+    KeyTaken,
+    /// The two caches of a copy have unlike numbers of tensors.
+    UnlikeTensors,
 }
 
 impl ErrorKind {
     /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
-    pub const ALL: [ErrorKind; 15] = [
+    pub const ALL: [ErrorKind; 17] = [
         ErrorKind::InvalidArgument,
         ErrorKind::CacheNotFound,
         ErrorKind::OutOfMemory,
@@ -61,6 +65,8 @@ impl ErrorKind {
         ErrorKind::Interrupted,
         ErrorKind::System,
         ErrorKind::Cancelled,
+        ErrorKind::KeyTaken,
+        ErrorKind::UnlikeTensors,
     ];
 }
 

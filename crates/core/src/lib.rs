@@ -67,7 +67,9 @@ pub mod wire;
 pub use check::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };
-pub use config::{Config, KernelChoice, LinkConfig, PoolConfig, Role, SwapInPath, Token, TransportChoice};
+pub use config::{
+    Config, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token, TransportChoice,
+};
 pub use counters::OpState;
 pub use datadist::{CacheIndex, DataDist, End, FarName};
 pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};

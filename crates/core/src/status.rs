@@ -96,7 +96,9 @@ status_codes! {
 impl From<ErrorKind> for StatusCode {
     fn from(kind: ErrorKind) -> Self {
         match kind {
-            ErrorKind::InvalidArgument => StatusCode::ParamInvalid,
+            ErrorKind::InvalidArgument | ErrorKind::KeyTaken | ErrorKind::UnlikeTensors => {
+                StatusCode::ParamInvalid
+            }
             ErrorKind::CacheNotFound => StatusCode::KvCacheNotExist,
             ErrorKind::OutOfMemory => StatusCode::OutOfMemory,
             ErrorKind::Timeout => StatusCode::Timeout,
@@ -110,6 +112,21 @@ impl From<ErrorKind> for StatusCode {
             ErrorKind::Forked | ErrorKind::Interrupted | ErrorKind::Cancelled | ErrorKind::System => {
                 StatusCode::Failed
             }
+        }
+    }
+}
+
+impl StatusCode {
+    /// The code of an engine without the cache manager, where some failures have one of their own (python-api.md §9.2,
+    /// §9.3, §17.14).
+    #[must_use]
+    pub fn of_first_generation(kind: ErrorKind) -> StatusCode {
+        match kind {
+            ErrorKind::Timeout => StatusCode::WaitProcessTimeout,
+            ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,
+            ErrorKind::UnlinkFailed => StatusCode::NotifyPromptUnlinkFailed,
+            ErrorKind::KeyTaken | ErrorKind::UnlikeTensors => StatusCode::Failed,
+            kind => StatusCode::from(kind),
         }
     }
 }

@@ -29,6 +29,11 @@ impl LooseCache {
         let adopted = adopted.map_err(|error| raise(cache_desc.py(), &error))?;
         Ok(LooseCache { cache: Held::new(Cache::loose(adopted)) })
     }
+
+    fn views(&self, py: Python<'_>) -> PyResult<Vec<TensorView>> {
+        let views = self.cache.get().and_then(TensorView::all);
+        views.map_err(|error| raise(py, &error))
+    }
 }
 
 impl LooseCache {
@@ -58,6 +63,12 @@ impl TensorView {
         Ok((0..cache.addrs().len())
             .map(|index| TensorView { cache: Held::new(cache.clone()), index })
             .collect())
+    }
+
+    /// The view of one of them, if it is there.
+    pub(crate) fn one(cache: &Arc<Cache>, index: usize) -> Result<Self> {
+        let view = Self::all(cache)?.into_iter().nth(index);
+        view.ok_or_else(|| Error::argument("tensor_index", index, "a tensor of the cache"))
     }
 
     fn cache(&self, py: Python<'_>) -> PyResult<&Arc<Cache>> {

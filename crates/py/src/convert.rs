@@ -121,7 +121,7 @@ pub(crate) fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
 }
 
 /// `value` must be `None` or an instance of the `class` of the front called `class_name`.
-fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
+pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
     if value.is_none() || instance(value, class)? {
         Ok(())
     } else {
@@ -165,7 +165,8 @@ pub(crate) fn data_type(value: &Any<'_>) -> PyResult<DataType> {
     }
 }
 
-fn placement(value: &Any<'_>) -> PyResult<Placement> {
+/// A member of `Placement`.
+pub(crate) fn placement(value: &Any<'_>) -> PyResult<Placement> {
     Front::get(value.py())?.placement(value).ok_or_else(|| only_support("placement", "['Placement']", value))
 }
 

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Placement, check};
+use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Mode, Placement, check};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -23,7 +23,7 @@ use crate::{local, raw, stats};
 type Any<'py> = Bound<'py, PyAny>;
 
 /// Id and tensor addresses of a new cache.
-type NewCache = (i64, Vec<u64>);
+pub(crate) type NewCache = (i64, Vec<u64>);
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -31,6 +31,7 @@ pub(crate) struct DataDist {
     engine: Engine,
     cluster: ClusterId,
     one_sided: bool,
+    mode: Mode,
 }
 
 #[pymethods]
@@ -48,8 +49,8 @@ impl DataDist {
         };
         let config =
             check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
-        let one_sided = config.remote_accessible;
-        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided };
+        let (one_sided, mode) = (config.remote_accessible, config.mode);
+        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode };
         made.report(py)?;
         Ok(made)
     }
@@ -86,7 +87,7 @@ impl DataDist {
         let peers = links::peers(&infos)?;
         let linked = self.engine.enter(py, |engine| Ok(links::link(engine, &peers, timeout, one_local)));
         self.report(py)?;
-        links::codes(py, &linked?)
+        links::codes(py, &linked?, self.engine.codes())
     }
 
     fn unlink_clusters<'py>(
@@ -105,7 +106,7 @@ impl DataDist {
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
         self.report(py)?;
-        links::codes(py, &unlinked?)
+        links::codes(py, &unlinked?, self.engine.codes())
     }
 
     fn link(&self, comm_name: &Any<'_>, cluster_rank_info: &Any<'_>, rank_table: &Any<'_>) -> PyResult<u64> {
@@ -212,7 +213,6 @@ impl DataDist {
         slf.get().push(slf.py(), &push)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn transfer_cache_async(
         slf: &Bound<'_, Self>,
         src_cache: &Any<'_>,
@@ -226,7 +226,7 @@ impl DataDist {
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
         let Transfer { from, args, to, patience } = layerwise::transfer(slf, &given)?;
         let start = |engine: &llm_datadist_core::DataDist| engine.transfer_async(&from, &args, to, patience);
-        slf.get().engine.enter(slf.py(), start).map(TransferTask::new)
+        slf.get().engine.enter(slf.py(), start).map(|task| TransferTask::new(task, slf.get().engine.codes()))
     }
 
     fn sync_kv_timeout(&self, py: Python<'_>) -> PyResult<u32> {
@@ -363,6 +363,16 @@ impl DataDist {
 }
 
 impl DataDist {
+    /// The engine behind the door.
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Which manager it serves.
+    pub(crate) fn mode(&self) -> Mode {
+        self.mode
+    }
+
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
     pub(crate) fn one_sided(&self) -> bool {
         self.one_sided
@@ -375,7 +385,8 @@ impl DataDist {
         notes.into_iter().try_for_each(|note| front.log_info.call1(py, (note,)).map(drop))
     }
 
-    fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
+    /// Pulls, and logs what became of links if that fails.
+    pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
         let pulled =
             self.engine.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
         if pulled.is_err() {
@@ -393,7 +404,13 @@ impl DataDist {
         pushed
     }
 
-    fn allocate(&self, desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<NewCache> {
+    /// Allocates; the descriptor and keys are of the right types.
+    pub(crate) fn allocate(
+        &self,
+        desc: &Any<'_>,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> PyResult<NewCache> {
         let py = desc.py();
         local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;

@@ -7,10 +7,10 @@ use std::panic::{self, AssertUnwindSafe};
 use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Result};
+use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
 use pyo3::prelude::*;
 
-use crate::error;
+use crate::error::{self, Codes};
 
 /// A shared engine object that only the process which made it may release.
 ///
@@ -67,14 +67,16 @@ impl<T: Send + Sync> Drop for Held<T> {
 /// The engine as Python holds it: open, or closed for ever.
 pub(crate) struct Engine {
     process: u32,
+    codes: Codes,
     open: RwLock<Option<Held<DataDist>>>,
 }
 
 impl Engine {
     /// Opens an engine.
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
-        let engine = detached(py, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
-        Ok(Engine { process: process::id(), open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
+        let codes = error::codes_of(config.mode);
+        let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
+        Ok(Engine { process: process::id(), codes, open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
     }
 
     /// Runs `call` on the engine, detached from the interpreter, and maps its error.
@@ -83,7 +85,12 @@ impl Engine {
         py: Python<'_>,
         call: impl FnOnce(&DataDist) -> Result<T> + Send,
     ) -> PyResult<T> {
-        detached(py, || call(&*self.engine()?))
+        detached(py, self.codes, || call(&*self.engine()?))
+    }
+
+    /// Which code a kind of error has here.
+    pub(crate) fn codes(&self) -> Codes {
+        self.codes
     }
 
     /// What became of links since the last time; `None` once closed, or in another process.
@@ -125,7 +132,7 @@ pub(crate) fn waiting<T: Send>(
     deadline: Deadline,
     call: impl FnOnce(Deadline) -> Result<T> + Send,
 ) -> PyResult<T> {
-    detached(py, || call(deadline.watched(Some(interrupted))))
+    detached(py, error::codes_of(Mode::CacheManager), || call(deadline.watched(Some(interrupted))))
 }
 
 /// Runs `call`, which is no business of the engine's, detached from the interpreter.
@@ -157,11 +164,11 @@ fn interrupted() -> bool {
     asked.unwrap_or(false)
 }
 
-fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+fn detached<T: Send>(py: Python<'_>, codes: Codes, call: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let result = py.detach(|| survived(call));
     match RAISED.take() {
         Some(raised) => Err(raised),
-        None => result.map_err(|error| error::raise(py, &error)),
+        None => result.map_err(|error| error::raise_as(py, &error, codes)),
     }
 }
 

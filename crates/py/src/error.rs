@@ -2,7 +2,7 @@
 //!
 //! Not for: `TypeError` and `ValueError` (`convert`), or choosing codes (`core::status`).
 
-use llm_datadist_core::{Error, ErrorKind, StatusCode};
+use llm_datadist_core::{Error, ErrorKind, Mode, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,10 +10,27 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::front::Front;
 
-/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+/// Which code a kind of error has: that depends on the mode of the engine.
+pub(crate) type Codes = fn(ErrorKind) -> StatusCode;
+
+/// The codes of an engine of `mode`.
+pub(crate) fn codes_of(mode: Mode) -> Codes {
+    match mode {
+        Mode::CacheManager => StatusCode::from,
+        Mode::KvCacheManager => StatusCode::of_first_generation,
+    }
+}
+
+/// The Python exception for an error of an argument, whose code is the same in every mode.
 #[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    logged(py, error).unwrap_or_else(|failure| failure)
+    raise_as(py, error, StatusCode::from)
+}
+
+/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+#[cold]
+pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
+    logged(py, error, codes).unwrap_or_else(|failure| failure)
 }
 
 /// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
@@ -40,18 +57,18 @@ pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
     as_mismatch().unwrap_or_else(Some).unwrap_or(error)
 }
 
-fn logged(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
-    if error.kind() == ErrorKind::InvalidArgument {
+fn logged(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
+    if StatusCode::from(error.kind()) == StatusCode::ParamInvalid {
         Front::get(py)?.log_error.call1(py, (error.to_string(),))?;
     }
-    exception(py, error)
+    exception(py, error, codes)
 }
 
 /// The same without a line in the log: of what became of a part of a call.
-pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+pub(crate) fn exception(py: Python<'_>, error: &Error, codes: Codes) -> PyResult<PyErr> {
     let front = Front::get(py)?;
     let text = error.to_string();
-    let code = StatusCode::from(error.kind());
+    let code = codes(error.kind());
     let member = front.status(code).ok_or_else(|| PyRuntimeError::new_err(text.clone()))?;
     let exception = made(&front.exception, &text, member.bind(py))?;
     if !error.arrived().is_empty() {

@@ -28,6 +28,8 @@ pub(crate) struct Front {
     pub(crate) cache_key_by_id: Py<PyType>,
     /// `Cache`.
     pub(crate) cache: Py<PyType>,
+    /// `KvCache`.
+    pub(crate) kv_cache: Py<PyType>,
     /// `LayerSynchronizer`.
     pub(crate) layer_synchronizer: Py<PyType>,
     /// `TransferConfig`.
@@ -77,6 +79,7 @@ impl Front {
             blocks_cache_key: class("BlocksCacheKey")?,
             cache_key_by_id: class("CacheKeyByIdAndIndex")?,
             cache: class("Cache")?,
+            kv_cache: class("KvCache")?,
             layer_synchronizer: class("LayerSynchronizer")?,
             transfer_config: class("TransferConfig")?,
             transfer_key_config: class("TransferWithCacheKeyConfig")?,

@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Target, check,
+    CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Mode, Target,
+    check,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -48,7 +49,7 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     let py = engine.py();
     let refused = |error: Error| raise(py, &error);
     let src_cache = given.src_cache;
-    required_cache(src_cache)?;
+    required_cache(engine, src_cache)?;
     let desc = convert::desc(&src_cache.getattr(intern!(py, "_cache_desc"))?)?;
     check::source_placement(desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
@@ -72,9 +73,15 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     Ok(Transfer { from: convert::end(engine, src_cache)?, args, to, patience })
 }
 
-fn required_cache(src_cache: &Any<'_>) -> PyResult<()> {
-    convert::cache_type("src_cache", src_cache)?;
-    if src_cache.is_none() { Err(only_support("src_cache", "['Cache']", src_cache)) } else { Ok(()) }
+/// Row 1: a cache of the class that the mode asks for.
+fn required_cache(engine: &Bound<'_, DataDist>, src_cache: &Any<'_>) -> PyResult<()> {
+    let front = Front::get(engine.py())?;
+    let (class, allowed) = match engine.get().mode() {
+        Mode::CacheManager => (&front.cache, "['Cache']"),
+        Mode::KvCacheManager => (&front.kv_cache, "['KvCache']"),
+    };
+    let right = convert::instance(src_cache, class)?;
+    if right { Ok(()) } else { Err(only_support("src_cache", allowed, src_cache)) }
 }
 
 /// Rows 3 to 5.

@@ -10,6 +10,7 @@ mod datadist;
 mod door;
 mod error;
 mod front;
+mod kv;
 mod layerwise;
 mod links;
 mod local;
@@ -44,6 +45,8 @@ mod _core {
     use crate::door::abandon_sockets;
     #[pymodule_export]
     use crate::front::register_types;
+    #[pymodule_export]
+    use crate::kv::KvCaches;
     #[pymodule_export]
     use crate::task::TransferTask;
 

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
 
 use crate::convert::{self, inner_only_support, int, is_int, only_support, shown, text};
-use crate::error::{invalid, raise};
+use crate::error::{Codes, invalid, raise};
 use crate::front::Front;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -167,7 +167,11 @@ pub(crate) const fn status_number(status: CommStatus) -> i64 {
 }
 
 /// The code of every result; the reason of each failure is logged (python-api.md §6.8).
-pub(crate) fn codes<'py>(py: Python<'py>, results: &[Result<()>]) -> PyResult<Bound<'py, PyList>> {
+pub(crate) fn codes<'py>(
+    py: Python<'py>,
+    results: &[Result<()>],
+    codes_of: Codes,
+) -> PyResult<Bound<'py, PyList>> {
     let front = Front::get(py)?;
     let codes = PyList::empty(py);
     for result in results {
@@ -175,7 +179,7 @@ pub(crate) fn codes<'py>(py: Python<'py>, results: &[Result<()>]) -> PyResult<Bo
             Ok(()) => StatusCode::Success,
             Err(error) => {
                 front.log_error.call1(py, (error.to_string(),))?;
-                StatusCode::from(error.kind())
+                codes_of(error.kind())
             }
         };
         codes.append(front.status(code))?;

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::convert::optional_int;
 use crate::door::{self, Held};
-use crate::error::{exception, raise};
+use crate::error::{Codes, exception, raise};
 use crate::front::Front;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -22,12 +22,28 @@ type Any<'py> = Bound<'py, PyAny>;
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TransferTask {
     task: Held<Task>,
+    codes: Codes,
 }
 
 impl TransferTask {
-    /// A handle on `task`.
-    pub(crate) fn new(task: Arc<Task>) -> Self {
-        TransferTask { task: Held::new(task) }
+    /// A handle on `task`, whose failures have these codes.
+    pub(crate) fn new(task: Arc<Task>, codes: Codes) -> Self {
+        TransferTask { task: Held::new(task), codes }
+    }
+
+    fn code(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<&'static Py<PyAny>>> {
+        match outcome {
+            Outcome::Unreached | Outcome::UnderWay => Ok(None),
+            Outcome::Done => status(py, StatusCode::Success).map(Some),
+            Outcome::Failed(error) => status(py, (self.codes)(error.kind())).map(Some),
+        }
+    }
+
+    fn reason(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<Py<PyAny>>> {
+        match outcome {
+            Outcome::Failed(error) => Ok(Some(exception(py, error, self.codes)?.into_value(py).into_any())),
+            _ => Ok(None),
+        }
     }
 
     fn task(&self, py: Python<'_>) -> PyResult<&Arc<Task>> {
@@ -74,11 +90,11 @@ impl TransferTask {
     }
 
     fn results(&self, py: Python<'_>) -> PyResult<Vec<Option<&'static Py<PyAny>>>> {
-        self.task(py)?.outcomes().iter().map(|outcome| code(py, outcome)).collect()
+        self.task(py)?.outcomes().iter().map(|outcome| self.code(py, outcome)).collect()
     }
 
     fn errors(&self, py: Python<'_>) -> PyResult<Vec<Option<Py<PyAny>>>> {
-        self.task(py)?.outcomes().iter().map(|outcome| reason(py, outcome)).collect()
+        self.task(py)?.outcomes().iter().map(|outcome| self.reason(py, outcome)).collect()
     }
 
     fn progress(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32, u64)>> {
@@ -93,27 +109,10 @@ impl TransferTask {
 
     #[getter]
     fn timeout_code(&self, py: Python<'_>) -> PyResult<&'static Py<PyAny>> {
-        status(py, StatusCode::from(ErrorKind::Timeout))
+        status(py, (self.codes)(ErrorKind::Timeout))
     }
 }
 
 fn status(py: Python<'_>, code: StatusCode) -> PyResult<&'static Py<PyAny>> {
     Front::get(py)?.status(code).ok_or_else(|| PyRuntimeError::new_err(code.name()))
-}
-
-/// The code of a destination that has ended.
-fn code(py: Python<'_>, outcome: &Outcome) -> PyResult<Option<&'static Py<PyAny>>> {
-    match outcome {
-        Outcome::Unreached | Outcome::UnderWay => Ok(None),
-        Outcome::Done => status(py, StatusCode::Success).map(Some),
-        Outcome::Failed(error) => status(py, StatusCode::from(error.kind())).map(Some),
-    }
-}
-
-/// Why a destination failed.
-fn reason(py: Python<'_>, outcome: &Outcome) -> PyResult<Option<Py<PyAny>>> {
-    match outcome {
-        Outcome::Failed(error) => Ok(Some(exception(py, error)?.into_value(py).into_any())),
-        _ => Ok(None),
-    }
 }

@@ -52,7 +52,7 @@ pub(crate) struct LayerArgs<'py> {
 
 /// The classes of keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Key {
+pub(crate) enum Key {
     /// `CacheKey`.
     Cache,
     /// `CacheKeyByIdAndIndex`.
@@ -79,7 +79,7 @@ impl Key {
     }
 
     /// Which of the `allowed` classes `value` belongs to; `None` passes, and fails where the key is read.
-    fn of(name: &str, value: &Any<'_>, allowed: &[Key]) -> PyResult<Option<Key>> {
+    pub(crate) fn of(name: &str, value: &Any<'_>, allowed: &[Key]) -> PyResult<Option<Key>> {
         let front = Front::get(value.py())?;
         for &key in allowed {
             if convert::instance(value, key.class(front))? {
@@ -205,7 +205,7 @@ pub(crate) fn config_key(value: &Any<'_>) -> PyResult<FarName> {
 }
 
 /// What `key` names, and where. A key that is `None` fails here.
-fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
+pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
     let py = value.py();
     let cluster = ClusterId(int("cluster_id", &value.getattr(intern!(py, "_cluster_id"))?)?);
     let name = match key {
@@ -247,7 +247,11 @@ fn blocks(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
     }
 }
 
-fn indices<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
+pub(crate) fn indices<'py>(
+    name: &str,
+    count: usize,
+    items: impl Iterator<Item = Any<'py>>,
+) -> PyResult<Vec<i64>> {
     let mut indices = Vec::with_capacity(count);
     let mut wide = None;
     for item in items {
@@ -291,7 +295,7 @@ impl<'py> LayerArgs<'py> {
     }
 
     /// The keyword arguments of a pull; others are ignored (python-api.md §7.12).
-    fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
+    pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
         if options.is_empty() {
             return Ok(LayerArgs { src: None, dst: None, per_layer: None });
         }
@@ -303,7 +307,8 @@ impl<'py> LayerArgs<'py> {
         })
     }
 
-    fn per_layer(&self) -> PyResult<u32> {
+    /// How many tensors a layer has.
+    pub(crate) fn per_layer(&self) -> PyResult<u32> {
         let Some(given) = &self.per_layer else { return Ok(2) };
         let count = int("tensor_num_per_layer", given)?;
         check::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
@@ -311,7 +316,7 @@ impl<'py> LayerArgs<'py> {
     }
 
     /// Of a pull: an empty range means all layers.
-    fn of_pull(&self, tensors_per_layer: u32) -> PyResult<Layers> {
+    pub(crate) fn of_pull(&self, tensors_per_layer: u32) -> PyResult<Layers> {
         let range = |name: &str, value: &Option<Any<'py>>| match value {
             Some(value) if !value.is_none() => pull_range(name, value).map(Some),
             _ => Ok(None),

@@ -1,5 +1,6 @@
-"""Re-exports of :mod:`llm_datadist.configs` under the path that existing clients import."""
+"""Re-exports of :mod:`llm_datadist.configs` and ``engine_config`` under the path that existing clients import."""
 
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
+from llm_datadist.engine_config import ClusterConfig, EngineConfig
 
-__all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig"]
+__all__ = ["ClusterConfig", "EngineConfig", "LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig"]

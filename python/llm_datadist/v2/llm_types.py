@@ -1,6 +1,7 @@
-"""Re-exports of :mod:`llm_datadist.types` and :mod:`llm_datadist.layerwise` under the path that existing clients import."""
+"""Re-exports of :mod:`llm_datadist.types` and ``layerwise`` under the path that existing clients import."""
 
 from llm_datadist.data_type import DataType
+from llm_datadist.kv_cache_manager import KvCache
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.types import (
     BlocksCacheKey,
@@ -25,6 +26,7 @@ __all__ = [
     "CacheKeyByIdAndIndex",
     "CacheTask",
     "DataType",
+    "KvCache",
     "LayerSynchronizer",
     "MemInfo",
     "Memtype",

@@ -20,7 +20,8 @@ pub use layerwise::{
 };
 pub use options::config;
 pub use transfer::{
-    Far, Move, Moves, PullRows, PushRows, accessible, named, pull, pull_near, push, push_near, reachable,
+    Far, Move, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
+    reachable,
 };
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, link_heartbeat, link_retry_count, link_silence,
@@ -209,7 +210,7 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let (from, to) = (src.geometry, dst.geometry);
     if from.num_tensors() != to.num_tensors() {
         let text = format!("src has {} tensors and dst has {}", from.num_tensors(), to.num_tensors());
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::new(ErrorKind::UnlikeTensors, text));
     }
     row("src_batch_index", u64::from(src_batch_index), from)?;
     row("dst_batch_index", u64::from(dst_batch_index), to)?;
@@ -247,9 +248,33 @@ pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> 
     copy_cache(src, dst, args)
 }
 
+/// The cache called `name` must be in memory of the device (python-api.md §9.1).
+pub fn on_device(name: &str, placement: Placement) -> Result<()> {
+    match placement {
+        Placement::Device => Ok(()),
+        Placement::Host => {
+            let text = format!("{name} is in HOST memory; this call needs DEVICE memory");
+            Err(Error::new(ErrorKind::InvalidArgument, text))
+        }
+    }
+}
+
+/// As [`copy_cache`], for the mode of the `KvCacheManager`: device to device only (python-api.md §9.2).
+pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
+    on_device("dst", dst.placement)?;
+    on_device("src", src.placement)?;
+    copy_cache(src, dst, args)
+}
+
 /// Blocks copied inside one cache (python-api.md §7.10).
 pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("cache", cache.kind)?;
+    block_pairs(pairs, cache.geometry, cache.geometry)
+}
+
+/// As [`copy_blocks`], for the mode of the `KvCacheManager`: rows of a device cache of either kind (python-api.md §9.1).
+pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+    on_device("cache", cache.placement)?;
     block_pairs(pairs, cache.geometry, cache.geometry)
 }
 
@@ -257,6 +282,11 @@ pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
 pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
+    swap_rows(src, dst, pairs)
+}
+
+/// As [`swap_blocks`], for the mode of the `KvCacheManager`: rows of caches of either kind (python-api.md §9.1).
+pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     let (from, to) = (src.geometry, dst.geometry);
     if from.row_bytes() != to.row_bytes() {
         return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));

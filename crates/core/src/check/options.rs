@@ -10,13 +10,12 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::values::{self, clipped, decimal, ip_address, one_of};
-use crate::config::{Config, LinkConfig, PoolConfig, Role};
+use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 
 /// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
-const DEFAULT_PAGE_SHIFT: u32 = 16;
 
 /// Reads the options of `init` (python-api.md §5.1, §5.2). Unknown keys are ignored, unusable values are not.
 pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
@@ -25,9 +24,12 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
 
     config.device_pool = pool("mem_pool_cfg", text("llm.MemPoolConfig"), u64::MAX)?;
     config.host_pool = pool("host_mem_pool_cfg", text("llm.HostMemPoolConfig"), HOST_POOL_LIMIT)?;
-    flag("llm.EnableCacheManager", text("llm.EnableCacheManager"))?;
+    let cache_manager = flag("llm.EnableCacheManager", text("llm.EnableCacheManager"))?;
     config.remote_accessible =
-        flag("llm.EnableRemoteCacheAccessible", text("llm.EnableRemoteCacheAccessible"))?;
+        flag("llm.EnableRemoteCacheAccessible", text("llm.EnableRemoteCacheAccessible"))? && cache_manager;
+    if !cache_manager {
+        kv_cache_manager(&mut config, &text)?;
+    }
 
     if let Some(limit) = text("llm.SyncKvCacheWaitTime") {
         let limit = number("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
@@ -47,6 +49,29 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     config.links = links(&text)?;
     own_options(&mut config, &text)?;
     Ok(config)
+}
+
+/// What goes without saying in this mode: a device pool (clients.md §1.2, clients 9 to 11 configure none).
+fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    config.mode = Mode::KvCacheManager;
+    let mut share = Share::DEFAULT;
+    if let Some(given) = text("llm.MemoryUtilization") {
+        let part: f64 = given.parse().unwrap_or(f64::NAN);
+        values::mem_utilization(part)
+            .map_err(|error| error.with("option", "llm.MemoryUtilization").with("text", clipped(given)))?;
+        share = Share::of(part);
+    }
+    if config.device_pool.is_some() {
+        return Ok(());
+    }
+    match text("ge.flowGraphMemMaxSize") {
+        Some(given) => {
+            let bytes = parsed("ge.flowGraphMemMaxSize", given, "a whole number of bytes below 2^64")?;
+            config.device_pool = Some(PoolConfig::about(bytes));
+        }
+        None => config.device_share = Some(share),
+    }
+    Ok(())
 }
 
 /// The options this engine adds to the original's.
@@ -192,7 +217,7 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
         _ => return Err(refused("memory_size", memory_size, "a whole number of bytes above 0")),
     };
     let page_shift = match fields.get("page_shift") {
-        None => DEFAULT_PAGE_SHIFT,
+        None => PoolConfig::DEFAULT_PAGE_SHIFT,
         Some(given) => match given.as_u64() {
             Some(shift) => values::page_shift(shift)?,
             None => return Err(refused("page_shift", given, "a whole number, 10 to 30")),

@@ -19,6 +19,17 @@ pub enum PullRows {
         /// Bytes of every tensor; −1 for the near slot's.
         size: i64,
     },
+    /// Part of a far batch slot, into part of the near one (python-api.md §9.1).
+    Part {
+        /// The near batch slot.
+        near: u32,
+        /// Bytes skipped at the start of the far slot.
+        far_offset: u64,
+        /// Bytes skipped at the start of the near slot.
+        near_offset: u64,
+        /// Bytes of every tensor; −1 for the rest of the near slot.
+        size: i64,
+    },
     /// Far blocks into near ones, pair by pair.
     Blocks {
         /// Read.
@@ -127,6 +138,14 @@ pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             row("batch_index", u64::from(*slot), geometry)?;
             slot_bytes("cache", *size, geometry, geometry)?;
         }
+        PullRows::Part { near: slot, near_offset, size, .. } => {
+            batch_cache("cache", near.kind)?;
+            copy_size(*size)?;
+            per_layer(layers)?;
+            row("batch_index", u64::from(*slot), geometry)?;
+            let room = after("dst_cache_offset", *near_offset, geometry)?;
+            part_bytes("cache", *size, room, room)?;
+        }
         PullRows::Blocks { far, near: blocks } => {
             blocks_cache("dst_cache", near.kind)?;
             named("dst_blocks", blocks)?;
@@ -168,6 +187,16 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
             (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
+        }
+        PullRows::Part { near: index, far_offset, near_offset, size } => {
+            batch_cache("the far cache", far.side.kind)?;
+            reachable("the far cache", far.accessible)?;
+            let index = u64::from(*index);
+            let room = after("dst_cache_offset", *near_offset, here)?;
+            let len =
+                part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
+            let dst = index * here.row_bytes() + near_offset;
+            (vec![Move { src: slot + far_offset, dst, len }], vec![index])
         }
         PullRows::Blocks { far: theirs, near: ours } => {
             blocks_cache("the far cache", far.side.kind)?;
@@ -267,12 +296,33 @@ fn slot_bytes(name: &str, size: i64, near: Geometry, of: Geometry) -> Result<u64
     Err(Error::argument("size", size, allowed))
 }
 
+/// Bytes of a slot after the offset called `name`, at least one.
+fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
+    let slot = of.row_bytes();
+    if offset < slot {
+        return Ok(slot - offset);
+    }
+    Err(Error::argument(name, offset, format_args!("below the slot size, {slot} bytes")))
+}
+
+/// Bytes that `size` stands for, `room` of the near slot by default; they must fit what is `left` of a slot of the cache
+/// called `name`.
+fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
+    let bytes = if size == -1 { room } else { size.unsigned_abs() };
+    if bytes <= left {
+        return Ok(bytes);
+    }
+    let allowed = format!("{bytes} bytes must fit the {left} bytes after the offset in a slot of {name}");
+    Err(Error::argument("size", size, allowed))
+}
+
 /// A list of blocks that must not be empty.
 pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
     if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
 }
 
-fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
+/// Two lists that must have as many entries.
+pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
     if left == right {
         return Ok(());
     }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
 use crate::cluster::Cluster;
-use crate::config::{Config, Role, SwapInPath};
+use crate::config::{Config, Mode, Role, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
 use crate::engine::Staging;
@@ -172,7 +172,11 @@ impl DataDist {
 
     /// Copies one range of one batch slot, the same in every tensor (seed `copy_cache.md`).
     pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Result<()> {
-        self.copy_range(src, dst, args, check::copy_cache)
+        let checked = match self.mode() {
+            Mode::CacheManager => check::copy_cache,
+            Mode::KvCacheManager => check::copy_on_device,
+        };
+        self.copy_range(src, dst, args, checked)
     }
 
     /// The seed's `CopyKvCache`: as [`copy_cache`](Self::copy_cache), device to device and device to host only, and the
@@ -187,7 +191,10 @@ impl DataDist {
         self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
             let cache = self.resolve(cache)?;
-            let request = check::copy_blocks(cache.side(), pairs)?;
+            let request = match self.mode() {
+                Mode::CacheManager => check::copy_blocks(cache.side(), pairs),
+                Mode::KvCacheManager => check::copy_rows(cache.side(), pairs),
+            }?;
             let plan = CopyPlan::blocks(&request, Ends::OneCache);
             self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
         })
@@ -207,7 +214,10 @@ impl DataDist {
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.cluster.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
-            let request = check::swap_blocks(src.side(), dst.side(), pairs)?;
+            let request = match self.mode() {
+                Mode::CacheManager => check::swap_blocks(src.side(), dst.side(), pairs),
+                Mode::KvCacheManager => check::swap_rows(src.side(), dst.side(), pairs),
+            }?;
             let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
             let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
             self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
@@ -286,6 +296,10 @@ impl DataDist {
             End::Managed(id) => self.cluster.table.find(*id),
             End::Loose(cache) => Ok(cache.clone()),
         }
+    }
+
+    fn mode(&self) -> Mode {
+        self.cluster.config.mode
     }
 
     fn deadline(&self) -> Deadline {

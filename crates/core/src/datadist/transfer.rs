@@ -11,11 +11,12 @@ use super::streams::{self, Streams};
 use super::{DataDist, End, STAGED};
 use crate::check::{self, ExtParam, Far, Layers, Moves, PullRows, PushRows};
 use crate::cluster::Cluster;
+use crate::config::Mode;
 use crate::engine::{Progress, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
 use crate::keys::{CacheKey, Name};
-use crate::links::{Known, Link, limit_ms, location};
+use crate::links::{self, Known, Link, limit_ms, location};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{Cache, pin_reads, pin_writes};
@@ -51,7 +52,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(from.cluster, to)?;
             check::pull_near(near.side(), rows, layers)?;
-            let link = self.links.find(from.cluster, deadline)?;
+            let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
@@ -71,7 +72,7 @@ impl DataDist {
             let deadline = self.deadline();
             let near = self.near(to.cluster, from)?;
             check::push_near(near.side(), rows, layers)?;
-            let link = self.links.find(to.cluster, deadline)?;
+            let link = self.links.find_other(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
             let (name, row) = match to.name {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
@@ -120,11 +121,11 @@ impl DataDist {
         self.source(end)
     }
 
-    /// `cluster` must not be this engine itself.
+    /// `cluster` must not be this engine. Without the cache manager another may go by the same id: there the link says
+    /// who it is.
     pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
-        if self.links.is_self(cluster) {
-            let allowed = "another cluster: this one's own caches need no transfer";
-            return Err(Error::argument("cluster_id", cluster, allowed));
+        if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
+            return Err(links::own(cluster));
         }
         Ok(())
     }

@@ -137,9 +137,6 @@ impl Shared {
             }
             stale.shatter(why);
         }
-        if cluster.0 == self.me.party.cluster && *instance != self.me.party.instance {
-            self.shares_its_id.store(true, Ordering::Relaxed);
-        }
         self.state.note(link.report());
         self.bell.ring();
         Ok(())

@@ -35,7 +35,7 @@ pub(crate) use reach::location;
 pub(crate) use talk::{hear_next, say};
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -103,8 +103,6 @@ pub(crate) struct Shared {
     /// Whether the keeper was started.
     keeping: Mutex<bool>,
     listeners: Listeners,
-    /// Another process of this one's cluster id was linked.
-    shares_its_id: AtomicBool,
     /// It was said that others may read this process.
     opened_to_readers: AtomicBool,
     threads: Arc<Threads>,
@@ -126,7 +124,6 @@ impl Links {
             bell: Arc::new(Bell::new()?),
             keeping: Mutex::default(),
             listeners: Listeners::default(),
-            shares_its_id: AtomicBool::default(),
             opened_to_readers: AtomicBool::default(),
             threads: Arc::default(),
             transports,
@@ -178,14 +175,20 @@ impl Links {
         self.shared.state.find(cluster, deadline)
     }
 
-    /// What finds links as [`find`](Self::find) does, and keeps no engine alive.
+    /// What finds links as [`find_other`](Self::find_other) does, and keeps no engine alive.
     pub(crate) fn finder(&self) -> Finder {
         Finder(Arc::downgrade(&self.shared))
     }
 
-    /// Whether `cluster` is this engine itself, and not another process that goes by the same id.
-    pub(crate) fn is_self(&self, cluster: ClusterId) -> bool {
-        cluster.0 == self.shared.me.party.cluster && !self.shared.shares_its_id.load(Ordering::Relaxed)
+    /// Whether `cluster` is the id of this engine.
+    pub(crate) fn goes_by(&self, cluster: ClusterId) -> bool {
+        cluster.0 == self.shared.me.party.cluster
+    }
+
+    /// The link to `cluster`, another engine. Without the cache manager that one may go by this one's id
+    /// (`two_engines_of_one_id`); a link of this engine to itself carries no transfer.
+    pub(crate) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        self.shared.find_other(cluster, deadline)
     }
 
     /// Enters a communicator; links to its members come about in the background.
@@ -243,14 +246,25 @@ impl Drop for Links {
 pub(crate) struct Finder(Handle);
 
 impl Finder {
-    /// As [`Links::find`].
+    /// As [`Links::find_other`].
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         let closed = || Error::new(ErrorKind::Closed, "the engine was finalized");
-        self.0.upgrade().ok_or_else(closed)?.state.find(cluster, deadline)
+        self.0.upgrade().ok_or_else(closed)?.find_other(cluster, deadline)
     }
 }
 
+/// The refusal of a transfer with oneself.
+#[cold]
+pub(crate) fn own(cluster: ClusterId) -> Error {
+    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
+}
+
 impl Shared {
+    fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let link = self.state.find(cluster, deadline)?;
+        if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
+    }
+
     /// The links the keeper looks after; `None` once all is closed.
     fn kept(&self) -> Option<Vec<Arc<Link>>> {
         self.state.kept()

@@ -134,7 +134,7 @@ impl Table {
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
             let text = format!("{key} already names a live cache");
-            return Err(Error::new(ErrorKind::InvalidArgument, text).with("cache_id", other.cache.id()));
+            return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
         }
         for &(_, key) in keys {
             released.extend(state.unbind(key));

@@ -43,8 +43,10 @@ impl Twin {
         let (src_slot, dst_slot) = (i128::from(args.src_batch_index), i128::from(args.dst_batch_index));
         let (src_stride, dst_stride) = (wide(from.row_bytes()), wide(to.row_bytes()));
         let size = if size == -1 { src_stride - offset } else { size };
+        if (args.size == -1 || args.size > 0) && from.tensors.len() != to.tensors.len() {
+            return Err(ErrorKind::UnlikeTensors);
+        }
         let legal = (args.size == -1 || args.size > 0)
-            && from.tensors.len() == to.tensors.len()
             && src_slot < wide(from.rows)
             && dst_slot < wide(to.rows)
             && (offset == 0 || (offset < src_stride && offset < dst_stride))
@@ -192,7 +194,7 @@ impl TwinTable {
             return Err(ErrorKind::OutOfMemory);
         }
         if keys.iter().flatten().any(|&key| self.find_key(key).is_some()) {
-            return Err(ErrorKind::InvalidArgument);
+            return Err(ErrorKind::KeyTaken);
         }
         Ok(self.enter(kind, false, pool_bytes, keys))
     }

@@ -1,0 +1,66 @@
+"""The helpers of the original's ``llm_utils`` whose behaviour the contract states, under the path that clients import.
+
+Left out are the internals of the original: what packs descriptors and keys for its native module (``pack_*``,
+``CacheDescParser``, ``clone_cache_desc``, ``verify_cache_shape``, ``to_data_type``) and its transfer thread
+(``TransferCacheParameters``, ``TransferCacheJob``, ``TransferAsyncThread``, ``transfer_cache_async``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+from llm_datadist import _core
+from llm_datadist.datadist import _listen_address
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llm_datadist.data_type import DataType
+
+__all__ = [
+    "calc_tensor_size",
+    "is_invalid_id",
+    "is_valid_id",
+    "layer_range_to_tensor_indices",
+    "parse_listen_ip_info",
+]
+
+_NO_ID = 2**64 - 1
+
+
+def is_invalid_id(value: int) -> bool:
+    """Whether ``value`` stands for no request or no prefix (python-api.md §7)."""
+    return value == _NO_ID
+
+
+def is_valid_id(value: int) -> bool:
+    """Whether ``value`` is the id of a request or of a prefix (python-api.md §7)."""
+    return value != _NO_ID
+
+
+def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_layer: int) -> list[int]:
+    """Return the tensors of layers; ``None`` and an empty range, which mean all, give ``[]`` (python-api.md §7.12)."""
+    if not layer_range:
+        return []
+    return list(range(layer_range.start * tensor_num_per_layer, layer_range.stop * tensor_num_per_layer))
+
+
+def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
+    """Return the address and the port of ``ip:port`` (python-api.md §6.2, step 10).
+
+    Raises:
+        TypeError: no text.
+        ValueError: a port that is no uint16.
+        LLMException: ``LLM_PARAM_INVALID``, not of that form.
+    """
+    ip, port = _listen_address(listen_ip_info)
+    return ip, int(port)
+
+
+def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
+    """Return the bytes of one tensor (python-api.md §4.2).
+
+    Raises:
+        LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+    """
+    return _core.tensor_bytes(tuple(shape), data_type)

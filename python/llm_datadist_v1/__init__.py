@@ -1,0 +1,61 @@
+"""The names of :mod:`llm_datadist` under the import path of the first generation (python-api.md §1.3).
+
+The very same objects, so that either spelling catches and compares. The original's native module ``llm_wrapper`` is not
+reproduced.
+"""
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    CacheTask,
+    DataType,
+    KvCache,
+    KvCacheManager,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMConfig,
+    LlmConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    MemInfo,
+    Memtype,
+    Placement,
+    RegisterMemStatus,
+    Status,
+    Tensor,
+    TensorDesc,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+
+__all__ = [  # noqa: RUF022  (the order of the contract)
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "TensorDesc",
+    "Tensor",
+    "DataType",
+    "Status",
+    "KvCacheManager",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "KvCache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+]

@@ -1,0 +1,802 @@
+"""`CacheTask`: what a layer-wise transfer tells, how it can be waited for, and how it ends (python-api.md §4.13, §8).
+
+The destinations are engines of this very process, linked like any others, so that their addresses are known and every
+byte can be looked at. Synchronizers wait for gates, not for time. Not for: arguments (`test_layerwise_arguments.py`),
+or peers that die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import select
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import numpy as np
+import pytest
+
+from conftest import options, pool
+from llm_datadist import (
+    CacheTask,
+    LayerSynchronizer,
+    LLMClusterInfo,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    TransferConfig,
+    _core,
+    layerwise,
+)
+from llm_datadist.layerwise import LayerProgress
+from memory import TE, UINT32_MAX, VE, at, desc, fill, raising, run_fresh, same, tensors, used
+from peers import LIMIT, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUCCESS = LLMStatusCode.LLM_SUCCESS
+TIMEOUT = LLMStatusCode.LLM_TIMEOUT
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
+FAILED = LLMStatusCode.LLM_FAILED
+FINALIZED = LLMStatusCode.LLM_ENGINE_FINALIZED
+LAYERS = 4
+ROW = 256
+STRANGER = 99
+SOON = int(LIMIT * 1000)  # milliseconds
+
+
+class Gates(LayerSynchronizer):
+    """Every layer has a gate of its own; `shut` ones wait to be opened, or for what `answers` says to be returned."""
+
+    def __init__(self, *shut: int, answers: Optional[dict[int, Callable[[], Any]]] = None) -> None:
+        self.gates = {layer: threading.Event() for layer in shut}
+        self.answers = answers or {}
+        self.asked: list[tuple[int, Optional[int]]] = []
+        self.threads: set[threading.Thread] = set()
+
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
+        self.asked.append((layer_index, timeout_in_millis))
+        self.threads.add(threading.current_thread())
+        if layer_index in self.gates:
+            assert self.gates[layer_index].wait(LIMIT), "nobody opened the gate"
+        answer: bool = self.answers.get(layer_index, lambda: True)()
+        return answer
+
+    def open(self, *layers: int) -> None:
+        for layer in layers:
+            self.gates[layer].set()
+
+    def reached(self, layer: int) -> None:
+        """Wait until the layer is asked for."""
+        eventually(lambda: layer in [asked for asked, _ in self.asked], what=f"layer {layer}")
+
+
+class Far:
+    """An engine with one cache, in this process."""
+
+    def __init__(self, cluster: int) -> None:
+        given = {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
+        self.cluster = cluster
+        self.native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.EnableCacheManager": "1", **given})
+        _, self.addrs = self.native.allocate_cache(desc(4, ROW, 2 * LAYERS), [])
+        self.tensors = [at(address, 4 * ROW).reshape(4, ROW) for address in self.addrs]
+
+    def config(self, layers: range = range(LAYERS), row: int = 0, slot: int = 0) -> TransferConfig:
+        """Layers into the same layers here, batch slot `row` into `slot`."""
+        addrs = [address + slot * ROW for address in self.addrs[2 * layers.start : 2 * layers.stop]]
+        return TransferConfig(self.cluster, addrs, layers, row)
+
+
+class Bench:
+    """An engine with a filled cache, linked to two others."""
+
+    def __init__(self, start: Callable[..., Any], **extra: str) -> None:
+        self.dist = start(options(**extra))
+        self.manager = self.dist.cache_manager
+        self.src = self.manager.allocate_cache(desc(4, ROW, 2 * LAYERS))
+        self.bytes = fill(self.src, 7)
+        self.far = [Far(2), Far(3)]
+        infos = []
+        for far in self.far:
+            info = LLMClusterInfo()
+            info.remote_cluster_id = far.cluster
+            info.append_local_ip_info("127.0.0.1", 0)
+            host, port = str(far.native.listening()).rsplit(":", 1)
+            info.append_remote_ip_info(host, int(port))
+            infos.append(info)
+        assert self.dist.link_clusters(infos, 5000)[0] is SUCCESS
+
+    def start(self, synchronizer: LayerSynchronizer, *configs: TransferConfig) -> CacheTask:
+        """Begin a transfer; all layers to both, if nothing is said."""
+        task = self.manager.transfer_cache_async(
+            self.src, synchronizer, list(configs) or [far.config() for far in self.far]
+        )
+        assert isinstance(task, CacheTask)
+        return task
+
+    def arrived(self, far: Far, layers: range = range(LAYERS), row: int = 0, slot: int = 0) -> bool:
+        """Whether these layers are in place, and nothing else is."""
+        expected = [np.zeros((4, ROW), dtype=np.uint8) for _ in self.bytes]
+        for tensor in range(2 * layers.start, 2 * layers.stop):
+            expected[tensor][slot] = self.bytes[tensor][row]
+        return same(far.tensors, expected)
+
+    def close(self) -> None:
+        """Put the other engines away."""
+        for far in self.far:
+            far.tensors = []
+            far.native.close()
+
+
+@pytest.fixture
+def bench(start: Any) -> Iterator[Bench]:
+    made = Bench(start)
+    yield made
+    made.close()
+    eventually(lambda: not walkers(), what="the end of the threads")
+
+
+def walkers() -> list[threading.Thread]:
+    """The threads that wait for layers."""
+    return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
+
+
+def unlinked(layers: range = range(LAYERS)) -> TransferConfig:
+    """A destination that is linked to nobody."""
+    return TransferConfig(STRANGER, list(range(1, 2 * len(layers) + 1)), layers)
+
+
+def descriptors() -> int:
+    """How many files are open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def test_all_layers_arrive(bench: Bench) -> None:
+    near, other = bench.far
+    gates = Gates()
+    task = bench.start(gates, near.config(row=1, slot=3), other.config(range(1, 3), row=2))
+    assert task.synchronize() is SUCCESS
+    assert task.get_results() == [SUCCESS, SUCCESS]
+    assert task.errors() == [None, None]
+    assert task.done()
+    assert bench.arrived(near, row=1, slot=3)
+    assert bench.arrived(other, range(1, 3), row=2)
+    assert gates.asked == [(layer, None) for layer in range(LAYERS)], "each once, in order"
+    assert same(tensors(bench.src), bench.bytes), "the source was changed"
+
+
+def test_only_layers_that_are_needed_are_asked_for(bench: Bench) -> None:
+    near, other = bench.far
+    gates = Gates()
+    task = bench.start(gates, near.config(range(3, 4)), other.config(range(1, 2)), near.config(range(1, 2), slot=1))
+    assert task.synchronize(SOON) is SUCCESS
+    assert [layer for layer, _ in gates.asked] == [1, 3]
+    assert [thread.name for thread in gates.threads] == ["llm-layers"]
+    assert all(thread.daemon for thread in gates.threads)
+
+
+def test_a_layer_goes_as_soon_as_it_is_ready(bench: Bench) -> None:
+    gates = Gates(*range(LAYERS))
+    task = bench.start(gates)
+    for layer in range(LAYERS):
+        gates.reached(layer)
+        for tensor in (2 * layer, 2 * layer + 1):  # what is not said to be ready may still change
+            tensors(bench.src)[tensor][:] = 100 + tensor
+        gates.open(layer)
+        both = [LayerProgress(layer + 1, LAYERS, (layer + 1) * 2 * ROW)] * 2
+        eventually(lambda both=both: task.progress() == both, what=f"layer {layer}")
+    assert task.synchronize(SOON) is SUCCESS
+    for far in bench.far:
+        for tensor, array in enumerate(far.tensors):
+            assert (array[0] == 100 + tensor).all()
+            assert not array[1:].any()
+
+
+def test_a_limit_ends_the_wait_and_not_the_transfer(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+    for limit in (0, 1, 30):
+        assert task.synchronize(limit) is TIMEOUT
+        assert task.get_results(limit) == [TIMEOUT, TIMEOUT]
+        assert task.synchronize(timeout_in_millis=limit) is TIMEOUT
+    assert task.errors() == [None, None], "nothing has failed"
+    assert not task.done()
+    gates.open(0)
+    assert task.synchronize(UINT32_MAX) is SUCCESS
+    assert task.get_results(0) == [SUCCESS, SUCCESS]
+    assert task.synchronize(0) is SUCCESS
+    assert all(bench.arrived(far) for far in bench.far)
+
+
+def test_limits_are_uint32_or_none(bench: Bench) -> None:
+    task = bench.start(Gates())
+    task.synchronize(SOON)
+    for call in (task.synchronize, task.get_results):
+        for bad in ("1", 1.0, True, [1]):
+            with raising(TE):
+                call(bad)
+        for bad in (-1, UINT32_MAX + 1):
+            with raising(VE):
+                call(bad)
+
+
+@pytest.mark.parametrize("answer", [False, 0, None, "", []])
+def test_a_layer_that_is_not_ready(bench: Bench, answer: Any) -> None:
+    near, other = bench.far
+    gates = Gates(2, answers={2: lambda: answer})
+    configs = [near.config(), other.config(range(3, 4)), other.config(range(2)), near.config(range(2, 3), slot=1)]
+    task = bench.start(gates, *configs)
+    eventually(lambda: task.progress()[2].layers_done == 2, what="the short config")
+    gates.open(2)
+    assert task.synchronize(SOON) is INVALID
+    assert task.get_results(SOON) == [INVALID, None, SUCCESS, INVALID]
+    first, *_, last = task.errors()
+    for error in (first, last):
+        assert "layer 2 is not ready" in str(error)
+        assert isinstance(error, LLMException)
+        assert error.status_code is INVALID
+    assert task.errors()[1:3] == [None, None]
+    assert [layer for layer, _ in gates.asked] == [0, 1, 2], "none after it"
+    assert bench.arrived(other, range(2))
+
+
+class Unspeakable(Exception):  # noqa: N818
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class NoAnswer:
+    """Is neither true nor false."""
+
+    def __bool__(self) -> bool:
+        raise ArithmeticError("neither")
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    """A function that raises it."""
+
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+FAILURES = {
+    "a text": (raises(ValueError("the reason")), "ValueError: the reason"),
+    "no text": (raises(Unspeakable()), "Unspeakable"),
+    "Ctrl-C": (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "exit": (raises(SystemExit(3)), "SystemExit: 3"),
+    "of the engine": (raises(LLMException("x", status_code=SUCCESS)), "LLMException: x"),
+    "no truth": (NoAnswer, "ArithmeticError: neither"),
+    "very long": (raises(ValueError("long " * 1000)), "ValueError: long long"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_synchronizer_that_raises(bench: Bench, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    answer, text = FAILURES[name]
+    near, other = bench.far
+    task = bench.start(Gates(answers={1: answer}), near.config(range(1, 4)), other.config(range(2, 4)))
+    assert task.synchronize(SOON) is TIMEOUT, "the default code, never success"
+    assert task.get_results(SOON) == [TIMEOUT, None]
+    error, none = task.errors()
+    assert none is None
+    assert "synchronize_layer raised for layer 1" in str(error)
+    assert text in str(error)
+    assert len(str(error)) < 700
+    eventually(lambda: not walkers(), what="the end of the thread")
+    told = [record for record in caplog.records if "synchronize_layer raised" in record.getMessage()]
+    assert len(told) == 1, "logged once"
+    assert told[0].exc_info, "with its traceback"
+
+
+def test_a_config_that_fails_leaves_the_others_alone(bench: Bench) -> None:
+    near, other = bench.far
+    task = bench.start(Gates(), near.config(), unlinked(), other.config(), unlinked(range(1)))
+    assert task.synchronize(SOON) is UNLINKED
+    assert task.get_results(SOON) == [SUCCESS, UNLINKED, SUCCESS, UNLINKED]
+    for error, failed in zip(task.errors(), (False, True, False, True)):
+        assert (error is not None) == failed
+        assert error is None or f"no link to cluster {STRANGER}" in str(error)
+    assert bench.arrived(near)
+    assert bench.arrived(other)
+
+
+def test_the_first_failure_in_the_order_of_the_configs(bench: Bench) -> None:
+    wrong = TransferConfig(2, [1, 2], range(1))  # no memory of theirs
+    for order in itertools.permutations([(unlinked(range(1)), UNLINKED), (wrong, INVALID)]):
+        task = bench.start(Gates(), bench.far[1].config(), *[config for config, _ in order])
+        assert task.synchronize(SOON) is order[0][1]
+        assert task.get_results(SOON) == [SUCCESS, order[0][1], order[1][1]]
+
+
+def test_two_configs_for_one_cluster_have_results_of_their_own(bench: Bench) -> None:
+    far = bench.far[0]
+    wrong = TransferConfig(far.cluster, [1, 2], range(1))
+    task = bench.start(Gates(), far.config(range(2)), wrong)
+    assert task.get_results(SOON) == [SUCCESS, INVALID]
+
+
+def test_nobody_is_asked_for_layers_of_configs_that_have_failed(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates, unlinked(), bench.far[0].config(range(1)))
+    eventually(lambda: task.errors()[0], what="the failure")
+    gates.open(0)
+    assert task.get_results(SOON) == [UNLINKED, SUCCESS]
+    eventually(lambda: not walkers(), what="the end of the thread")
+    assert [layer for layer, _ in gates.asked] == [0]
+
+
+# -- patience ------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_waited_for_no_longer_than_said(bench: Bench) -> None:
+    near, other = bench.far
+    gates = Gates(2)
+    gates.timeout_in_millis = 100
+    task = bench.start(gates, near.config(), other.config(range(2)), other.config(range(3, 4)))
+    assert task.get_results(SOON) == [TIMEOUT, SUCCESS, None], "while the synchronizer still waits"
+    assert "timeout_in_millis" in str(task.errors()[0])
+    assert walkers()
+    gates.open(2)
+    eventually(lambda: not walkers(), what="the end of the thread")
+    assert gates.asked == [(0, 100), (1, 100), (2, 100)]
+
+
+def test_patience_is_for_each_layer(bench: Bench) -> None:
+    class Slow(Gates):
+        tensor_num_per_layer = 1
+        timeout_in_millis = 2000
+
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
+            time.sleep(0.02)
+            return super().synchronize_layer(layer_index, timeout_in_millis)
+
+    far, slow = bench.far[0], Slow()
+    task = bench.start(slow, TransferConfig(far.cluster, far.addrs))
+    assert task.synchronize(SOON) is SUCCESS
+    assert slow.asked == [(layer, 2000) for layer in range(2 * LAYERS)]
+    assert task.progress() == [LayerProgress(2 * LAYERS, 2 * LAYERS, 2 * LAYERS * ROW)]
+    assert bench.arrived(far)
+
+
+# -- cancelling ----------------------------------------------------------------------------------------------------
+
+
+def test_cancel(bench: Bench) -> None:
+    near, other = bench.far
+    gates = Gates(2)
+    task = bench.start(gates, near.config(), other.config(range(2)), other.config(range(3, 4)))
+    eventually(lambda: [carried.layers_done for carried in task.progress()] == [2, 2, 0], what="two layers")
+    assert task.cancel()
+    assert task.synchronize(SOON) is FAILED
+    assert task.get_results(SOON) == [FAILED, SUCCESS, FAILED]
+    assert "cancelled" in str(task.errors()[0])
+    assert not task.cancel(), "there is nothing left to cancel"
+    gates.open(2)
+    eventually(lambda: not walkers(), what="the end of the thread")
+    assert [layer for layer, _ in gates.asked] == [0, 1, 2], "nobody needs the others"
+    assert bench.arrived(near, range(2))
+    assert bench.start(Gates()).synchronize(SOON) is SUCCESS, "the rows are free again"
+
+
+def test_cancel_of_what_has_ended(bench: Bench) -> None:
+    task = bench.start(Gates())
+    assert task.synchronize(SOON) is SUCCESS
+    assert not task.cancel()
+    assert task.get_results(SOON) == [SUCCESS, SUCCESS]
+
+
+def test_a_task_that_nobody_holds_goes_on(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+    gates.reached(0)
+    del task
+    gc.collect()
+    gates.open(0)
+    eventually(lambda: all(bench.arrived(far) for far in bench.far), what="every layer")
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_no_thread_no_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gates = Gates()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(
+            LLMException, match="no thread for the layers of a transfer: can't start new thread"
+        ) as caught:
+            bench.start(gates)
+    assert caught.value.status_code is FAILED
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not gates.asked
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+
+
+def test_an_interrupt_while_the_thread_starts_is_that_interrupt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: raises(KeyboardInterrupt())())
+        with pytest.raises(KeyboardInterrupt):
+            bench.start(Gates())
+    assert bench.start(Gates()).synchronize(SOON) is SUCCESS
+
+
+def test_a_synchronizer_whose_attributes_raise(bench: Bench) -> None:
+    class Fickle(Gates):
+        reads = 0
+
+        @property
+        def timeout_in_millis(self) -> Optional[int]:  # type: ignore[override]
+            self.reads += 1
+            if self.reads > 1:
+                raise ArithmeticError("gone")
+            return None
+
+    with pytest.raises(ArithmeticError, match="gone"):
+        bench.start(Fickle())
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+
+
+def test_a_thread_that_ends_for_no_reason_is_a_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    monkeypatch.setattr(layerwise, "_arrives", lambda *_: raises(MemoryError())())
+    task = bench.start(Gates(), bench.far[0].config(range(1, 4)), bench.far[1].config(range(2, 4)))
+    assert task.get_results(SOON) == [TIMEOUT, None]
+    assert "ended at layer 1" in str(task.errors()[0])
+    eventually(lambda: seen, what="the report")
+    assert seen[0].exc_type is MemoryError
+
+
+def test_transfers_from_many_threads(bench: Bench) -> None:
+    near, other = bench.far
+    count = 8
+    gates = [Gates(0) for _ in range(count)]
+    tasks: list[Optional[CacheTask]] = [None] * count
+
+    def begin(number: int) -> None:
+        layers = range(number % 4, number % 4 + 1)
+        gates[number].gates = {layers.start: threading.Event()}
+        far = (near, other)[number // 4]
+        tasks[number] = bench.start(gates[number], far.config(layers, row=number % 4, slot=0))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert all(task is not None and not task.done() for task in tasks)
+    assert len(walkers()) == count
+    assert len(layerwise._under_way) == count
+    for number in reversed(range(count)):
+        gates[number].open(number % 4)
+    assert [task.synchronize(SOON) for task in tasks if task is not None] == [SUCCESS] * count
+    for far in bench.far:
+        for tensor, array in enumerate(far.tensors):
+            assert np.array_equal(array[0], bench.bytes[tensor][tensor // 2])
+    eventually(lambda: not walkers(), what="the end of the threads")
+    assert bench.start(Gates()).synchronize(SOON) is SUCCESS
+    assert len(layerwise._under_way) == 1, "what has ended is forgotten"
+
+
+def test_ctrl_c_interrupts_the_wait(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+    waiting = threading.Event()
+
+    def interrupt() -> None:
+        waiting.wait(LIMIT)
+        time.sleep(0.05)  # into the wait, most likely; before it is as good
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for call in (task.synchronize, task.get_results):
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            waiting.set()
+            call()
+        helper.join(LIMIT)
+        waiting.clear()
+    assert not task.done(), "the transfer goes on"
+    gates.open(0)
+    assert task.synchronize(SOON) is SUCCESS
+
+
+# -- asyncio -------------------------------------------------------------------------------------------------------
+
+
+def test_awaiting(bench: Bench) -> None:
+    assert bench.start(Gates()).synchronize(SOON) is SUCCESS  # what links keep open is open
+    gates = Gates(0)
+    task = bench.start(gates)
+    before = descriptors()
+
+    async def main() -> None:
+        async def wait() -> LLMStatusCode:
+            return await task
+
+        some = [asyncio.ensure_future(wait()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(one.done() for one in some), "nothing is ready"
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(), 0.05)
+        some[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await some[0]
+        assert not task.done(), "who gives up leaves the transfer alone"
+        gates.open(0)
+        assert await asyncio.gather(*some[1:]) == [SUCCESS, SUCCESS]
+        assert await task is SUCCESS, "again, and at once"
+
+    threads = threading.active_count()
+    asyncio.run(main())
+    assert threading.active_count() <= threads, "no thread waited"
+    eventually(lambda: descriptors() <= before, what="the end of every descriptor")
+    assert all(bench.arrived(far) for far in bench.far)
+
+
+def test_who_gives_up_leaves_no_reader(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(task, 0.02)
+        reading, writing = os.pipe()  # one of them has the number that was given up
+        for end in (reading, writing):
+            assert not loop.remove_reader(end), "somebody still reads it"
+        os.close(reading)
+        os.close(writing)
+
+    asyncio.run(main())
+    gates.open(0)
+    assert task.synchronize(SOON) is SUCCESS
+
+
+def test_awaiting_a_failure_is_no_exception(bench: Bench) -> None:
+    async def main() -> LLMStatusCode:
+        return await bench.start(Gates(), unlinked())
+
+    assert asyncio.run(main()) is UNLINKED
+
+
+def test_awaiting_in_two_loops(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+    codes: list[LLMStatusCode] = []
+    begun = threading.Barrier(3)
+
+    async def wait() -> None:
+        asyncio.get_running_loop().call_later(0.02, lambda: begun.wait(LIMIT))
+        codes.append(await task)
+
+    threads = [threading.Thread(target=lambda: asyncio.run(wait())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait(LIMIT)
+    gates.open(0)
+    for thread in threads:
+        thread.join(LIMIT)
+    assert codes == [SUCCESS, SUCCESS]
+
+
+def test_awaiting_a_transfer_that_is_cancelled(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+
+    async def main() -> LLMStatusCode:
+        asyncio.get_running_loop().call_later(0.02, task.cancel)
+        return await task
+
+    assert asyncio.run(main()) is FAILED
+    gates.open(0)
+
+
+def test_descriptors_are_the_callers(bench: Bench) -> None:
+    gates = Gates(0)
+    task = bench.start(gates)
+    first, second = task._native.descriptor(), task._native.descriptor()
+    assert first != second
+    assert not os.get_inheritable(first)
+    assert select.select([first, second], [], [], 0)[0] == []
+    os.close(first)
+    gates.open(0)
+    assert select.select([second], [], [], LIMIT)[0] == [second]
+    assert task.done()
+    assert select.select([second], [], [], 0)[0] == [second], "and stays readable"
+    os.close(second)
+
+
+# -- the end of the engine -----------------------------------------------------------------------------------------
+
+
+def test_finalize_waits_while_layers_come(bench: Bench) -> None:
+    gates = Gates(*range(LAYERS))
+    task = bench.start(gates)
+
+    def compute() -> None:
+        for layer in range(LAYERS):
+            gates.reached(layer)
+            time.sleep(0.05)
+            gates.open(layer)
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    bench.dist.finalize()
+    computing.join(LIMIT)
+    assert task.get_results(0) == [SUCCESS, SUCCESS]
+    assert all(bench.arrived(far) for far in bench.far)
+
+
+def test_finalize_does_not_wait_for_ever(start: Any) -> None:
+    bench = Bench(start, llm__SyncKvCacheWaitTime="100")
+    gates = Gates(1)
+    task = bench.start(gates, bench.far[0].config(), bench.far[1].config(range(1)))
+    gates.reached(1)
+    eventually(lambda: task.get_results(0) and task.progress()[1].layers_done == 1, what="the first layer")
+    bench.dist.finalize()
+    assert task.done()
+    assert task.get_results(0) == [FINALIZED, SUCCESS]
+    assert task.synchronize(SOON) is FINALIZED
+    assert "finalized" in str(task.errors()[0])
+    assert walkers(), "the synchronizer still waits"
+    gates.open(1)
+    eventually(lambda: not walkers(), what="the end of the thread")
+    assert [layer for layer, _ in gates.asked] == [0, 1]
+    bench.close()
+
+
+class Scripted:
+    """A task whose layers come one with every wait, up to a number of them."""
+
+    def __init__(self, layers: int, of_layers: int) -> None:
+        self.layers, self.of_layers, self.here, self.waits = layers, of_layers, 0, 0
+
+    def done(self) -> bool:
+        return self.here == self.of_layers
+
+    def progress(self) -> list[tuple[int, int, int]]:
+        return [(self.here, self.of_layers, 0)]
+
+    def wait(self, limit: int) -> bool:
+        assert 0 <= limit <= 50
+        self.waits += 1
+        self.here = min(self.here + 1, self.layers)
+        return self.done()
+
+
+def test_who_is_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def sync_kv_timeout(self) -> int:
+            return 50
+
+    engine, other = Engine(), Engine()
+    whole, stuck, foreign = Scripted(5, 5), Scripted(2, 9), Scripted(0, 1)
+    under_way = [(engine, whole, None), (other, foreign, None), (engine, stuck, None)]
+    monkeypatch.setattr(layerwise, "_under_way", under_way)
+    layerwise.drain(engine)  # type: ignore[arg-type]
+    assert whole.done()
+    assert whole.waits == 5
+    assert stuck.waits == 6, "as long as any of them gets on, and once more"
+    assert foreign.waits == 0
+
+
+IN_ONE_PROCESS = """
+    import atexit, sys, threading, time
+    told = []
+    atexit.register(lambda: print(*[str(code).rsplit("_", 1)[-1] for task in told for code in task.get_results(0)]))
+    from llm_datadist import (CacheDesc, DataType, LayerSynchronizer, LLMClusterInfo, LLMDataDist, LLMRole,
+                              TransferConfig, _core)
+    given = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 2097152}',
+             "llm.SyncKvCacheWaitTime": "200"}
+    desc = CacheDesc(8, [4, 256], DataType.DT_INT8)
+    far = _core.DataDist(LLMRole.PROMPT, 2, {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", **given})
+    _, addrs = far.allocate_cache(desc, [])
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(given)
+    info = LLMClusterInfo()
+    info.remote_cluster_id = 2
+    info.append_local_ip_info("127.0.0.1", 0)
+    info.append_remote_ip_info("127.0.0.1", int(far.listening().rsplit(":")[-1]))
+    assert dist.link_clusters([info])[0] == 0
+    src = dist.cache_manager.allocate_cache(desc)
+    class Synchronizer(LayerSynchronizer):
+        def __init__(self, call): self.call = call
+        def synchronize_layer(self, layer_index, timeout_in_millis): return self.call(layer_index)
+    def start(call):
+        task = dist.cache_manager.transfer_cache_async(src, Synchronizer(call), [TransferConfig(2, addrs)])
+        told.append(task)
+        return task
+"""
+
+
+def in_one_process(code: str) -> str:
+    """Run code between an engine that transfers and its destination in a fresh process; what it printed."""
+    lines = "\n".join("    " + line for line in code.strip().splitlines())
+    return run_fresh(IN_ONE_PROCESS + lines + "\n")
+
+
+def test_a_synchronizer_that_blocks_does_not_keep_the_process() -> None:
+    assert in_one_process("start(lambda layer: threading.Event().wait())\ntime.sleep(0.05)") == "FINALIZED\n"
+
+
+def test_layers_that_come_are_awaited_at_exit() -> None:
+    assert in_one_process("start(lambda layer: time.sleep(0.05) or True)") == "SUCCESS\n"
+
+
+def test_threads_at_work_survive_the_end_of_the_interpreter() -> None:
+    """Nothing is drained: the limit is over at once, and the threads go on asking while the interpreter ends."""
+    busy = """
+import random
+layerwise = sys.modules["llm_datadist.layerwise"]
+layerwise.drain = lambda engine: None
+for _ in range(6):
+    start(lambda layer: time.sleep(random.choice([0, 0, 0.0005, 0.002])) or True)
+time.sleep(random.random() * 0.003)
+"""
+    for _ in range(5):
+        codes = in_one_process(busy).split()
+        assert len(codes) == 6
+        assert set(codes) <= {"SUCCESS", "FINALIZED", "TIMEOUT"}  # the last: a layer is still on its way
+
+
+def test_a_forked_child_has_no_part_in_the_transfer() -> None:
+    out = in_one_process(
+        """
+import os, warnings
+from llm_datadist import LLMException
+warnings.simplefilter("ignore", DeprecationWarning)
+gate = threading.Event()
+task = start(lambda layer: gate.wait(20))
+child = os.fork()
+if child == 0:
+    codes = []
+    for call in (task.synchronize, task.get_results, task.cancel, task.done, task.progress, task.errors):
+        try: call()
+        except LLMException as error: codes.append(error.status_code.name)
+    dist.finalize()
+    del task
+    told.clear()
+    os._exit(0 if codes == ["LLM_FAILED"] * 6 else 1)
+assert os.waitpid(child, 0)[1] == 0
+gate.set()
+assert task.synchronize(20000) == 0
+print("parent done")
+"""
+    )
+    assert out == "parent done\nSUCCESS\n"
+
+
+def test_what_a_transfer_leaves_behind(bench: Bench) -> None:
+    bench.start(Gates()).synchronize(SOON)
+    before = descriptors()
+    for _ in range(30):
+        assert bench.start(Gates()).synchronize(SOON) is SUCCESS
+        with pytest.raises(LLMException):
+            bench.start(Gates(), bench.far[0].config(row=4))
+    gc.collect()
+    eventually(lambda: descriptors() <= before + 1, what="the descriptors")  # the last task's is still held
+    eventually(lambda: not walkers(), what="the end of the threads")
+    assert bench.start(Gates()).synchronize(SOON) is SUCCESS
+    assert len(layerwise._under_way) == 1

@@ -1,0 +1,244 @@
+"""Every public name, where it is found, and that either spelling is the same object (python-api.md §1).
+
+Not for: what stands behind a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+import llm_datadist
+import llm_datadist_v1
+from llm_datadist import LLMException, LLMRole, LLMStatusCode, _core
+from llm_datadist.v2 import llm_utils
+from llm_datadist.v2.config import ClusterConfig, EngineConfig
+from memory import LE, TE, VE, raising, run_fresh
+
+V2_LIST = [
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "DataType",
+    "Status",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "KvCache",
+    "Cache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+]
+LAZY = ["TensorDesc", "Tensor", "KvCacheManager"]
+# python-api.md §1.3, in its order.
+V1_LIST = [
+    "LLMClusterInfo",
+    "LLMStatusCode",
+    "LLMException",
+    "LLMRole",
+    "LlmConfig",
+    "LLMConfig",
+    "TensorDesc",
+    "Tensor",
+    "DataType",
+    "Status",
+    "KvCacheManager",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "KvCache",
+    "BlocksCacheKey",
+    "LLMDataDist",
+    "Placement",
+    "RegisterMemStatus",
+    "LayerSynchronizer",
+    "TransferConfig",
+    "CacheTask",
+    "TransferWithCacheKeyConfig",
+    "Memtype",
+    "MemInfo",
+]
+TYPES = "llm_datadist.v2.llm_types"
+WHERE = {
+    "llm_datadist.configs": ["LLMRole", "LLMClusterInfo", "LlmConfig", "LLMConfig", "trans_str_ip"],
+    "llm_datadist.status": [
+        *["LLMStatusCode", "LLMException", "Status"],
+        *["code_2_status", "handle_llm_status", "raise_if_false", "raise_if_true"],
+    ],
+    "llm_datadist.data_type": [
+        *["DataType", "python_dtype_2_dwrapper_dtype", "_dwrapper_dtype_to_python_dtype"],
+        *["get_python_dtype_from_wrapper_dtype", "dtype_to_np_dtype", "valid_np_dtypes", "np_dtype_to_dtype"],
+    ],
+    "llm_datadist.utils.utils": [
+        *["check_inner", "check_dict", "check_isinstance", "check_uint8", "check_uint16", "check_uint32"],
+        *["check_uint64", "check_int32", "check_int64", "check_list_int32", "check_list_int64"],
+        *["check_list_uint64", "check_positive_or_set_default"],
+    ],
+    "llm_datadist.utils.log": ["get_logger", "info", "warn", "error", "LOG_FORMAT", "_find_caller"],
+    TYPES: [
+        *["CacheDesc", "CacheKey", "CacheKeyByIdAndIndex", "KvCache", "Cache", "BlocksCacheKey", "Placement"],
+        *["RegisterMemStatus", "LayerSynchronizer", "TransferConfig", "CacheTask", "TransferWithCacheKeyConfig"],
+        *["Memtype", "MemInfo", "PushType", "check_layer_range", "int_to_mem_status_dict", "DataType"],
+    ],
+    "llm_datadist.v2.cache_manager": ["CacheManager"],
+    "llm_datadist.v2.llm_datadist": ["LLMDataDist", "_shutdown_handler", "EngineConfig"],
+    "llm_datadist.v2.config": ["EngineConfig", "ClusterConfig"],
+    "llm_datadist.v2.llm_utils": list(llm_utils.__all__),
+    "llm_datadist.metadef_wrapper": [f"DT_{name}" for name in ("FLOAT", "BF16", "STRING", "BOOL")],
+    "llm_datadist_v1": V1_LIST,
+    "llm_datadist_v1.kv_cache_manager": ["KvCacheManager"],
+}
+
+
+def test_the_lists() -> None:
+    assert llm_datadist.v2_list == V2_LIST
+    assert len(V2_LIST) == 23
+    assert set(llm_datadist.__all__) == {*V2_LIST, *LAZY}
+    assert len(llm_datadist.__all__) == 26
+    assert llm_datadist_v1.__all__ == V1_LIST
+    for name in [*V2_LIST, *LAZY]:
+        assert inspect.isclass(getattr(llm_datadist, name)), name
+
+
+def test_the_star_import_of_the_seeds() -> None:
+    told = run_fresh(
+        """
+        before = set(globals())
+        from llm_datadist import *
+        print(*sorted(set(globals()) - before - {"before"}))
+        """
+    )
+    assert told.split() == sorted([*V2_LIST, *LAZY])
+    for package in ("llm_datadist_v1", "llm_datadist"):
+        run_fresh(f"from {package} import *; assert issubclass(LLMException, RuntimeError); LLMDataDist; KvCache")
+
+
+@pytest.mark.parametrize("module", list(WHERE))
+def test_where_names_are_found(module: str) -> None:
+    loaded = importlib.import_module(module)
+    missing = [name for name in WHERE[module] if not hasattr(loaded, name)]
+    assert not missing
+    assert WHERE[module]
+
+
+def test_either_spelling_is_the_same_object() -> None:
+    looked_at = 0
+    for module, names in WHERE.items():
+        for name in names:
+            if hasattr(llm_datadist, name):
+                assert getattr(importlib.import_module(module), name) is getattr(llm_datadist, name), (module, name)
+                looked_at += 1
+    assert looked_at > 40
+    assert llm_datadist.LLMConfig is llm_datadist.LlmConfig
+
+
+def test_an_error_is_caught_by_either_spelling() -> None:
+    for spelling in (llm_datadist_v1.LLMException, llm_datadist.LLMException):
+        with pytest.raises(spelling):
+            _core.check_layer_range("layers", range(0))
+
+
+@pytest.mark.parametrize("module", ["llm_datadist", "llm_datadist_v1", "llm_datadist.data_type", TYPES])
+def test_unknown_attributes(module: str) -> None:
+    loaded: Any = importlib.import_module(module)
+    with pytest.raises(AttributeError, match="has no attribute"):
+        _ = loaded.no_such_name
+    assert not hasattr(llm_datadist, "CacheManager"), "reached through LLMDataDist.cache_manager"
+
+
+def test_signatures_of_the_manager() -> None:
+    manager = llm_datadist.KvCacheManager
+    expected = {
+        "allocate_cache": "cache_desc, cache_keys=()",
+        "allocate_blocks_cache": "cache_desc, blocks_cache_key=None",
+        "deallocate_cache": "cache",
+        "remove_cache_key": "cache_key",
+        "pull_cache": "cache_key, kv_cache, batch_index=0, size=-1, **kwargs",
+        "pull_blocks": "prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, **kwargs",
+        "copy_cache": "dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None",
+        "copy_blocks": "cache, copy_block_info",
+        "swap_blocks": "src, dst, src_to_dst",
+        "get_cache_tensors": "cache, tensor_index=0",
+        "is_initialized": "",
+    }
+    for name, text in expected.items():
+        parameters = list(inspect.signature(getattr(manager, name)).parameters.values())[1:]
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+        assert ", ".join(map(str, plain)) == text, name
+    assert list(inspect.signature(manager).parameters) == ["native", "role"]
+    absent = ("register_cache", "register_blocks_cache", "unregister_cache", "push_cache", "push_blocks")
+    assert not any(hasattr(manager, name) for name in (*absent, "remap_registered_memory", "deallocate_blocks_cache"))
+
+
+# -- helpers under their paths -------------------------------------------------------------------------------------
+
+
+def test_llm_utils() -> None:
+    assert llm_utils.layer_range_to_tensor_indices(range(1, 3), 3) == [3, 4, 5, 6, 7, 8]
+    assert llm_utils.layer_range_to_tensor_indices(range(1), 2) == [0, 1]
+    assert llm_utils.layer_range_to_tensor_indices(None, 2) == []
+    assert llm_utils.layer_range_to_tensor_indices(range(3, 3), 2) == []
+    assert (llm_utils.is_valid_id(0), llm_utils.is_valid_id(2**64 - 1)) == (True, False)
+    assert (llm_utils.is_invalid_id(0), llm_utils.is_invalid_id(2**64 - 1)) == (False, True)
+    assert llm_utils.parse_listen_ip_info("1.2.3.4:5") == ("1.2.3.4", 5)
+    assert llm_utils.calc_tensor_size([2, 3], llm_datadist.DataType.DT_INT32) == 24
+    for wrong, expected in [(1, TE), ("1.2.3.4", LE), ("1.2.3.4:x", VE), ("1.2.3.4:65536", VE)]:
+        with raising(expected):
+            llm_utils.parse_listen_ip_info(wrong)  # type: ignore[arg-type]
+    documented = llm_utils.__doc__ or ""
+    assert "pack_*" in documented
+    assert "TransferAsyncThread" in documented
+
+
+def test_engine_config() -> None:
+    options = {"ge.exec.deviceId": "3;5", "llm.listenIpInfo": "1.2.3.4:26000;127.0.0.1:26001"}
+    config = EngineConfig.from_engine_options(True, options)
+    assert isinstance(config, EngineConfig)
+    cluster = config.cluster_config
+    assert isinstance(cluster, ClusterConfig)
+    assert (cluster.device_ids, cluster.rank_id_to_device_id) == ([3, 5], {0: 3, 1: 5})
+    assert cluster.listen_ip_info == [(67305985, 26000), (16777343, 26001)]
+    assert EngineConfig.from_engine_options(False, options).cluster_config.listen_ip_info == []
+    assert EngineConfig.parse_listen_ip_info("1.2.3.4:5") == (67305985, 5)
+    given = dict(options)
+    EngineConfig.gen_cluster_info_if_not_exist(7, LLMRole.PROMPT, given)
+    assert set(given) == {*options, "llm.ClusterInfo"}
+    same = {"llm.ClusterInfo": "whatever"}
+    EngineConfig.gen_cluster_info_if_not_exist(7, LLMRole.PROMPT, same)
+    assert same == {"llm.ClusterInfo": "whatever"}
+    for wrong, expected in [
+        ({}, LE),
+        ({"ge.exec.deviceId": ""}, LE),
+        ({"ge.exec.deviceId": "0;x"}, LE),
+        ({"ge.exec.deviceId": "-1"}, LE),
+        ({"ge.exec.deviceId": "0;1", "llm.listenIpInfo": "1.2.3.4:1"}, LE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4"}, LE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:1:2"}, LE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:x"}, VE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": "1.2.3.4:65536"}, VE),
+        ({"ge.exec.deviceId": "0", "llm.listenIpInfo": 1}, None),
+    ]:
+        if expected is None:
+            with pytest.raises((AttributeError, TypeError)):
+                EngineConfig.from_engine_options(True, wrong)  # type: ignore[arg-type]
+            continue
+        with raising(expected):
+            EngineConfig.from_engine_options(True, wrong)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as caught:
+        EngineConfig.parse_listen_ip_info("nowhere:1")
+    assert not isinstance(caught.value, LLMException)
+    assert LLMStatusCode.LLM_PARAM_INVALID == 0x5010B005
