@@ -93,7 +93,7 @@ def send(near: End, name: str, to: Sequence[Any], steps: Any = None, **kwargs: A
 class Far:
     """A cache of a peer that layers are sent to, and the bytes it must hold."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         peer: Peer,
         accessible: bool,
