@@ -298,10 +298,6 @@ class End:
         for array in self.held[name].arrays:
             array[:] = value
 
-    def addresses(self, name: str) -> list[int]:
-        """Where the tensors of a cache are."""
-        return _addresses(self.held[name].handle)
-
     def read(self, name: str) -> list[np.ndarray]:
         """A copy of the bytes."""
         return [array.copy() for array in self.held[name].arrays]

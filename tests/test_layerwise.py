@@ -8,12 +8,14 @@ at once and the end of processes (`test_layerwise_faults.py`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import random
 import re
 import signal
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -426,7 +428,7 @@ def test_a_layer_is_read_when_it_is_ready_and_not_before(pair: tuple[End, Peer, 
     class Model(LayerSynchronizer):
         """Computes a layer while it is waited for."""
 
-        def synchronize_layer(self, layer_index: int, timeout_in_millis: Any) -> bool:
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: Any) -> bool:  # noqa: ARG002
             for tensor in (2 * layer_index, 2 * layer_index + 1):
                 arrays[tensor][:] = good[tensor]
             return True
@@ -457,7 +459,7 @@ def test_layers_arrive_while_later_ones_are_waited_for(pair: tuple[End, Peer, bo
 
 
 def test_the_next_layer_is_waited_for_while_one_is_on_the_wire(ends: Ends, way: dict[str, Any]) -> None:
-    """The peer is stopped, so that layer 0 cannot end; layer 1 is asked for all the same, and all arrives in the end."""
+    """The peer is stopped, so that layer 0 cannot end; layer 1 is asked for all the same, and all arrives later."""
     near, far = ends.pair(pool=32 << 20, llm__SyncKvCacheWaitTime=15000, llm__LinkSilence=60000, **way)
     rows, row_bytes = 4, 100_000
     near.allocate("n", rows, row_bytes, 6, blocks=True, seed=1)
@@ -745,6 +747,64 @@ def test_ctrl_c_interrupts_synchronize(ends: Ends) -> None:
         assert results(task) == [OK], "an interrupted wait leaves the transfer alone"
 
 
+def test_cancelled_from_many_threads_it_is_cancelled_once(ends: Ends) -> None:
+    near, far = ends.pair()
+    near.allocate("n", 1, 64, 4, seed=1)
+    to = Far(far, False, "f", 1, 64, 2, seed=2)
+    for _ in range(10):
+        steps = Steps(allowed=0)
+        task = launch(near, "n", [to.to(range(2)), to.to(range(1))], steps)
+        told: list[bool] = []
+        crew = [threading.Thread(target=lambda task=task: told.append(task.cancel())) for _ in range(6)]
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join(LIMIT)
+        assert sorted(told) == [False] * 5 + [True]
+        assert results(task) == [FAILED, FAILED]
+        steps.allow()
+
+
+def test_cancel_with_a_layer_on_the_wire(ends: Ends, way: dict[str, Any]) -> None:
+    near, far = ends.pair(pool=8 << 20, llm__SyncKvCacheWaitTime=15000, llm__LinkSilence=60000, **way)
+    near.allocate("n", 1, 400_000, 6, seed=1)
+    to = Far(far, way["accessible"], "f", 1, 400_000, 3, seed=2)
+    assert send(near, "n", [to.to(range(1))]) == [OK]
+    steps = Steps(allowed=1)
+    far.stop()
+    try:
+        task = launch(near, "n", [to.to(range(3))], steps)
+        steps.reached(1)
+        assert task.cancel()
+        assert task.synchronize(20).name in (FAILED, TIMEOUT)
+    finally:
+        far.go_on()
+        far.spoiled = False
+    assert results(task) == [FAILED]
+    steps.allow()
+    got = far.read("f")
+    far.rest(0.1)
+    assert equal(far.read("f"), got), "something came after the end"
+    assert equal(got[2:], to.twin[2:]), "a layer that was never begun"
+    assert send(near, "n", [to.to(range(3))]) == [OK], "the link is as good as before"
+    to.slot(pattern(1, 6, 1, 400_000), range(3))
+    to.check()
+
+
+def test_what_has_ended_keeps_no_synchronizer(ends: Ends) -> None:
+    """It may hold a model; the task itself may be kept for its results."""
+    near, far = ends.pair()
+    near.allocate("n", 1, 64, 4, seed=1)
+    to = Far(far, False, "f", 1, 64, 2, seed=2)
+    for answers in ({}, {1: False}):
+        steps = Steps(answers=answers)
+        watched = weakref.ref(steps)
+        task = launch(near, "n", [to.to(range(2))], steps)
+        results(task)
+        del steps
+        eventually(lambda watched=watched: gc.collect() >= 0 and watched() is None, what="the end of the synchronizer")
+
+
 # -- asyncio -------------------------------------------------------------------------------------------------------
 
 
@@ -776,7 +836,7 @@ def test_the_loop_runs_while_a_task_is_awaited(ends: Ends) -> None:
 
     async def model() -> None:
         for layer in range(2):
-            while layer not in steps.layers:
+            while layer not in steps.layers:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             steps.allow(layer + 1)
 
@@ -925,7 +985,7 @@ def test_two_hundred_tasks_leave_nothing_behind(ends: Ends) -> None:
     def settled() -> bool:
         pairs = ((near.resources(), before), (far.resources(), far_before))
         grown = [now[what] - then[what] for now, then in pairs for what in ("threads", "descriptors")]
-        return max(grown) <= KEPT or bool(print("grown:", grown))
+        return max(grown) <= KEPT
 
     eventually(settled, what="threads and descriptors as before")
     assert near.used() == used

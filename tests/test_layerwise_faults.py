@@ -1053,6 +1053,67 @@ def test_a_prefill_that_is_killed_holds_nothing_of_the_decoder(ends: Ends, way: 
     assert near.used() == 0
 
 
+def test_a_prefill_that_stood_still_does_not_write_where_others_live_now(ends: Ends, way: dict[str, Any]) -> None:
+    """It is stopped with a layer on the way; the link breaks, the memory is given to others, then it goes on."""
+    quick = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 400, "llm__SyncKvCacheWaitTime": 2000}
+    decoder = Decoder(ends, {**way, **quick})
+    near = decoder.near
+    chance = random.Random(1)  # noqa: S311
+    program = decoder.start("""
+        end.allocate("big", 1, 6400, 20, seed=1)
+        print("flows", flush=True)
+        while True:
+            task = go(Model(0))
+            task.synchronize()
+    """)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "flows\n"
+    try:
+        time.sleep(0.05 + chance.random() * 0.02)
+        program.send_signal(signal.SIGSTOP)
+        ended(near, 2)
+        near.deallocate("f")
+        near.allocate("g", 1, 6400, 20, seed=3)
+        near.allocate("h", 1, 6400, 20, seed=4)
+        program.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert equal(near.read("g"), pattern(3, 20, 1, 6400)), "the late prefill wrote"
+        assert equal(near.read("h"), pattern(4, 20, 1, 6400)), "the late prefill wrote"
+    finally:
+        program.kill()
+        program.communicate()
+    near.deallocate("g")
+    near.deallocate("h")
+    eventually(lambda: near.used() == 0, what="the memory")
+
+
+def test_a_link_that_is_ended_by_force_with_a_layer_on_the_wire(ends: Ends, way: dict[str, Any]) -> None:
+    near, far = ends.pair(pool=8 << 20, llm__SyncKvCacheWaitTime=15000, llm__LinkSilence=60000, **way)
+    near.allocate("n", 1, 400_000, 6, seed=1)
+    to = Far(far, way["accessible"], "f", 1, 400_000, 3, seed=2)
+    assert send(near, "n", [to.to(range(1))]) == [OK]
+    steps = Steps(allowed=1)
+    far.stop()
+    try:
+        task = launch(near, "n", [to.to(range(3))], steps)
+        steps.reached(1)
+        near.unlink_clusters([far.at], 500, force=True)
+        ended(near, 2)
+        assert results(task, 8000) == [UNLINKED], "it need not wait for sync_kv_timeout"
+    finally:
+        steps.allow()
+        far.go_on()
+        far.spoiled = False
+    far.unlink_clusters([(1, None)], 1000, force=True)
+    linked(near, far)
+    far.fill("f", 2)
+    assert send(near, "n", [to.to(range(1, 3), 1)]) == [OK]
+    to.twin = pattern(2, 6, 1, 400_000)
+    to.slot(pattern(1, 6, 1, 400_000), range(1, 3), 1)
+    far.rest(0.1)
+    to.check("a leftover of the first transfer was written")
+
+
 @pytest.mark.skipif(not THOROUGH, reason="LLM_DATADIST_THOROUGH")
 def test_random_kills_of_decoders_in_the_middle(ends: Ends, way: dict[str, Any]) -> None:
     settings = options(pool=8 << 20, llm__SyncKvCacheWaitTime=5000, **way)
