@@ -755,7 +755,7 @@ def test_cancelled_from_many_threads_it_is_cancelled_once(ends: Ends) -> None:
         steps = Steps(allowed=0)
         task = launch(near, "n", [to.to(range(2)), to.to(range(1))], steps)
         told: list[bool] = []
-        crew = [threading.Thread(target=lambda task=task: told.append(task.cancel())) for _ in range(6)]
+        crew = [threading.Thread(target=lambda task=task, told=told: told.append(task.cancel())) for _ in range(6)]
         for thread in crew:
             thread.start()
         for thread in crew:

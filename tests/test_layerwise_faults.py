@@ -579,6 +579,29 @@ def test_a_decoder_that_stands_still_takes_no_lane_of_the_others(ends: Ends, way
     to.check()
 
 
+def test_hundreds_of_rows_for_one_that_stands_still_do_not_hold_up_another(ends: Ends) -> None:
+    settings = options(llm__SyncKvCacheWaitTime=5000, llm__LinkSilence=60000)
+    still, alive = ends.peer(settings, cluster=2), ends.peer(settings, cluster=3)
+    near = ends.near(settings)
+    linked(near, still, alive)
+    rows = 700
+    near.allocate("n", rows, 64, 4, seed=1)
+    stuck = Far(still, False, "f", rows, 64, 2, seed=2)
+    to = Far(alive, False, "f", 2, 64, 2, seed=3)
+    assert send(near, "n", [stuck.to(range(1)), to.to(range(1))]) == [OK, OK]
+    still.stop()
+    try:
+        many = launch(near, "n", [stuck.to(range(2), row=row, slot=row) for row in range(rows)])
+        eventually(lambda: near.resources()["threads"] > 20, what="the lanes")
+        good = launch(near, "n", [to.to(range(2), row=1)])
+        assert results(good) == [OK]
+        assert TIMEOUT not in {error and error.status_code.name for error in many.errors()}, "it waited for these"
+    finally:
+        still.go_on()
+        still.spoiled = False
+    results(many)
+
+
 def test_two_ends_send_each_other_the_same_rows(ends: Ends, way: dict[str, Any]) -> None:
     """What is the source of one is the destination of the other: all end, with a code, and rows are whole."""
     decoder = Decoder(ends, {**way, "llm__SyncKvCacheWaitTime": 700})
@@ -891,6 +914,50 @@ def test_a_process_that_ends_with_a_transfer_under_way_delivers_it(
     told, _, err = decoder.run(f"task = go(Model())\n{ending}\n")
     assert told == status, err
     assert err == "" or status == 1, err
+    assert decoder.whole()
+
+
+@pytest.mark.parametrize(
+    ("code_", "said"),
+    [
+        ("tasks = [go(Model()) for _ in range(20)]", ""),
+        ("task = go(Model())\nthreading.Thread(target=lambda: print(results(task))).start()", "['LLM_SUCCESS']"),
+        ("task = go(Model())\nthreading.Thread(target=task.synchronize, daemon=True).start()", ""),
+        ("threading.Thread(target=lambda: go(Model())).start()", ""),
+        ("task = go(Model())\nend.finalize()", ""),
+        (
+            """
+            import asyncio
+            async def main():
+                task = go(Model())
+                async def wait():
+                    return await task
+                asyncio.ensure_future(wait())
+                await asyncio.sleep(0.003)
+            asyncio.run(main())
+            """,
+            "",
+        ),
+        (
+            """
+            from concurrent.futures import ThreadPoolExecutor
+            crew = ThreadPoolExecutor(2)
+            layers = [crew.submit(time.sleep, 0.01) for _ in range(10)]
+            class Computed(LayerSynchronizer):
+                def synchronize_layer(self, layer_index, timeout_in_millis):
+                    layers[layer_index].result()
+                    return True
+            task = go(Computed())
+            """,
+            "",
+        ),
+    ],
+    ids=["many", "waiting thread", "waiting daemon", "late thread", "finalize", "asyncio", "executor"],
+)
+def test_a_process_that_ends_in_other_ways_delivers_too(ends: Ends, code_: str, said: str) -> None:
+    decoder = Decoder(ends, {"accessible": True, "llm__LinkTransport": "auto"})
+    told, out, err = decoder.run(code_)
+    assert (told, out.strip(), err) == (0, said, "")
     assert decoder.whole()
 
 
