@@ -345,14 +345,14 @@ def test_nobody_is_asked_for_layers_of_configs_that_have_failed(bench: Bench) ->
 def test_a_layer_is_waited_for_no_longer_than_said(bench: Bench) -> None:
     near, other = bench.far
     gates = Gates(2)
-    gates.timeout_in_millis = 100
+    gates.timeout_in_millis = 500
     task = bench.start(gates, near.config(), other.config(range(2)), other.config(range(3, 4)))
     assert task.get_results(SOON) == [TIMEOUT, SUCCESS, None], "while the synchronizer still waits"
     assert "timeout_in_millis" in str(task.errors()[0])
     assert walkers()
     gates.open(2)
     eventually(lambda: not walkers(), what="the end of the thread")
-    assert gates.asked == [(0, 100), (1, 100), (2, 100)]
+    assert gates.asked == [(0, 500), (1, 500), (2, 500)]
 
 
 def test_patience_is_for_each_layer(bench: Bench) -> None:
@@ -650,7 +650,7 @@ def test_finalize_waits_while_layers_come(bench: Bench) -> None:
 
 
 def test_finalize_does_not_wait_for_ever(start: Any) -> None:
-    bench = Bench(start, llm__SyncKvCacheWaitTime="100")
+    bench = Bench(start, llm__SyncKvCacheWaitTime="400")
     gates = Gates(1)
     task = bench.start(gates, bench.far[0].config(), bench.far[1].config(range(1)))
     gates.reached(1)
@@ -709,7 +709,7 @@ IN_ONE_PROCESS = """
     from llm_datadist import (CacheDesc, DataType, LayerSynchronizer, LLMClusterInfo, LLMDataDist, LLMRole,
                               TransferConfig, _core)
     given = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 2097152}',
-             "llm.SyncKvCacheWaitTime": "200"}
+             "llm.SyncKvCacheWaitTime": LIMIT}
     desc = CacheDesc(8, [4, 256], DataType.DT_INT8)
     far = _core.DataDist(LLMRole.PROMPT, 2, {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", **given})
     _, addrs = far.allocate_cache(desc, [])
@@ -731,14 +731,18 @@ IN_ONE_PROCESS = """
 """
 
 
-def in_one_process(code: str) -> str:
-    """Run code between an engine that transfers and its destination in a fresh process; what it printed."""
+def in_one_process(code: str, limit: int = 2000) -> str:
+    """Run code between an engine that transfers and its destination in a fresh process; what it printed.
+
+    `limit` is `sync_kv_timeout`.
+    """
     lines = "\n".join("    " + line for line in code.strip().splitlines())
-    return run_fresh(IN_ONE_PROCESS + lines + "\n")
+    return run_fresh(IN_ONE_PROCESS.replace("LIMIT", repr(str(limit))) + lines + "\n")
 
 
 def test_a_synchronizer_that_blocks_does_not_keep_the_process() -> None:
-    assert in_one_process("start(lambda layer: threading.Event().wait())\ntime.sleep(0.05)") == "FINALIZED\n"
+    blocked = "start(lambda layer: threading.Event().wait())\ntime.sleep(0.05)"
+    assert in_one_process(blocked, limit=300) == "FINALIZED\n"
 
 
 def test_layers_that_come_are_awaited_at_exit() -> None:

@@ -12,13 +12,15 @@ from typing import Any, Callable, Optional
 
 import pytest
 
-from conftest import options
+from conftest import options, pool
 from llm_datadist import (
     BlocksCacheKey,
+    Cache,
     CacheDesc,
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCache,
     LayerSynchronizer,
     LLMException,
     LLMStatusCode,
@@ -33,6 +35,7 @@ FAR = 2
 UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
 FINALIZED = Expected("ENGINE_FINALIZED", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
 LAYERS = 4
+KV = {"llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
 
 
 class Ready(LayerSynchronizer):
@@ -65,7 +68,9 @@ class Bench:
     def __init__(self, dist: Any, config: Callable[..., Any]) -> None:
         self.manager = dist.cache_manager
         self.config = config
+        self.cache_class = "Cache"
         tensors = 2 * LAYERS
+        self.stranger: Any = KvCache(1, desc(4, 256, tensors), [[1] * tensors], None)
         self.batch = self.manager.allocate_cache(desc(4, 256, tensors))
         self.blocks = self.manager.allocate_blocks_cache(desc(4, 256, tensors), BlocksCacheKey(1))
         self.odd = self.manager.allocate_cache(desc(4, 256, 3))
@@ -73,7 +78,7 @@ class Bench:
         self.sideways = self.manager.allocate_cache(CacheDesc(tensors, [4, 256], DataType.DT_INT8, batch_dim_index=1))
         self.gone = self.manager.allocate_cache(desc(4, 256, tensors))
         self.manager.deallocate_cache(self.gone)
-        self.cpu = UserTensors(4, 256, tensors).cpu_cache()
+        self.cpu: Any = UserTensors(4, 256, tensors).cpu_cache()
 
     def good(self) -> dict[str, Any]:
         """Arguments that pass."""
@@ -106,6 +111,25 @@ class Bench:
             first.judge(self.call(**wrong), f"{wrong}, {first.expected} before {second.expected}")
             pairs += 1
         assert pairs > len(rows), "next to no pairs"
+
+
+class KvBench(Bench):
+    """The same on an engine of the `KvCacheManager`."""
+
+    def __init__(self, dist: Any) -> None:
+        self.manager = manager = dist.kv_cache_manager
+        self.config = addressed
+        self.cache_class = "KvCache"
+        tensors = 2 * LAYERS
+        self.stranger = Cache(1, desc(4, 256, tensors), [1] * tensors, None, False, False)
+        self.batch = manager.allocate_cache(desc(4, 256, tensors))
+        self.blocks = manager.allocate_blocks_cache(desc(4, 256, tensors))
+        self.odd = manager.allocate_cache(desc(4, 256, 3))
+        self.sideways = manager.allocate_cache(CacheDesc(tensors, [4, 256], DataType.DT_INT8, batch_dim_index=1))
+        self.gone = manager.allocate_cache(desc(4, 256, tensors))
+        manager.deallocate_cache(self.gone)
+        self.user = UserTensors(4, 256, tensors)
+        self.host = self.cpu = KvCache.create_cpu_cache(self.user.describe(), self.user.addrs)
 
 
 @pytest.fixture
@@ -153,7 +177,10 @@ def rows_of(bench: Bench, other: Callable[..., Any]) -> list[Row]:
     good = bench.config()
     wrong_configs = [None, good, {0: good}, iter([good]), "x"]
     return [
-        *[Row({"src_cache": bad}, TE, "src_cache only support") for bad in (None, "cache", 1, bench.batch.cache_desc)],
+        *[
+            Row({"src_cache": bad}, TE, f"src_cache only support ['{bench.cache_class}']")
+            for bad in (None, "cache", 1, bench.batch.cache_desc, bench.stranger)
+        ],
         *[Row({"src_cache": bad}, LE, "host memory") for bad in (bench.host, bench.cpu)],
         *index_rows(dst),
         *index_rows(src),
@@ -201,7 +228,10 @@ def source_rows(bench: Bench) -> list[Row]:
     ]
 
 
-def test_every_mistake_is_named_in_order(bench: Bench) -> None:
+@pytest.mark.parametrize("mode", ["CacheManager", "KvCacheManager"])
+def test_every_mistake_is_named_in_order(start: Any, mode: str) -> None:
+    kv = mode == "KvCacheManager"
+    bench = KvBench(start({"ge.exec.deviceId": "0", **KV})) if kv else Bench(start(), addressed)
     addresses = [
         Row({"transfer_configs": [addressed(count=count)]}, LE, f"len(dst_addrs) = {count} is not allowed: 8, for 4")
         for count in (7, 9, 16, 4)

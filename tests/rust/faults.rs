@@ -358,7 +358,7 @@ fn a_refused_call_takes_nothing() {
     let refused = [
         (desc(Device, 17, 4, 64), vec![], ErrorKind::OutOfMemory),
         (desc(Device, 2, 4, 1 << 20), vec![], ErrorKind::OutOfMemory),
-        (desc(Device, 1, 4, 64), vec![key(2), key(1)], ErrorKind::InvalidArgument),
+        (desc(Device, 1, 4, 64), vec![key(2), key(1)], ErrorKind::KeyTaken),
         (desc(Device, 1, 1, 64), vec![key(2), key(3)], ErrorKind::InvalidArgument),
         (desc(Device, 0, 1, 64), vec![], ErrorKind::InvalidArgument),
         (desc(Device, 1, 0, 64), vec![], ErrorKind::InvalidArgument),

@@ -72,6 +72,7 @@ fn every_call_is_counted_under_its_name() {
         ("unlink", 0, 0, 0),
         ("pull", 0, 0, 0),
         ("push", 0, 0, 0),
+        ("transfer_layer", 0, 0, 0),
         ("served", 0, 0, 0),
     ];
     assert_eq!(ops(&engine), expected);

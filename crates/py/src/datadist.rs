@@ -50,9 +50,9 @@ impl DataDist {
         let config =
             check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
         let (one_sided, mode) = (config.remote_accessible, config.mode);
-        let made = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode };
-        made.report(py)?;
-        Ok(made)
+        let opened = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode };
+        opened.report(py)?;
+        Ok(opened)
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -10,7 +10,8 @@ use llm_datadist_core::wire::{
     Challenge, Control, GREETING_LIMIT, HEADER, Hello, Proof, Purpose, Welcome, decode, encode,
 };
 use llm_datadist_core::{
-    CacheKind, ClusterId, CommStatus, DataDist, ErrorKind, Layers, PeerAddress, Placement, PullRows, Role,
+    CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Layers, Mode, PeerAddress, Placement,
+    PullRows, Role,
 };
 
 use super::fake::{Fake, hear, say, soon, welcome_mac};
@@ -289,15 +290,16 @@ fn silent_peers_do_not_use_up_the_time_of_others() {
     assert!(results.iter().all(|result| result.as_ref().unwrap_err().kind() == ErrorKind::Timeout));
 }
 
-/// A cluster that goes by this one's id is another cluster, also once its link has broken.
+/// Without the cache manager a cluster that goes by this one's id is another cluster, also once its link has broken.
 #[test]
 fn a_peer_of_the_same_id_is_not_this_engine() {
-    let (near, far) = (open(config(1, Way::Tcp), Way::Tcp), open(config(1, Way::Tcp), Way::Tcp));
+    let opened = || open(Config { mode: Mode::KvCacheManager, ..config(1, Way::Tcp) }, Way::Tcp);
+    let (near, far) = (opened(), opened());
     let shape = desc(Placement::Device, 2, 1, 64);
     let into = Held::new(&near, false, &shape, CacheKind::Batch, &[]);
     let source = Held::new(&far, false, &shape, CacheKind::Batch, &[]);
     let pull = || near.pull(of(1, row(&source, 0)), &into.end(), &SLOT, Layers::ALL);
-    assert_eq!(pull().unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
     link(&near, &far).unwrap();
     let bytes = source.fill(3);
     pull().unwrap();

@@ -576,3 +576,38 @@ fn everything_at_once_ends_and_leaves_nothing() {
         unlink(&near, &far).unwrap();
     }
 }
+
+/// What this side has the peer write it never reads half-written, though a read in place asks nobody for leave.
+#[test]
+fn pulls_and_layers_of_the_same_rows() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| config.remote_accessible = true);
+        let shape = desc(Placement::Device, 2, 2, 256 << 10);
+        let source = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let images = [vec![1u8; 256 << 10], vec![2u8; 256 << 10]].concat();
+        source.write(&[images.clone(), images]);
+        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
+        far.write(&[vec![1u8; 512 << 10], vec![1u8; 512 << 10]]);
+        let (into, over) = (Held::new(&pair.near, false, &shape, Batch, &[]), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for turn in 0..times(60) {
+                    let rows = PushRows::Slot { near: turn % 2 };
+                    pair.near.push(&source.end(), of(2, row(&far, 1)), &rows, Layers::ALL).unwrap();
+                    // Another row of the same cache, and another cache, are none of its business.
+                    pair.near.push(&source.end(), of(2, row(&far, 0)), &rows, Layers::ALL).unwrap();
+                }
+                over.store(true, Ordering::Relaxed);
+            });
+            let mut pulls = 0;
+            while !over.load(Ordering::Relaxed) || pulls < 3 {
+                pair.near.pull(of(2, row(&far, 1)), &into.end(), &SLOT, Layers::ALL).unwrap();
+                pulls += 1;
+                for tensor in into.read() {
+                    let slot = &tensor[..256 << 10];
+                    assert!(slot.iter().all(|&byte| byte == slot[0]), "{way:?}: a mixture, pull {pulls}");
+                }
+            }
+        });
+    }
+}

@@ -244,16 +244,19 @@ impl Call<'_> {
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
     ) -> Result<Moved> {
-        if let Some(tensors) = &known.tensors {
+        if let Some(tensors) = &known.tensors
+            && let Some(unwritten) = self.link.unwritten(known.cache)
+        {
             let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
             let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, self.deadline, progress);
             // The kernel allowed it when the link was made, and does not now: the sockets always work.
             let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
-            if !refused {
+            if !refused && self.link.still_unwritten(known.cache, unwritten) {
                 return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
             }
             *progress = Arc::default();
         }
+        // Here the owner reads, behind its pins.
         streams::receive(self.streams(known, plan), progress.clone())
     }
 
@@ -287,6 +290,7 @@ impl Call<'_> {
         }
         let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
         self.cluster.kept(&self.near)?;
+        let _writing = self.link.writing(known.cache);
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();

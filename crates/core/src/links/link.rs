@@ -12,6 +12,7 @@ use super::calls::{self, Calls, MOST_CALLS};
 use super::dialer::Dialer;
 use super::far::Known;
 use super::reach::Reach;
+use super::writes::Writes;
 use crate::counters::Counters;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
@@ -78,6 +79,7 @@ pub struct Link {
     /// Answers to pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
+    pub(super) writes: Writes,
     /// Pulls and pushes under way.
     active: AtomicUsize,
     /// No new ones: the link is about to be unlinked.
@@ -121,6 +123,7 @@ impl Link {
             heard: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
+            writes: Writes::default(),
             active: AtomicUsize::new(0),
             settling: AtomicBool::new(false),
             requests: Counters::default(),

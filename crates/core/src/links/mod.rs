@@ -25,6 +25,7 @@ mod search;
 mod state;
 mod talk;
 mod threads;
+mod writes;
 
 pub use communicator::CommStatus;
 pub use link::{Kind, Link, Peer};
