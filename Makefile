@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 TRACE ?=
 REPLAY ?=
 KILL ?=
+PREFIX ?= /usr/local
+DESTDIR ?=
+RELEASE := $(or $(CARGO_TARGET_DIR),target)/release
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -15,13 +19,16 @@ demo: build  ## the main job: replay a trace through two processes (TRACE=file, 
 	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
 		$(if $(KILL),--kill-prefill-at $(if $(filter 1,$(KILL)),half,$(KILL))) $(REPLAY)
 
-test: build $(VENV)/.test-tools  ## every test, Rust and Python
+test: build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++
 	cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
-fast: build $(VENV)/.test-tools  ## the tests that take under a minute
+fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test -p llm-datadist-core --test rust
 	$(BIN)/python -m pytest -x -q --deselect tests/test_replay.py
+
+conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/conformance.md
+	$(BIN)/python -m pytest -q -m contract --write-contract
 
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
 	cargo fmt --all --check
@@ -51,9 +58,34 @@ example-torch: build .venv-torch/.tools  ## the same with `transformers` on torc
 
 bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
+	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py
+
+sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
+	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py
+
+header:  ## write the C header anew
+	LLM_DATADIST_WRITE_HEADER=1 cargo test -p llm-datadist-capi header
+
+capi:  ## build the libraries for C and C++ (release)
+	cargo build -p llm-datadist-capi --release --quiet --locked
+
+install: capi install-files  ## libraries, headers, pkg-config and CMake files into PREFIX
+
+install-files:
+	install -d "$(DESTDIR)$(PREFIX)/include/llm_datadist" "$(DESTDIR)$(PREFIX)/lib/pkgconfig" \
+		"$(DESTDIR)$(PREFIX)/lib/cmake/llm_datadist"
+	install -m 644 crates/capi/include/llm_datadist/*.h "$(DESTDIR)$(PREFIX)/include/llm_datadist"
+	install -m 644 "$(RELEASE)/libllm_datadist.a" "$(DESTDIR)$(PREFIX)/lib"
+	install -m 755 "$(RELEASE)/libllm_datadist.so" "$(DESTDIR)$(PREFIX)/lib"
+	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' crates/capi/install/llm_datadist.pc.in \
+		> "$(DESTDIR)$(PREFIX)/lib/pkgconfig/llm_datadist.pc"
+	for file in llm_datadistConfig llm_datadistConfigVersion; do \
+		sed 's|@VERSION@|$(VERSION)|' crates/capi/install/$$file.cmake.in \
+			> "$(DESTDIR)$(PREFIX)/lib/cmake/llm_datadist/$$file.cmake"; \
+	done
 
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
 	rm -rf dist
@@ -81,4 +113,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target $(VENV) .venv-torch python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast lint loom thorough soak bench example example-torch wheel build clean
+.PHONY: help demo test fast conformance lint loom thorough soak bench example example-torch wheel build sanitize header capi install install-files clean

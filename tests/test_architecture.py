@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "crates" / "core" / "src"
 BINDING = ROOT / "crates" / "py" / "src"
+INTERFACE = ROOT / "crates" / "capi" / "src"
 PYTHON = ROOT / "python" / "llm_datadist"
 TABLE = ROOT / "docs" / "architecture.md"
 WORDS = ("error", "status", "id", "desc", "keys", "config")
@@ -64,6 +65,11 @@ def rust_files(folder: Path) -> list[Path]:
     files = sorted(folder.rglob("*.rs"))
     assert files, f"no Rust files in {folder}"
     return files
+
+
+def rust_everywhere() -> list[Path]:
+    """The Rust files of every crate."""
+    return [*rust_files(CORE), *rust_files(BINDING), *rust_files(INTERFACE)]
 
 
 def shown(path: Path) -> str:
@@ -231,9 +237,9 @@ def test_the_table_itself_has_no_circle() -> None:
 
 
 def may_be_unsafe(path: Path) -> bool:
-    """The three rooms, and the file that lets each of them in is not one."""
+    """The four rooms, and the file that lets each of them in is not one."""
     relative = path.relative_to(ROOT).as_posix()
-    rooms = ("crates/core/src/mem/", "crates/core/src/device/cuda/")
+    rooms = ("crates/core/src/mem/", "crates/core/src/device/cuda/", "crates/capi/src/abi/")
     return relative.startswith(rooms) or relative == "crates/py/src/raw.rs"
 
 
@@ -255,7 +261,7 @@ def reasoned(lines: list[str], number: int) -> bool:
 
 def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
     found, outside, silent = 0, [], []
-    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+    for path in rust_everywhere():
         text = path.read_text(encoding="utf-8")
         code, commented = blank(text).splitlines(), blank(text, keep_comments=True).splitlines()
         for number, line in enumerate(code):
@@ -275,23 +281,29 @@ def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
 # -- (c) and (d) the binding ---------------------------------------------------------------------------------------
 
 
-def test_the_binding_uses_only_what_the_core_re_exports() -> None:
+@pytest.mark.parametrize("crate", [BINDING, INTERFACE], ids=["py", "capi"])
+def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
     roots = set(reexports()) | {"check"}  # setters share the rules of `check`, see docs/architecture.md
     assert len(roots) > 1, "the core re-exports nothing"
     uses, wrong = 0, []
-    for path in rust_files(BINDING):
-        code = blank(path.read_text(encoding="utf-8"))
+    for path in rust_files(crate):
+        code = production(blank(path.read_text(encoding="utf-8")))
         paths = use_paths(code) + re.findall(r"\bllm_datadist_core\s*::\s*\w+", code)
         for used in paths:
             parts = [part.strip() for part in used.split("::")]
             uses += 1
-            if parts[0] in ("std", "core", "alloc", "pyo3", "crate", "super", "self"):
+            if parts[0] in ("std", "core", "alloc", "crate", "super", "self"):
                 continue
-            local = (BINDING / f"{parts[0]}.rs").is_file() or (BINDING / parts[0]).is_dir()
-            if local and path.parent == BINDING:
+            if parts[0] == ("pyo3" if crate == BINDING else "libc"):
+                continue
+            folder = path.parent
+            local = (folder / f"{parts[0]}.rs").is_file() or (folder / parts[0]).is_dir()
+            if local and path.name in ("lib.rs", "mod.rs"):
                 continue
             if parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self"):
-                continue
+                of_check = crate == INTERFACE and parts[1:2] == ["check"] and len(parts) > 2
+                if not of_check or parts[2] == "cpp":
+                    continue
             wrong.append(f"{shown(path)}: {used}")
     assert uses, "no use lines found in the binding"
     assert not wrong, "\n".join(wrong)
@@ -415,7 +427,7 @@ def test_local_calls_need_no_numpy() -> None:
 
 
 def test_no_file_grows_out_of_one_head() -> None:
-    files = [*rust_files(CORE), *rust_files(BINDING), *python_files()]
+    files = [*rust_everywhere(), *python_files()]
     long = {}
     for path in files:
         text = path.read_text(encoding="utf-8")
@@ -465,7 +477,7 @@ def pymethods(code: str) -> str:
 
 def test_functions_fit_on_a_screen() -> None:
     found: dict[str, int] = {}
-    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+    for path in rust_everywhere():
         for name, _, lines in functions(blank(production(path.read_text(encoding="utf-8")))):
             found[f"{shown(path)}:{name}"] = lines
     for path in python_files():
@@ -495,7 +507,7 @@ GIVEN_NAMES = {"utils", "llm_utils", "cache_manager", "CacheManager", "kv_cache_
 def test_names_say_what_things_are() -> None:
     """No module and no type is called after nothing."""
     names: list[tuple[str, str]] = []
-    for path in [*rust_files(CORE), *rust_files(BINDING)]:
+    for path in rust_everywhere():
         code = blank(path.read_text(encoding="utf-8"))
         names.append((shown(path), path.stem))
         names += [(shown(path), name) for name in re.findall(r"\b(?:struct|enum|trait|type|mod|union) (\w+)", code)]

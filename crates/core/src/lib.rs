@@ -31,6 +31,55 @@
 //! assert_eq!(engine.stats().device_pool.unwrap().pool.used_bytes, 0);
 //! # Ok::<(), Error>(())
 //! ```
+//!
+//! Two engines, here in one process, usually in two: one listens, the other links, pulls and pushes.
+//!
+//! ```
+//! use std::time::Duration;
+//! use llm_datadist_core::*;
+//!
+//! let open = |role, cluster, listen: Option<&str>| {
+//!     let mut config = Config::new(role, ClusterId(cluster));
+//!     config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
+//!     config.remote_accessible = true; // caches are named by id, and pulling one leaves it there
+//!     config.links.listen = listen.map(|address| address.parse().unwrap());
+//!     DataDist::open(config)
+//! };
+//! let prefill = open(Role::Prompt, 1, Some("127.0.0.1:0"))?;
+//! let decode = open(Role::Decoder, 2, None)?;
+//! let desc = CacheDesc {
+//!     num_tensors: 2,
+//!     shape: vec![8, 64],
+//!     data_type: DataType::Float16,
+//!     placement: Placement::Device,
+//! };
+//! let theirs = prefill.allocate(&desc, CacheKind::Batch, &[])?;
+//! let ours = decode.allocate(&desc, CacheKind::Batch, &[])?;
+//!
+//! let address = prefill.listening().expect("it listens");
+//! let peer = PeerAddress { cluster: ClusterId(1), remote: vec![address], local: vec![] };
+//! for linked in decode.link_clusters(&[peer.clone()], Duration::from_secs(3)) {
+//!     linked?;
+//! }
+//! // Slot 3 there into slot 0 here: 128 bytes in each of two tensors.
+//! let slot = |row| FarName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
+//! let here = End::Managed(ours.id());
+//! decode.pull(slot(3), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL)?;
+//! // And back, into slot 7, only the second tensor.
+//! let second = LayerRange { first: 1, end: 2 };
+//! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
+//! decode.push(&here, slot(7), &PushRows::Slot { near: 0 }, layers)?;
+//! let link = &decode.stats().links[0];
+//! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
+//!
+//! // An error says what was wrong, in words and as values.
+//! let error = decode.pull(slot(8), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL).unwrap_err();
+//! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
+//! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
+//! assert_eq!(error.fact("cluster"), Some("1"));
+//! assert_eq!(decode.unlink_clusters(&[peer], Duration::from_secs(3), false).len(), 1);
+//! # Ok::<(), Error>(())
+//! ```
 
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]

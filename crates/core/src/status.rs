@@ -129,4 +129,15 @@ impl StatusCode {
             kind => StatusCode::from(kind),
         }
     }
+
+    /// The code that the C++ class gives (cpp-api.md §1, §7): the device pool is its only memory, and an engine that is
+    /// not open has no code of its own.
+    #[must_use]
+    pub fn of_cpp(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,
+            ErrorKind::Closed => StatusCode::Failed,
+            kind => StatusCode::from(kind),
+        }
+    }
 }

@@ -262,6 +262,8 @@ fn push_kv_cache_asks_for_the_role_that_was_switched_to() {
     let push = || engine.push_kv_cache(cache.cache.id(), to, 0, -1, ExtParam::default()).unwrap_err().kind();
     engine.switch_role(Role::Prompt, None).unwrap();
     assert_eq!(push(), ErrorKind::NotLinked);
-    engine.switch_role(Role::Mix, None).unwrap();
+    engine.switch_role(Role::Decoder, None).unwrap();
     assert_eq!(push(), ErrorKind::InvalidArgument);
+    engine.switch_role(Role::Mix, None).unwrap();
+    assert_eq!(push(), ErrorKind::NotLinked);
 }

@@ -50,37 +50,76 @@ impl Default for ExtParam {
     }
 }
 
+impl ExtParam {
+    /// Whether it names all layers of both sides.
+    fn all(self) -> bool {
+        self.src_layer_range == (-1, -1) && self.dst_layer_range == (-1, -1)
+    }
+}
+
 /// `size` of a push must be −1 (all).
 pub fn push_size(size: i64) -> Result<()> {
     if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
 }
 
 /// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; python-api.md
-/// §13.3). The layers it returns go to [`push_near`](super::push_near) and [`push`](super::push).
+/// §13.3). The role mix is a prompt as well (cpp-api.md §7). The layers it returns go to
+/// [`push_near`](super::push_near) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
-    if role != Role::Prompt {
-        let text = format!("PushKvCache is for the role Prompt only; this is {}", role.name());
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
-    }
+    may_push("PushKvCache", role, near.placement)?;
     batch_cache("src_cache", near.kind)?;
-    if near.placement != Placement::Device {
-        let text = "src_cache is in host memory; PushKvCache reads device memory only";
+    push_size(size)?;
+    push_kv_layers(near.geometry, ext)
+}
+
+/// The C++ class's `PushKvBlocks`: role, source and layers as for [`push_kv_cache`].
+pub fn push_kv_blocks(role: Role, near: Side, ext: ExtParam) -> Result<Layers> {
+    may_push("PushKvBlocks", role, near.placement)?;
+    push_kv_layers(near.geometry, ext)
+}
+
+fn may_push(call: &str, role: Role, from: Placement) -> Result<()> {
+    if role == Role::Decoder {
+        let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    push_size(size)?;
-    let tensors = near.geometry.num_tensors();
+    if from == Placement::Device {
+        return Ok(());
+    }
+    let text = format!("src_cache is in host memory; {call} reads device memory only");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+fn push_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+    layer_of(near, ext)?;
+    if ext.all() { Ok(Layers::ALL) } else { ext_layers(near, ext, (near.num_tensors(), u32::MAX)) }
+}
+
+/// The C++ class's pulls: the same ranges, of which the destination is this side's (cpp-api.md §5).
+pub fn pull_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+    if ext.all() {
+        return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
+    }
+    layer_of(near, ext)?;
+    ext_layers(near, ext, (u32::MAX, near.num_tensors()))
+}
+
+/// `tensor_num_per_layer` must be 1 to all tensors.
+fn layer_of(near: Geometry, ext: ExtParam) -> Result<()> {
+    let (tensors, per_layer) = (near.num_tensors(), u32::from(ext.tensor_num_per_layer));
+    if (1..=tensors).contains(&per_layer) {
+        return Ok(());
+    }
+    Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
+}
+
+/// Both ranges, within as many tensors as the two sides are known to have.
+fn ext_layers(near: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
     let per_layer = u32::from(ext.tensor_num_per_layer);
-    if !(1..=tensors).contains(&per_layer) {
-        return Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")));
-    }
-    let all = (-1, -1);
-    if ext.src_layer_range == all && ext.dst_layer_range == all {
-        return Ok(Layers::ALL);
-    }
-    divisible(near.geometry, per_layer)?;
-    let layers = tensors / per_layer;
-    let src = inclusive("src_layer_range", ext.src_layer_range, layers)?;
-    let dst = inclusive("dst_layer_range", ext.dst_layer_range, u32::MAX)?;
+    divisible(near, per_layer)?;
+    let layers = |tensors: u32| if tensors == u32::MAX { tensors } else { tensors / per_layer };
+    let src = inclusive("src_layer_range", ext.src_layer_range, layers(src))?;
+    let dst = inclusive("dst_layer_range", ext.dst_layer_range, layers(dst))?;
     Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer })
 }
 

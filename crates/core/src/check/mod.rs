@@ -4,6 +4,7 @@
 //! Handed descriptions ([`Side`]), never the table, so it stays pure: no memory, no I/O, no clock. Not for: types and
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
+pub mod cpp;
 mod landing;
 mod layers;
 mod layerwise;
@@ -13,7 +14,10 @@ mod transfer;
 mod values;
 
 pub use landing::{Landing, landed_layers, landing};
-pub use layers::{ExtParam, LayerRange, Layers, push_kv_cache, push_size, push_spans, tensors_per_layer};
+pub use layers::{
+    ExtParam, LayerRange, Layers, pull_kv_layers, push_kv_blocks, push_kv_cache, push_size, push_spans,
+    tensors_per_layer,
+};
 pub use layerwise::{
     Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
     source_placement, whole_layers,
@@ -287,14 +291,7 @@ pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPa
 
 /// As [`swap_blocks`], for the mode of the `KvCacheManager`: rows of caches of either kind (python-api.md §9.1).
 pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
-    let (from, to) = (src.geometry, dst.geometry);
-    if from.row_bytes() != to.row_bytes() {
-        return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));
-    }
-    if from.num_tensors() != to.num_tensors() {
-        return Err(mismatch("num_tensors", from.num_tensors(), to.num_tensors()));
-    }
-    let checked = block_pairs(pairs, from, to)?;
+    let checked = equal_pairs(src, dst, pairs)?;
     if src.placement == dst.placement {
         return Err(mismatch(
             "placements (one must be host, the other device)",
@@ -303,6 +300,26 @@ pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPair
         ));
     }
     Ok(checked)
+}
+
+/// The C++ class's `CopyKvBlocks`: rows of caches of either kind, and not from host to host (cpp-api.md §4).
+pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+    let checked = equal_pairs(src, dst, pairs)?;
+    if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {
+        return Err(mismatch("placements (one must be device)", src.placement, dst.placement));
+    }
+    Ok(checked)
+}
+
+fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
+    let (from, to) = (src.geometry, dst.geometry);
+    if from.row_bytes() != to.row_bytes() {
+        return Err(mismatch("block sizes", from.row_bytes(), to.row_bytes()));
+    }
+    if from.num_tensors() != to.num_tensors() {
+        return Err(mismatch("num_tensors", from.num_tensors(), to.num_tensors()));
+    }
+    block_pairs(pairs, from, to)
 }
 
 #[cold]

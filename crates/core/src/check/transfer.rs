@@ -37,6 +37,13 @@ pub enum PullRows {
         /// Written.
         near: Vec<i64>,
     },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
+        /// Read.
+        far: Vec<i64>,
+        /// Written.
+        near: Vec<i64>,
+    },
     /// A far batch slot, cut into near blocks from its start.
     SlotToBlocks {
         /// Written.
@@ -54,6 +61,13 @@ pub enum PushRows {
     },
     /// Near blocks into far ones, pair by pair.
     Blocks {
+        /// Read.
+        near: Vec<i64>,
+        /// Written.
+        far: Vec<i64>,
+    },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
         /// Read.
         near: Vec<i64>,
         /// Written.
@@ -146,8 +160,10 @@ pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             let room = after("dst_cache_offset", *near_offset, geometry)?;
             part_bytes("cache", *size, room, room)?;
         }
-        PullRows::Blocks { far, near: blocks } => {
-            blocks_cache("dst_cache", near.kind)?;
+        PullRows::Blocks { far, near: blocks } | PullRows::Rows { far, near: blocks } => {
+            if matches!(rows, PullRows::Blocks { .. }) {
+                blocks_cache("dst_cache", near.kind)?;
+            }
             named("dst_blocks", blocks)?;
             per_layer(layers)?;
             named("src_blocks", far)?;
@@ -179,18 +195,22 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
     within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    match rows {
+        PullRows::Blocks { .. } => blocks_cache("the far cache", far.side.kind)?,
+        PullRows::Rows { .. } => {}
+        PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
+            batch_cache("the far cache", far.side.kind)?;
+        }
+    }
+    reachable("the far cache", far.accessible)?;
     let slot = u64::from(far.row) * there.row_bytes();
     let (pieces, near_rows) = match rows {
         PullRows::Slot { near: index, size } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
             (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
         }
         PullRows::Part { near: index, far_offset, near_offset, size } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let index = u64::from(*index);
             let room = after("dst_cache_offset", *near_offset, here)?;
             let len =
@@ -198,17 +218,13 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let dst = index * here.row_bytes() + near_offset;
             (vec![Move { src: slot + far_offset, dst, len }], vec![index])
         }
-        PullRows::Blocks { far: theirs, near: ours } => {
-            blocks_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
+        PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
             equal_blocks(here, there)?;
             let theirs = in_range("src_blocks", theirs, there)?;
             let ours = in_range("dst_blocks", ours, here)?;
             (block_moves(&theirs, &ours, here.row_bytes())?, ours)
         }
         PullRows::SlotToBlocks { near: ours } => {
-            batch_cache("the far cache", far.side.kind)?;
-            reachable("the far cache", far.accessible)?;
             let ours = in_range("dst_blocks", ours, here)?;
             (cut(slot, there.row_bytes(), &ours, here.row_bytes())?, ours)
         }
@@ -222,8 +238,10 @@ pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     let geometry = near.geometry;
     match rows {
         PushRows::Slot { .. } => batch_cache("src_cache", near.kind)?,
-        PushRows::Blocks { near: blocks, far } => {
-            blocks_cache("src_cache", near.kind)?;
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("src_cache", near.kind)?;
+            }
             named("dst_blocks", far)?;
             named("src_blocks", blocks)?;
         }
@@ -231,7 +249,7 @@ pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     push_layers(geometry, layers)?;
     match rows {
         PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
-        PushRows::Blocks { near: blocks, far } => {
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
             equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
             in_range("src_blocks", blocks, geometry).map(|_| ())
         }
@@ -261,8 +279,10 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
             let dst = u64::from(far.row) * there.row_bytes();
             (vec![Move { src: index * len, dst, len }], vec![index])
         }
-        PushRows::Blocks { near: ours, far: theirs } => {
-            blocks_cache("the far cache", far.side.kind)?;
+        PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("the far cache", far.side.kind)?;
+            }
             equal_blocks(here, there)?;
             let ours = in_range("src_blocks", ours, here)?;
             let theirs = in_range("dst_blocks", theirs, there)?;

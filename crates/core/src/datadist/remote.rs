@@ -95,14 +95,14 @@ impl DataDist {
         self.links.notes()
     }
 
-    fn limit(&self, limit: Duration, name: &'static str) -> Deadline {
+    pub(super) fn limit(&self, limit: Duration, name: &'static str) -> Deadline {
         Deadline::after(limit).named(name).watched(self.interrupted)
     }
 }
 
 /// Does `call` for each of `peers`: here for one, in parallel for more. The limit is that of the whole call, so as many
 /// as possible are tried at once. Only the thread of the caller is asked whether to go on, while it waits for the others.
-fn each(
+pub(super) fn each(
     peers: &[PeerAddress],
     deadline: Deadline,
     call: impl Fn(&PeerAddress, Deadline) -> Result<()> + Sync,
@@ -171,7 +171,7 @@ fn stopped() -> bool {
 
 /// The error of a link that was not made: what a peer that refused calls not linked is a failed link here.
 #[cold]
-fn link_failed(error: Error) -> Error {
+pub(super) fn link_failed(error: Error) -> Error {
     match error.kind() {
         ErrorKind::NotLinked | ErrorKind::System | ErrorKind::NotEnabled => {
             Error::new(ErrorKind::LinkFailed, "the link could not be made").because(error)

@@ -100,7 +100,7 @@ impl DataDist {
         })
     }
 
-    /// The seed's `PushKvCache`: only the prompt role, only whole slots, layer ranges with both ends inclusive.
+    /// The seed's `PushKvCache`: not the decoder role, only whole slots, layer ranges with both ends inclusive.
     pub fn push_kv_cache(
         &self,
         src: CacheId,
@@ -110,9 +110,8 @@ impl DataDist {
         ext: ExtParam,
     ) -> Result<()> {
         let near = self.cluster.table.find(src)?;
-        let layers = check::push_kv_cache(self.role(), near.side(), size, ext)?;
-        let to = FarName { cluster: dst.cluster, name: Name::Row { cache: dst.cache, row: dst.row } };
-        self.push(&End::Managed(src), to, &PushRows::Slot { near: src_batch_index }, layers)
+        let layers = check::push_kv_cache(self.pushing_role(), near.side(), size, ext)?;
+        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { near: src_batch_index }, layers)
     }
 
     /// The cache of this engine at one end of a transfer with `cluster`.
@@ -290,7 +289,17 @@ impl Call<'_> {
         }
         let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
         self.cluster.kept(&self.near)?;
-        let _writing = self.link.writing(known.cache);
+        let writing = self.link.writing(known.cache);
+        let taken = self.taken(known, plan);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::Timeout) {
+            // Nobody knows when the peer stops.
+            writing.never_ends();
+        }
+        taken
+    }
+
+    /// The bytes of a push, by the way that is open.
+    fn taken(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();

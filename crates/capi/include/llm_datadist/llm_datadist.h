@@ -1,0 +1,388 @@
+// The C++ class LlmDataDist, its structures, options and status values, over the C interface of libllm_datadist.
+//
+// C++14, nothing to link but -lllm_datadist. Structures end in reserved bytes, so that they can grow without changing
+// their layout. Not for: decisions; every rule is the library's.
+#ifndef LLM_DATADIST_LLM_DATADIST_H_
+#define LLM_DATADIST_LLM_DATADIST_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "llm_datadist/llm_datadist_c.h"
+
+namespace llm_datadist {
+
+// What every call returns. The reason of a failure: LastErrorMessage().
+using Status = uint32_t;
+
+constexpr Status LLM_SUCCESS = 0x0U;
+constexpr Status LLM_FAILED = 0xFFFFFFFFU;
+constexpr Status LLM_WAIT_PROC_TIMEOUT = 0x5010B001U;
+constexpr Status LLM_KV_CACHE_NOT_EXIST = 0x5010B002U;
+constexpr Status LLM_PARAM_INVALID = 0x5010B005U;
+constexpr Status LLM_NOT_YET_LINK = 0x5010B007U;
+constexpr Status LLM_ALREADY_LINK = 0x5010B008U;
+constexpr Status LLM_LINK_FAILED = 0x5010B009U;
+constexpr Status LLM_UNLINK_FAILED = 0x5010B00AU;
+constexpr Status LLM_NOTIFY_PROMPT_UNLINK_FAILED = 0x5010B00BU;
+constexpr Status LLM_CLUSTER_NUM_EXCEED_LIMIT = 0x5010B00CU;
+constexpr Status LLM_PROCESSING_LINK = 0x5010B00DU;
+constexpr Status LLM_DEVICE_OUT_OF_MEMORY = 0x5010B00EU;
+constexpr Status LLM_EXIST_LINK = 0x5010B018U;
+constexpr Status LLM_FEATURE_NOT_ENABLED = 0x5010B019U;
+constexpr Status LLM_TIMEOUT = 0x5010B01AU;
+constexpr Status LLM_LINK_BUSY = 0x5010B01BU;
+constexpr Status LLM_OUT_OF_MEMORY = 0x5010B01CU;
+
+// Keys of the options of Initialize and SetRole; keys and values are texts.
+constexpr const char *OPTION_LISTEN_IP_INFO = "llm.ListenIpInfo";
+constexpr const char *OPTION_DEVICE_ID = "llm.DeviceId";
+constexpr const char *OPTION_SYNC_CACHE_WAIT_TIME = "llm.SyncKvCacheWaitTime";
+constexpr const char *OPTION_BUF_POOL_CFG = "llm.BufPoolCfg";
+constexpr const char *OPTION_ENABLE_SET_ROLE = "llm.EnableSwitchRole";
+constexpr const char *OPTION_LOCAL_COMM_RES = "llm.LocalCommRes";
+constexpr const char *OPTION_TRANSFER_BACKEND = "llm.TransferBackend";
+constexpr const char *OPTION_GLOBAL_RESOURCE_CONFIG = "llm.GlobalResourceConfig";
+
+// What a cluster does for others.
+enum class LlmRole : int32_t { kPrompt = 1, kDecoder = 2, kMix = 3, kEnd };
+
+// Where the memory of a cache is.
+enum class CachePlacement : uint32_t { kHost = 0, kDevice = 1 };
+
+// Element types. Those whose elements are no whole bytes cannot be sized here and are refused.
+enum DataType : int32_t {
+  DT_FLOAT = 0,
+  DT_FLOAT16 = 1,
+  DT_INT8 = 2,
+  DT_INT32 = 3,
+  DT_UINT8 = 4,
+  DT_INT16 = 6,
+  DT_UINT16 = 7,
+  DT_UINT32 = 8,
+  DT_INT64 = 9,
+  DT_UINT64 = 10,
+  DT_DOUBLE = 11,
+  DT_BOOL = 12,
+  DT_STRING = 13,
+  DT_COMPLEX64 = 16,
+  DT_COMPLEX128 = 17,
+  DT_QINT8 = 18,
+  DT_QINT16 = 19,
+  DT_QINT32 = 20,
+  DT_QUINT8 = 21,
+  DT_QUINT16 = 22,
+  DT_RESOURCE = 23,
+  DT_VARIANT = 26,
+  DT_BF16 = 27,
+  DT_UNDEFINED = 28,
+  DT_INT4 = 29,
+  DT_UINT1 = 30,
+  DT_INT2 = 31,
+  DT_UINT2 = 32,
+  DT_COMPLEX32 = 33,
+  DT_HIFLOAT8 = 34,
+  DT_FLOAT8_E5M2 = 35,
+  DT_FLOAT8_E4M3FN = 36,
+  DT_FLOAT8_E8M0 = 37,
+  DT_FLOAT6_E3M2 = 38,
+  DT_FLOAT6_E2M3 = 39,
+  DT_FLOAT4_E2M1 = 40,
+  DT_FLOAT4_E1M2 = 41
+};
+
+// What a cache looks like: equal tensors, of which dimension 0 counts batch slots, or blocks.
+struct CacheDesc {
+  CachePlacement placement = CachePlacement::kDevice;
+  uint32_t num_tensors = 0U;
+  DataType data_type = DT_UNDEFINED;
+  std::vector<int64_t> shape;
+  uint8_t reserved[128] = {};
+};
+
+// A cache of this engine, or, with cache_id -1, memory of the caller.
+struct Cache {
+  int64_t cache_id = -1;
+  std::vector<uintptr_t> tensor_addrs;
+  CacheDesc cache_desc;
+  uint8_t reserved[128] = {};
+};
+
+// One batch slot of a peer's cache.
+struct CacheIndex {
+  uint64_t cluster_id;
+  int64_t cache_id;
+  uint32_t batch_index;
+  uint8_t reserved[128] = {};
+};
+
+// Which layers go where: both ends of a range belong to it, (-1, -1) is all layers.
+struct KvCacheExtParam {
+  std::pair<int32_t, int32_t> src_layer_range = {-1, -1};
+  std::pair<int32_t, int32_t> dst_layer_range = {-1, -1};
+  uint8_t tensor_num_per_layer = 2U;
+  uint8_t reserved[127] = {};
+};
+
+// How memory is registered: nothing to say yet.
+struct RegisterCfg {
+  uint8_t reserved[128] = {};
+};
+
+// An address: IPv4, in digits.
+struct IpInfo {
+  std::string ip;
+  uint16_t port = 0U;
+  uint8_t reserved[128] = {};
+};
+
+// Where a peer is.
+struct ClusterInfo {
+  uint64_t remote_cluster_id = 0U;
+  int32_t remote_role_type = 0;  // 0 prompt, 1 decoder
+  std::vector<IpInfo> local_ip_infos;
+  std::vector<IpInfo> remote_ip_infos;
+  uint8_t reserved[128] = {};
+};
+
+// Layouts that programs and libraries of different ages share.
+namespace layout {
+constexpr size_t Rounded(size_t bytes, size_t align) { return (bytes + align - 1U) / align * align; }
+constexpr size_t kList = sizeof(std::vector<int64_t>);
+static_assert(std::is_same<uintptr_t, uint64_t>::value, "addresses are numbers of 64 bits");
+static_assert(sizeof(CacheDesc) == 16U + kList + 128U, "layout of CacheDesc");
+static_assert(sizeof(Cache) == 8U + kList + sizeof(CacheDesc) + 128U, "layout of Cache");
+static_assert(sizeof(CacheIndex) == Rounded(20U + 128U, 8U), "layout of CacheIndex");
+static_assert(sizeof(KvCacheExtParam) == 144U, "layout of KvCacheExtParam");
+static_assert(sizeof(RegisterCfg) == 128U, "layout of RegisterCfg");
+static_assert(sizeof(IpInfo) == Rounded(sizeof(std::string) + 2U + 128U, 8U), "layout of IpInfo");
+static_assert(sizeof(ClusterInfo) == 16U + 2U * kList + 128U, "layout of ClusterInfo");
+}  // namespace layout
+
+// Structures as the C interface takes them: views, valid as long as what they were made of stays as it is.
+namespace view {
+
+inline LlmDatadistCacheDesc Of(const CacheDesc &desc) {
+  return {static_cast<uint32_t>(desc.placement), desc.num_tensors, static_cast<int32_t>(desc.data_type),
+          static_cast<uint32_t>(desc.shape.size()), desc.shape.data()};
+}
+
+inline LlmDatadistCache Of(const Cache &cache) {
+  return {cache.cache_id, cache.tensor_addrs.data(), cache.tensor_addrs.size(), Of(cache.cache_desc)};
+}
+
+inline LlmDatadistCacheIndex Of(const CacheIndex &index) {
+  return {index.cluster_id, index.cache_id, index.batch_index};
+}
+
+inline LlmDatadistExtParam Of(const KvCacheExtParam &ext) {
+  return {ext.src_layer_range.first, ext.src_layer_range.second, ext.dst_layer_range.first,
+          ext.dst_layer_range.second, ext.tensor_num_per_layer};
+}
+
+inline LlmDatadistBlocks Of(const std::vector<uint64_t> &blocks) { return {blocks.data(), blocks.size()}; }
+
+inline std::vector<LlmDatadistOption> Of(const std::map<std::string, std::string> &options) {
+  std::vector<LlmDatadistOption> list;
+  list.reserve(options.size());
+  for (const auto &option : options) {
+    list.push_back({option.first.c_str(), option.second.c_str()});
+  }
+  return list;
+}
+
+inline std::vector<LlmDatadistIp> Of(const std::vector<IpInfo> &infos) {
+  std::vector<LlmDatadistIp> list;
+  list.reserve(infos.size());
+  for (const auto &info : infos) {
+    list.push_back({info.ip.c_str(), info.port});
+  }
+  return list;
+}
+
+// Clusters and the lists they point into.
+class Clusters {
+ public:
+  explicit Clusters(const std::vector<ClusterInfo> &clusters) {
+    ips_.reserve(2U * clusters.size());
+    list_.reserve(clusters.size());
+    for (const auto &cluster : clusters) {
+      ips_.push_back(Of(cluster.local_ip_infos));
+      const auto &local = ips_.back();
+      ips_.push_back(Of(cluster.remote_ip_infos));
+      const auto &remote = ips_.back();
+      list_.push_back({cluster.remote_cluster_id, local.data(), local.size(), remote.data(), remote.size()});
+    }
+  }
+
+  const std::vector<LlmDatadistCluster> &List() const { return list_; }
+
+ private:
+  std::vector<std::vector<LlmDatadistIp>> ips_;
+  std::vector<LlmDatadistCluster> list_;
+};
+
+}  // namespace view
+
+// Why the last call of this thread that failed did: which argument, its value, what is allowed; or what went wrong.
+inline std::string LastErrorMessage() { return llm_datadist_last_error(); }
+
+// One cluster: its caches, its links, its transfers. Every call but the first and the last may come from any thread, and
+// returns LLM_FAILED before Initialize has succeeded.
+class LlmDataDist {
+ public:
+  // cluster_id names it among all it links with.
+  LlmDataDist(uint64_t cluster_id, LlmRole role) : handle_(llm_datadist_new(cluster_id, static_cast<int32_t>(role))) {}
+
+  // Finalizes, if nobody has.
+  ~LlmDataDist() { (void)llm_datadist_free(handle_); }
+
+  LlmDataDist(const LlmDataDist &) = delete;
+  LlmDataDist &operator=(const LlmDataDist &) = delete;
+
+  // Opens the engine. OPTION_DEVICE_ID is mandatory. LLM_SUCCESS, and nothing else, while it is open.
+  Status Initialize(const std::map<std::string, std::string> &options) {
+    const auto list = view::Of(options);
+    return llm_datadist_initialize(handle_, list.data(), list.size());
+  }
+
+  // Closes the engine, not while other calls are under way.
+  void Finalize() { (void)llm_datadist_finalize(handle_); }
+
+  // Takes another role; OPTION_LISTEN_IP_INFO says where to listen from now on. Not while links exist.
+  Status SetRole(LlmRole role, const std::map<std::string, std::string> &options = {}) {
+    const auto list = view::Of(options);
+    return llm_datadist_set_role(handle_, static_cast<int32_t>(role), list.data(), list.size());
+  }
+
+  // Links to peers that listen; rets gets one status for each.
+  Status LinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets,
+                         int32_t timeout_in_millis = 1000) {
+    const view::Clusters list(clusters);
+    std::vector<Status> statuses(clusters.size());
+    size_t count = 0U;
+    const Status status = llm_datadist_link_clusters(handle_, list.List().data(), list.List().size(),
+                                                     timeout_in_millis, statuses.data(), &count);
+    statuses.resize(count);
+    rets.swap(statuses);
+    return status;
+  }
+
+  // Ends links; with force_flag only this side's half, without asking the peer.
+  Status UnlinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets,
+                           int32_t timeout_in_millis = 1000, bool force_flag = false) {
+    const view::Clusters list(clusters);
+    std::vector<Status> statuses(clusters.size());
+    size_t count = 0U;
+    const Status status = llm_datadist_unlink_clusters(handle_, list.List().data(), list.List().size(),
+                                                       timeout_in_millis, force_flag, statuses.data(), &count);
+    statuses.resize(count);
+    rets.swap(statuses);
+    return status;
+  }
+
+  // Takes device memory for a cache, and fills its id, addresses and descriptor.
+  Status AllocateCache(const CacheDesc &cache_desc, Cache &cache) {
+    Cache made;
+    made.cache_desc = cache_desc;
+    made.tensor_addrs.resize(cache_desc.num_tensors < kMostTensors ? cache_desc.num_tensors : kMostTensors);
+    const auto desc = view::Of(cache_desc);
+    const Status status = llm_datadist_allocate_cache(handle_, &desc, &made.cache_id, made.tensor_addrs.data(),
+                                                      made.tensor_addrs.size());
+    if (status == LLM_SUCCESS) {
+      cache = std::move(made);
+    }
+    return status;
+  }
+
+  // Lets go of an allocated cache; LLM_SUCCESS for an id that is not there.
+  Status DeallocateCache(int64_t cache_id) { return llm_datadist_deallocate_cache(handle_, cache_id); }
+
+  // Enters memory of the caller as a cache: one address for each tensor.
+  Status RegisterKvCache(const CacheDesc &cache_desc, const std::vector<uint64_t> &addrs, const RegisterCfg &cfg,
+                         int64_t &cache_id) {
+    (void)cfg;
+    const auto desc = view::Of(cache_desc);
+    return llm_datadist_register_cache(handle_, &desc, addrs.data(), addrs.size(), &cache_id);
+  }
+
+  // Removes a registered cache; LLM_SUCCESS for an id that is not there.
+  Status UnregisterKvCache(int64_t cache_id) { return llm_datadist_unregister_cache(handle_, cache_id); }
+
+  // Brings one batch slot of a peer here. Of dst_cache only the id matters.
+  Status PullKvCache(const CacheIndex &src_cache_index, const Cache &dst_cache, uint32_t batch_index = 0U,
+                     int64_t size = -1, const KvCacheExtParam &ext_param = {}) {
+    const auto src = view::Of(src_cache_index);
+    const auto dst = view::Of(dst_cache);
+    const auto ext = view::Of(ext_param);
+    return llm_datadist_pull_cache(handle_, &src, &dst, batch_index, size, &ext);
+  }
+
+  // Brings blocks of a peer here: src_blocks[i] to dst_blocks[i].
+  Status PullKvBlocks(const CacheIndex &src_cache_index, const Cache &dst_cache,
+                      const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
+                      const KvCacheExtParam &ext_param = {}) {
+    const auto src = view::Of(src_cache_index);
+    const auto dst = view::Of(dst_cache);
+    const auto ext = view::Of(ext_param);
+    return llm_datadist_pull_blocks(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext);
+  }
+
+  // Copies a range of one batch slot, the same in every tensor: device to device, or device to host.
+  Status CopyKvCache(const Cache &src_cache, const Cache &dst_cache, uint32_t src_batch_index = 0U,
+                     uint32_t dst_batch_index = 0U, uint64_t offset = 0U, int64_t size = -1) {
+    const auto src = view::Of(src_cache);
+    const auto dst = view::Of(dst_cache);
+    return llm_datadist_copy_cache(handle_, &src, &dst, src_batch_index, dst_batch_index, offset, size);
+  }
+
+  // Copies src_blocks[i] to list[i] of every list; not from host to host.
+  Status CopyKvBlocks(const Cache &src_cache, const Cache &dst_cache, const std::vector<uint64_t> &src_blocks,
+                      const std::vector<std::vector<uint64_t>> &dst_blocks_list) {
+    std::vector<LlmDatadistBlocks> lists;
+    lists.reserve(dst_blocks_list.size());
+    for (const auto &blocks : dst_blocks_list) {
+      lists.push_back(view::Of(blocks));
+    }
+    const auto src = view::Of(src_cache);
+    const auto dst = view::Of(dst_cache);
+    return llm_datadist_copy_blocks(handle_, &src, &dst, view::Of(src_blocks), lists.data(), lists.size());
+  }
+
+  // Brings one whole batch slot to a peer; not for the role decoder.
+  Status PushKvCache(const Cache &src_cache, const CacheIndex &dst_cache_index, uint32_t src_batch_index = 0U,
+                     int64_t size = -1, const KvCacheExtParam &ext_param = {}) {
+    const auto src = view::Of(src_cache);
+    const auto dst = view::Of(dst_cache_index);
+    const auto ext = view::Of(ext_param);
+    return llm_datadist_push_cache(handle_, &src, &dst, src_batch_index, size, &ext);
+  }
+
+  // Brings blocks to a peer: src_blocks[i] to dst_blocks[i]; not for the role decoder.
+  Status PushKvBlocks(const Cache &src_cache, const CacheIndex &dst_cache_index,
+                      const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
+                      const KvCacheExtParam &ext_param = {}) {
+    const auto src = view::Of(src_cache);
+    const auto dst = view::Of(dst_cache_index);
+    const auto ext = view::Of(ext_param);
+    return llm_datadist_push_blocks(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext);
+  }
+
+  // Own addition: the port peers are listened for at, also where port 0 asked for any; 0 without a listener.
+  uint16_t ListeningPort() const { return llm_datadist_listening(handle_); }
+
+ private:
+  // More tensors are refused, so their addresses need no room.
+  static constexpr uint32_t kMostTensors = 1U << 24U;
+
+  const uint64_t handle_;
+};
+
+}  // namespace llm_datadist
+
+#endif  // LLM_DATADIST_LLM_DATADIST_H_

@@ -1,0 +1,245 @@
+//! Pointers of C → Rust values. The only place of the crate that dereferences what C hands over.
+//!
+//! Not for: what the values mean.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char};
+use std::slice;
+
+use llm_datadist_core::check::cpp;
+use llm_datadist_core::{
+    Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
+    ExtParam, PeerAddress, Result,
+};
+
+use super::types::{
+    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
+    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+};
+use crate::calls;
+
+#[cold]
+fn refused(name: &str, what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("{name} is {what}"))
+}
+
+/// `Err` for what no list of `count` can lie behind.
+fn readable<T>(name: &str, first: *const T, count: usize) -> Result<()> {
+    if first.is_null() {
+        return Err(refused(name, "null"));
+    }
+    if !first.is_aligned() {
+        return Err(refused(name, "not aligned"));
+    }
+    let bytes = count.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
+    bytes.map(|_| ()).ok_or_else(|| refused(name, "too long to be a list"))
+}
+
+/// The list of `count` from `first` on; null is the empty list.
+///
+/// # Safety
+/// `first` is null, or `count` values lie there and stay as they are for `'a`.
+pub(super) unsafe fn list<'a, T: Copy>(name: &str, first: *const T, count: usize) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    readable(name, first, count)?;
+    // SAFETY: not null, aligned and below the largest length, checked above; the rest is the caller's promise.
+    Ok(unsafe { slice::from_raw_parts(first, count) })
+}
+
+/// The value at `at`, copied.
+///
+/// # Safety
+/// `at` is null, or a value lies there.
+pub(super) unsafe fn value<T: Copy>(name: &str, at: *const T) -> Result<T> {
+    readable(name, at, 1)?;
+    // SAFETY: not null and aligned, checked above; the rest is the caller's promise.
+    Ok(unsafe { at.read() })
+}
+
+/// A text that ends in a null byte.
+///
+/// # Safety
+/// `text` is null, or such a text that stays as it is for `'a`.
+unsafe fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str> {
+    readable(name, text, 1)?;
+    // SAFETY: not null, checked above; that it ends is the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map_err(|_| refused(name, "no UTF-8 text"))
+}
+
+/// Somewhere to write `count` values.
+pub(super) struct Out<T> {
+    first: *mut T,
+    count: usize,
+}
+
+impl<T: Copy> Out<T> {
+    /// Room for `count` values from `first` on, which is not looked at yet.
+    ///
+    /// # Safety
+    /// `first` is null, or `count` values may be written there, by nobody else, as long as this lives.
+    pub(super) unsafe fn new(name: &str, first: *mut T, count: usize) -> Result<Self> {
+        readable(name, first.cast_const(), count)?;
+        Ok(Out { first, count })
+    }
+
+    /// Writes as many of `values` as there is room for.
+    pub(super) fn put(&self, values: &[T]) {
+        let count = self.count.min(values.len());
+        // SAFETY: `count` values fit from `first` on, which is not null and aligned: checked and promised when this was
+        // made. The two do not overlap: nobody else has the room.
+        unsafe { self.first.copy_from_nonoverlapping(values.as_ptr(), count) };
+    }
+}
+
+/// Option texts by key.
+///
+/// # Safety
+/// As [`list`], and every text as [`text`].
+pub(super) unsafe fn options(
+    first: *const LlmDatadistOption,
+    count: usize,
+) -> Result<BTreeMap<String, String>> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { list("options", first, count) }?;
+    let mut texts = BTreeMap::new();
+    for option in given {
+        // SAFETY: the caller's promise.
+        let key = unsafe { text("the key of an option", option.key) }?;
+        // SAFETY: the caller's promise.
+        let value = unsafe { text(key, option.value) }?;
+        texts.insert(key.to_owned(), value.to_owned());
+    }
+    Ok(texts)
+}
+
+/// # Safety
+/// The list of dimensions as for [`list`].
+pub(super) unsafe fn desc(of: &LlmDatadistCacheDesc) -> Result<CacheDesc> {
+    // SAFETY: the caller's promise.
+    let shape = unsafe { list("shape", of.shape, of.num_dims as usize) }?;
+    cpp::desc(of.placement, of.num_tensors, of.data_type, shape)
+}
+
+/// The cache that a structure names by id, or whose addresses it gives.
+///
+/// # Safety
+/// `at` is null or a structure whose lists are as for [`list`]. With an id of 0 or less, `addrs` are tensors of `desc`
+/// that stay readable and writable as long as the result is used.
+pub(super) unsafe fn end(engine: &DataDist, name: &str, at: *const LlmDatadistCache) -> Result<End> {
+    // SAFETY: the caller's promise.
+    let cache = unsafe { value(name, at) }?;
+    // SAFETY: the caller's promise.
+    let addrs = unsafe { list(name, cache.addrs, cache.num_addrs) }?;
+    if cache.cache_id > 0 && cache.desc.num_tensors == 0 {
+        return calls::named(engine, cache.cache_id, None, addrs);
+    }
+    // SAFETY: the caller's promise.
+    let desc = unsafe { desc(&cache.desc) }?;
+    if cache.cache_id > 0 {
+        return calls::named(engine, cache.cache_id, Some(&desc), addrs);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { adopt(&desc, addrs) }.map(|adopted| End::Loose(Cache::loose(adopted)))
+}
+
+/// # Safety
+/// From every address on, one tensor of `desc` stays readable and writable as long as the result is used: the contract
+/// of `RegisterKvCache`, and of structures with `cache_id` -1.
+pub(super) unsafe fn adopt(desc: &CacheDesc, addrs: &[u64]) -> Result<Adopted> {
+    // SAFETY: the caller's promise; numbers alone are checked by `new`.
+    unsafe { Adopted::new(desc, CacheKind::Batch, addrs) }
+}
+
+/// The id of a structure that is asked for nothing else.
+///
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn id(name: &str, at: *const LlmDatadistCache) -> Result<CacheId> {
+    // SAFETY: the caller's promise.
+    unsafe { value(name, at) }.map(|cache| CacheId(cache.cache_id))
+}
+
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Result<CacheIndex> {
+    // SAFETY: the caller's promise.
+    let index = unsafe { value(name, at) }?;
+    Ok(CacheIndex {
+        cluster: ClusterId(index.cluster_id),
+        cache: CacheId(index.cache_id),
+        row: index.batch_index,
+    })
+}
+
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
+    // SAFETY: the caller's promise.
+    let ext = unsafe { value("ext_param", at) }?;
+    let (src, dst) = ((ext.src_first, ext.src_last), (ext.dst_first, ext.dst_last));
+    Ok(cpp::ext_param(src, dst, ext.tensor_num_per_layer))
+}
+
+/// # Safety
+/// As [`list`], every address list as well, and every text as [`text`].
+pub(super) unsafe fn peers(first: *const LlmDatadistCluster, count: usize) -> Result<Vec<PeerAddress>> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { list("clusters", first, count) }?;
+    cpp::clusters(given.len())?;
+    let peer = |cluster: &LlmDatadistCluster| {
+        Ok(PeerAddress {
+            cluster: ClusterId(cluster.remote_cluster_id),
+            // SAFETY: the caller's promise.
+            remote: unsafe { addresses("remote_ip_infos", cluster.remote, cluster.num_remote) }?,
+            // SAFETY: the caller's promise.
+            local: unsafe { addresses("local_ip_infos", cluster.local, cluster.num_local) }?,
+        })
+    };
+    given.iter().map(peer).collect()
+}
+
+/// # Safety
+/// As [`list`], every text as [`text`].
+unsafe fn addresses(
+    name: &str,
+    first: *const LlmDatadistIp,
+    count: usize,
+) -> Result<Vec<std::net::SocketAddr>> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { list(name, first, count) }?;
+    let address = |info: &LlmDatadistIp| {
+        // SAFETY: the caller's promise.
+        let ip = unsafe { text("ip", info.ip) }?;
+        cpp::ip_info(ip, info.port)
+    };
+    given.iter().map(address).collect()
+}
+
+/// # Safety
+/// Both as [`list`].
+pub(super) unsafe fn two_lists<'a>(
+    src: LlmDatadistBlocks,
+    dst: LlmDatadistBlocks,
+) -> Result<(&'a [u64], &'a [u64])> {
+    // SAFETY: the caller's promise.
+    let src = unsafe { list("src_blocks", src.blocks, src.count) }?;
+    // SAFETY: the caller's promise.
+    let dst = unsafe { list("dst_blocks", dst.blocks, dst.count) }?;
+    Ok((src, dst))
+}
+
+/// # Safety
+/// As [`list`], and every list of blocks as well.
+pub(super) unsafe fn block_lists<'a>(
+    first: *const LlmDatadistBlocks,
+    count: usize,
+) -> Result<Vec<&'a [u64]>> {
+    // SAFETY: the caller's promise.
+    let lists = unsafe { list("dst_blocks_list", first, count) }?;
+    // SAFETY: the caller's promise.
+    let blocks = |of: &LlmDatadistBlocks| unsafe { list("dst_blocks_list", of.blocks, of.count) };
+    lists.iter().map(blocks).collect()
+}

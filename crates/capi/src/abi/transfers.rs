@@ -1,0 +1,159 @@
+//! The functions that move bytes: pulls, pushes, copies.
+//!
+//! Not for: links and caches (the file above), or which bytes those are (the core).
+
+use llm_datadist_core::CopyArgs;
+
+use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
+use super::{entered, raw};
+
+/// Brings one batch slot of a peer here.
+///
+/// # Safety
+/// The structures are whole.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_pull_cache(
+    handle: u64,
+    src: *const LlmDatadistCacheIndex,
+    dst: *const LlmDatadistCache,
+    batch_index: u32,
+    size: i64,
+    ext_param: *const LlmDatadistExtParam,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let src = unsafe { raw::index("src_cache_index", src) }?;
+        // SAFETY: the caller's promise.
+        let dst = unsafe { raw::id("dst_cache", dst) }?;
+        // SAFETY: the caller's promise.
+        let ext = unsafe { raw::ext_param(ext_param) }?;
+        open.engine.pull_kv_cache(src, dst, batch_index, size, ext)
+    })
+}
+
+/// Brings blocks of a peer here, pair by pair.
+///
+/// # Safety
+/// The structures and lists are whole.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_pull_blocks(
+    handle: u64,
+    src: *const LlmDatadistCacheIndex,
+    dst: *const LlmDatadistCache,
+    src_blocks: LlmDatadistBlocks,
+    dst_blocks: LlmDatadistBlocks,
+    ext_param: *const LlmDatadistExtParam,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let src = unsafe { raw::index("src_cache_index", src) }?;
+        // SAFETY: the caller's promise.
+        let dst = unsafe { raw::id("dst_cache", dst) }?;
+        // SAFETY: the caller's promise.
+        let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
+        // SAFETY: the caller's promise.
+        let ext = unsafe { raw::ext_param(ext_param) }?;
+        open.engine.pull_kv_blocks(src, dst, blocks, ext)
+    })
+}
+
+/// Brings one batch slot to a peer.
+///
+/// # Safety
+/// The structures are whole.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_push_cache(
+    handle: u64,
+    src: *const LlmDatadistCache,
+    dst: *const LlmDatadistCacheIndex,
+    src_batch_index: u32,
+    size: i64,
+    ext_param: *const LlmDatadistExtParam,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let src = unsafe { raw::id("src_cache", src) }?;
+        // SAFETY: the caller's promise.
+        let dst = unsafe { raw::index("dst_cache_index", dst) }?;
+        // SAFETY: the caller's promise.
+        let ext = unsafe { raw::ext_param(ext_param) }?;
+        open.engine.push_kv_cache(src, dst, src_batch_index, size, ext)
+    })
+}
+
+/// Brings blocks to a peer, pair by pair.
+///
+/// # Safety
+/// The structures and lists are whole.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_push_blocks(
+    handle: u64,
+    src: *const LlmDatadistCache,
+    dst: *const LlmDatadistCacheIndex,
+    src_blocks: LlmDatadistBlocks,
+    dst_blocks: LlmDatadistBlocks,
+    ext_param: *const LlmDatadistExtParam,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let src = unsafe { raw::id("src_cache", src) }?;
+        // SAFETY: the caller's promise.
+        let dst = unsafe { raw::index("dst_cache_index", dst) }?;
+        // SAFETY: the caller's promise.
+        let blocks = unsafe { raw::two_lists(src_blocks, dst_blocks) }?;
+        // SAFETY: the caller's promise.
+        let ext = unsafe { raw::ext_param(ext_param) }?;
+        open.engine.push_kv_blocks(src, dst, blocks, ext)
+    })
+}
+
+/// Copies one range of one batch slot, the same in every tensor: device to device, or device to host.
+///
+/// # Safety
+/// The structures are whole; where their id is 0 or less, from each address on one tensor is readable and writable
+/// during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_copy_cache(
+    handle: u64,
+    src: *const LlmDatadistCache,
+    dst: *const LlmDatadistCache,
+    src_batch_index: u32,
+    dst_batch_index: u32,
+    offset: u64,
+    size: i64,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let from = unsafe { raw::end(&open.engine, "src_cache", src) }?;
+        // SAFETY: the caller's promise.
+        let to = unsafe { raw::end(&open.engine, "dst_cache", dst) }?;
+        let args = CopyArgs { dst_batch_index, src_batch_index, offset, size };
+        open.engine.copy_kv_cache(&from, &to, args)
+    })
+}
+
+/// Copies every block of `src_blocks` to its place in each of the lists.
+///
+/// # Safety
+/// As `llm_datadist_copy_cache`; the lists are whole.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_copy_blocks(
+    handle: u64,
+    src: *const LlmDatadistCache,
+    dst: *const LlmDatadistCache,
+    src_blocks: LlmDatadistBlocks,
+    dst_blocks_list: *const LlmDatadistBlocks,
+    num_lists: usize,
+) -> u32 {
+    entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let from = unsafe { raw::end(&open.engine, "src_cache", src) }?;
+        // SAFETY: the caller's promise.
+        let to = unsafe { raw::end(&open.engine, "dst_cache", dst) }?;
+        // SAFETY: the caller's promise.
+        let sources = unsafe { raw::list("src_blocks", src_blocks.blocks, src_blocks.count) }?;
+        // SAFETY: the caller's promise.
+        let lists = unsafe { raw::block_lists(dst_blocks_list, num_lists) }?;
+        open.engine.copy_kv_blocks(&from, &to, sources, &lists)
+    })
+}

@@ -1,0 +1,109 @@
+//! The structures of the C interface. Lists are a pointer and a count; a null pointer is an empty list.
+//!
+//! Not for: the public C++ structures, which these are views of (`llm_datadist.h`).
+
+use std::ffi::c_char;
+
+/// One option: both texts end in a null byte.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistOption {
+    /// Its key.
+    pub key: *const c_char,
+    /// Its value.
+    pub value: *const c_char,
+}
+
+/// What a cache looks like.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistCacheDesc {
+    /// 0 host, 1 device.
+    pub placement: u32,
+    /// How many equal tensors.
+    pub num_tensors: u32,
+    /// Element type.
+    pub data_type: i32,
+    /// How many dimensions `shape` has.
+    pub num_dims: u32,
+    /// Dimensions, outermost first.
+    pub shape: *const i64,
+}
+
+/// A cache: one of this engine by its id, or the caller's memory with id -1.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistCache {
+    /// Its id, or -1.
+    pub cache_id: i64,
+    /// The address of every tensor.
+    pub addrs: *const u64,
+    /// How many.
+    pub num_addrs: usize,
+    /// What it looks like.
+    pub desc: LlmDatadistCacheDesc,
+}
+
+/// One batch slot of a peer's cache.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistCacheIndex {
+    /// Who owns it.
+    pub cluster_id: u64,
+    /// Its id there.
+    pub cache_id: i64,
+    /// The batch slot.
+    pub batch_index: u32,
+}
+
+/// Layers read and written, both ends included; -1 and -1 for all.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistExtParam {
+    /// First layer read.
+    pub src_first: i32,
+    /// Last layer read.
+    pub src_last: i32,
+    /// First layer written.
+    pub dst_first: i32,
+    /// Last layer written.
+    pub dst_last: i32,
+    /// Tensors of one layer.
+    pub tensor_num_per_layer: u8,
+}
+
+/// An address.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistIp {
+    /// IPv4, in digits.
+    pub ip: *const c_char,
+    /// Port.
+    pub port: u16,
+}
+
+/// Where a peer is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistCluster {
+    /// Its cluster id.
+    pub remote_cluster_id: u64,
+    /// Addresses of this side.
+    pub local: *const LlmDatadistIp,
+    /// How many.
+    pub num_local: usize,
+    /// Its addresses.
+    pub remote: *const LlmDatadistIp,
+    /// How many.
+    pub num_remote: usize,
+}
+
+/// A list of blocks.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LlmDatadistBlocks {
+    /// The blocks.
+    pub blocks: *const u64,
+    /// How many.
+    pub count: usize,
+}

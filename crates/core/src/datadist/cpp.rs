@@ -1,0 +1,110 @@
+//! The calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges with
+//! both ends inclusive, links that name an address of this side.
+//!
+//! Not for: `PushKvCache` and `CopyKvCache`, which the seeds describe (`transfer`, `mod`), or C structures.
+
+use std::time::Duration;
+
+use super::remote::{each, link_failed};
+use super::{CacheIndex, DataDist, End, FarName, STAGED, ends};
+use crate::check::{self, ExtParam, PullRows, PushRows};
+use crate::config::Role;
+use crate::error::{Error, Result};
+use crate::id::CacheId;
+use crate::keys::Name;
+use crate::links::PeerAddress;
+use crate::plan::CopyPlan;
+use crate::stats::Op;
+
+impl DataDist {
+    /// Brings one batch slot of a peer here (cpp-api.md §4, `PullKvCache`).
+    pub fn pull_kv_cache(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+    ) -> Result<()> {
+        let near = self.cluster.table.find(dst)?;
+        let layers = check::pull_kv_layers(near.geometry(), ext)?;
+        self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { near: batch_index, size }, layers)
+    }
+
+    /// Brings blocks of a peer here, pair by pair (cpp-api.md §4, `PullKvBlocks`).
+    pub fn pull_kv_blocks(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+    ) -> Result<()> {
+        check::cpp::no_slot("src_cache_index.batch_index", src.row)?;
+        let far = check::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PullRows::Rows { far, near: check::cpp::blocks("dst_blocks", dst_blocks)? };
+        let near = self.cluster.table.find(dst)?;
+        let layers = check::pull_kv_layers(near.geometry(), ext)?;
+        self.pull(src.name(), &End::Managed(dst), &rows, layers)
+    }
+
+    /// Brings blocks to a peer, pair by pair (cpp-api.md §4, `PushKvBlocks`).
+    pub fn push_kv_blocks(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+    ) -> Result<()> {
+        check::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
+        let near = check::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PushRows::Rows { near, far: check::cpp::blocks("dst_blocks", dst_blocks)? };
+        let cache = self.cluster.table.find(src)?;
+        let layers = check::push_kv_blocks(self.pushing_role(), cache.side(), ext)?;
+        self.push(&End::Managed(src), dst.name(), &rows, layers)
+    }
+
+    /// Copies every block of `src_blocks` to its place in each of `dst_blocks_list` (cpp-api.md §4, `CopyKvBlocks`).
+    pub fn copy_kv_blocks(
+        &self,
+        src: &End,
+        dst: &End,
+        src_blocks: &[u64],
+        dst_blocks_list: &[&[u64]],
+    ) -> Result<()> {
+        self.cluster.stats.timed(Op::CopyBlocks, || {
+            let deadline = self.deadline();
+            let pairs = check::cpp::block_lists(src_blocks, dst_blocks_list)?;
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let request = check::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
+            let plan = CopyPlan::blocks(&request, ends(&src, &dst));
+            self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, STAGED, deadline)
+        })
+    }
+
+    /// As [`link_clusters`](Self::link_clusters), where every peer must name exactly one address of this side
+    /// (python-api.md §6.8).
+    #[must_use]
+    pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
+        let deadline = self.limit(timeout, "timeout_in_millis");
+        each(peers, deadline, |peer, deadline| {
+            let linked = self.cluster.stats.timed(Op::Link, || match peer.local.len() {
+                1 => self.links.link(peer, deadline),
+                count => Err(Error::argument("len(local_ip_infos)", count, "exactly one local address")),
+            });
+            linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
+        })
+    }
+
+    /// The role that pushes are judged by: with links that go both ways it is a label (cpp-api.md §7).
+    pub(super) fn pushing_role(&self) -> Role {
+        if self.cluster.config.links.both_ways { Role::Mix } else { self.role() }
+    }
+}
+
+impl CacheIndex {
+    /// What the core calls it.
+    #[must_use]
+    pub fn name(self) -> FarName {
+        FarName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
+    }
+}
