@@ -187,6 +187,30 @@ fn eventually(what: &str, there: impl Fn() -> bool) {
 }
 
 #[test]
+fn one_place_does_not_take_all_lanes() {
+    let lanes = Lanes::default();
+    let stuck: Vec<_> = (0..600).map(|_| Told::good()).collect();
+    stuck.iter().for_each(|told| told.shut());
+    let legs = stuck.iter().map(|told| leg_to(2, 0, 1, told)).collect();
+    let standing = Task::start(lanes.porter().clone(), legs, None).unwrap();
+    standing.ready(0);
+    let well = Told::good();
+    let task = Task::start(lanes.porter().clone(), vec![leg_to(3, 0, 1, &well)], None).unwrap();
+    task.ready(0);
+    ended(&task);
+    assert_eq!(ends(&task), ["Done"]);
+    assert!(!standing.done() && lanes.porter().threads() < 40, "{}", lanes.porter().threads());
+    stuck.iter().for_each(|told| told.open());
+    ended(&standing);
+    assert!(ends(&standing).iter().all(|end| end == "Done"));
+    // Nobody waits for its turn any more, so all of them may be at work at once again.
+    let again = Told::good();
+    let task = Task::start(lanes.porter().clone(), vec![leg_to(2, 0, 1, &again)], None).unwrap();
+    task.ready(0);
+    ended(&task);
+}
+
+#[test]
 fn a_task_without_destinations_has_ended() {
     let lanes = Lanes::default();
     let task = start(&lanes, &[], Some(LONG));
