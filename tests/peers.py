@@ -345,7 +345,7 @@ class End:
 
     def addresses(self, name: str) -> list[int]:
         """Where the tensors of a cache start."""
-        return [int(address) for address in self.held[name].handle.tensor_addrs]
+        return _addresses(self.held[name].handle)
 
     def copy_blocks(self, name: str, pairs: Sequence[Sequence[int]]) -> None:
         """`copy_blocks` of one block to one other, pair by pair."""
