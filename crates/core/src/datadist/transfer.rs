@@ -5,7 +5,7 @@
 //! does, and the call starts over within its deadline. Not for: links (`remote`), or moving bytes (`engine`).
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::streams::{self, Streams};
 use super::{DataDist, End, STAGED};
@@ -16,7 +16,7 @@ use crate::engine::{Progress, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
 use crate::keys::{CacheKey, Name};
-use crate::links::{self, Known, Link, limit_ms, location};
+use crate::links::{self, Known, Link, SAID_BY, limit_ms, location};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{Cache, pin_reads, pin_writes};
@@ -287,13 +287,14 @@ impl Call<'_> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
+        // Before the rows are pinned: a read of the peer that comes meanwhile must know that this side may hold them.
+        let writing = self.link.writing(known.cache);
         let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
         self.cluster.kept(&self.near)?;
-        let writing = self.link.writing(known.cache);
+        let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.taken(known, plan);
-        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::Timeout) {
-            // Nobody knows when the peer stops.
-            writing.never_ends();
+        if taken.as_ref().is_err_and(|error| error.fact(SAID_BY).is_none()) {
+            writing.unanswered(limit);
         }
         taken
     }

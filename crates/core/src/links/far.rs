@@ -18,6 +18,8 @@ use crate::wire::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot}
 
 /// How much longer than the caller the answering side tries: a caller whose bytes flow looks at its clock every 100 ms.
 const GRACE_MS: u64 = 150;
+/// The fact of an error that the peer itself reported: it has ended what it was asked for.
+pub(crate) const SAID_BY: &str = "said_by";
 /// How long a reply is watched for before the thread sleeps: about one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 
@@ -136,7 +138,7 @@ impl Link {
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
             Reply::Failed { kind, message, facts, arrived } => {
-                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with("said_by", "the peer"))
+                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with(SAID_BY, "the peer"))
             }
             reply => Ok(reply),
         }

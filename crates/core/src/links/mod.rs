@@ -31,7 +31,7 @@ pub use communicator::CommStatus;
 pub use link::{Kind, Link, Peer};
 
 pub(crate) use calls::Lease;
-pub(crate) use far::{Known, limit_ms, reply};
+pub(crate) use far::{Known, SAID_BY, limit_ms, reply};
 pub(crate) use reach::location;
 pub(crate) use talk::{hear_next, say};
 

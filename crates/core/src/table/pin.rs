@@ -120,11 +120,11 @@ pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Res
     pin_one(cache, RowUse { reads, writes: vec![], ahead: false }, deadline)
 }
 
-/// Pins rows that a peer reads: before writers that wait for them, not before one that writes. The peer holds the rows that
-/// it reads into, and a transfer from here into those may be what the writer waits for: each would wait for the next
-/// (`a_pull_meets_a_transfer_and_a_writer`). `Err` once `deadline` has passed.
-pub fn pin_reads_ahead(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads, writes: vec![], ahead: true }, deadline)
+/// Pins rows that a peer reads. With `ahead`, before writers that wait for them, not before one that writes: for a peer that
+/// this side is having written. The peer holds the rows that it reads into, the push may wait for those, and the writer for
+/// the push: each would wait for the next (`a_pull_meets_a_transfer_and_a_writer`). `Err` once `deadline` has passed.
+pub fn pin_reads_for(cache: &Arc<Cache>, reads: Vec<u64>, ahead: bool, deadline: Deadline) -> Result<Pin> {
+    pin_one(cache, RowUse { reads, writes: vec![], ahead }, deadline)
 }
 
 /// Pins rows that are written. `Err` once `deadline` has passed.
