@@ -27,6 +27,9 @@ fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test -p llm-datadist-core --test rust
 	$(BIN)/python -m pytest -x -q --deselect tests/test_replay.py
 
+conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/conformance.md
+	$(BIN)/python -m pytest -q -m contract --write-contract
+
 lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
@@ -110,4 +113,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target $(VENV) .venv-torch python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast lint loom thorough soak bench example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo test fast conformance lint loom thorough soak bench example example-torch wheel build sanitize header capi install install-files clean

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+import contract
 from llm_datadist import LLMDataDist, LLMRole
 
 if TYPE_CHECKING:
@@ -43,9 +44,25 @@ settings.register_profile(
 settings.load_profile("thorough" if THOROUGH else "short")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make conformance` and `test_conformance.py` ask for."""
+    parser.addoption("--write-contract", action="store_true", help="write docs/conformance.md from this run")
+    parser.addoption("--show-contract", action="store_true", help="print which test proves which item")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Warnings are errors, also when pytest runs without the project's own settings."""
+    """Warnings are errors, also when pytest runs without the project's own settings; marked tests are witnessed."""
     config.addinivalue_line("filterwarnings", "error")
+    config.pluginmanager.register(contract.Witness(), "contract")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Say what the markers say, or write it down."""
+    witness: Any = session.config.pluginmanager.get_plugin("contract")
+    if session.config.getoption("--show-contract"):
+        print(f"\ncontract: {witness.proofs}")  # noqa: T201  (it was asked for)
+    if session.config.getoption("--write-contract"):
+        contract.TABLE.write_text(witness.table(), encoding="utf-8")
 
 
 def pool(memory_size: Any = POOL, page_shift: Any = PAGE_SHIFT) -> str:

@@ -260,6 +260,47 @@ class End:
             self.fill(name, seed)
         return handle.cache_id
 
+    def allocate_kv(
+        self,
+        name: str,
+        rows: int = 4,
+        row_bytes: int = 256,
+        tensors: int = 2,
+        *,
+        blocks: bool = False,
+        keys: Sequence[Sequence[Any]] = (),
+        seed: int | None = None,
+    ) -> int:
+        """`allocate` by the `KvCacheManager` (an engine without `llm.EnableCacheManager`)."""
+        desc = CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8)
+        manager = self.dist.kv_cache_manager
+        if blocks:
+            handle = manager.allocate_blocks_cache(desc, *map(_key, keys))
+        else:
+            handle = manager.allocate_cache(desc, [_key(key) for key in keys])
+        (addrs,) = handle.per_device_tensor_addrs
+        self.held[name] = Held(handle, [_over(address, rows, row_bytes) for address in addrs])
+        if seed is not None:
+            self.fill(name, seed)
+        return handle.cache_id
+
+    def deallocate_kv(self, name: str) -> None:
+        """`deallocate` by the `KvCacheManager`."""
+        self.held[name].arrays = []
+        self.dist.kv_cache_manager.deallocate_cache(self.held[name].handle)
+
+    def remove_key_kv(self, key: Sequence[Any]) -> None:
+        """`remove_key` by the `KvCacheManager`."""
+        self.dist.kv_cache_manager.remove_cache_key(_key(key))
+
+    def pull_kv(self, key: Sequence[Any], name: str, batch: int = 0, size: int = -1, **kwargs: Any) -> None:
+        """`pull_cache` by the `KvCacheManager`."""
+        self.dist.kv_cache_manager.pull_cache(_key(key), self.held[name].handle, batch, size, **_layers(kwargs))
+
+    def held_id(self, name: str) -> int:
+        """The id of a cache."""
+        return self.held[name].handle.cache_id
+
     def make(self, name: str, *args: Any, registered: bool = False, **kwargs: Any) -> int:
         """`register` with remote access, or `allocate`."""
         if registered:

@@ -43,6 +43,7 @@ def live(manager: Any, cache: Any) -> bool:
     return True
 
 
+@pytest.mark.contract("19.allocate-cache")
 @pytest.mark.parametrize("placement", list(Placement))
 @pytest.mark.parametrize("blocks", [False, True])
 def test_allocated_cache(manager: Any, placement: Placement, blocks: bool) -> None:
@@ -87,6 +88,7 @@ def test_every_data_type_can_be_allocated(manager: Any, data_type: DataType) -> 
     assert used(manager)["device"] == pages(made_of)
 
 
+@pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize("shift", [10, 12, 16, 20])
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_tensors_take_whole_aligned_pages(start: Callable[..., Any], shift: int, extra: int) -> None:
@@ -151,6 +153,7 @@ def test_the_whole_pool_can_be_taken_again_and_again(manager: Any) -> None:
     manager.allocate_cache(desc(1, POOL, 1))
 
 
+@pytest.mark.contract("19.allocate-cache")
 def test_a_partly_possible_allocation_leaks_nothing(manager: Any) -> None:
     key = CacheKey(1, 5)
     with refused(manager, OOM):
@@ -173,6 +176,7 @@ def test_exhaustion_says_what_was_asked_and_what_is_free(manager: Any) -> None:
     assert {str(asked), str(now["free_bytes"]), str(now["largest_free_run_bytes"])} <= numbers, caught.value
 
 
+@pytest.mark.contract("19.pool-first", "20.15")
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("placement", list(Placement))
 def test_a_pool_serves_its_own_placement_only(start: Callable[..., Any], placement: Placement, blocks: bool) -> None:
@@ -186,6 +190,7 @@ def test_a_pool_serves_its_own_placement_only(start: Callable[..., Any], placeme
     assert list(used(manager).values()).count(None) == 1
 
 
+@pytest.mark.contract("19.pool-first")
 def test_without_any_pool_releasing_is_still_no_operation(start: Callable[..., Any]) -> None:
     manager = start(options(None, None)).cache_manager
     assert used(manager) == {"device": None, "host": None}
@@ -201,6 +206,7 @@ def test_without_any_pool_releasing_is_still_no_operation(start: Callable[..., A
     manager.deallocate_blocks_cache(user.cpu_cache())
 
 
+@pytest.mark.contract("19.double-reference")
 def test_release_waits_for_the_id_and_every_key(manager: Any) -> None:
     keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
     cache = manager.allocate_cache(desc(2), keys)
@@ -216,6 +222,7 @@ def test_release_waits_for_the_id_and_every_key(manager: Any) -> None:
     assert not live(manager, cache)
 
 
+@pytest.mark.contract("19.double-reference")
 def test_keys_first_then_the_id(manager: Any) -> None:
     keys = [CacheKey(1, req_id=1), CacheKey(1, req_id=2)]
     cache = manager.allocate_cache(desc(2), keys)
@@ -227,6 +234,7 @@ def test_keys_first_then_the_id(manager: Any) -> None:
     assert used(manager) == {"device": 0, "host": 0}
 
 
+@pytest.mark.contract("19.deallocate-cache", "19.remove-cache-key")
 def test_releasing_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
     key = CacheKey(1, 1)
     other = manager.allocate_cache(desc(), [CacheKey(1, 2)])
@@ -253,6 +261,7 @@ def test_the_cluster_id_of_a_key_does_not_matter(manager: Any) -> None:
     assert used(manager)["device"] == 0
 
 
+@pytest.mark.contract("19.key-per-slot")
 @pytest.mark.parametrize("sequence", [list, tuple])
 def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, sequence: Callable[..., Any]) -> None:
     cache = manager.allocate_cache(desc(4), sequence([CacheKey(1, 1)]))
@@ -262,6 +271,7 @@ def test_keys_come_as_list_or_tuple_and_may_be_fewer_than_slots(manager: Any, se
     assert used(manager)["device"] == 0
 
 
+@pytest.mark.contract("19.key-per-slot")
 def test_more_keys_than_slots(manager: Any) -> None:
     keys = [CacheKey(1, number) for number in range(3)]
     with refused(manager, LE):
@@ -271,6 +281,7 @@ def test_more_keys_than_slots(manager: Any) -> None:
     manager.allocate_cache(desc(3), keys)
 
 
+@pytest.mark.contract("19.bound-key")
 @pytest.mark.parametrize("released_by", ["removal", "last reference"])
 def test_a_bound_key_cannot_be_bound_again_before_its_release(manager: Any, released_by: str) -> None:
     key = CacheKey(1, 5, 2)
@@ -288,6 +299,7 @@ def test_a_bound_key_cannot_be_bound_again_before_its_release(manager: Any, rele
         manager.allocate_cache(desc(2), [CacheKey(1, 4, 2)])
 
 
+@pytest.mark.contract("19.bound-key")
 def test_a_refused_allocation_keeps_no_key(manager: Any) -> None:
     bound = manager.allocate_cache(desc(1), [CacheKey(1, 1)])
     with refused(manager, LE, [bound]):
@@ -296,6 +308,7 @@ def test_a_refused_allocation_keeps_no_key(manager: Any) -> None:
     assert live(manager, again)
 
 
+@pytest.mark.contract("19.last-key-wins", "20.17")
 def test_the_last_of_equal_keys_wins_and_counts_once(manager: Any) -> None:
     first, second = CacheKey(1, 7), CacheKey(2, 7)
     cache = manager.allocate_cache(desc(4), [first, CacheKey(1, 8), second, second])
@@ -307,6 +320,7 @@ def test_the_last_of_equal_keys_wins_and_counts_once(manager: Any) -> None:
     assert used(manager)["device"] == 0
 
 
+@pytest.mark.contract("19.key-per-slot", "20.17")
 def test_placeholders_bind_nothing(manager: Any) -> None:
     def idle(model: int = 0) -> CacheKey:
         return CacheKey(1, UINT64_MAX, model)
@@ -322,6 +336,7 @@ def test_placeholders_bind_nothing(manager: Any) -> None:
     assert used(manager)["device"] == 0
 
 
+@pytest.mark.contract("20.17")
 def test_placeholders_and_blocks_keys_do_not_clash(manager: Any) -> None:
     blocks = manager.allocate_blocks_cache(desc(), BlocksCacheKey(1, 0))
     written = fill(blocks, 3)
@@ -359,6 +374,7 @@ def test_a_prefix_key_without_request_is_no_placeholder(manager: Any) -> None:
     assert used(manager)["device"] == 0
 
 
+@pytest.mark.contract("19.allocate-blocks-cache", "19.deallocate-blocks-cache")
 def test_blocks_cache_goes_at_once_with_its_key(manager: Any) -> None:
     key = BlocksCacheKey(1, 4)
     cache = manager.allocate_blocks_cache(desc(), key)
@@ -386,6 +402,7 @@ def test_a_freed_id_is_gone_for_copies(manager: Any) -> None:
             call()
 
 
+@pytest.mark.contract("19.deallocate-cache", "19.deallocate-blocks-cache")
 def test_each_release_insists_on_its_kind(manager: Any) -> None:
     batch, blocks = manager.allocate_cache(desc()), manager.allocate_blocks_cache(desc())
     with refused(manager, LE, [batch, blocks]):
@@ -401,6 +418,7 @@ def test_dropping_the_handle_frees_nothing(manager: Any) -> None:
     assert used(manager)["device"] == pages(desc())
 
 
+@pytest.mark.contract("20.20")
 def test_the_callers_descriptor_is_never_changed(manager: Any) -> None:
     made_of = desc()
     text = repr(made_of)

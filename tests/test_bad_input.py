@@ -348,6 +348,16 @@ def short(value: Any) -> str:
     return text if 0 < len(text) < 50 else type(value).__name__
 
 
+@pytest.mark.contract(
+    "19.allocate-cache",
+    "19.deallocate-cache",
+    "19.remove-cache-key",
+    "19.copy-cache",
+    "19.allocate-blocks-cache",
+    "19.deallocate-blocks-cache",
+    "19.copy-blocks",
+    "19.swap-blocks",
+)
 @pytest.mark.parametrize(
     ("call", "argument", "bad", "expected"), ROWS, ids=[f"{r[0]}-{r[1]}-{short(r[2])}" for r in ROWS]
 )

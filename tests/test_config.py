@@ -180,6 +180,7 @@ MEANINGLESS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.contract("19.llm-config")
 def test_fresh_config_emits_one_entry() -> None:
     assert LLMConfig is LlmConfig
     config = LLMConfig()
@@ -193,6 +194,7 @@ def test_initial_value(name: str) -> None:
     assert type(value) is type(INITIAL[name])
 
 
+@pytest.mark.contract("20.2")
 @pytest.mark.parametrize(("name", "value", "emitted"), EMITTED, ids=str)
 def test_property_is_stored_and_emitted(name: str, value: Any, emitted: dict[str, str]) -> None:
     config = LLMConfig()
@@ -220,6 +222,7 @@ def test_empty_device_list_fails_when_options_are_made() -> None:
         config.generate_options()
 
 
+@pytest.mark.contract("20.2", "19.sync-kv-timeout")
 @pytest.mark.parametrize(("name", "value", "expected"), REFUSED, ids=str)
 def test_setter_refuses_and_keeps_what_was(name: str, value: Any, expected: Expected) -> None:
     config = LLMConfig()

@@ -12,6 +12,7 @@ from llm_datadist import CacheDesc, CacheKey, DataType, LLMException, Placement
 from memory import GONE, INT64_MAX, LE, TE, UINT64_MAX, contents, desc, fill, refused, same
 
 
+@pytest.mark.contract("19.copy-cache")
 @pytest.mark.parametrize("to", list(Placement))
 @pytest.mark.parametrize("source", list(Placement))
 def test_whole_slot_between_all_placements(manager: Any, source: Placement, to: Placement) -> None:
@@ -43,6 +44,7 @@ def test_keywords_have_their_names(manager: Any) -> None:
     assert same(contents(dst), expected)
 
 
+@pytest.mark.contract("19.copy-cache-range")
 @pytest.mark.parametrize(
     ("offset", "size"),
     [(0, 1), (0, 256), (0, 255), (1, 255), (255, 1), (7, 100), (0, -1), (1, -1), (255, -1), (128, 128)],
@@ -93,6 +95,7 @@ def test_within_one_cache_and_one_slot(manager: Any) -> None:
     assert same(contents(cache), expected)
 
 
+@pytest.mark.contract("19.copy-cache-range")
 def test_strides_may_differ_when_the_range_fits(manager: Any) -> None:
     small, large = manager.allocate_cache(desc(4, 100)), manager.allocate_cache(desc(2, 300))
     small_bytes, large_bytes = fill(small, 1), fill(large, 2)
@@ -125,6 +128,7 @@ def test_different_tensor_counts_do_not_match(manager: Any) -> None:
             manager.copy_cache(left, right)
 
 
+@pytest.mark.contract("19.copy-cache-range")
 @pytest.mark.parametrize(
     "args",
     [
@@ -218,6 +222,7 @@ def pairs_of(mapping: dict[int, list[int]]) -> list[tuple[int, int]]:
     return [(source, target) for source, targets in mapping.items() for target in targets]
 
 
+@pytest.mark.contract("19.copy-blocks")
 @pytest.mark.parametrize("placement", list(Placement))
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
 def test_blocks_are_copied_in_the_order_given(
@@ -279,6 +284,7 @@ def test_block_sizes(manager: Any, row_bytes: int) -> None:
     assert same(contents(cache), expected)
 
 
+@pytest.mark.contract("19.copy-blocks")
 @pytest.mark.parametrize("bad", [4, -1, 2**31, 2**32, 2**32 + 1, INT64_MAX, -(2**63)])
 def test_a_bad_last_block_means_nothing_was_copied(manager: Any, bad: int) -> None:
     cache = manager.allocate_blocks_cache(desc(4, 100, 2))

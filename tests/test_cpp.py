@@ -82,6 +82,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 # -- the examples of the seeds ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("19.cpp-copy-kv-cache", "19.cpp-push-kv-cache")
 @present
 @pytest.mark.parametrize("page", ["CopyKvCache", "PushKvCache"])
 def test_the_programs_contain_the_examples_of_the_seeds(page: str) -> None:
@@ -95,11 +96,13 @@ def test_the_programs_contain_the_examples_of_the_seeds(page: str) -> None:
     assert f'#include "{part}.inc"' in (SOURCES / f"{part}.cpp").read_text(encoding="utf-8")
 
 
+@pytest.mark.contract("19.cpp-copy-kv-cache", "19.cpp-types")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_example_of_copy_kv_cache(built: Callable[..., Path], compiler: str) -> None:
     assert run([built("seed_copy", compiler, "second")]) == "copied\n"
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-types")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_the_example_of_push_kv_cache_in_two_processes(built: Callable[..., Path], compiler: str) -> None:
     program = built("seed_push", compiler)
@@ -116,6 +119,7 @@ def test_the_example_of_push_kv_cache_in_two_processes(built: Callable[..., Path
     assert (receiver.returncode, out) == (0, "received\n"), err
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache")
 def test_the_example_of_push_kv_cache_in_one_process(built: Callable[..., Path]) -> None:
     assert run([built("seed_push"), "both"]) == "pushed\nreceived\n"
 
@@ -219,6 +223,7 @@ def pair(cpp: Callable[..., Cpp], **given: Any) -> tuple[Cpp, Cpp]:
     return near, far
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("how", ["allocate", "register"])
 def test_pulls_and_pushes_between_two_processes_of_the_class(cpp: Callable[..., Cpp], how: str, transport: str) -> None:
@@ -251,6 +256,7 @@ def test_pulls_and_pushes_between_two_processes_of_the_class(cpp: Callable[..., 
     assert source == target == 1
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-codes")
 def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     near, far = pair(cpp)
     target = far.make("f", 4, 5, 40, 2)
@@ -337,6 +343,7 @@ def test_a_peer_that_dies_is_not_linked(cpp: Callable[..., Cpp]) -> None:
     eventually(lambda: near.ask("pull 2 1 0 n 0 -1") == [UNLINKED])
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache")
 def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) -> None:
     mix, decoder = cpp(1, MIX).open(), cpp(2, DECODER).open()
     assert mix.ask("link", 2, decoder.port) == [SUCCESS, SUCCESS]
@@ -393,6 +400,7 @@ def test_links(cpp: Callable[..., Cpp]) -> None:
     assert "cluster=3" in near.reason
 
 
+@pytest.mark.contract("19.cpp-copy-kv-cache")
 def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1).open()
     end.make("a", 2, 4, 16, 1)
@@ -418,6 +426,7 @@ def test_copies_by_id_and_by_address(cpp: Callable[..., Cpp]) -> None:
         assert equal(end.read(name), content), name
 
 
+@pytest.mark.contract("19.cpp-copy-kv-cache", "19.cpp-codes")
 def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1).open()
     names = (("a", 2, 4, 16), ("narrow", 2, 4, 15), ("few", 1, 4, 16))
@@ -461,6 +470,7 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     assert end.ask("copy a narrow 0 0 0 8") == [SUCCESS], "the id is enough"
 
 
+@pytest.mark.contract("19.cpp-types")
 def test_caches_come_and_go(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1).open()
     assert end.ask("allocate", "x", HOST, 1, UINT8, 4, 16)[0] == INVALID

@@ -131,6 +131,7 @@ def test_raise_if_false_and_true(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.contract("19.llm-exception")
 @pytest.mark.parametrize("passed", [LLMStatusCode.LLM_TIMEOUT, 5, None, "anything"])
 def test_exception_returns_exactly_the_code_it_was_given(passed: object) -> None:
     error = LLMException("text", status_code=passed)
@@ -172,6 +173,7 @@ def test_other_enums(kind: type[enum.Enum], base: type, members: dict[str, int])
         assert f"{member}" == f"{kind.__name__}.{member.name}"
 
 
+@pytest.mark.contract("19.float16")
 def test_data_type_members_in_order() -> None:
     assert [member.name for member in DataType] == list(DATA_TYPES)
     assert {member.name: member.value for member in DataType} == {n: row[0] for n, row in DATA_TYPES.items()}
@@ -268,6 +270,7 @@ def test_top_level_names() -> None:
         _ = llm_datadist.no_such_name
 
 
+@pytest.mark.contract("19.star-import")
 def test_star_import_brings_every_public_name() -> None:
     names: dict[str, object] = {}
     exec("from llm_datadist import *", names)  # noqa: S102  (a star import needs a module of its own)

@@ -59,6 +59,7 @@ def prefix(number: int) -> tuple[object, ...]:
     return by_request(2, UINT64_MAX, 0, number)
 
 
+@pytest.mark.contract("19.double-reference", "20.16", "19.pulls-and-keys")
 def test_a_pull_consumes_its_key_exactly_once(served: tuple[End, Peer]) -> None:
     near, far = served
     far.allocate("f", 4, 64, 2, keys=[by_request(9, 1), by_request(9, 2)], seed=1)
@@ -74,6 +75,7 @@ def test_a_pull_consumes_its_key_exactly_once(served: tuple[End, Peer]) -> None:
     assert far.stats()["table"] == {"caches": 1, "keys": 0}
 
 
+@pytest.mark.contract("19.double-reference")
 def test_memory_is_back_at_the_owner_when_the_pull_returns(served: tuple[End, Peer]) -> None:
     near, far = served
     near.allocate("n", 1, PAGE, 2)
@@ -269,6 +271,7 @@ def test_a_released_key_may_be_bound_again(served: tuple[End, Peer]) -> None:
         assert code(near.pull_cache, by_request(2, 1), "n") == GONE
 
 
+@pytest.mark.contract("19.last-key-wins")
 def test_of_equal_keys_the_last_slot_wins(served: tuple[End, Peer]) -> None:
     near, far = served
     idle = by_request(2, UINT64_MAX)
@@ -280,6 +283,7 @@ def test_of_equal_keys_the_last_slot_wins(served: tuple[End, Peer]) -> None:
     assert code(near.pull_cache, idle, "n") == INVALID, "a placeholder names nothing"
 
 
+@pytest.mark.contract("19.remove-cache-key", "20.16")
 def test_a_removed_key_is_gone_and_the_others_serve(served: tuple[End, Peer]) -> None:
     near, far = served
     far.allocate("f", 2, 64, 2, keys=[by_request(2, 1), by_request(2, 2)], seed=1)
@@ -372,6 +376,7 @@ def test_a_prefix_is_pulled_with_remote_access_too(one_sided: tuple[End, Peer]) 
 # -- pushes: the key of the local slot --------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("19.double-reference", "19.pulls-and-keys")
 def test_a_push_of_all_layers_releases_the_key_of_the_local_slot(one_sided: tuple[End, Peer]) -> None:
     near, far = one_sided
     cache = far.allocate("f", 2, 64, 4, seed=1)

@@ -91,6 +91,7 @@ def test_after_finalize_it_is_as_before_init(dist: LLMDataDist) -> None:
     dist.finalize()
 
 
+@pytest.mark.contract("20.10")
 def test_a_second_init_of_the_same_object_is_ignored_whatever_it_is_given(dist: LLMDataDist) -> None:
     manager = dist.cache_manager
     cache = manager.allocate_cache(desc())
@@ -100,6 +101,7 @@ def test_a_second_init_of_the_same_object_is_ignored_whatever_it_is_given(dist: 
     manager.copy_cache(cache, cache, 1, 0)
 
 
+@pytest.mark.contract("20.10")
 def test_a_second_instance_is_refused_and_harms_nothing(dist: LLMDataDist) -> None:
     other = LLMDataDist(LLMRole.DECODER, 2)
     for given in (options(), {}, "x"):
@@ -122,6 +124,7 @@ def test_every_role_has_a_cache_manager(role: LLMRole) -> None:
         dist.finalize()
 
 
+@pytest.mark.contract("20.19")
 @pytest.mark.parametrize("again", ["same object", "other object"])
 def test_init_again_with_the_same_dictionary_starts_from_nothing(again: str) -> None:
     given = options()
@@ -223,6 +226,7 @@ def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> 
         dist.finalize()
 
 
+@pytest.mark.contract("20.10")
 @pytest.mark.parametrize(
     ("given", "fragment"),
     [
@@ -285,6 +289,7 @@ BAD_POOLS = {
 }
 
 
+@pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize("name", BAD_POOLS)
 @pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
 def test_bad_pool_description(name: str, key: str) -> None:
@@ -296,6 +301,7 @@ def test_bad_pool_description(name: str, key: str) -> None:
         dist.finalize()
 
 
+@pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize(
     "text",
     [
@@ -317,6 +323,7 @@ def test_good_pool_description(start: Callable[..., Any], text: str, key: str) -
     fill(cache, 1)
 
 
+@pytest.mark.contract("19.host-mem-pool-cfg")
 def test_host_pool_has_a_limit(start: Callable[..., Any]) -> None:
     limit = 20 << 30
     for too_large in (limit + 65536, limit + 1, 1 << 40):
@@ -374,6 +381,7 @@ def calls(manager: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.contract("20.20")
 def test_a_finalized_manager_answers_nothing_else(start: Callable[..., Any]) -> None:
     dist = start()
     old = dist.cache_manager
@@ -403,6 +411,7 @@ def test_a_finalized_manager_answers_nothing_else(start: Callable[..., Any]) -> 
     assert used(new)["device"] == 2 * PAGE
 
 
+@pytest.mark.contract("20.20")
 def test_a_handle_of_an_earlier_engine_never_reaches_the_next(start: Callable[..., Any]) -> None:
     dist = start()
     old_batch, old_blocks = (
@@ -461,6 +470,7 @@ def test_many_engines_one_after_the_other_leave_no_thread_behind(start: Callable
     assert len(list(tasks.iterdir())) <= before
 
 
+@pytest.mark.contract("20.12")
 def test_shutdown_handler() -> None:
     _shutdown_handler()
     assert LLMDataDist.llm_engine_instance is None
@@ -473,6 +483,7 @@ def test_shutdown_handler() -> None:
     _shutdown_handler()
 
 
+@pytest.mark.contract("20.12")
 def test_shutdown_handler_swallows_an_engine_error(start: Callable[..., Any], capfd: Any) -> None:
     dist = start()
     original = dist.finalize

@@ -122,6 +122,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.contract("20.11")
 @pytest.mark.parametrize("name", CALLS)
 def test_before_init_and_after_finalize_it_is_a_runtime_error(name: str, begin: Callable[..., LLMDataDist]) -> None:
     finalized = begin()
@@ -150,6 +151,7 @@ def test_rank_tables_need_the_cache_manager(name: str, begin: Callable[..., LLMD
 # -- rank tables -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("20.11")
 def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     good = {"comm_name": "name", "cluster_rank_info": {1: 0, 2: 1}, "rank_table": "no json"}
@@ -250,6 +252,7 @@ def cluster_rows() -> list[Row]:
     ]
 
 
+@pytest.mark.contract("20.11")
 def test_link_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     check(
@@ -264,6 +267,7 @@ def test_link_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
     )
 
 
+@pytest.mark.contract("20.11")
 def test_unlink_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     check(
@@ -439,6 +443,7 @@ def test_an_address_that_is_taken_fails_init_with_its_reason(begin: Callable[...
     assert LLMDataDist.llm_engine_instance is None
 
 
+@pytest.mark.contract("20.11")
 def test_switch_role_arguments(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     no_port = {"llm.listenIpInfo": "127.0.0.1:x"}

@@ -568,7 +568,7 @@ def test_many_links_in_one_process(ends: Ends) -> None:
 def test_check_link_status_of_a_link_that_works_and_of_one_that_is_gone() -> None:
     """python-api.md §6.11, in the mode it belongs to; a process may link to itself (§6.8)."""
     dist = LLMDataDist(LLMRole.DECODER, 7)
-    dist.init({"llm.listenIpInfo": "127.0.0.1:0"})
+    dist.init({"ge.exec.deviceId": "0", "llm.listenIpInfo": "127.0.0.1:0"})
     try:
         assert dist.listen_ip_info is not None
         ip, port = dist.listen_ip_info.rsplit(":", 1)

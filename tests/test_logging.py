@@ -202,6 +202,7 @@ def test_lines_name_the_place_that_logged(caplog: pytest.LogCaptureFixture) -> N
         assert record.funcName == "test_lines_name_the_place_that_logged"
 
 
+@pytest.mark.contract("19.copy-cache-range")
 def test_the_request_id_is_in_the_log_of_this_process_too(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
     cache = manager.allocate_cache(desc())
     with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):

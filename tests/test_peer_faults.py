@@ -265,6 +265,7 @@ def test_memory_that_is_unmapped_while_it_is_pulled(ends: Ends, way: dict[str, A
 # -- stopped peers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("19.sync-kv-timeout")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: Ends, transport: str) -> None:
     near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)

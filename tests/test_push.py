@@ -228,6 +228,31 @@ def test_both_sides_push_and_pull_at_once(pair: tuple[End, Peer]) -> None:
     assert equal([tensor[8:] for tensor in near.read("n")], [tensor[:8] for tensor in pattern(4, 2, 16, 2000)])
 
 
+def test_a_pull_beside_a_push_into_the_same_slot_is_whole(ends: Ends) -> None:
+    near, far = ends.pair(accessible=True, pool=8 << 20)
+    rows, row_bytes, tensors = 2, 64 << 10, 8
+    for name, seed in (("old", 1), ("new", 3), ("in", 4)):
+        near.allocate(name, rows, row_bytes, tensors, seed=seed)
+    slot = by_slot(2, far.allocate("f", rows, row_bytes, tensors, seed=2))
+    versions = [pattern(seed, tensors, rows, row_bytes) for seed in (1, 2, 3)]
+    over = threading.Event()
+
+    def push() -> None:
+        for number in range(300):
+            near.push_cache(slot, ("old", "new")[number % 2])
+        over.set()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    mixtures = 0
+    while not over.is_set():
+        near.pull_cache(slot, "in", 1)
+        for number, tensor in enumerate(near.read("in")):
+            mixtures += not any((tensor[1] == version[number][0]).all() for version in versions)
+    thread.join(LIMIT)
+    assert mixtures == 0
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str) -> None:
     near, far = ends.pair(accessible=True, pool=4 << 20, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)

@@ -67,6 +67,7 @@ def forced(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
     return start(options(llm__SwapInPath=request.param)).cache_manager
 
 
+@pytest.mark.contract("19.swap-blocks", "20.18")
 @pytest.mark.parametrize("row_bytes", [1, 100, PAGE, 20_000])
 def test_in_and_out_between_user_memory_and_device(forced: Any, row_bytes: int) -> None:
     user = UserTensors(10, row_bytes, 3, seed=1)
@@ -253,6 +254,7 @@ UNEQUAL: dict[str, Callable[[Ends], tuple[Any, Any, Any]]] = {
 }
 
 
+@pytest.mark.contract("19.swap-blocks")
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_mismatch_is_both_exceptions_and_moves_nothing(manager: Any, name: str) -> None:
     user = UserTensors(BLOCKS_IN_HOST, 256, 2, seed=9)
@@ -271,6 +273,7 @@ def test_block_size_is_what_must_match_not_the_shape(manager: Any) -> None:
     assert np.array_equal(tensors(npu)[0][5], array[3])
 
 
+@pytest.mark.contract("19.swap-blocks")
 def test_none_is_an_attribute_error(manager: Any) -> None:
     user = UserTensors(10, 256, 2)
     npu = manager.allocate_blocks_cache(desc(10, 256, 2))

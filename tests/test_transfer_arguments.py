@@ -161,6 +161,7 @@ def block_lists() -> list[Row]:
     return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
 
 
+@pytest.mark.contract("20.8", "20.9")
 def test_pull_cache(bench: Bench) -> None:
     bench.check(
         "pull_cache",
@@ -280,6 +281,7 @@ def test_pushes_need_one_sided_transfers_before_anything_else(bench: Bench) -> N
             Row({}, LE, "llm.EnableRemoteCacheAccessible").judge(bench.call(name, **wrong), name)
 
 
+@pytest.mark.contract("20.9")
 def test_push_cache(one_sided: Bench) -> None:
     bench = one_sided
     keys = (5, None, CacheKey(FAR, 1), BlocksCacheKey(FAR), CacheKeyByIdAndIndex)
@@ -308,6 +310,7 @@ def test_push_cache(one_sided: Bench) -> None:
     Row({}, LE, "without src_layer_range").judge(bench.call("push_cache", dst_layer_range=range(1)), "half given")
 
 
+@pytest.mark.contract("20.9")
 def test_push_blocks(one_sided: Bench) -> None:
     bench = one_sided
     keys = (5, CacheKey(FAR, 1), CacheKeyByIdAndIndex(FAR, 1), BlocksCacheKey)
@@ -348,6 +351,7 @@ def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
             call()
 
 
+@pytest.mark.contract("20.14")
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -172,6 +172,7 @@ BAD_CLUSTER: list[Case] = [
 ]
 
 
+@pytest.mark.contract("20.3", "20.4", "19.cache-desc", "19.cache")
 @pytest.mark.parametrize(
     ("make", "bad", "expected"),
     [*BAD_DESC, *BAD_CACHE_KEY, *BAD_BLOCKS_KEY, *BAD_ID_KEY, *BAD_MEM_INFO, *BAD_CPU_CACHE, *BAD_CLUSTER],
@@ -181,6 +182,7 @@ def test_bad_argument(make: Callable[[Any], Any], bad: Any, expected: Expected) 
         make(bad)
 
 
+@pytest.mark.contract("19.cache-desc")
 def test_desc_keeps_what_it_was_given() -> None:
     shape = [4, 16, 8]
     made = CacheDesc(2, shape, FP16, Placement.HOST, 1, 2, "ND")
@@ -216,6 +218,7 @@ def test_desc_text() -> None:
     assert str(made) == text
 
 
+@pytest.mark.contract("19.float16")
 @pytest.mark.parametrize("name", SIZES)
 def test_desc_size_of_every_type(name: str) -> None:
     assert CacheDesc(1, [2, 3], DataType[name]).size == 6 * SIZES[name]
@@ -293,6 +296,7 @@ def test_cache_key_positional_keyword_and_alias() -> None:
     assert repr(CacheKey(1, 2)) == f"CacheKey(cluster_id=1, req_id=2, prefix_id={UINT64_MAX}, model_id=0)"
 
 
+@pytest.mark.contract("20.3")
 @pytest.mark.parametrize(
     ("kind", "args", "words", "fragment"),
     [
@@ -406,6 +410,7 @@ def test_text_that_is_no_address(text: str) -> None:
     assert list(info.local_ip_info_list) == []
 
 
+@pytest.mark.contract("19.cache")
 def test_cpu_cache_handle() -> None:
     made = Cache.create_cpu_cache(HOST_DESC, [4096, 8192])
     assert made.cache_id == -1
@@ -415,6 +420,7 @@ def test_cpu_cache_handle() -> None:
     assert str(made) == repr(made) == "Cache(cache_id = -1, device_tensor_addrs = 2, is_blocks_cache = True)"
 
 
+@pytest.mark.contract("19.cache")
 def test_cpu_cache_checks_in_the_stated_order() -> None:
     device = CacheDesc(2, [3, 4], FP16)
     with raising(TE):
@@ -444,6 +450,7 @@ LISTS = {
 }
 
 
+@pytest.mark.contract("20.20")
 @pytest.mark.parametrize("name", WIDTHS)
 def test_integer_validator(name: str) -> None:
     check = getattr(utils, name)
@@ -460,6 +467,7 @@ def test_integer_validator(name: str) -> None:
         assert name[len("check_") :] in str(caught.value)
 
 
+@pytest.mark.contract("20.20")
 @pytest.mark.parametrize("name", LISTS)
 def test_integer_list_validator(name: str) -> None:
     check = getattr(utils, name)
@@ -485,6 +493,7 @@ class Derived(Base):
     """Accepted where `Base` is."""
 
 
+@pytest.mark.contract("20.20")
 @pytest.mark.parametrize(
     ("value", "classes", "inner"),
     [
@@ -506,6 +515,7 @@ def test_check_isinstance_returns_the_same_object(value: Any, classes: Any, inne
     assert utils.check_isinstance("the_arg", value, classes, inner) is value
 
 
+@pytest.mark.contract("20.20")
 @pytest.mark.parametrize(
     ("value", "classes", "inner", "words"),
     [
@@ -545,6 +555,7 @@ def test_check_inner() -> None:
         assert "the_arg" in str(caught.value)
 
 
+@pytest.mark.contract("20.20")
 def test_check_dict() -> None:
     assert utils.check_dict("d", {}, int, int) is None
     assert utils.check_dict("d", {1: "x"}, int, str) is None
@@ -566,6 +577,7 @@ def test_check_dict() -> None:
         utils.check_dict("d", None, int, int)
 
 
+@pytest.mark.contract("20.20")
 def test_check_positive_or_set_default() -> None:
     check = utils.check_positive_or_set_default
     assert check("the_arg", None) == -1

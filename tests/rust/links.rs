@@ -5,6 +5,7 @@
 mod broken;
 mod communicators;
 pub mod fake;
+mod layer_faults;
 mod layerwise;
 mod matrix;
 mod mended;

@@ -42,6 +42,8 @@ mod kernel;
 #[cfg(not(loom))]
 mod kv;
 #[cfg(not(loom))]
+mod landing;
+#[cfg(not(loom))]
 mod layerwise_check;
 #[cfg(not(loom))]
 mod links;

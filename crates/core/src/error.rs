@@ -139,6 +139,18 @@ impl Error {
         self
     }
 
+    /// The same error once more, for another who is to be told; what caused it only in words.
+    #[must_use]
+    pub(crate) fn again(&self) -> Self {
+        let Report { kind, message, context, arrived, source } = &*self.0;
+        let message = match source {
+            Some(source) => format!("{message}: {source}"),
+            None => message.clone(),
+        };
+        let (context, arrived) = (context.clone(), arrived.clone());
+        Error(Box::new(Report { kind: *kind, message, context, arrived, source: None }))
+    }
+
     /// What of the destination a failed transfer put in place; empty if it is nothing, or the error is of no transfer.
     #[must_use]
     pub fn arrived(&self) -> &[(u32, Vec<std::ops::Range<u64>>)] {

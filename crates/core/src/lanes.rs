@@ -1,14 +1,18 @@
-//! Lanes: threads that carry what is ready to go, started when there is work and kept a while for the next.
+//! Lanes: threads that carry what is ready to go, started when there is work and kept a while for the next; and one that
+//! wakes what waits for a moment.
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers on the way,
-//! not as transfers. Not for: what is carried (`task`, `datadist`), or copying (`engine::workers`).
+//! not as transfers (`tasks_that_wait_take_no_threads`). Not for: what is carried (`task`, `datadist`), or copying
+//! (`engine::workers`).
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::Builder;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
 
 /// How long a lane without work is kept.
 const KEEP: Duration = Duration::from_secs(30);
@@ -19,93 +23,174 @@ const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for lanes whose links it has closed.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-type Job = Box<dyn FnOnce() + Send>;
+/// Something to be done by a lane: it is run or refused, once.
+pub(crate) trait Job: Send {
+    /// Does it.
+    fn run(self: Box<Self>);
 
-/// The lanes of one engine. Dropped, none takes work any more.
-#[derive(Default)]
-pub(crate) struct Lanes {
-    shared: Arc<Shared>,
+    /// No lane ever will.
+    fn refused(self: Box<Self>, why: Error);
 }
 
+/// The lanes of one engine, and their end: dropped, none takes work any more, and those at work have ended.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    porter: Porter,
+}
+
+/// Hands work to lanes, for whoever may outlive the engine: it keeps no lane.
+#[derive(Clone, Default)]
+pub(crate) struct Porter(pub(crate) Arc<Shared>);
+
+/// Names what was to be done at a moment.
+pub(crate) type Alarm = (Instant, u64);
+
 #[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
     state: Mutex<State>,
-    /// There is work, a lane ended, or all is closed.
+    /// There is work, a thread ended, or all is closed.
     changed: Condvar,
+    /// There is one alarm more, or all is closed.
+    rung: Condvar,
+    /// As if the system had no thread to give.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) no_threads: std::sync::atomic::AtomicBool,
 }
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<Box<dyn Job>>,
     idle: usize,
     lanes: usize,
+    alarms: BTreeMap<Alarm, Box<dyn Job>>,
+    alarms_ever: u64,
+    /// A thread looks after the alarms.
+    clock: bool,
     closed: bool,
 }
 
 impl Lanes {
-    /// Has `job` done by the next lane that is free. Never waits for one. A job that is refused, or given up when the
-    /// engine closes, is dropped.
-    pub(crate) fn carry(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
-        let mut state = self.shared.locked();
+    /// What hands work to them.
+    pub(crate) fn porter(&self) -> &Porter {
+        &self.porter
+    }
+}
+
+impl Porter {
+    /// Has `job` done by the next lane that is free. Never waits for one. Where no thread can be started, those that there
+    /// are do it (`a_lane_that_cannot_be_started`).
+    pub(crate) fn carry(&self, job: Box<dyn Job>) {
+        let mut state = self.0.locked();
         if state.closed {
-            return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
+            drop(state);
+            return job.refused(closed());
         }
-        state.jobs.push_back(Box::new(job));
-        let starts = state.idle < state.jobs.len() && state.lanes < MOST;
-        state.lanes += usize::from(starts);
-        drop(state);
-        if !starts {
-            self.shared.changed.notify_one();
-            return Ok(());
-        }
-        let leaving = Leaving(self.shared.clone());
-        let lane = move || leaving.0.work();
-        let started = Builder::new().name("llm-lane".into()).stack_size(STACK).spawn(lane);
-        match started {
-            Ok(_) => Ok(()),
-            // The other lanes do it, if there are any.
-            Err(_) if self.shared.locked().lanes > 0 => Ok(()),
-            Err(error) => {
-                let job = self.shared.locked().jobs.pop_back();
-                drop(job);
-                Err(Error::new(ErrorKind::System, "no thread for a transfer could be started").because(error))
+        state.jobs.push_back(job);
+        if state.idle < state.jobs.len() && state.lanes < MOST {
+            // Under the lock: whoever sees a lane counted may rely on it.
+            match self.start(Shared::work) {
+                Ok(()) => state.lanes += 1,
+                Err(error) if state.lanes == 0 => {
+                    let jobs = std::mem::take(&mut state.jobs);
+                    drop(state);
+                    for job in jobs {
+                        job.refused(no_thread(&error));
+                    }
+                    return;
+                }
+                Err(_) => {}
             }
         }
+        drop(state);
+        self.0.changed.notify_one();
+    }
+
+    /// Has `job` run at `when`, unless it is [forgotten](Self::forget) before or the engine closes: then it is dropped. It
+    /// must be short.
+    pub(crate) fn at(&self, when: Instant, job: Box<dyn Job>) -> Result<Alarm> {
+        let mut state = self.0.locked();
+        if state.closed {
+            return Err(closed());
+        }
+        if !state.clock {
+            self.start(Shared::tell_time).map_err(|error| no_thread(&error))?;
+            state.clock = true;
+        }
+        let alarm = (when, state.alarms_ever);
+        state.alarms_ever += 1;
+        state.alarms.insert(alarm, job);
+        drop(state);
+        self.0.rung.notify_one();
+        Ok(alarm)
+    }
+
+    /// Takes back what was to be done at a moment, if it has not come.
+    pub(crate) fn forget(&self, alarm: Alarm) {
+        let forgotten = self.0.locked().alarms.remove(&alarm);
+        drop(forgotten);
+    }
+
+    /// How many threads there are.
+    #[cfg(test)]
+    pub(crate) fn threads(&self) -> usize {
+        let state = self.0.locked();
+        state.lanes + usize::from(state.clock)
+    }
+
+    /// How many alarms are set.
+    #[cfg(test)]
+    pub(crate) fn alarms(&self) -> usize {
+        self.0.locked().alarms.len()
+    }
+
+    /// A thread that has the life of `body`.
+    fn start(&self, body: fn(&Shared)) -> io::Result<()> {
+        #[cfg(all(test, not(loom)))]
+        if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        let shared = self.0.clone();
+        Builder::new().name("llm-lane".into()).stack_size(STACK).spawn(move || body(&shared)).map(|_| ())
     }
 }
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        let mut state = self.shared.locked();
+        let shared = &self.porter.0;
+        let mut state = shared.locked();
         state.closed = true;
-        let jobs = std::mem::take(&mut state.jobs);
+        let (jobs, alarms) = (std::mem::take(&mut state.jobs), std::mem::take(&mut state.alarms));
         drop(state);
-        self.shared.changed.notify_all();
-        // What a job held may have something to say about its end: not under the lock.
-        drop(jobs);
+        shared.changed.notify_all();
+        shared.rung.notify_all();
+        // Not under the lock: they have something to say about their end.
+        for job in jobs {
+            job.refused(closed());
+        }
+        drop(alarms);
         let until = Instant::now() + FAREWELL;
-        let mut state = self.shared.locked();
-        while state.lanes > 0 {
+        let mut state = shared.locked();
+        while state.lanes > 0 || state.clock {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
 impl Shared {
-    /// Does jobs until none has come for a while.
+    /// A lane: does jobs until none has come for a while.
     fn work(&self) {
         let mut state = self.locked();
         loop {
             if let Some(job) = state.jobs.pop_front() {
                 drop(state);
-                job();
+                run(job);
                 state = self.locked();
             } else if state.closed {
-                return;
+                break;
             } else {
                 state.idle += 1;
                 let (woken, waited) =
@@ -113,10 +198,41 @@ impl Shared {
                 state = woken;
                 state.idle -= 1;
                 if waited.timed_out() && state.jobs.is_empty() {
-                    return;
+                    break;
                 }
             }
         }
+        // Under the lock under which it found no work.
+        state.lanes -= 1;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Runs what was to be run at a moment, until there has been nothing for a while.
+    fn tell_time(&self) {
+        let mut state = self.locked();
+        while !state.closed {
+            let next = state.alarms.first_key_value().map(|(&(when, _), _)| when);
+            let left = next.map(|when| when.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                let due = state.alarms.pop_first();
+                drop(state);
+                if let Some((_, job)) = due {
+                    run(job);
+                }
+                state = self.locked();
+                continue;
+            }
+            let (woken, waited) =
+                self.rung.wait_timeout(state, left.unwrap_or(KEEP)).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            if waited.timed_out() && left.is_none() && state.alarms.is_empty() {
+                break;
+            }
+        }
+        state.clock = false;
+        drop(state);
+        self.changed.notify_all();
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
@@ -124,19 +240,26 @@ impl Shared {
     }
 }
 
-/// Counts a lane out, however it ends; also one that was never started.
-struct Leaving(Arc<Shared>);
-
-impl Drop for Leaving {
-    fn drop(&mut self) {
-        self.0.locked().lanes -= 1;
-        self.0.changed.notify_all();
-    }
+/// A job that panics says so by what it drops, and takes no lane with it.
+fn run(job: Box<dyn Job>) {
+    let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }
 
-impl std::fmt::Debug for Lanes {
+#[cold]
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the engine was finalized")
+}
+
+#[cold]
+fn no_thread(error: &io::Error) -> Error {
+    let text = format!("no thread for a transfer could be started: {error}");
+    let errno = error.raw_os_error().unwrap_or(0);
+    Error::new(ErrorKind::System, text).with("errno", errno)
+}
+
+impl std::fmt::Debug for Porter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let state = self.shared.locked();
-        f.debug_struct("Lanes").field("lanes", &state.lanes).field("jobs", &state.jobs.len()).finish()
+        let state = self.0.locked();
+        f.debug_struct("Porter").field("lanes", &state.lanes).field("jobs", &state.jobs.len()).finish()
     }
 }

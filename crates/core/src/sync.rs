@@ -1,5 +1,5 @@
-//! The locks and counters of `table::pin` and `engine::workers`: the standard ones, or loom's where its model runs them
-//! (`--cfg loom`; `tests/rust/loom_pin.rs`, `tests/rust/loom_job.rs`).
+//! The locks, counters and threads of `table::pin`, `engine::workers`, `task` and `lanes`: the standard ones, or loom's
+//! where its model runs them (`--cfg loom`; `tests/rust/loom_pin.rs`, `tests/rust/loom_job.rs`, `tests/rust/loom_task.rs`).
 //!
 //! Not for: anything else; a lock that no model looks at comes from `std`.
 
@@ -8,8 +8,12 @@ pub(crate) use loom::sync::{
     Condvar, Mutex, MutexGuard,
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
+#[cfg(loom)]
+pub(crate) use loom::thread::Builder;
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
     Condvar, Mutex, MutexGuard,
     atomic::{AtomicBool, AtomicUsize, Ordering},
 };
+#[cfg(not(loom))]
+pub(crate) use std::thread::Builder;

@@ -6,7 +6,7 @@
 //! anywhere (`datadist::layerwise`).
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -14,7 +14,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::check::LayerRange;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
-use crate::lanes::Lanes;
+use crate::lanes::{Alarm, Job, Porter};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Brings layers to one destination.
 pub(crate) trait Carrier: Send + Sync {
@@ -52,9 +53,11 @@ pub struct Carried {
 /// One transfer, to any number of destinations.
 #[derive(Debug)]
 pub struct Task {
-    lanes: Arc<Lanes>,
+    lanes: Porter,
+    /// How long one layer may be waited for.
+    patience: Option<Duration>,
     state: Mutex<State>,
-    /// It ended, or a layer is being waited for.
+    /// It ended.
     changed: Condvar,
     /// Readable once it has ended.
     ended: OwnedFd,
@@ -66,9 +69,13 @@ struct State {
     ready: u32,
     /// No further layer will be.
     over: bool,
-    /// Which layer is being waited for, and since when.
-    awaited: Option<(u32, Instant)>,
+    /// Which layer is being waited for with patience, and for how long.
+    awaited: Option<(u32, Deadline)>,
+    /// What looks whether that is over; at most one.
+    alarm: Option<Alarm>,
     slots: Vec<Slot>,
+    /// Calls that are letting go of destinations.
+    letting_go: usize,
     ended: bool,
 }
 
@@ -90,7 +97,7 @@ impl Task {
     /// A transfer of the layers of each range by its carrier. With `patience`, destinations whose next layer is waited for
     /// longer than that fail.
     pub(crate) fn start(
-        lanes: Arc<Lanes>,
+        lanes: Porter,
         carriers: Vec<(LayerRange, Arc<dyn Carrier>)>,
         patience: Option<Duration>,
     ) -> Result<Arc<Task>> {
@@ -109,16 +116,12 @@ impl Task {
         };
         let slots: Vec<_> = carriers.into_iter().map(slot).collect();
         let all = 0..slots.len();
-        let state = State { ready: 0, over: false, awaited: None, slots, ended: false };
-        let task = Arc::new(Task { lanes, state: Mutex::new(state), changed: Condvar::new(), ended });
+        let state =
+            State { ready: 0, over: false, awaited: None, alarm: None, slots, letting_go: 0, ended: false };
+        let task =
+            Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
         task.settle(task.locked());
         task.send(all);
-        if let Some(patience) = patience {
-            let watched = task.clone();
-            task.lanes.carry(move || watched.watch(patience)).inspect_err(|_| {
-                task.close();
-            })?;
-        }
         Ok(task)
     }
 
@@ -130,14 +133,15 @@ impl Task {
         needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
     }
 
-    /// Whether a destination that has not ended needs `layer`. If so, it is being waited for from now on.
+    /// Whether a destination that has not ended needs `layer`. If so, and it is not ready, it is being waited for from now
+    /// on.
     #[must_use]
-    pub fn wanted(&self, layer: u32) -> bool {
+    pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
         let mut state = self.locked();
         let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
-        state.awaited = wanted.then(|| (layer, Instant::now()));
-        drop(state);
-        self.changed.notify_all();
+        let awaited = self.patience.filter(|_| wanted && layer >= state.ready);
+        state.awaited = awaited.map(|patience| (layer, Deadline::after(patience).named("timeout_in_millis")));
+        self.watch(state);
         wanted
     }
 
@@ -161,20 +165,10 @@ impl Task {
         self.send(moving);
     }
 
-    /// Neither `layer` nor any after it will be ready: destinations that need it fail with `error`, later ones are never
-    /// reached, and those that have all their layers go on.
+    /// Neither `layer` nor any after it will be ready, nor one before it that is not: destinations that need one of those
+    /// fail with `error`, later ones are never reached, and those that have all their layers go on.
     pub fn refuse(&self, layer: u32, error: Error) {
-        let (mut state, error) = (self.locked(), Arc::new(error));
-        if state.over {
-            return;
-        }
-        state.over = true;
-        for slot in &mut state.slots {
-            if slot.awaits(layer) {
-                slot.outcome = Some(Err(error.clone()));
-            }
-        }
-        self.settle(state);
+        self.refused(self.locked(), layer, error);
     }
 
     /// Ends what has not ended; layers on the way are still brought. `false` if there was nothing to end.
@@ -214,7 +208,7 @@ impl Task {
         let outcome = |slot: &Slot| match &slot.outcome {
             Some(Ok(())) => Outcome::Done,
             Some(Err(error)) => Outcome::Failed(error.clone()),
-            None if state.over && !slot.busy => Outcome::Unreached,
+            None if slot.carrier.is_none() => Outcome::Unreached,
             None => Outcome::UnderWay,
         };
         state.slots.iter().map(outcome).collect()
@@ -242,7 +236,9 @@ impl Task {
         let mut state = self.locked();
         let mut any = false;
         state.over = true;
-        for slot in state.slots.iter_mut().filter(|slot| slot.outcome.is_none()) {
+        // One that is at rest after a refusal has ended too: it was never reached.
+        let open = |slot: &&mut Slot| slot.outcome.is_none() && slot.carrier.is_some();
+        for slot in state.slots.iter_mut().filter(open) {
             slot.outcome = Some(Err(Arc::new(error())));
             any = true;
         }
@@ -253,50 +249,66 @@ impl Task {
     /// Gives the destinations at `indices`, which are marked busy, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
-            let mut trip = Trip { task: self.clone(), index, over: false };
-            // A job that is dropped undone says so by its trip.
-            let refused = self.lanes.carry(move || trip.run()).err();
-            if let Some(error) = refused {
-                let mut state = self.locked();
-                state.slots[index].outcome = Some(Err(Arc::new(error)));
-                self.settle(state);
-            }
+            self.lanes.carry(Box::new(Trip { task: self.clone(), index, why: None, over: false }));
         }
     }
 
-    /// Fails the destinations of a layer that is waited for too long.
-    fn watch(&self, patience: Duration) {
-        let mut state = self.locked();
-        while !state.ended {
-            let left = match state.awaited {
-                Some((layer, since)) => {
-                    let left = patience.saturating_sub(since.elapsed());
-                    if left.is_zero() {
-                        drop(state);
-                        return self.refuse(layer, late(layer, patience));
-                    }
-                    left
-                }
-                None => patience,
-            };
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+    /// Fails the destinations of a layer that was waited for too long, or has that looked at once it could be.
+    fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        let open = !state.over && !state.ended;
+        let Some((layer, patience)) = state.awaited.filter(|_| open) else { return };
+        if patience.passed() {
+            return self.refused(state, layer, patience.error(&format!("waiting for layer {layer}")));
         }
+        if state.alarm.is_some() {
+            return;
+        }
+        match self.lanes.at(Instant::now() + patience.left(), Box::new(Late(Arc::downgrade(self)))) {
+            Ok(alarm) => state.alarm = Some(alarm),
+            // Nobody would notice that it does not come.
+            Err(error) => self.refused(state, layer, error),
+        }
+    }
+
+    fn refused(&self, mut state: MutexGuard<'_, State>, layer: u32, error: Error) {
+        if state.over {
+            return;
+        }
+        state.over = true;
+        let (error, ready) = (Arc::new(error), state.ready);
+        for slot in &mut state.slots {
+            if slot.lacks(layer, ready) {
+                slot.outcome = Some(Err(error.clone()));
+            }
+        }
+        self.settle(state);
     }
 
     /// Lets go of the destinations that have ended, and notes that all have, if they have.
     fn settle(&self, mut state: MutexGuard<'_, State>) {
         let over = state.over;
         let ended = |slot: &&mut Slot| !slot.busy && (over || slot.outcome.is_some());
-        let gone: Vec<_> = state.slots.iter_mut().filter(ended).map(|slot| slot.carrier.take()).collect();
-        if !state.ended && state.slots.iter().all(|slot| slot.carrier.is_none()) {
-            state.ended = true;
-            // Fails only if the counter were full, and it is written once.
-            let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
-            self.changed.notify_all();
-        }
+        let gone: Vec<_> =
+            state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
+        state.letting_go += 1;
         drop(state);
-        // Perhaps the last owner of a cache, whose memory goes back to a pool: not under the lock.
+        // Perhaps the last owner of a cache, whose memory goes back to a pool: not under the lock, and before anybody hears
+        // that all has ended.
         drop(gone);
+        let mut state = self.locked();
+        state.letting_go -= 1;
+        if state.ended || state.letting_go > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
+            return;
+        }
+        state.ended = true;
+        // Fails only if the counter were full, and it is written once.
+        let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
+        self.changed.notify_all();
+        let alarm = state.alarm.take();
+        drop(state);
+        if let Some(alarm) = alarm {
+            self.lanes.forget(alarm);
+        }
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
@@ -304,9 +316,38 @@ impl Task {
     }
 }
 
+impl Drop for Task {
+    fn drop(&mut self) {
+        let alarm = self.locked().alarm.take();
+        if let Some(alarm) = alarm {
+            self.lanes.forget(alarm);
+        }
+    }
+}
+
+/// Looks whether a layer comes too late.
+struct Late(Weak<Task>);
+
+impl Job for Late {
+    fn run(self: Box<Self>) {
+        let Some(task) = self.0.upgrade() else { return };
+        let mut state = task.locked();
+        state.alarm = None;
+        task.watch(state);
+    }
+
+    fn refused(self: Box<Self>, _: Error) {}
+}
+
 impl Slot {
     fn awaits(&self, layer: u32) -> bool {
         self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
+    }
+
+    /// Whether it needs `layer`, or one before that is not ready.
+    fn lacks(&self, layer: u32, ready: u32) -> bool {
+        let LayerRange { first, end } = self.range;
+        self.outcome.is_none() && first < end && first <= layer && end > ready.min(layer)
     }
 }
 
@@ -314,6 +355,8 @@ impl Slot {
 struct Trip {
     task: Arc<Task>,
     index: usize,
+    /// Why nothing was done.
+    why: Option<Error>,
     /// It left nothing undone.
     over: bool,
 }
@@ -325,8 +368,8 @@ enum Step {
     Rest,
 }
 
-impl Trip {
-    fn run(&mut self) {
+impl Job for Trip {
+    fn run(mut self: Box<Self>) {
         loop {
             let moved = match self.next() {
                 Step::Find(carrier) => carrier.find().map(|()| None),
@@ -338,6 +381,12 @@ impl Trip {
         self.over = true;
     }
 
+    fn refused(mut self: Box<Self>, why: Error) {
+        self.why = Some(why);
+    }
+}
+
+impl Trip {
     fn next(&self) -> Step {
         let mut state = self.task.locked();
         let ready = state.ready;
@@ -364,7 +413,7 @@ impl Trip {
                 slot.outcome.get_or_insert(Err(Arc::new(error)));
             }
         }
-        if slot.next == slot.range.end {
+        if slot.next >= slot.range.end {
             slot.outcome.get_or_insert(Ok(()));
         }
     }
@@ -375,20 +424,14 @@ impl Drop for Trip {
         if self.over {
             return;
         }
+        let text = "the lane of a transfer ended without a result";
+        let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
         let mut state = self.task.locked();
         let slot = &mut state.slots[self.index];
         slot.busy = false;
-        slot.outcome.get_or_insert_with(|| {
-            Err(Arc::new(Error::new(ErrorKind::System, "the lane of a transfer ended without a result")))
-        });
+        slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));
         self.task.settle(state);
     }
-}
-
-#[cold]
-fn late(layer: u32, patience: Duration) -> Error {
-    let text = format!("layer {layer} was not ready in time: timeout_in_millis passed");
-    Error::new(ErrorKind::Timeout, text).with("limit_ms", patience.as_millis())
 }
 
 impl std::fmt::Debug for Slot {
@@ -396,3 +439,11 @@ impl std::fmt::Debug for Slot {
         f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "../../../tests/rust/task.rs"]
+mod tests;
+
+#[cfg(all(test, loom))]
+#[path = "../../../tests/rust/loom_task.rs"]
+mod loom_task;

@@ -63,7 +63,7 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
 /// The layers written must be in the far cache: `layers` of `per_layer` tensors each, from layer `first`.
 pub fn landed_layers(far: Far, first: u32, layers: u32, per_layer: u32) -> Result<()> {
     let tensors = far.side.geometry.num_tensors();
-    let end = (u64::from(first) + u64::from(layers)) * u64::from(per_layer);
+    let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {
         return Ok(());
     }

@@ -44,8 +44,7 @@ impl DataDist {
             Err(error) => Err(error),
         };
         let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
-            let (near, rows) =
-                source.as_ref().map_err(|error| Error::new(error.kind(), error.to_string()))?;
+            let (near, rows) = source.as_ref().map_err(Error::again)?;
             self.other(to.cluster)?;
             Ok(Arc::new(Bringer {
                 cluster: self.cluster.clone(),
@@ -58,11 +57,16 @@ impl DataDist {
             }))
         };
         let with_layers = |to: Destination| {
-            let layers = to.src_layers;
+            let mut layers = to.src_layers;
+            if source.is_err() {
+                // Nobody could say whether these are layers of it.
+                layers.end = layers.first;
+            }
             let refused = |error| -> Arc<dyn Carrier> { Arc::new(Refused(Mutex::new(Some(error)))) };
             (layers, carrier(to).unwrap_or_else(refused))
         };
-        let task = Task::start(self.lanes.clone(), to.into_iter().map(with_layers).collect(), patience)?;
+        let task =
+            Task::start(self.lanes.porter().clone(), to.into_iter().map(with_layers).collect(), patience)?;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.retain(|task| task.upgrade().is_some_and(|task| !task.done()));
         tasks.push(Arc::downgrade(&task));
@@ -120,7 +124,8 @@ struct Part {
 impl Carrier for Bringer {
     fn find(&self) -> Result<()> {
         let deadline = self.deadline();
-        let link = self.finder.find(self.to.cluster, deadline)?;
+        let found = self.finder.find(self.to.cluster, deadline);
+        let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
         let route = self.route(link.clone(), deadline).map_err(|error| link.named(error))?;
         // Called once, so nobody else has set it.
         let _ = self.route.set(route);
@@ -139,8 +144,8 @@ impl Carrier for Bringer {
                 return Err(Error::new(ErrorKind::System, text).with("layer", layer));
             };
             let bring = |part: &Part| self.bring(route, part, deadline);
-            let bytes: u64 =
-                parts.iter().map(bring).sum::<Result<u64>>().map_err(|e| e.with("layer", layer))?;
+            let bytes = parts.iter().map(bring).sum::<Result<u64>>();
+            let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
             self.cluster.stats.travelled(Op::Layer, bytes);
             Ok(bytes)
         })

@@ -49,7 +49,7 @@ pub enum End {
 pub struct DataDist {
     // First, so that links end before what they answer with goes, and lanes with what they carry over them.
     links: Links,
-    lanes: Arc<Lanes>,
+    lanes: Lanes,
     /// Transfers that may be under way.
     tasks: Mutex<Vec<Weak<Task>>>,
     cluster: Arc<Cluster>,
@@ -80,7 +80,7 @@ impl DataDist {
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {
             links,
-            lanes: Arc::default(),
+            lanes: Lanes::default(),
             tasks: Mutex::default(),
             role: Mutex::new(cluster.config.role),
             cluster,

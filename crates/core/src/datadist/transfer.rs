@@ -289,7 +289,17 @@ impl Call<'_> {
         }
         let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
         self.cluster.kept(&self.near)?;
-        let _writing = self.link.writing(known.cache);
+        let writing = self.link.writing(known.cache);
+        let taken = self.taken(known, plan);
+        if taken.as_ref().is_err_and(|error| error.kind() == ErrorKind::Timeout) {
+            // Nobody knows when the peer stops.
+            writing.never_ends();
+        }
+        taken
+    }
+
+    /// The bytes of a push, by the way that is open.
+    fn taken(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             let geometry = self.near.geometry();

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::mem::Tensors;
-use crate::wire::{MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
+use crate::wire::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
 
 /// How much longer than the caller the answering side tries: a caller whose bytes flow looks at its clock every 100 ms.
 const GRACE_MS: u64 = 150;
@@ -66,6 +66,10 @@ impl Link {
 
     /// Asks which caches of the peer `addrs` lie in; one answer for each.
     pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<Spot>> {
+        if addrs.len() > MAX_ADDRS {
+            let allowed = format!("at most {MAX_ADDRS} for one destination");
+            return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));
+        }
         let request = Request::Locate { addrs: addrs.to_vec(), limit_ms: limit_ms(deadline) };
         match self.ask(&request, deadline)? {
             Reply::Located(spots) if spots.len() == addrs.len() => Ok(spots),

@@ -79,6 +79,13 @@ pub(crate) struct Writing<'a> {
     cache: CacheId,
 }
 
+impl Writing<'_> {
+    /// The cache counts as being written as long as the link lives: it is asked for, never read in place.
+    pub(crate) fn never_ends(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for Writing<'_> {
     fn drop(&mut self) {
         if let Some(written) = self.writes.locked().written.get_mut(&self.cache) {

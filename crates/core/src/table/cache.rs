@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::{Spot, pin};
+use super::pin;
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
 use crate::id::CacheId;
@@ -120,15 +120,6 @@ impl Cache {
     #[must_use]
     pub fn addrs(&self) -> &[u64] {
         self.tensors.addrs()
-    }
-
-    /// Where `addr` lies in it, if it does.
-    pub(super) fn spot(&self, addr: u64) -> Option<Spot> {
-        let bytes = self.geometry().tensor_bytes();
-        let inside = |&base: &u64| addr.checked_sub(base).is_some_and(|offset| offset < bytes);
-        let tensor = self.addrs().iter().position(inside)?;
-        let offset = addr - self.addrs()[tensor];
-        Some(Spot { cache: self.id, tensor: u32::try_from(tensor).ok()?, offset })
     }
 
     /// Its memory.

@@ -78,11 +78,13 @@ impl Table {
         (slot.cache.id() == id).then(|| slot.cache.clone())
     }
 
-    /// Where each of `addrs` lies among the caches that peers may reach. Looks at every cache: for the start of a
-    /// transfer, not for each layer.
+    /// Where each of `addrs` lies among the caches that peers may reach; where several share memory, in the one with most
+    /// room behind the address. Looks at every cache: for the start of a transfer, not for each layer.
     #[must_use]
     pub fn locate(&self, addrs: &[u64]) -> Vec<Option<Spot>> {
         let mut found = vec![None; addrs.len()];
+        let mut order: Vec<_> = (0..addrs.len()).collect();
+        order.sort_unstable_by_key(|&at| addrs[at]);
         for first in (0..).step_by(AT_ONCE) {
             let state = self.locked();
             let Some(slots) = state.slots.get(first..) else { break };
@@ -90,12 +92,19 @@ impl Table {
             let caches: Vec<_> = some.map(|slot| slot.cache.clone()).collect();
             drop(state);
             for cache in caches.iter().filter(|cache| cache.remote_accessible()) {
-                for (&addr, spot) in addrs.iter().zip(&mut found).filter(|(_, spot)| spot.is_none()) {
-                    *spot = cache.spot(addr);
+                let bytes = cache.geometry().tensor_bytes();
+                for (tensor, &base) in (0..).zip(cache.addrs()) {
+                    let first = order.partition_point(|&at| addrs[at] < base);
+                    for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
+                        let (spot, offset) = (&mut found[at], addrs[at] - base);
+                        if spot.is_none_or(|(room, _)| room < bytes - offset) {
+                            *spot = Some((bytes - offset, Spot { cache: cache.id(), tensor, offset }));
+                        }
+                    }
                 }
             }
         }
-        found
+        found.into_iter().map(|spot| spot.map(|(_, spot)| spot)).collect()
     }
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was

@@ -5,12 +5,15 @@
 //! mean together (`convert`, `check`).
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Most facts of a failure that are read.
 pub const MAX_FACTS: usize = 64;
+/// Most addresses of one [`Request::Locate`]: one takes a byte on the wire and many more in memory.
+pub const MAX_ADDRS: usize = 1 << 20;
 
 /// First frame of a greeting, from the side that dialled: who it is and what the stream is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,6 +219,7 @@ pub enum Request {
     /// Which caches do these addresses lie in.
     Locate {
         /// The addresses.
+        #[serde(deserialize_with = "addresses")]
         addrs: Vec<u64>,
         /// What is left of the deadline.
         limit_ms: u64,
@@ -251,13 +255,13 @@ pub enum Reply {
         /// What went wrong.
         message: String,
         /// Facts around it.
-        #[serde(deserialize_with = "few")]
+        #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
         /// What of the destination is in place nevertheless.
         arrived: Vec<Arrived>,
     },
     /// To locate: one for each address.
-    Located(Vec<Spot>),
+    Located(#[serde(deserialize_with = "addresses")] Vec<Spot>),
 }
 
 /// Where an address lies.
@@ -410,26 +414,33 @@ pub struct WireSpan {
     pub dst_step: i64,
 }
 
-/// At most [`MAX_FACTS`] facts: an empty one takes two bytes on the wire and many more in memory.
-fn few<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
-    struct Few;
-    impl<'de> Visitor<'de> for Few {
-        type Value = Vec<(String, String)>;
+/// An empty fact takes two bytes on the wire and many more in memory.
+fn facts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
+    from.deserialize_seq(AtMost::<_, MAX_FACTS>(PhantomData))
+}
 
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "at most {MAX_FACTS} facts")
-        }
+fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    from.deserialize_seq(AtMost::<T, MAX_ADDRS>(PhantomData))
+}
 
-        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
-            let mut facts = Vec::new();
-            while let Some(fact) = seq.next_element()? {
-                if facts.len() == MAX_FACTS {
-                    return Err(serde::de::Error::invalid_length(facts.len() + 1, &self));
-                }
-                facts.push(fact);
-            }
-            Ok(facts)
-        }
+/// A list of a bounded length.
+struct AtMost<T, const MOST: usize>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for AtMost<T, MOST> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list of at most {MOST}")
     }
-    from.deserialize_seq(Few)
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
+        let mut list = Vec::new();
+        while let Some(next) = seq.next_element()? {
+            if list.len() == MOST {
+                return Err(serde::de::Error::invalid_length(list.len() + 1, &self));
+            }
+            list.push(next);
+        }
+        Ok(list)
+    }
 }

@@ -11,8 +11,8 @@ mod message;
 
 pub use convert::{kind_number, kind_of};
 pub use message::{
-    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_FACTS, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan,
+    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_FACTS, Party, Place,
+    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan,
 };
 
 use serde::Serialize;

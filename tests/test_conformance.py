@@ -1,0 +1,127 @@
+"""`docs/conformance.md` says what the markers of the tests say, and what became of the marked tests in this run.
+
+Runs after all other tests (`contract.py` sees to that). Not for: what the marked tests prove.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract import ABSENT, ITEMS, KEYS, ROOT, SEEDS, SPEC, TABLE, Ended, Witness, lines, read_table, specified, worst
+
+
+@pytest.fixture(scope="module")
+def marked() -> dict[str, list[str]]:
+    """Item → tests, whatever part of the tests this run is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "contract", "--show-contract", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("contract: ")]
+    found: dict[str, list[str]] = ast.literal_eval(said.removeprefix("contract: "))
+    return found
+
+
+def test_every_item_has_a_test(marked: dict[str, list[str]]) -> None:
+    assert len(KEYS) == len(set(KEYS))
+    assert [key for key in KEYS if key not in marked] == []
+
+
+def test_every_line_of_the_checklist_has_a_test_of_its_name(marked: dict[str, list[str]]) -> None:
+    for number in [key.partition(".")[2] for key in KEYS if key.startswith("20.")]:
+        start = f"test_acceptance.py::test_20_{int(number):02}_"
+        assert any(test.startswith(start) for test in marked.get(f"20.{number}", [])), start
+
+
+def test_the_table_lists_what_the_markers_say(marked: dict[str, list[str]]) -> None:
+    listed = read_table(TABLE.read_text(encoding="utf-8"))
+    assert list(listed) == KEYS, "make conformance"
+    assert {key: tests for key, (tests, _) in listed.items()} == marked, "make conformance"
+
+
+def test_the_table_has_no_item_without_success() -> None:
+    listed = read_table(TABLE.read_text(encoding="utf-8"))
+    assert listed
+    assert {key: state for key, (_, state) in listed.items() if state != "passes"} == {}
+
+
+def test_the_table_says_how_the_tests_of_this_run_ended(request: pytest.FixtureRequest) -> None:
+    """A skipped test is no success. Without the founding documents, their tests are left out of this."""
+    witness: Any = request.config.pluginmanager.get_plugin("contract")
+    listed = read_table(TABLE.read_text(encoding="utf-8"))
+    assert disagreements(witness, listed, there=SEEDS.is_dir()) == {}
+
+
+def disagreements(
+    witness: Witness, listed: dict[str, tuple[list[str], str]], *, there: bool
+) -> dict[str, tuple[str, str]]:
+    """Item → (in the table, in this run), where they differ and this run is of all the tests of the item."""
+    if not there:
+        other = Witness()
+        other.proofs = witness.proofs
+        other.ended = {
+            test: Ended(ended.failed, "" if ended.skipped == ABSENT else ended.skipped)
+            for test, ended in witness.ended.items()
+        }
+        witness = other
+    return {
+        key: (listed[key][1], now)
+        for key, now in witness.states().items()
+        if key in listed and witness.proofs[key] == listed[key][0] and listed[key][1] != now
+    }
+
+
+@pytest.mark.skipif(not SPEC.is_file(), reason=ABSENT)
+def test_every_item_of_the_specification_is_ours() -> None:
+    text = SPEC.read_text(encoding="utf-8")
+    rows = specified(text)
+    assert len(rows) > 15
+    ours = {item.title: item.section for item in ITEMS if item.key.startswith("19.")}
+    assert rows == ours
+    assert [f"20.{number}" for number in lines(text)] == [key for key in KEYS if key.startswith("20.")]
+
+
+# -- the witness itself ----------------------------------------------------------------------------------------------
+
+GOOD, BAD, SKIPPED = Ended(failed=False, skipped=""), Ended(failed=True, skipped=""), Ended(failed=False, skipped="why")
+
+
+def test_the_worst_outcome_is_the_state() -> None:
+    assert worst([("a", GOOD), ("b", GOOD)]) == "passes"
+    assert worst([("a", SKIPPED), ("b", BAD)]) == "fails: `b`"
+    assert worst([("a", GOOD), ("b", SKIPPED)]) == "skipped: why (`b`)"
+
+
+def test_a_skip_is_seen_where_the_table_says_success() -> None:
+    witness = Witness()
+    witness.proofs = {"20.1": ["a", "b"], "20.2": ["b"], "20.3": ["c"], "20.4": ["d"], "20.5": ["b"]}
+    witness.ended = {"a": GOOD, "b": SKIPPED, "d": Ended(failed=False, skipped=ABSENT)}
+    said = {key: (tests, "passes") for key, tests in witness.proofs.items()}
+    said["20.5"] = (["b", "e"], "passes")
+    found = disagreements(witness, said, there=True)
+    assert found == {
+        "20.1": ("passes", "skipped: why (`b`)"),
+        "20.2": ("passes", "skipped: why (`b`)"),
+        "20.4": ("passes", f"skipped: {ABSENT} (`d`)"),
+    }, "an item is judged where all its tests ran"
+    assert set(disagreements(witness, said, there=False)) == {"20.1", "20.2"}
+
+
+def test_the_table_is_read_as_it_is_written() -> None:
+    witness = Witness()
+    witness.proofs = {key: [f"test_x.py::test_{number}", "test_y.py::test_y"] for number, key in enumerate(KEYS)}
+    witness.ended = {test: GOOD for tests in witness.proofs.values() for test in tests}
+    expected = {key: (tests, "passes") for key, tests in witness.proofs.items()}
+    assert read_table(witness.table()) == expected
+    assert read_table(Path(__file__).read_text(encoding="utf-8")) == {}

@@ -1,0 +1,750 @@
+"""What the founding documents promise (python-api.md §19), proved from their words, where no other test does it.
+
+`test_seeds.py` says which statement of which page each test is for. Not for: the acceptance checklist
+(`test_acceptance.py`) and every wrong argument (`test_bad_input.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+import pytest
+
+import llm_datadist
+from conftest import PAGE, options, pool
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheDesc,
+    CacheKey,
+    DataType,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+)
+from memory import (
+    AE,
+    LE,
+    MISMATCH,
+    OOM,
+    TE,
+    UINT64_MAX,
+    Expected,
+    UserTensors,
+    contents,
+    desc,
+    fill,
+    raising,
+    refused,
+    same,
+    used,
+)
+from peers import GONE, LIMIT, OK, Ends, by_request, code, equal, pattern
+from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+TIMEOUT = Expected("LLMException(TIMEOUT)", (LLMException,), (LLMStatusCode.LLM_TIMEOUT,))
+BIG = 512 << 20
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Ends() as made:
+        yield made
+
+
+@pytest.fixture(params=MODES)
+def pair(ends: Ends, request: pytest.FixtureRequest) -> Pair:
+    """Two linked ends in each mode."""
+    return Pair(request.param, ends)
+
+
+# -- signatures and results ------------------------------------------------------------------------------------------
+
+NONE = inspect.Parameter.empty
+SIGNATURES: dict[str, dict[str, Any]] = {
+    "allocate_cache": {"cache_desc": NONE, "cache_keys": ()},
+    "deallocate_cache": {"cache": NONE},
+    "remove_cache_key": {"cache_key": NONE},
+    "copy_cache": {
+        "dst": NONE,
+        "src": NONE,
+        "dst_batch_index": 0,
+        "src_batch_index": 0,
+        "offset": 0,
+        "size": -1,
+        "req_id": None,
+    },
+    "allocate_blocks_cache": {"cache_desc": NONE, "blocks_cache_key": None},
+    "deallocate_blocks_cache": {"cache": NONE},
+    "copy_blocks": {"cache": NONE, "copy_block_info": NONE},
+    "swap_blocks": {"src_cache": NONE, "dst_cache": NONE, "src_to_dst": NONE},
+    "transfer_cache_async": {
+        "src_cache": NONE,
+        "layer_synchronizer": NONE,
+        "transfer_configs": NONE,
+        "src_block_indices": None,
+        "dst_block_indices": None,
+        "dst_block_memory_size": None,
+    },
+}
+ITEMS = {
+    "allocate_cache": "19.allocate-cache",
+    "deallocate_cache": "19.deallocate-cache",
+    "remove_cache_key": "19.remove-cache-key",
+    "copy_cache": "19.copy-cache",
+    "allocate_blocks_cache": "19.allocate-blocks-cache",
+    "deallocate_blocks_cache": "19.deallocate-blocks-cache",
+    "copy_blocks": "19.copy-blocks",
+    "swap_blocks": "19.swap-blocks",
+    "transfer_cache_async": "19.transfer-cache-async",
+}
+
+
+def parameters(method: Any) -> dict[str, Any]:
+    """Name → default, without `self`."""
+    found = inspect.signature(method).parameters
+    return {name: one.default for name, one in found.items() if name != "self"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.contract(ITEMS[name])) for name in SIGNATURES])
+def test_signatures(name: str, manager: Any) -> None:
+    found = parameters(getattr(manager, name))
+    assert found == SIGNATURES[name]
+    assert list(found) == list(SIGNATURES[name]), "the order of positions"
+
+
+@pytest.mark.contract("19.transfer-cache-async")
+def test_signature_of_the_kv_cache_manager() -> None:
+    found = parameters(llm_datadist.KvCacheManager.transfer_cache_async)
+    assert list(found.items()) == list(SIGNATURES["transfer_cache_async"].items())
+    asked = inspect.signature(llm_datadist.LayerSynchronizer.synchronize_layer).parameters
+    assert list(asked) == ["self", "layer_index", "timeout_in_millis"]
+
+
+@pytest.mark.contract(
+    "19.allocate-cache", "19.allocate-blocks-cache", "19.deallocate-cache", "19.remove-cache-key", "19.copy-cache",
+    "19.copy-blocks", "19.swap-blocks", "19.deallocate-blocks-cache",
+)  # fmt: skip
+def test_what_calls_return(manager: Any) -> None:
+    batch = manager.allocate_cache(desc(4, 100, 3), [CacheKey(1, 1)])
+    blocks = manager.allocate_blocks_cache(desc(4, 100, 3), BlocksCacheKey(1))
+    for cache in (batch, blocks):
+        assert type(cache) is Cache
+        assert len(cache.tensor_addrs) == len(set(cache.tensor_addrs)) == 3
+        assert all(address % PAGE == 0 for address in cache.tensor_addrs)
+        assert repr(cache.cache_desc) == repr(desc(4, 100, 3))
+    assert (batch.is_blocks_cache, blocks.is_blocks_cache) == (False, True)
+    assert blocks.cache_id == batch.cache_id + 1 == 2
+    cpu = UserTensors(4, 100, 3).cpu_cache()
+    for returned in (
+        manager.copy_cache(batch, batch, 1, 0),
+        manager.copy_blocks(blocks, {0: [1]}),
+        manager.swap_blocks(cpu, blocks, {0: 1}),
+        manager.swap_blocks(blocks, cpu, {0: 1}),
+        manager.deallocate_cache(batch),
+        manager.remove_cache_key(CacheKey(1, 1)),
+        manager.deallocate_blocks_cache(blocks),
+    ):
+        assert returned is None
+    assert batch.tensor_addrs == blocks.tensor_addrs == []
+
+
+# -- keys and references ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("19.key-per-slot")
+def test_each_slot_has_its_key(ends: Ends) -> None:
+    near, far = ends.pair()
+    far.allocate("f", 4, 64, 2, keys=[by_request(2, 10 + slot) for slot in range(4)], seed=1)
+    near.allocate("n", 1, 64, 2)
+    for slot in (2, 0, 3, 1):
+        near.pull_cache(by_request(2, 10 + slot), "n")
+        assert equal(near.read("n"), [tensor[slot : slot + 1] for tensor in pattern(1, 2, 4, 64)])
+
+
+@pytest.mark.contract("19.key-per-slot")
+def test_placeholders_and_omitted_keys(ends: Ends) -> None:
+    near, far = ends.pair()
+    idle = by_request(2, UINT64_MAX)
+    near.allocate("n", 1, 64, 2)
+    given: list[tuple[list[Any], dict[int, int]]] = [
+        ([idle, by_request(2, 1), idle, by_request(2, 3)], {1: 1, 3: 3}),
+        ([by_request(2, 0)], {0: 0}),
+        ([idle, idle, by_request(2, 2)], {2: 2}),
+        ([], {}),
+        ([idle] * 4, {}),
+    ]
+    for number, (keys, bound) in enumerate(given):
+        far.allocate("f", 4, 64, 2, keys=keys, seed=number)
+        for request in range(4):
+            if request in bound:
+                near.pull_cache(by_request(2, request), "n")
+                slot = bound[request]
+                assert equal(near.read("n"), [tensor[slot : slot + 1] for tensor in pattern(number, 2, 4, 64)])
+            else:
+                assert code(near.pull_cache, by_request(2, request), "n") == GONE
+        far.deallocate("f")
+        assert far.used() == 0, "a placeholder holds nothing"
+
+
+@pytest.mark.contract("19.bound-key")
+def test_a_bound_key_is_refused(manager: Any) -> None:
+    first = manager.allocate_cache(desc(2), [CacheKey(1, 1), CacheKey(1, 2)])
+    for keys in ([CacheKey(1, 1)], [CacheKey(1, 3), CacheKey(1, 2)], [CacheKey(77, 2)]):
+        with refused(manager, LE, [first]):
+            manager.allocate_cache(desc(2), keys)
+    manager.allocate_cache(desc(2), [CacheKey(1, 3), CacheKey(1, 1, model_id=1)])
+    manager.remove_cache_key(CacheKey(1, 1))
+    manager.allocate_cache(desc(2), [CacheKey(1, 1)])
+    manager.deallocate_cache(first)
+    with raising(LE):
+        manager.allocate_cache(desc(2), [CacheKey(1, 2)])
+
+
+@pytest.mark.contract("19.deallocate-cache", "19.remove-cache-key", "19.deallocate-blocks-cache")
+def test_nothing_happens_to_what_is_not_there(start: Callable[..., LLMDataDist]) -> None:
+    for given in (options(), options(None, None)):
+        dist = start(given)
+        manager = dist.cache_manager
+        invented = Cache(12345, desc(), [1, 2], manager, False, False)
+        blocks = Cache(12346, desc(), [1, 2], manager, False, True)
+        before = used(manager)
+        for _ in range(2):
+            assert manager.deallocate_cache(invented) is None
+            assert manager.deallocate_blocks_cache(blocks) is None
+            assert manager.remove_cache_key(CacheKey(1, 999)) is None
+            assert manager.remove_cache_key(CacheKey(1, UINT64_MAX, prefix_id=4)) is None
+        assert used(manager) == before
+        dist.finalize()
+
+
+@pytest.mark.contract("19.pool-first")
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_pool_comes_first(start: Callable[..., LLMDataDist], blocks: bool) -> None:
+    manager = start(options(None, None)).cache_manager
+    allocate = manager.allocate_blocks_cache if blocks else manager.allocate_cache
+    for placement in Placement:
+        with raising(LE):
+            allocate(desc(placement=placement))
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("19.copy-cache")
+def test_descriptors_must_fit(manager: Any) -> None:
+    cache = manager.allocate_cache(desc(4, 256, 2))
+    fill(cache, 1)
+    more = manager.allocate_cache(desc(4, 256, 3))
+    small = manager.allocate_cache(desc(4, 255, 2))
+    for src, dst in ((cache, more), (more, cache), (cache, small)):
+        with refused(manager, LE, [cache]):
+            manager.copy_cache(dst, src)
+    blocks = manager.allocate_blocks_cache(desc(4, 256, 2))
+    for src, dst in ((cache, blocks), (blocks, cache)):
+        with refused(manager, LE, [cache]):
+            manager.copy_cache(dst, src)
+
+
+@pytest.mark.contract("19.copy-cache-range")
+@pytest.mark.parametrize(("offset", "size"), [(0, -1), (100, -1), (0, 1), (255, 1), (100, 156), (3, 7)])
+def test_offset_and_size_in_bytes_of_every_tensor(manager: Any, offset: int, size: int) -> None:
+    src, dst = manager.allocate_cache(desc(3, 256, 2)), manager.allocate_cache(desc(2, 256, 2))
+    origin, expected = fill(src, 1), fill(dst, 2)
+    manager.copy_cache(dst, src, 1, 2, offset, size)
+    stop = 256 if size == -1 else offset + size
+    for left, right in zip(expected, origin):
+        left[1, offset:stop] = right[2, offset:stop]
+    assert same(contents(dst), expected)
+    for bad in ((256, -1), (256, 1), (0, 257), (100, 157), (0, 0), (0, -2)):
+        with refused(manager, LE, [src, dst]):
+            manager.copy_cache(dst, src, 1, 2, *bad)
+
+
+@pytest.mark.contract("19.copy-cache-range")
+def test_the_request_of_a_copy_is_in_its_log(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cache = manager.allocate_cache(desc())
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        manager.copy_cache(cache, cache, 1, 0, req_id=918273645)
+        named = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        manager.copy_cache(cache, cache, 1, 0)
+        manager.copy_cache(cache, cache, 1, 0, 0, -1, None)
+        nameless = [record.getMessage() for record in caplog.records]
+    assert any("918273645" in text and text.startswith("[copy_cache] start") for text in named)
+    assert nameless
+    assert not any("918273645" in text for text in nameless)
+    assert all("None" in text for text in nameless if text.startswith("[copy_cache] start"))
+
+
+@pytest.mark.contract("19.copy-cache", "19.copy-blocks", "19.sync-kv-timeout")
+def test_sync_kv_timeout_ends_copies(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(options(pool(4 * BIG, 21), None, llm__SyncKvCacheWaitTime="1")).cache_manager
+    cache = manager.allocate_cache(desc(2, BIG, 1))
+    blocks = manager.allocate_blocks_cache(desc(2, BIG, 1))
+    for call in (lambda: manager.copy_cache(cache, cache, 1, 0), lambda: manager.copy_blocks(blocks, {0: [1]})):
+        with raising(TIMEOUT):
+            call()
+    manager.copy_cache(cache, cache, 1, 0, 0, 1)
+    manager.copy_blocks(blocks, {0: [0]})
+
+
+@pytest.mark.contract("19.allocate-cache", "19.deallocate-cache", "19.remove-cache-key", "19.allocate-blocks-cache")
+def test_sync_kv_timeout_refuses_no_call_without_copying(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(options(pool(64 << 20), None, llm__SyncKvCacheWaitTime="1")).cache_manager
+    for number in range(50):
+        cache = manager.allocate_cache(desc(2, 1 << 20, 4), [CacheKey(1, number), CacheKey(1, 1000 + number)])
+        blocks = manager.allocate_blocks_cache(desc(2, 1 << 20, 4), BlocksCacheKey(1, number))
+        manager.remove_cache_key(CacheKey(1, number))
+        manager.deallocate_cache(cache)
+        manager.remove_cache_key(CacheKey(1, 1000 + number))
+        manager.deallocate_blocks_cache(blocks)
+    assert used(manager)["device"] == 0
+
+
+@pytest.mark.contract("19.swap-blocks", "19.copy-blocks")
+def test_only_blocks_are_swapped_and_copied(manager: Any) -> None:
+    user = UserTensors()
+    cpu, batch = user.cpu_cache(), manager.allocate_cache(desc())
+    blocks = manager.allocate_blocks_cache(desc())
+    host = manager.allocate_cache(desc(placement=Placement.HOST))
+    written = fill(batch, 1)
+    for src, dst in ((cpu, batch), (batch, cpu), (host, blocks), (blocks, host)):
+        with refused(manager, MISMATCH, [batch, blocks, host], [user]):
+            manager.swap_blocks(src, dst, {0: 1})
+    with refused(manager, LE, [batch]):
+        manager.copy_blocks(batch, {0: [1]})
+    assert same(contents(batch), written)
+
+
+@pytest.mark.contract("19.swap-blocks")
+def test_swapping_needs_no_more_device_memory_than_four_blocks(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(options(pool(20 * PAGE), None)).cache_manager
+    npu = manager.allocate_blocks_cache(desc(16, PAGE, 1))
+    user = UserTensors(16, PAGE, 1, seed=1)
+    expected = fill(npu, 2)
+    manager.swap_blocks(user.cpu_cache(), npu, {number: 15 - number for number in range(16)})
+    for number in range(16):
+        expected[0][15 - number] = user.arrays[0][number]
+    assert same(contents(npu), expected)
+    assert used(manager)["device"] == 16 * PAGE
+
+
+# -- pools -----------------------------------------------------------------------------------------------------------
+
+POOLS = {"mem_pool_cfg": "llm.MemPoolConfig", "host_mem_pool_cfg": "llm.HostMemPoolConfig"}
+GIB = 1 << 30
+by_name = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mem_pool_cfg", marks=pytest.mark.contract("19.mem-pool-cfg")),
+        pytest.param("host_mem_pool_cfg", marks=pytest.mark.contract("19.host-mem-pool-cfg")),
+    ],
+)
+
+
+def begin(text: str, name: str) -> None:
+    """Open and close an engine with one pool of this text."""
+    made = LLMConfig()
+    setattr(made, name, text)
+    made.enable_cache_manager = True
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        dist.init(made.generate_options())
+    finally:
+        dist.finalize()
+
+
+@by_name
+def test_pool_texts_are_kept(name: str) -> None:
+    text = '{"memory_size": 1048576,  "page_shift": 16, "other": null}'
+    made = LLMConfig()
+    setattr(made, name, text)
+    assert getattr(made, name) == text
+    assert made.generate_options()[POOLS[name]] == text, "verbatim"
+    begin(text, name)
+
+
+@by_name
+@pytest.mark.parametrize("bad", [5, 1.0, True, b"{}", {"memory_size": 1048576}, ['{"memory_size": 1048576}']])
+def test_pool_texts_of_wrong_type(name: str, bad: Any) -> None:
+    with raising(TE):
+        setattr(LLMConfig(), name, bad)
+
+
+@by_name
+@pytest.mark.parametrize("shift", [10, 11, 16, 21, 30])
+def test_tensors_take_whole_pages(name: str, shift: int, start: Callable[..., LLMDataDist]) -> None:
+    page = 1 << shift
+    size = json.dumps({"memory_size": 4 * page, "page_shift": shift})
+    host = name == "host_mem_pool_cfg"
+    manager = start(options(None, size) if host else options(size, None)).cache_manager
+    where = Placement.HOST if host else Placement.DEVICE
+    cache = manager.allocate_cache(CacheDesc(1, [1, 1], DataType.DT_INT8, where))
+    other = manager.allocate_cache(CacheDesc(1, [1, page + 1], DataType.DT_INT8, where))
+    assert [address % min(page, PAGE) for address in (*cache.tensor_addrs, *other.tensor_addrs)] == [0, 0]
+    assert used(manager)["host" if host else "device"] == 3 * page
+    with raising(OOM):
+        manager.allocate_cache(CacheDesc(2, [1, 1], DataType.DT_INT8, where))
+
+
+@by_name
+def test_the_default_page_is_64_kibibytes(name: str, start: Callable[..., LLMDataDist]) -> None:
+    host = name == "host_mem_pool_cfg"
+    text = '{"memory_size": 1048576}'
+    manager = start(options(None, text) if host else options(text, None)).cache_manager
+    manager.allocate_cache(desc(1, 1, 1, Placement.HOST if host else Placement.DEVICE))
+    assert used(manager)["host" if host else "device"] == 65536
+
+
+@by_name
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "5", '[{"memory_size": 1048576}]', "{}", '{"page_shift": 16}', '{"memory_size": 0}',
+        '{"memory_size": -1}', '{"memory_size": 1.5}', '{"memory_size": "1048576"}', '{"memory_size": true}',
+        '{"memory_size": 1048576, "page_shift": 9}', '{"memory_size": 4294967296, "page_shift": 31}',
+        '{"memory_size": 1048576, "page_shift": "16"}', '{"memory_size": 1048576, "page_shift": 16.0}',
+        '{"memory_size": 1024, "page_shift": 16}',
+    ],
+)  # fmt: skip
+def test_pool_texts_without_meaning(name: str, text: str) -> None:
+    if text == "":
+        begin(text, name)  # as if it had not been given
+        return
+    with raising(LE):
+        begin(text, name)
+
+
+@pytest.mark.contract("19.host-mem-pool-cfg")
+def test_the_host_pool_has_at_most_20_gigabytes() -> None:
+    begin(json.dumps({"memory_size": 20 * GIB, "page_shift": 16}), "host_mem_pool_cfg")
+    with raising(LE):
+        begin(json.dumps({"memory_size": 20 * GIB + (1 << 16), "page_shift": 16}), "host_mem_pool_cfg")
+    begin(json.dumps({"memory_size": 20 * GIB + (1 << 16), "page_shift": 16}), "mem_pool_cfg")
+
+
+# -- what the pages use without describing it ------------------------------------------------------------------------
+
+
+@pytest.mark.contract("19.kv-cache")
+def test_kv_cache_handles() -> None:
+    kind = llm_datadist.KvCache
+    host = CacheDesc(2, [3, 4], DataType.DT_INT8, Placement.HOST)
+    made = kind(7, host, [[1, 2], [3, 4]], None)
+    assert (made.cache_id, made.cache_desc, made.per_device_tensor_addrs) == (7, host, [[1, 2], [3, 4]])
+    assert repr(made) == str(made) == "KvCache(cache_id = 7, num_devices = 2)"
+    for addrs, expected in (([5, 6], [[5, 6]]), ([[5, 6]], [[5, 6]]), ([[5, 6], [7, 8]], [[5, 6], [7, 8]])):
+        cpu = kind.create_cpu_cache(host, addrs)
+        assert (cpu.cache_id, cpu.per_device_tensor_addrs) == (-1, expected)
+    device = CacheDesc(2, [3, 4], DataType.DT_INT8)
+    for arguments, expected in (
+        ((None, [1, 2]), AE),
+        ((5, [1, 2]), TE),
+        ((device, [1, 2]), LE),
+        ((device, None), LE),
+        ((host, None), TE),
+        ((host, (1, 2)), TE),
+        ((host, []), LE),
+        ((host, ["1", 2]), TE),
+        ((host, [(1, 2)]), TE),
+        ((host, [["1", 2]]), TE),
+        ((host, [[1]]), LE),
+        ((host, [[1, 2, 3]]), LE),
+        ((host, [1]), LE),
+        ((host, [1, 2, 3]), LE),
+    ):
+        with raising(expected):
+            kind.create_cpu_cache(*arguments)
+    for mixed in ([1, [1, 2]], [[1, 2], 1]):
+        with pytest.raises(LLMException, match="should be consistent") as caught:
+            kind.create_cpu_cache(host, mixed)
+        assert caught.value.status_code is INVALID
+
+
+@pytest.mark.contract("19.kv-cache")
+def test_a_kv_cache_that_is_dropped_is_deallocated() -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(dict(KV_OPTIONS))
+    try:
+        taken = [dist.stats()["pools"]["device"]["used_bytes"]]
+        cache = dist.kv_cache_manager.allocate_cache(desc())
+        taken.append(dist.stats()["pools"]["device"]["used_bytes"])
+        del cache
+        gc.collect()
+        taken.append(dist.stats()["pools"]["device"]["used_bytes"])
+        assert taken[0] == taken[2] < taken[1]
+        kept = dist.kv_cache_manager.allocate_cache(desc())
+        dist.kv_cache_manager.deallocate_cache(kept)
+        assert kept.per_device_tensor_addrs == []
+        left = dist.kv_cache_manager.allocate_cache(desc())
+    finally:
+        dist.finalize()
+    del left
+    gc.collect()
+
+
+# -- layer-wise transfers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("19.transfer-blocks")
+@pytest.mark.parametrize("size", [None, 0, 256], ids=["omitted", "zero", "given"])
+def test_transfer_of_blocks(pair: Pair, size: int | None) -> None:
+    src, addrs = pair.caches(rows=6, blocks=True)
+    for lists in (([5, 0, 3], [1, 4, 2]), ((5, 0, 3), (1, 4, 2))):
+        pair.far.fill("f", 2)
+        task = pair.send(src, synchronizer(), (config(2, addrs),), *lists, size)
+        assert task.synchronize() is SUCCESS
+        assert task.get_results() == [SUCCESS]
+        assert equal(pair.far.read("f"), sent({1: 5, 4: 0, 2: 3}, count=6))
+    assert equal(pair.near.read("n"), pattern(1, 4, 6, 256))
+
+
+@pytest.mark.contract("19.transfer-blocks")
+def test_a_block_size_other_than_the_sources(pair: Pair) -> None:
+    src, addrs = pair.caches(rows=6, blocks=True)
+    for size in (255, 512, 1, UINT64_MAX):
+        with raising(LE):  # at once, as the page says of data without meaning, or as the outcome (§8.2)
+            task = pair.send(src, synchronizer(), [config(2, addrs)], [0], [1], size)
+            (ended,) = task.get_results()
+            raise LLMException("the outcome", status_code=ended)
+    assert equal(pair.far.read("f"), pattern(2, 4, 6, 256))
+
+
+@pytest.mark.contract("19.transfer-blocks")
+def test_source_blocks_are_range_checked(pair: Pair) -> None:
+    src, addrs = pair.caches(rows=6, blocks=True)
+    for blocks in ([6], [0, 2**32], [UINT64_MAX]):
+        task = pair.send(src, synchronizer(), [config(2, addrs)], blocks, [1, 2][: len(blocks)])
+        assert task.synchronize() is INVALID
+    assert equal(pair.far.read("f"), pattern(2, 4, 6, 256))
+
+
+@pytest.mark.contract("19.transfer-blocks")
+def test_destination_blocks_beyond_the_cache_are_refused(pair: Pair) -> None:
+    src, addrs = pair.caches(rows=6, blocks=True)
+    for block in (6, 2**40, UINT64_MAX):
+        task = pair.send(src, synchronizer(), [config(2, addrs)], [0, 1], [1, block])
+        assert task.synchronize() is INVALID
+    untouched = pattern(2, 4, 6, 256)
+    for left, right in zip(pair.far.read("f"), untouched):
+        assert np.array_equal(left[2:], right[2:])
+
+
+@pytest.mark.contract("19.transfer-blocks")
+def test_a_slot_is_cut_into_blocks(pair: Pair) -> None:
+    src = pair.allocate(pair.near, "n", 2, 1000, 4, seed=1)
+    pair.allocate(pair.far, "f", 6, 256, 4, blocks=True, seed=2)
+    addrs = pair.far.addresses("f")
+    task = pair.send(src, synchronizer(), [config(2, addrs, None, 1)], None, [5, 0, 3, 2], 256)
+    assert task.synchronize() is SUCCESS
+    expected = pattern(2, 4, 6, 256)
+    for left, right in zip(expected, pattern(1, 4, 2, 1000)):
+        for piece, block in enumerate([5, 0, 3, 2]):
+            part = right[1, piece * 256 : (piece + 1) * 256]
+            left[block, : len(part)] = part
+    assert equal(pair.far.read("f"), expected), "only the piece that ends the slot is short"
+    for blocks, size in (([0, 1, 2, 3, 4], 256), ([0], 0), ([0], 2001)):
+        task = pair.send(src, synchronizer(), [config(2, addrs)], None, blocks, size)
+        assert task.synchronize() is INVALID
+    assert equal(pair.far.read("f"), expected)
+
+
+@pytest.mark.contract("19.transfer-concurrency", "19.pulls-and-transfers")
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["pull_cache", "pull_blocks"])
+def test_a_transfer_and_pulls_on_one_link(ends: Ends, blocks: bool, transport: str) -> None:
+    """Pulls and a transfer over one link: each gives whole rows, whatever comes first."""
+    pair = Pair(CACHE_MANAGER, ends, pool=16 << 20, llm__LinkTransport=transport)
+    near, far = pair.near, pair.far
+    rows, row_bytes, tensors = 2, 64 << 10, 12
+    src = pair.allocate(near, "n", rows, row_bytes, tensors, blocks=blocks, seed=1)
+    other = pair.allocate(near, "m", rows, row_bytes, tensors, blocks=blocks, seed=3)
+    near.allocate("in", rows, row_bytes, tensors, blocks=blocks)
+    far.allocate("f", rows, row_bytes, tensors, blocks=blocks, keys=[("blocks", 2, 0)] if blocks else [], seed=2)
+    addrs = far.addresses("f")
+    versions = [pattern(seed, tensors, rows, row_bytes) for seed in (1, 2, 3)]
+    slot = ("slot", 2, far.held_id("f"), 0)
+    wrong: list[str] = []
+    ready = threading.Event()
+
+    def once() -> None:
+        if blocks:
+            near.pull_blocks(("blocks", 2, 0), "in", [0], [1])
+        else:
+            near.pull_cache(slot, "in", 1)
+
+    def pull() -> None:
+        while not ready.is_set():
+            ended = code(once)
+            if ended != OK:
+                wrong.append(ended)
+            for number, tensor in enumerate(near.read("in")):
+                if not any(np.array_equal(tensor[1], version[number][0]) for version in versions):
+                    wrong.append(f"tensor {number} is a mixture")
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    for number in range(100):
+        lists = ([0], [0]) if blocks else ()
+        task = pair.send((src, other)[number % 2], synchronizer(), [config(2, addrs)], *lists)
+        assert task.synchronize(int(LIMIT * 1000)) is SUCCESS
+    ready.set()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    assert wrong == []
+    expected = versions[1]
+    for left, right in zip(expected, versions[2]):
+        left[0] = right[0]
+    assert equal(far.read("f"), expected)
+
+
+@pytest.mark.contract("19.transfer-concurrency")
+def test_transfers_at_once(pair: Pair) -> None:
+    """Several tasks over one link, from several threads, end whole."""
+    tasks, layers = 6, 4
+    sources = []
+    for number in range(tasks):
+        handle = pair.allocate(pair.near, f"n{number}", 2, 4096, 2 * layers, seed=10 + number)
+        pair.allocate(pair.far, f"f{number}", 2, 4096, 2 * layers, seed=20 + number)
+        sources.append((handle, pair.far.addresses(f"f{number}")))
+    gate = threading.Barrier(tasks)
+    ended: list[Any] = [None] * tasks
+
+    def go(number: int) -> None:
+        src, addrs = sources[number]
+        gate.wait(LIMIT)
+        task = pair.send(src, synchronizer(), [config(2, addrs, None, 1)])
+        ended[number] = (task.synchronize(int(LIMIT * 1000)), task.get_results(0))
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(tasks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert ended == [(SUCCESS, [SUCCESS])] * tasks
+    for number in range(tasks):
+        expected = pattern(20 + number, 2 * layers, 2, 4096)
+        for left, right in zip(expected, pattern(10 + number, 2 * layers, 2, 4096)):
+            left[0] = right[1]
+        assert equal(pair.far.read(f"f{number}"), expected)
+
+
+@pytest.mark.contract("19.transfer-concurrency")
+def test_a_second_transfer_of_the_same_rows_waits_for_its_layers_alone(pair: Pair) -> None:
+    src, addrs = pair.caches(rows=1)
+    slow, quick = Gate(2), Gate(2)
+    first = pair.send(src, synchronizer(slow), [config(2, addrs)])
+    second = pair.send(src, synchronizer(quick), [config(2, addrs)])
+    quick.open()
+    assert second.synchronize(int(LIMIT * 1000)) is SUCCESS, "the layers of the first are not under way"
+    assert first.synchronize(0) is pair.late
+    slow.open()
+    assert first.synchronize(int(LIMIT * 1000)) is SUCCESS
+    assert equal(pair.far.read("f"), pattern(1, 4, 1, 256))
+
+
+@pytest.mark.contract("19.transfer-concurrency")
+@pytest.mark.parametrize("mode", MODES)
+def test_one_device_alone(mode: str) -> None:
+    """Several devices in one process: refused by init, or (§8.6) by the transfer."""
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        if mode == CACHE_MANAGER:
+            with raising(LE):
+                dist.init({**options(), "ge.exec.deviceId": "0;1"})
+            return
+
+        def whole() -> None:
+            dist.init({**KV_OPTIONS, "ge.exec.deviceId": "0;1"})
+            cache = dist.kv_cache_manager.allocate_cache(desc())
+            dist.kv_cache_manager.transfer_cache_async(cache, synchronizer(), [config(2, [1, 2])])
+
+        with pytest.raises(LLMException) as caught:
+            whole()
+        expected = LLMStatusCode.LLM_FEATURE_NOT_ENABLED if dist._is_initialized else INVALID
+        assert caught.value.status_code is expected
+    finally:
+        dist.finalize()
+
+
+@pytest.mark.contract("19.transfer-cache-async")
+def test_addresses_that_are_no_cache_of_the_destination(pair: Pair) -> None:
+    """Never written to: unknown addresses, and caches that are too small, are LLM_PARAM_INVALID (§9.2)."""
+    src, addrs = pair.caches()
+    other = UserTensors(4, 256, 4)
+    pair.allocate(pair.far, "small", 4, 256, 1, seed=3)
+    (small,) = pair.far.addresses("small")
+    for bad in (
+        [0] * 4,
+        [1, 2, 3, 4],
+        [UINT64_MAX] * 4,
+        other.addrs,
+        [*addrs[:3], 0],
+        [*addrs[:3], addrs[3] + 4 * 256],
+        [*addrs[:3], addrs[3] + 3 * 256 + 1],
+        [*addrs[:3], addrs[3] - 1],
+        [*addrs[:3], small + 3 * 256 + 1],
+    ):
+        task = pair.send(src, synchronizer(), [config(2, bad)])
+        assert task.synchronize(int(LIMIT * 1000)) is INVALID, bad
+        assert task.get_results() == [INVALID]
+    assert equal(pair.far.read("small"), pattern(3, 1, 4, 256))
+    for left, right in zip(pair.far.read("f"), pattern(2, 4, 4, 256)):
+        assert np.array_equal(left[1:], right[1:])
+
+
+@pytest.mark.contract("19.transfer-cache-async")
+def test_a_layer_is_on_its_way_while_the_next_is_waited_for(pair: Pair) -> None:
+    src, addrs = pair.caches(rows=1, tensors=6)
+    gate = Gate(3)
+    task = pair.send(src, synchronizer(gate), [config(2, addrs)])
+    expected = pattern(2, 6, 1, 256)
+    for layer in range(3):
+        gate.open(layer)
+        for tensor in (2 * layer, 2 * layer + 1):
+            expected[tensor] = pattern(1, 6, 1, 256)[tensor]
+        deadline = threading.Event()
+        for _ in range(2000):
+            if equal(pair.far.read("f"), expected):
+                break
+            deadline.wait(0.005)
+        assert equal(pair.far.read("f"), expected), f"layer {layer} does not wait for the next"
+    assert task.synchronize() is SUCCESS
+    assert gate.asked == [0, 1, 2]
+
+
+@pytest.mark.contract("19.transfer-cache-async")
+def test_several_destinations(pair: Pair) -> None:
+    third = pair.receiver(3)
+    src, addrs = pair.caches(rows=2)
+    pair.allocate(third, "f", 2, 256, 4, seed=7)
+    gate = Gate(2)
+    configs = [
+        config(2, addrs, None, 1),
+        config(3, third.addresses("f")[:2], range(1, 2), 0),
+        config(9, addrs),
+    ]
+    task = pair.send(src, synchronizer(gate), configs)
+    gate.open()
+    unlinked = LLMStatusCode.LLM_NOT_YET_LINK
+    assert task.synchronize() is unlinked
+    assert task.get_results() == [SUCCESS, SUCCESS, unlinked]
+    assert equal(pair.far.read("f"), sent({0: 1}, count=2))
+    expected = pattern(7, 4, 2, 256)
+    for tensor in range(2):
+        expected[tensor][0] = pattern(1, 4, 2, 256)[2 + tensor][0]
+    assert equal(third.read("f"), expected)

@@ -1,0 +1,119 @@
+"""Two linked ends, with the cache manager or with the KvCacheManager, and layer-wise transfers between them.
+
+The near end (cluster 1, this process) sends, the far one (cluster 2, a process of its own) receives. Not for: judging
+results (that is the tests').
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Callable
+
+import llm_datadist
+from llm_datadist import LLMStatusCode
+from peers import LIMIT, OK, End, Ends, Peer, eventually, pattern
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CACHE_MANAGER, KV_CACHE_MANAGER = "CacheManager", "KvCacheManager"
+MODES = (CACHE_MANAGER, KV_CACHE_MANAGER)
+KV_OPTIONS = {"ge.exec.deviceId": "0", "ge.flowGraphMemMaxSize": str(64 << 20)}
+SUCCESS = LLMStatusCode.LLM_SUCCESS
+
+
+class Pair:
+    """Both ends in one mode."""
+
+    def __init__(self, mode: str, ends: Ends, **extra: Any) -> None:
+        self.mode, self.ends = mode, ends
+        self.near: End
+        self.far: Peer
+        if mode == CACHE_MANAGER:
+            self.near, self.far = ends.pair(**extra)
+            return
+        settings = {**KV_OPTIONS, **{key.replace("__", "."): str(value) for key, value in extra.items()}}
+        self.near = ends.near({**settings, "llm.listenIpInfo": "127.0.0.1:0"}, 1, "PROMPT")
+        self.far = self.receiver(2, settings)
+
+    def receiver(self, cluster: int, settings: dict[str, str] | None = None) -> Peer:
+        """Another far end, linked; in the mode of the KvCacheManager it is the decoder that links."""
+        if self.mode == CACHE_MANAGER:
+            far = self.ends.peer(cluster=cluster)
+            result = self.near.link_clusters([far.at])
+        else:
+            far = self.ends.peer(KV_OPTIONS if settings is None else settings, cluster, "DECODER")
+            result = far.link_clusters([(1, self.near.listening())])
+        assert result == (OK, [OK]), result
+        eventually(lambda: any(link["cluster"] == cluster for link in self.near.links()), what="the link")
+        return far
+
+    @property
+    def manager(self) -> Any:
+        """The manager of the near end."""
+        dist = self.near.dist
+        return dist.cache_manager if self.mode == CACHE_MANAGER else dist.kv_cache_manager
+
+    @property
+    def late(self) -> LLMStatusCode:
+        """The code of a time limit (python-api.md §8.4)."""
+        if self.mode == CACHE_MANAGER:
+            return LLMStatusCode.LLM_TIMEOUT
+        return LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
+
+    def allocate(self, end: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Allocate at either end; the handle where it is the near one."""
+        (end.allocate if self.mode == CACHE_MANAGER else end.allocate_kv)(name, *args, **kwargs)
+        return end.held[name].handle if end is self.near else None
+
+    def caches(self, rows: int = 4, row_bytes: int = 256, tensors: int = 4, **kwargs: Any) -> tuple[Any, list[int]]:
+        """Equal caches `n`, of pattern 1, and `f`, of pattern 2; the near handle and the far addresses."""
+        handle = self.allocate(self.near, "n", rows, row_bytes, tensors, seed=1, **kwargs)
+        self.allocate(self.far, "f", rows, row_bytes, tensors, seed=2, **kwargs)
+        return handle, self.far.addresses("f")
+
+    def send(self, src: Any, synchronizer: Any, configs: Any, *blocks: Any, **more: Any) -> Any:
+        """`transfer_cache_async`."""
+        return self.manager.transfer_cache_async(src, synchronizer, configs, *blocks, **more)
+
+
+def config(*args: Any, **kwargs: Any) -> Any:
+    """A `TransferConfig`."""
+    return llm_datadist.TransferConfig(*args, **kwargs)
+
+
+def synchronizer(call: Callable[[int], Any] = lambda _: True) -> Any:
+    """A user's `LayerSynchronizer` that asks `call(layer_index)`."""
+
+    class Asking(llm_datadist.LayerSynchronizer):
+        def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+            assert timeout_in_millis is None
+            return call(layer_index)
+
+    return Asking()
+
+
+class Gate:
+    """A synchronizer's layers, each of which waits until it is opened; notes which were asked for."""
+
+    def __init__(self, layers: int) -> None:
+        self.asked: list[int] = []
+        self._open = [threading.Event() for _ in range(layers)]
+
+    def __call__(self, layer: int) -> bool:
+        self.asked.append(layer)
+        return self._open[layer].wait(LIMIT)
+
+    def open(self, *layers: int) -> None:
+        """Let these layers go; without any, all."""
+        for layer in layers or range(len(self._open)):
+            self._open[layer].set()
+
+
+def sent(rows: dict[int, int], tensors: int = 4, count: int = 4, row_bytes: int = 256) -> list[np.ndarray]:
+    """What `f` holds after row `source` of `n` went to row `target`, for every `target: source`."""
+    source, target = pattern(1, tensors, count, row_bytes), pattern(2, tensors, count, row_bytes)
+    for to, origin in rows.items():
+        for left, right in zip(target, source):
+            left[to] = right[origin]
+    return target
