@@ -339,13 +339,25 @@ class End:
         for array in self.held[name].arrays:
             array[:] = value
 
-    def addresses(self, name: str) -> list[int]:
-        """Where the tensors of a cache are."""
-        return _addresses(self.held[name].handle)
-
     def read(self, name: str) -> list[np.ndarray]:
         """A copy of the bytes."""
         return [array.copy() for array in self.held[name].arrays]
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the tensors of a cache start."""
+        return [int(address) for address in self.held[name].handle.tensor_addrs]
+
+    def copy_blocks(self, name: str, pairs: Sequence[Sequence[int]]) -> None:
+        """`copy_blocks` of one block to one other, pair by pair."""
+        self.dist.cache_manager.copy_blocks(self.held[name].handle, {src: [dst] for src, dst in pairs})
+
+    def copy_cache(self, dst: str, src: str, dst_row: int = 0, src_row: int = 0) -> None:
+        """`copy_cache` of a slot."""
+        self.dist.cache_manager.copy_cache(self.held[dst].handle, self.held[src].handle, dst_row, src_row)
+
+    def swap_blocks(self, src: str, dst: str, pairs: Sequence[Sequence[int]]) -> None:
+        """`swap_blocks`, pair by pair."""
+        self.dist.cache_manager.swap_blocks(self.held[src].handle, self.held[dst].handle, dict(pairs))
 
     # -- links ---------------------------------------------------------------------------------------------------
 

@@ -377,6 +377,8 @@ def drain(engine: _core.DataDist) -> None:
         left = [task for task in left if not task.done()]
         now = [task.progress() for task in left]
         if now == before:
+            # Nobody may look at their results any more.
+            log.warn("%s layer-wise transfers end unfinished: no layer came within sync_kv_timeout", len(left))
             return
         before = now
         end = time.monotonic() + engine.sync_kv_timeout() / 1000

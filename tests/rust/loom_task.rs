@@ -42,8 +42,8 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let carrier = Counts { layers: layers.clone(), fails_at, over: over.clone() };
         let range = LayerRange { first: 0, end: 2 };
-        let carriers: Vec<(LayerRange, Arc<dyn Carrier>)> = vec![(range, Arc::new(carrier))];
-        let task = Task::start(lanes.porter().clone(), carriers, None).unwrap();
+        let legs = vec![Leg { cluster: ClusterId(2), layers: range, carrier: Arc::new(carrier) }];
+        let task = Task::start(lanes.porter().clone(), legs, None).unwrap();
         let acts = {
             let task = task.clone();
             thread::spawn(move || other(&task))
@@ -91,6 +91,6 @@ fn it_is_cancelled_at_any_moment() {
 
 #[test]
 fn a_layer_is_refused_at_any_moment() {
-    let refuse = |task: &Arc<Task>| task.refuse(1, Error::new(ErrorKind::Timeout, "as told"));
+    let refuse = |task: &Arc<Task>| task.refuse(1, &Error::new(ErrorKind::Timeout, "as told"));
     explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
 }

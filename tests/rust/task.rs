@@ -142,11 +142,17 @@ fn range(first: u32, end: u32) -> LayerRange {
     LayerRange { first, end }
 }
 
+fn leg(first: u32, end: u32, told: &Arc<Told>) -> Leg {
+    leg_to(2, first, end, told)
+}
+
+fn leg_to(cluster: u64, first: u32, end: u32, told: &Arc<Told>) -> Leg {
+    Leg { cluster: ClusterId(cluster), layers: range(first, end), carrier: Arc::new(Hold(told.clone())) }
+}
+
 fn start(lanes: &Lanes, to: &[(u32, u32, &Arc<Told>)], patience: Option<Duration>) -> Arc<Task> {
-    let carrier = |&(first, end, told): &(u32, u32, &Arc<Told>)| -> (LayerRange, Arc<dyn Carrier>) {
-        (range(first, end), Arc::new(Hold(told.clone())))
-    };
-    Task::start(lanes.porter().clone(), to.iter().map(carrier).collect(), patience).unwrap()
+    let legs = to.iter().map(|&(first, end, told)| leg(first, end, told)).collect();
+    Task::start(lanes.porter().clone(), legs, patience).unwrap()
 }
 
 fn ended(task: &Task) {
@@ -181,6 +187,30 @@ fn eventually(what: &str, there: impl Fn() -> bool) {
 }
 
 #[test]
+fn one_place_does_not_take_all_lanes() {
+    let lanes = Lanes::default();
+    let stuck: Vec<_> = (0..600).map(|_| Told::good()).collect();
+    stuck.iter().for_each(|told| told.shut());
+    let legs = stuck.iter().map(|told| leg_to(2, 0, 1, told)).collect();
+    let standing = Task::start(lanes.porter().clone(), legs, None).unwrap();
+    standing.ready(0);
+    let well = Told::good();
+    let task = Task::start(lanes.porter().clone(), vec![leg_to(3, 0, 1, &well)], None).unwrap();
+    task.ready(0);
+    ended(&task);
+    assert_eq!(ends(&task), ["Done"]);
+    assert!(!standing.done() && lanes.porter().threads() < 40, "{}", lanes.porter().threads());
+    stuck.iter().for_each(|told| told.open());
+    ended(&standing);
+    assert!(ends(&standing).iter().all(|end| end == "Done"));
+    // Nobody waits for its turn any more, so all of them may be at work at once again.
+    let again = Told::good();
+    let task = Task::start(lanes.porter().clone(), vec![leg_to(2, 0, 1, &again)], None).unwrap();
+    task.ready(0);
+    ended(&task);
+}
+
+#[test]
 fn a_task_without_destinations_has_ended() {
     let lanes = Lanes::default();
     let task = start(&lanes, &[], Some(LONG));
@@ -193,7 +223,7 @@ fn a_task_without_destinations_has_ended() {
     assert_eq!(ends(&task), ["Done", "NotLinked", "Done"]);
     assert!(task.layers().is_empty());
     task.ready(9);
-    task.refuse(3, refusal());
+    task.refuse(3, &refusal());
     assert_eq!(ends(&task), ["Done", "NotLinked", "Done"]);
 }
 
@@ -280,8 +310,8 @@ fn a_layer_that_is_refused_ends_those_that_need_it() {
     task.ready(2);
     busy.arrived();
     eventually("layer 2", || task.progress()[1].layers == 2);
-    task.refuse(3, refusal());
-    task.refuse(0, Error::new(ErrorKind::Cancelled, "too late"));
+    task.refuse(3, &refusal());
+    task.refuse(0, &Error::new(ErrorKind::Cancelled, "too late"));
     assert_eq!(ends(&task)[1..], ["System", "Unreached", "UnderWay"]);
     let Outcome::Failed(error) = &task.outcomes()[1] else { panic!() };
     assert_eq!(error.fact("layer"), Some("7"));
@@ -305,7 +335,7 @@ fn a_refusal_leaves_nobody_between() {
     let task = start(&lanes, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
     task.ready(0);
     eventually("layer 0", || task.progress()[0].layers == 1);
-    task.refuse(5, refusal());
+    task.refuse(5, &refusal());
     ended(&task);
     assert_eq!(ends(&task), ["System", "System", "Unreached"]);
 }
@@ -330,7 +360,7 @@ fn it_is_done_only_when_nothing_moves() {
                 "Closed"
             }
             "refuse" => {
-                task.refuse(2, refusal());
+                task.refuse(2, &refusal());
                 "System"
             }
             _ => "NotLinked",
@@ -518,8 +548,8 @@ fn lanes_that_close_have_ended() {
     assert!(task.done());
     assert_eq!(ends(&task), ["Closed"; 4]);
     let late = Told::good();
-    let carriers: Vec<(LayerRange, Arc<dyn Carrier>)> = vec![(range(0, 1), Arc::new(Hold(late.clone())))];
-    let task = Task::start(porter.clone(), carriers, Some(LONG)).unwrap();
+    let legs = vec![leg(0, 1, &late)];
+    let task = Task::start(porter.clone(), legs, Some(LONG)).unwrap();
     ended(&task);
     assert_eq!(ends(&task), ["Closed"]);
     assert!(late.gone.load(Ordering::SeqCst) && porter.threads() == 0);
@@ -570,7 +600,7 @@ fn everything(lanes: &Lanes, round: u64) {
             match end {
                 0 => _ = task.cancel(),
                 1 => _ = task.close(),
-                2 => task.refuse(3, refusal()),
+                2 => task.refuse(3, &refusal()),
                 _ => {}
             }
         });
@@ -600,7 +630,7 @@ fn everything(lanes: &Lanes, round: u64) {
     });
     let last = (ends(&task), task.progress());
     task.ready(9);
-    task.refuse(0, refusal());
+    task.refuse(0, &refusal());
     assert!(!task.cancel() && !task.close(), "round {round}");
     assert_eq!((ends(&task), task.progress()), last);
     for (((first, end, told), how), carried) in told.iter().zip(&last.0).zip(&last.1) {

@@ -2,7 +2,8 @@
 //! wakes what waits for a moment.
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers on the way,
-//! not as transfers (`tasks_that_wait_take_no_threads`). Not for: what is carried (`task`, `datadist`), or copying
+//! not as transfers (`tasks_that_wait_take_no_threads`). Nor does one place take all of them: what is carried to a peer
+//! that stands still waits behind its own kind only (`one_place_does_not_take_all_lanes`). Not for: what is carried (`task`, `datadist`), or copying
 //! (`engine::workers`).
 
 use std::collections::{BTreeMap, VecDeque};
@@ -11,13 +12,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use hashbrown::HashMap;
+
 use crate::error::{Error, ErrorKind, Result};
+use crate::id::ClusterId;
 use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
 
 /// How long a lane without work is kept.
 const KEEP: Duration = Duration::from_secs(30);
 /// Most lanes of one engine; more work waits its turn.
 const MOST: usize = 512;
+/// Most lanes at work for one place: half of the streams a link has.
+const MOST_OF_ONE: usize = 32;
 /// Enough for a request and its plan, which live on the heap.
 const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for lanes whose links it has closed.
@@ -59,7 +65,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<Box<dyn Job>>,
+    /// What may be done now, and where it goes.
+    jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
+    places: HashMap<ClusterId, Place>,
     idle: usize,
     lanes: usize,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
@@ -67,6 +75,39 @@ struct State {
     /// A thread looks after the alarms.
     clock: bool,
     closed: bool,
+}
+
+/// Where work goes.
+#[derive(Default)]
+struct Place {
+    /// Jobs at work, or about to be.
+    taken: usize,
+    /// Those that wait for one of these to end.
+    waiting: VecDeque<Box<dyn Job>>,
+}
+
+impl State {
+    /// Lets the job that waited longest for its place be done, now that one is over.
+    fn over(&mut self, place: ClusterId) {
+        let Some(at) = self.places.get_mut(&place) else { return };
+        match at.waiting.pop_front() {
+            Some(job) => self.jobs.push_back((place, job)),
+            None => at.taken -= 1,
+        }
+        if at.taken == 0 {
+            self.places.remove(&place);
+        }
+    }
+
+    /// Every job that is not at work.
+    fn all(&mut self) -> Vec<Box<dyn Job>> {
+        let ready: Vec<_> = self.jobs.drain(..).collect();
+        let waiting: Vec<_> = self.places.values_mut().flat_map(|place| place.waiting.drain(..)).collect();
+        for (place, _) in &ready {
+            self.over(*place);
+        }
+        ready.into_iter().map(|(_, job)| job).chain(waiting).collect()
+    }
 }
 
 impl Lanes {
@@ -77,21 +118,26 @@ impl Lanes {
 }
 
 impl Porter {
-    /// Has `job` done by the next lane that is free. Never waits for one. Where no thread can be started, those that there
-    /// are do it (`a_lane_that_cannot_be_started`).
-    pub(crate) fn carry(&self, job: Box<dyn Job>) {
+    /// Has `job`, which goes to `place`, done by the next lane that is free. Never waits for one. Where no thread can be
+    /// started, those that there are do it (`a_lane_that_cannot_be_started`).
+    pub(crate) fn carry(&self, place: ClusterId, job: Box<dyn Job>) {
         let mut state = self.0.locked();
         if state.closed {
             drop(state);
             return job.refused(closed());
         }
-        state.jobs.push_back(job);
+        let at = state.places.entry(place).or_default();
+        if at.taken == MOST_OF_ONE {
+            return at.waiting.push_back(job);
+        }
+        at.taken += 1;
+        state.jobs.push_back((place, job));
         if state.idle < state.jobs.len() && state.lanes < MOST {
             // Under the lock: whoever sees a lane counted may rely on it.
             match self.start(Shared::work) {
                 Ok(()) => state.lanes += 1,
                 Err(error) if state.lanes == 0 => {
-                    let jobs = std::mem::take(&mut state.jobs);
+                    let jobs = state.all();
                     drop(state);
                     for job in jobs {
                         job.refused(no_thread(&error));
@@ -159,7 +205,7 @@ impl Drop for Lanes {
         let shared = &self.porter.0;
         let mut state = shared.locked();
         state.closed = true;
-        let (jobs, alarms) = (std::mem::take(&mut state.jobs), std::mem::take(&mut state.alarms));
+        let (jobs, alarms) = (state.all(), std::mem::take(&mut state.alarms));
         drop(state);
         shared.changed.notify_all();
         shared.rung.notify_all();
@@ -185,10 +231,11 @@ impl Shared {
     fn work(&self) {
         let mut state = self.locked();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            if let Some((place, job)) = state.jobs.pop_front() {
                 drop(state);
                 run(job);
                 state = self.locked();
+                state.over(place);
             } else if state.closed {
                 break;
             } else {

@@ -17,7 +17,7 @@ use crate::keys::Name;
 use crate::links::{Answer, Link, hear_next, location, say};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
-use crate::table::{self, Cache, Origin, Pin, pin_reads, pin_writes, rows_of_a_pin};
+use crate::table::{self, Cache, Origin, Pin, pin_reads_ahead, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
 use crate::wire::{Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot, WirePlan};
 
@@ -187,7 +187,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                pin_reads(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), call.deadline)
+                pin_reads_ahead(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });

@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::check::LayerRange;
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::Deadline;
+use crate::id::{ClusterId, Deadline};
 use crate::lanes::{Alarm, Job, Porter};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -24,6 +24,16 @@ pub(crate) trait Carrier: Send + Sync {
 
     /// Brings one layer; bytes moved. They are in place when it returns.
     fn layer(&self, layer: u32) -> Result<u64>;
+}
+
+/// One destination of a task that is to start.
+pub(crate) struct Leg {
+    /// Who is there.
+    pub(crate) cluster: ClusterId,
+    /// What it is to get.
+    pub(crate) layers: LayerRange,
+    /// Who brings it.
+    pub(crate) carrier: Arc<dyn Carrier>,
 }
 
 /// What became of a destination.
@@ -83,6 +93,7 @@ struct State {
 struct Slot {
     /// Gone once it has ended, and the memory it held with it.
     carrier: Option<Arc<dyn Carrier>>,
+    cluster: ClusterId,
     range: LayerRange,
     /// The next layer to bring.
     next: u32,
@@ -94,27 +105,24 @@ struct Slot {
 }
 
 impl Task {
-    /// A transfer of the layers of each range by its carrier. With `patience`, destinations whose next layer is waited for
+    /// A transfer of the layers of each leg by its carrier. With `patience`, destinations whose next layer is waited for
     /// longer than that fail.
-    pub(crate) fn start(
-        lanes: Porter,
-        carriers: Vec<(LayerRange, Arc<dyn Carrier>)>,
-        patience: Option<Duration>,
-    ) -> Result<Arc<Task>> {
+    pub(crate) fn start(lanes: Porter, legs: Vec<Leg>, patience: Option<Duration>) -> Result<Arc<Task>> {
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)
         })?;
-        let slot = |(range, carrier): (LayerRange, _)| Slot {
+        let slot = |Leg { cluster, layers, carrier }| Slot {
             carrier: Some(carrier),
-            range,
-            next: range.first,
+            cluster,
+            range: layers,
+            next: layers.first,
             found: false,
             busy: true,
             outcome: None,
             bytes: 0,
         };
-        let slots: Vec<_> = carriers.into_iter().map(slot).collect();
+        let slots: Vec<_> = legs.into_iter().map(slot).collect();
         let all = 0..slots.len();
         let state =
             State { ready: 0, over: false, awaited: None, alarm: None, slots, letting_go: 0, ended: false };
@@ -167,7 +175,7 @@ impl Task {
 
     /// Neither `layer` nor any after it will be ready, nor one before it that is not: destinations that need one of those
     /// fail with `error`, later ones are never reached, and those that have all their layers go on.
-    pub fn refuse(&self, layer: u32, error: Error) {
+    pub fn refuse(&self, layer: u32, error: &Error) {
         self.refused(self.locked(), layer, error);
     }
 
@@ -239,7 +247,7 @@ impl Task {
         // One that is at rest after a refusal has ended too: it was never reached.
         let open = |slot: &&mut Slot| slot.outcome.is_none() && slot.carrier.is_some();
         for slot in state.slots.iter_mut().filter(open) {
-            slot.outcome = Some(Err(Arc::new(error())));
+            slot.outcome = Some(Err(Arc::new(error().with("cluster", slot.cluster))));
             any = true;
         }
         self.settle(state);
@@ -249,7 +257,9 @@ impl Task {
     /// Gives the destinations at `indices`, which are marked busy, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
-            self.lanes.carry(Box::new(Trip { task: self.clone(), index, why: None, over: false }));
+            let place = self.locked().slots[index].cluster;
+            let trip = Trip { task: self.clone(), index, why: None, over: false };
+            self.lanes.carry(place, Box::new(trip));
         }
     }
 
@@ -258,7 +268,7 @@ impl Task {
         let open = !state.over && !state.ended;
         let Some((layer, patience)) = state.awaited.filter(|_| open) else { return };
         if patience.passed() {
-            return self.refused(state, layer, patience.error(&format!("waiting for layer {layer}")));
+            return self.refused(state, layer, &patience.error(&format!("waiting for layer {layer}")));
         }
         if state.alarm.is_some() {
             return;
@@ -266,20 +276,19 @@ impl Task {
         match self.lanes.at(Instant::now() + patience.left(), Box::new(Late(Arc::downgrade(self)))) {
             Ok(alarm) => state.alarm = Some(alarm),
             // Nobody would notice that it does not come.
-            Err(error) => self.refused(state, layer, error),
+            Err(error) => self.refused(state, layer, &error),
         }
     }
 
-    fn refused(&self, mut state: MutexGuard<'_, State>, layer: u32, error: Error) {
+    fn refused(&self, mut state: MutexGuard<'_, State>, layer: u32, error: &Error) {
         if state.over {
             return;
         }
         state.over = true;
-        let (error, ready) = (Arc::new(error), state.ready);
-        for slot in &mut state.slots {
-            if slot.lacks(layer, ready) {
-                slot.outcome = Some(Err(error.clone()));
-            }
+        let ready = state.ready;
+        for slot in state.slots.iter_mut().filter(|slot| slot.lacks(layer, ready)) {
+            let error = error.again().with("cluster", slot.cluster).with("layer", layer);
+            slot.outcome = Some(Err(Arc::new(error)));
         }
         self.settle(state);
     }
@@ -410,6 +419,7 @@ impl Trip {
                 slot.bytes += bytes;
             }
             Err(error) => {
+                let error = error.with("cluster", slot.cluster).with("layer", slot.next);
                 slot.outcome.get_or_insert(Err(Arc::new(error)));
             }
         }

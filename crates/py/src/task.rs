@@ -69,7 +69,7 @@ impl TransferTask {
     /// `failed`: whether nobody knows about the layer, as against knowing that it will not come.
     fn refuse(&self, py: Python<'_>, layer: u32, reason: String, failed: bool) -> PyResult<()> {
         let kind = if failed { ErrorKind::Timeout } else { ErrorKind::InvalidArgument };
-        self.task(py)?.refuse(layer, Error::new(kind, reason));
+        self.task(py)?.refuse(layer, &Error::new(kind, reason));
         Ok(())
     }
 

@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::device::{DeviceSet, HostReach};
 use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, ClusterId, DataDist, ErrorKind, LayerRange, Layers, Name, PeerAddress,
-    Placement, PullRows, PushRows,
+    CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, ErrorKind, LayerRange, Layers, Name,
+    PeerAddress, Placement, PullRows, PushRows,
 };
 
 use super::{
     Held, LONG, Pair, WAYS, Way, address, config, eventually, link, of, open, request, row, times, unlink,
 };
-use crate::bed::{Buffer, Gated, desc};
+use crate::bed::{self, Buffer, Gated, desc};
 
 use CacheKind::{Batch, Blocks};
 
@@ -610,4 +610,46 @@ fn pulls_and_layers_of_the_same_rows() {
             }
         });
     }
+}
+
+/// Three who would each wait for the next: a push holds `a` and waits for `f`, a pull of the other side holds `f` and waits
+/// for `a`, and a copy into `a` waits in between.
+#[test]
+fn a_pull_meets_a_transfer_and_a_writer() {
+    for way in WAYS {
+        let short = |config: &mut llm_datadist_core::Config| {
+            (config.remote_accessible, config.sync_timeout) = (true, Duration::from_secs(5));
+        };
+        let pair = Pair::with(way, short);
+        let shape = desc(Placement::Device, 2, 2, 512 << 10);
+        let near = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
+        near.write(&patterned_rows());
+        far.write(&patterned_rows());
+        let turns = || 0..times(300);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in turns() {
+                    let rows = PushRows::Slot { near: 0 };
+                    pair.near.push(&near.end(), of(2, row(&far, 0)), &rows, Layers::ALL).unwrap();
+                }
+            });
+            scope.spawn(|| {
+                for _ in turns() {
+                    pair.far.pull(of(1, row(&near, 0)), &far.end(), &SLOT, Layers::ALL).unwrap();
+                }
+            });
+            for _ in turns() {
+                let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
+                pair.near.copy_cache(&near.end(), &near.end(), args).unwrap();
+            }
+        });
+        assert!(far.read() == patterned_rows());
+    }
+}
+
+/// Two rows alike in each of two tensors.
+fn patterned_rows() -> Vec<Vec<u8>> {
+    let row = |tensor| (0..512 << 10).map(|at| bed::pattern(5, tensor, at)).collect::<Vec<u8>>();
+    (0..2).map(|tensor| [row(tensor), row(tensor)].concat()).collect()
 }

@@ -18,7 +18,7 @@ use crate::links::{Finder, Known, Link};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::Cache;
-use crate::task::{Carrier, Task};
+use crate::task::{Carrier, Leg, Task};
 use crate::wire::Spot;
 
 impl DataDist {
@@ -63,7 +63,7 @@ impl DataDist {
                 layers.end = layers.first;
             }
             let refused = |error| -> Arc<dyn Carrier> { Arc::new(Refused(Mutex::new(Some(error)))) };
-            (layers, carrier(to).unwrap_or_else(refused))
+            Leg { cluster: to.cluster, layers, carrier: carrier(to).unwrap_or_else(refused) }
         };
         let task =
             Task::start(self.lanes.porter().clone(), to.into_iter().map(with_layers).collect(), patience)?;

@@ -10,7 +10,7 @@ mod pin;
 mod remote;
 
 pub use cache::{Cache, Origin};
-pub use pin::{Pin, RowUse, pin, pin_reads, pin_writes, rows_of_a_pin, unpinned};
+pub use pin::{Pin, RowUse, pin, pin_reads, pin_reads_ahead, pin_writes, rows_of_a_pin, unpinned};
 pub use remote::{Found, Spot};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -53,6 +53,8 @@ pub struct RowUse {
     pub reads: Vec<u64>,
     /// Written; a row in both lists is held as written.
     pub writes: Vec<u64>,
+    /// Reads before writers that only wait.
+    pub ahead: bool,
 }
 
 /// Rows held for one call, and their cache with them; given back on drop.
@@ -77,10 +79,10 @@ pub fn pin(
     deadline: Deadline,
 ) -> Result<[Option<Pin>; 2]> {
     if Arc::ptr_eq(src, dst) {
-        return Ok([Some(pin_one(src, RowUse { reads, writes }, deadline)?), None]);
+        return Ok([Some(pin_one(src, RowUse { reads, writes, ahead: false }, deadline)?), None]);
     }
-    let read = || pin_one(src, RowUse { reads, writes: vec![] }, deadline);
-    let write = || pin_one(dst, RowUse { reads: vec![], writes }, deadline);
+    let read = || pin_one(src, RowUse { reads, writes: vec![], ahead: false }, deadline);
+    let write = || pin_one(dst, RowUse { reads: vec![], writes, ahead: false }, deadline);
     if Arc::as_ptr(src) < Arc::as_ptr(dst) {
         let read = read()?;
         Ok([Some(read), Some(write()?)])
@@ -115,12 +117,19 @@ pub fn rows_of_a_pin(cache: &Cache) -> u64 {
 
 /// Pins rows that are read. `Err` once `deadline` has passed.
 pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads, writes: vec![] }, deadline)
+    pin_one(cache, RowUse { reads, writes: vec![], ahead: false }, deadline)
+}
+
+/// Pins rows that a peer reads: before writers that wait for them, not before one that writes. The peer holds the rows that
+/// it reads into, and a transfer from here into those may be what the writer waits for: each would wait for the next
+/// (`a_pull_meets_a_transfer_and_a_writer`). `Err` once `deadline` has passed.
+pub fn pin_reads_ahead(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
+    pin_one(cache, RowUse { reads, writes: vec![], ahead: true }, deadline)
 }
 
 /// Pins rows that are written. `Err` once `deadline` has passed.
 pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads: vec![], writes }, deadline)
+    pin_one(cache, RowUse { reads: vec![], writes, ahead: false }, deadline)
 }
 
 fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {
@@ -197,7 +206,7 @@ impl Rows {
         let written = used.writes.iter().find(|&&row| self.held[self.index(row)] != 0);
         let read = || used.reads.iter().find(|&&row| self.held[self.index(row)] == WRITER);
         let earlier = || self.claims.iter().take_while(|claim| ticket.is_none_or(|own| claim.ticket < own));
-        let claimed = || earlier().find_map(|claim| self.claimed(claim, used));
+        let claimed = || earlier().filter(|_| !used.ahead).find_map(|claim| self.claimed(claim, used));
         written.or_else(read).or_else(claimed).copied()
     }
 
