@@ -56,7 +56,7 @@ example: build  ## a transformer in two processes, bit-identical to one (example
 example-torch: build .venv-torch/.tools  ## the same with `transformers` on torch, which are fetched (gigabytes on Linux)
 	PYTHONPATH=python HF_HUB_OFFLINE=1 .venv-torch/bin/python examples/transformers_torch.py
 
-bench: build $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
+bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
 	cargo bench -p llm-datadist-core
 	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py

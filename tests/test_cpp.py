@@ -314,6 +314,7 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
 
 
+@pytest.mark.contract("19.cpp-codes")
 def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
     near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
     near.make("n", 2, 2, 8, 1)

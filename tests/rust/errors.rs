@@ -207,6 +207,17 @@ fn an_engine_without_the_cache_manager_has_codes_of_its_own() {
 }
 
 #[test]
+fn the_cpp_class_has_codes_of_its_own() {
+    use StatusCode as S;
+    let own = [(ErrorKind::OutOfMemory, S::DeviceOutOfMemory), (ErrorKind::Closed, S::Failed)];
+    for kind in ErrorKind::ALL {
+        let expected = own.iter().find(|(other, _)| *other == kind).map_or(S::from(kind), |&(_, code)| code);
+        assert_eq!(S::of_cpp(kind), expected, "{kind:?}");
+    }
+    assert!(own.iter().all(|&(kind, code)| S::from(kind) != code));
+}
+
+#[test]
 fn a_text_holds_message_facts_and_source() {
     let source = std::io::Error::other("the disk is gone");
     let error = Error::new(ErrorKind::System, "no page").with("bytes", 5).with("path", "/x").because(source);

@@ -26,6 +26,8 @@ mod check;
 #[cfg(not(loom))]
 mod consume;
 #[cfg(not(loom))]
+mod cpp;
+#[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]
 mod errors;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::check::cpp;
-use llm_datadist_core::{Adopted, CacheDesc, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
+use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::door::{self, Door, Open};
 
@@ -80,8 +80,8 @@ pub(crate) fn register(engine: &DataDist, adopted: Adopted) -> Result<CacheId> {
 }
 
 /// A cache that a structure names by its id, which must not say anything else of it.
-pub(crate) fn named(engine: &DataDist, id: i64, desc: Option<&CacheDesc>, addrs: &[u64]) -> Result<End> {
+pub(crate) fn named(engine: &DataDist, id: i64, given: cpp::Stated<'_>) -> Result<End> {
     let cache = engine.find(CacheId(id))?;
-    cpp::stated(cache.side(), cache.addrs(), desc, addrs)?;
-    Ok(End::Managed(cache.id()))
+    cpp::stated(cache.side(), cache.addrs(), given)?;
+    Ok(End::Loose(cache))
 }

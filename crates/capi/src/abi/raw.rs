@@ -133,14 +133,15 @@ pub(super) unsafe fn end(engine: &DataDist, name: &str, at: *const LlmDatadistCa
     let cache = unsafe { value(name, at) }?;
     // SAFETY: the caller's promise.
     let addrs = unsafe { list(name, cache.addrs, cache.num_addrs) }?;
-    if cache.cache_id > 0 && cache.desc.num_tensors == 0 {
-        return calls::named(engine, cache.cache_id, None, addrs);
+    let of = &cache.desc;
+    if cache.cache_id > 0 {
+        // SAFETY: the caller's promise.
+        let shape = unsafe { list("shape", of.shape, of.num_dims as usize) }?;
+        let given = cpp::Stated { addrs, num_tensors: of.num_tensors, data_type: of.data_type, shape };
+        return calls::named(engine, cache.cache_id, given);
     }
     // SAFETY: the caller's promise.
-    let desc = unsafe { desc(&cache.desc) }?;
-    if cache.cache_id > 0 {
-        return calls::named(engine, cache.cache_id, Some(&desc), addrs);
-    }
+    let desc = unsafe { desc(of) }?;
     // SAFETY: the caller's promise.
     unsafe { adopt(&desc, addrs) }.map(|adopted| End::Loose(Cache::loose(adopted)))
 }

@@ -12,7 +12,7 @@ use super::options;
 use super::values::{self, clipped, decimal, one_of};
 use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
-use crate::desc::{CacheDesc, DataType, Geometry, Placement};
+use crate::desc::{CacheDesc, DataType, Geometry, Placement, tensor_bytes};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 
@@ -197,13 +197,11 @@ pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> 
     let known = Placement::ALL.into_iter().find(|&known| known as u32 == placement);
     let allowed = "kHost (0) or kDevice (1)";
     let placement = known.ok_or_else(|| Error::argument("placement", placement, allowed))?;
-    let allowed = "a type whose elements have whole bytes";
-    let data_type = element(data_type).ok_or_else(|| Error::argument("data_type", data_type, allowed))?;
-    Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type, placement })
+    Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type: element(data_type)?, placement })
 }
 
-fn element(number: i32) -> Option<DataType> {
-    let one_more = match number {
+fn element(number: i32) -> Result<DataType> {
+    let alike = match number {
         // DT_QINT8, DT_QUINT8, DT_HIFLOAT8, DT_FLOAT8_E5M2, DT_FLOAT8_E4M3FN, DT_FLOAT8_E8M0
         18 | 21 | 34..=37 => DataType::Uint8,
         // DT_QINT16, DT_QUINT16
@@ -214,9 +212,13 @@ fn element(number: i32) -> Option<DataType> {
         16 => DataType::Uint64,
         // DT_COMPLEX128
         17 => DataType::String,
-        number => return DataType::from_value(i64::from(number)),
+        number => {
+            let allowed = "a type whose elements have whole bytes";
+            let refused = || Error::argument("data_type", number, allowed);
+            return DataType::from_value(i64::from(number)).ok_or_else(refused);
+        }
     };
-    Some(one_more)
+    Ok(alike)
 }
 
 /// `AllocateCache` serves device memory only, and there must be room for the addresses of all tensors.
@@ -231,23 +233,40 @@ pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
     Err(Error::argument("num_addrs", room, format_args!("room for {tensors} addresses")))
 }
 
+/// What a structure says of the cache whose id it has.
+#[derive(Clone, Copy, Debug)]
+pub struct Stated<'a> {
+    /// Its addresses; none where only the id counts.
+    pub addrs: &'a [u64],
+    /// Its tensors; 0 where only the id counts.
+    pub num_tensors: u32,
+    /// Its element type.
+    pub data_type: i32,
+    /// Its dimensions.
+    pub shape: &'a [i64],
+}
+
 /// A structure that names a cache of this engine must not say something else of it: its addresses and sizes, where
 /// given, are those of the cache (`tests/test_cpp.py`).
-pub fn stated(cache: Side, addrs: &[u64], given: Option<&CacheDesc>, given_addrs: &[u64]) -> Result<()> {
-    if !given_addrs.is_empty() && given_addrs != addrs {
+pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
+    if !given.addrs.is_empty() && given.addrs != addrs {
         let text = "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address";
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    let Some(given) = given else { return Ok(()) };
-    let said = Geometry::new(given)?;
-    if said == cache.geometry {
+    if given.num_tensors == 0 {
+        return Ok(());
+    }
+    let bytes = tensor_bytes(given.shape, element(given.data_type)?)?;
+    let rows = given.shape[0].unsigned_abs();
+    let of = cache.geometry;
+    if (given.num_tensors, rows, bytes) == (of.num_tensors(), of.rows(), of.tensor_bytes()) {
         return Ok(());
     }
     let text = "cache_desc is not that of the cache of this cache_id; cache_id -1 copies by address";
-    let sizes = |of: Geometry| format!("{} x {} x {} bytes", of.num_tensors(), of.rows(), of.row_bytes());
+    let sizes = |tensors: u32, rows: u64, bytes: u64| format!("{tensors} x {rows} x {} bytes", bytes / rows);
     Err(Error::new(ErrorKind::InvalidArgument, text)
-        .with("given", sizes(said))
-        .with("cache", sizes(cache.geometry)))
+        .with("given", sizes(given.num_tensors, rows, bytes))
+        .with("cache", sizes(of.num_tensors(), of.rows(), of.tensor_bytes())))
 }
 
 /// A call that names blocks names no slot.

@@ -39,7 +39,7 @@ const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 
 pub enum End {
     /// A cache of this engine.
     Managed(CacheId),
-    /// A cache over the caller's memory that no engine knows.
+    /// A handle: a cache over the caller's memory that no engine knows, or, of a copy, one that was looked up already.
     Loose(Arc<Cache>),
 }
 
