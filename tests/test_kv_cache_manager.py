@@ -306,10 +306,10 @@ def test_keys_and_codes(prompt: KvCacheManager) -> None:
     one = prompt.allocate_cache(desc(), [key, placeholder, placeholder, key])
     assert table(prompt)[:2] == (1, 1)
     before = table(prompt)
-    with raising(FAILED):
+    with raising(LE):  # §17.3, the same in both modes
         prompt.allocate_cache(desc(), [CacheKey(9, 5, 1)])
     blocks = prompt.allocate_blocks_cache(desc(), BlocksCacheKey(0, 3))
-    with raising(FAILED):
+    with raising(LE):
         prompt.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
     with raising(LE):  # python-api.md §17.7
         prompt.allocate_cache(desc(rows=1), [CacheKey(0, 6), CacheKey(0, 7)])

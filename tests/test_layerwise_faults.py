@@ -595,7 +595,7 @@ def test_hundreds_of_rows_for_one_that_stands_still_do_not_hold_up_another(ends:
         eventually(lambda: near.resources()["threads"] > 20, what="the lanes")
         good = launch(near, "n", [to.to(range(2), row=1)])
         assert results(good) == [OK]
-        assert TIMEOUT not in {error and error.status_code.name for error in many.errors()}, "it waited for these"
+        assert all("not done yet" in str(error) for error in many.errors()), "it waited for these"
     finally:
         still.go_on()
         still.spoiled = False

@@ -278,8 +278,11 @@ class TransferTask:
     def ready(self, layer: int) -> None:
         """Let this layer and all before it be sent. Returns at once."""
 
-    def refuse(self, layer: int, reason: str, failed: bool) -> None:
-        """Say that no layer from this one on comes, by failure or because it will not be ready. Returns at once."""
+    def not_ready(self, layer: int) -> None:
+        """Say that this layer will not be ready, nor any after it. Returns at once."""
+
+    def broken(self, layer: int, why: str) -> None:
+        """Say that nobody will know about this layer, nor any after it, because of ``why``. Returns at once."""
 
     def cancel(self) -> bool:
         """End what has not ended; return whether there was anything."""
@@ -301,6 +304,10 @@ class TransferTask:
 
     def descriptor(self) -> int:
         """Return a new descriptor that is readable once the transfer is done. The caller closes it."""
+
+    @property
+    def timeout_in_millis(self) -> int | None:
+        """How long one layer may be waited for."""
 
     @property
     def timeout_code(self) -> LLMStatusCode:

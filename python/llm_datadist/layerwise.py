@@ -253,7 +253,9 @@ class CacheTask:
         if not self._native.wait(timeout_in_millis):
             return self._native.timeout_code
         codes = self._native.results()
-        return next((code for code in codes if code), LLMStatusCode.LLM_SUCCESS)
+        # A config without a result is no success, whatever it was that ended the transfer.
+        unknown = self._native.timeout_code if None in codes else LLMStatusCode.LLM_SUCCESS
+        return next((code for code in codes if code), unknown)
 
     def get_results(self, timeout_in_millis: Optional[int] = None) -> list[Optional[LLMStatusCode]]:
         """Wait as :meth:`synchronize` does, and return the code of every config.
@@ -282,7 +284,10 @@ class CacheTask:
         return [LayerProgress(*carried) for carried in self._native.progress()]
 
     def errors(self) -> list[Optional[LLMException]]:
-        """Return why each config failed that did, so far (own addition)."""
+        """Return why each config is not done (own addition): why it failed, or which layer it waits for and since when.
+
+        ``None`` for a config that is done, and for one that was never reached.
+        """
         return self._native.errors()
 
     def __await__(self) -> Generator[Any, None, LLMStatusCode]:
@@ -356,16 +361,21 @@ def _send_walker(engine: _core.DataDist, task: _core.TransferTask, synchronizer:
     layers = task.layers()
     if not layers:
         return
-    given = (task, synchronizer, layers, synchronizer.timeout_in_millis)
+    given = (task, synchronizer, layers)
     walker = threading.Thread(target=_walk, args=given, name="llm-layers", daemon=True)
     with _lock:
-        _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
+        _prune()
         _under_way.append((engine, task, walker))
     try:
         walker.start()
     except Exception as error:
         text = f"no thread for the layers of a transfer: {error}"
         raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
+
+
+def _prune() -> None:
+    """Forget the transfers that have ended, with their threads. Called with the lock held."""
+    _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
 
 
 def drain(engine: _core.DataDist) -> None:
@@ -384,38 +394,35 @@ def drain(engine: _core.DataDist) -> None:
         end = time.monotonic() + engine.sync_kv_timeout() / 1000
         for task in left:
             task.wait(max(0, int((end - time.monotonic()) * 1000)))
+    with _lock:
+        _prune()
 
 
-def _walk(
-    task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int], timeout_in_millis: Optional[int]
-) -> None:
+def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
     """Ask for one layer after the other. Whatever ends this, no destination waits for ever."""
     asked: Optional[int] = layers[0]
     try:
         for asked in layers:
-            if task.wanted(asked) and not _arrives(task, synchronizer, asked, timeout_in_millis):
+            if task.wanted(asked) and not _arrives(task, synchronizer, asked):
                 break
         asked = None
     finally:
         if asked is not None:
-            task.refuse(asked, f"the thread that waits for layers ended at layer {asked}", failed=True)
+            task.broken(asked, "the thread that waits for it ended")
 
 
-def _arrives(
-    task: _core.TransferTask, synchronizer: LayerSynchronizer, layer: int, timeout_in_millis: Optional[int]
-) -> bool:
+def _arrives(task: _core.TransferTask, synchronizer: LayerSynchronizer, layer: int) -> bool:
     """Wait for one layer, and tell the task what became of it. Return whether it is ready."""
     try:
-        ready = bool(synchronizer.synchronize_layer(layer, timeout_in_millis))
+        ready = bool(synchronizer.synchronize_layer(layer, task.timeout_in_millis))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the destinations are to know)
         lines = traceback.format_exception_only(type(error), error)
         text = "".join(lines).strip()[:_LONGEST]
-        task.refuse(layer, f"synchronize_layer raised for layer {layer}: {text}", failed=True)
+        task.broken(layer, f"synchronize_layer raised {text}")
         log.get_logger().error("synchronize_layer raised for layer %s", layer, exc_info=True)
         return False
     if ready:
         task.ready(layer)
     else:
-        text = f"layer {layer} is not ready: synchronize_layer returned a false value"
-        task.refuse(layer, text, failed=False)
+        task.not_ready(layer)
     return ready

@@ -196,7 +196,6 @@ fn an_engine_without_the_cache_manager_has_codes_of_its_own() {
         (ErrorKind::OutOfMemory, S::DeviceOutOfMemory),
         (ErrorKind::Timeout, S::WaitProcessTimeout),
         (ErrorKind::UnlinkFailed, S::NotifyPromptUnlinkFailed),
-        (ErrorKind::KeyTaken, S::Failed),
         (ErrorKind::UnlikeTensors, S::Failed),
     ];
     for kind in ErrorKind::ALL {

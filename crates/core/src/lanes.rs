@@ -131,8 +131,14 @@ impl Porter {
             return at.waiting.push_back(job);
         }
         at.taken += 1;
-        state.jobs.push_back((place, job));
-        if state.idle < state.jobs.len() && state.lanes < MOST {
+        // A place that has no lane gets one, however many others stand still (`a_place_without_a_lane_gets_one`).
+        let first = at.taken == 1;
+        if first {
+            state.jobs.push_front((place, job));
+        } else {
+            state.jobs.push_back((place, job));
+        }
+        if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
             // Under the lock: whoever sees a lane counted may rely on it.
             match self.start(Shared::work) {
                 Ok(()) => state.lanes += 1,
@@ -174,6 +180,8 @@ impl Porter {
     pub(crate) fn forget(&self, alarm: Alarm) {
         let forgotten = self.0.locked().alarms.remove(&alarm);
         drop(forgotten);
+        // The clock sleeps until the next, or goes when there is none for a while.
+        self.0.rung.notify_one();
     }
 
     /// How many threads there are.

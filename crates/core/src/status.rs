@@ -125,7 +125,7 @@ impl StatusCode {
             ErrorKind::Timeout => StatusCode::WaitProcessTimeout,
             ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,
             ErrorKind::UnlinkFailed => StatusCode::NotifyPromptUnlinkFailed,
-            ErrorKind::KeyTaken | ErrorKind::UnlikeTensors => StatusCode::Failed,
+            ErrorKind::UnlikeTensors => StatusCode::Failed,
             kind => StatusCode::from(kind),
         }
     }

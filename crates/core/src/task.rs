@@ -79,14 +79,23 @@ struct State {
     ready: u32,
     /// No further layer will be.
     over: bool,
-    /// Which layer is being waited for with patience, and for how long.
-    awaited: Option<(u32, Deadline)>,
+    /// What is being waited for.
+    awaited: Option<Awaited>,
     /// What looks whether that is over; at most one.
     alarm: Option<Alarm>,
     slots: Vec<Slot>,
     /// Calls that are letting go of destinations.
     letting_go: usize,
     ended: bool,
+}
+
+/// A layer that somebody was asked for.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    layer: u32,
+    since: Instant,
+    /// When that is too long.
+    patience: Option<Deadline>,
 }
 
 /// One destination.
@@ -98,6 +107,8 @@ struct Slot {
     /// The next layer to bring.
     next: u32,
     found: bool,
+    /// Given to the lanes, none of which has begun.
+    queued: bool,
     /// A lane is at it.
     busy: bool,
     outcome: Option<Result<(), Arc<Error>>>,
@@ -118,7 +129,8 @@ impl Task {
             range: layers,
             next: layers.first,
             found: false,
-            busy: true,
+            queued: true,
+            busy: false,
             outcome: None,
             bytes: 0,
         };
@@ -147,8 +159,9 @@ impl Task {
     pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
         let mut state = self.locked();
         let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
-        let awaited = self.patience.filter(|_| wanted && layer >= state.ready);
-        state.awaited = awaited.map(|patience| (layer, Deadline::after(patience).named("timeout_in_millis")));
+        let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
+        let awaited = Awaited { layer, since: Instant::now(), patience };
+        state.awaited = (wanted && layer >= state.ready).then_some(awaited);
         self.watch(state);
         wanted
     }
@@ -164,8 +177,8 @@ impl Task {
         let ready = state.ready;
         let mut moving = Vec::new();
         for (index, slot) in state.slots.iter_mut().enumerate() {
-            if !slot.busy && slot.outcome.is_none() && slot.next < ready {
-                slot.busy = true;
+            if !slot.busy && !slot.queued && slot.outcome.is_none() && slot.next < ready {
+                slot.queued = true;
                 moving.push(index);
             }
         }
@@ -177,6 +190,19 @@ impl Task {
     /// fail with `error`, later ones are never reached, and those that have all their layers go on.
     pub fn refuse(&self, layer: u32, error: &Error) {
         self.refused(self.locked(), layer, error);
+    }
+
+    /// [Refuses](Self::refuse) a layer that will not be ready, as whoever computes it says (python-api.md §8.3).
+    pub fn not_ready(&self, layer: u32) {
+        let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
+        self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
+    }
+
+    /// [Refuses](Self::refuse) a layer of which nobody knows any more, because of `why` (python-api.md §8.3, ruling for
+    /// exceptions).
+    pub fn broken(&self, layer: u32, why: &str) {
+        let text = format!("layer {layer} does not come: {why}");
+        self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
     /// Ends what has not ended; layers on the way are still brought. `false` if there was nothing to end.
@@ -222,6 +248,25 @@ impl Task {
         state.slots.iter().map(outcome).collect()
     }
 
+    /// Why each destination is not done: why it failed, or what it waits for. `None` for those that are, and those that were
+    /// never reached.
+    #[must_use]
+    pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
+        let state = self.locked();
+        let reason = |slot: &Slot| match &slot.outcome {
+            Some(Err(error)) => Some(error.clone()),
+            None if slot.carrier.is_some() => Some(Arc::new(slot.unfinished(state.awaited, state.ready))),
+            _ => None,
+        };
+        state.slots.iter().map(reason).collect()
+    }
+
+    /// How long one layer may be waited for, if there is a limit.
+    #[must_use]
+    pub fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
     /// How far each destination is.
     #[must_use]
     pub fn progress(&self) -> Vec<Carried> {
@@ -254,7 +299,7 @@ impl Task {
         any
     }
 
-    /// Gives the destinations at `indices`, which are marked busy, to lanes.
+    /// Gives the destinations at `indices`, which are marked queued, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
             let place = self.locked().slots[index].cluster;
@@ -266,7 +311,8 @@ impl Task {
     /// Fails the destinations of a layer that was waited for too long, or has that looked at once it could be.
     fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let open = !state.over && !state.ended;
-        let Some((layer, patience)) = state.awaited.filter(|_| open) else { return };
+        let awaited = state.awaited.filter(|_| open);
+        let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else { return };
         if patience.passed() {
             return self.refused(state, layer, &patience.error(&format!("waiting for layer {layer}")));
         }
@@ -296,7 +342,8 @@ impl Task {
     /// Lets go of the destinations that have ended, and notes that all have, if they have.
     fn settle(&self, mut state: MutexGuard<'_, State>) {
         let over = state.over;
-        let ended = |slot: &&mut Slot| !slot.busy && (over || slot.outcome.is_some());
+        // One that is queued has layers that are ready: it is over once they are brought, or it has failed.
+        let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !slot.queued);
         let gone: Vec<_> =
             state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
         state.letting_go += 1;
@@ -353,6 +400,23 @@ impl Slot {
         self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
     }
 
+    /// Why it has no result yet.
+    #[cold]
+    fn unfinished(&self, awaited: Option<Awaited>, ready: u32) -> Error {
+        let error = |text: &str| {
+            let error = Error::new(ErrorKind::Timeout, text).with("cluster", self.cluster);
+            error.with("layer", self.next).with("layers_done", self.next - self.range.first)
+        };
+        match awaited {
+            _ if self.next < ready => error("not done yet: the layer is on its way"),
+            Some(awaited) if self.awaits(awaited.layer) => {
+                error("not done yet: the layer is being waited for")
+                    .with("waited_ms", awaited.since.elapsed().as_millis())
+            }
+            _ => error("not done yet: nobody has asked for the layer"),
+        }
+    }
+
     /// Whether it needs `layer`, or one before that is not ready.
     fn lacks(&self, layer: u32, ready: u32) -> bool {
         let LayerRange { first, end } = self.range;
@@ -400,6 +464,7 @@ impl Trip {
         let mut state = self.task.locked();
         let ready = state.ready;
         let slot = &mut state.slots[self.index];
+        (slot.queued, slot.busy) = (false, true);
         match (&slot.outcome, &slot.carrier) {
             (None, Some(carrier)) if !slot.found => return Step::Find(carrier.clone()),
             (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
@@ -438,7 +503,7 @@ impl Drop for Trip {
         let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
         let mut state = self.task.locked();
         let slot = &mut state.slots[self.index];
-        slot.busy = false;
+        (slot.queued, slot.busy) = (false, false);
         slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));
         self.task.settle(state);
     }

@@ -146,6 +146,11 @@ pub(crate) fn abandon_sockets() {
     llm_datadist_core::abandon_sockets();
 }
 
+/// Runs `call`, which neither blocks nor moves bytes, without detaching.
+pub(crate) fn attached<T>(py: Python<'_>, call: impl FnOnce() -> Result<T>) -> PyResult<T> {
+    survived(call).map_err(|error| error::raise(py, &error))
+}
+
 thread_local! {
     /// What a signal handler raised while this thread waited in the engine.
     static RAISED: Cell<Option<PyErr>> = const { Cell::new(None) };

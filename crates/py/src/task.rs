@@ -1,10 +1,11 @@
 //! A layer-wise transfer under way, as the front's thread and the public `CacheTask` hold it.
 //!
 //! Not for: arguments (`layerwise`), or calling the synchronizer, which only Python does. What that thread calls
-//! (`wanted`, `ready`, `refuse`) never detaches and never waits, so that a process which ends does not find it in here.
+//! (`wanted`, `ready`, `not_ready`, `broken`) never detaches and never waits, so that a process which ends does not find it in here.
 
 use std::os::fd::{IntoRawFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use llm_datadist_core::{Deadline, Error, ErrorKind, Outcome, StatusCode, Task};
@@ -23,12 +24,14 @@ type Any<'py> = Bound<'py, PyAny>;
 pub(crate) struct TransferTask {
     task: Held<Task>,
     codes: Codes,
+    /// Somebody asks for its layers.
+    walked: AtomicBool,
 }
 
 impl TransferTask {
     /// A handle on `task`, whose failures have these codes.
     pub(crate) fn new(task: Arc<Task>, codes: Codes) -> Self {
-        TransferTask { task: Held::new(task), codes }
+        TransferTask { task: Held::new(task), codes, walked: AtomicBool::new(false) }
     }
 
     fn code(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<&'static Py<PyAny>>> {
@@ -39,38 +42,54 @@ impl TransferTask {
         }
     }
 
-    fn reason(&self, py: Python<'_>, outcome: &Outcome) -> PyResult<Option<Py<PyAny>>> {
-        match outcome {
-            Outcome::Failed(error) => Ok(Some(exception(py, error, self.codes)?.into_value(py).into_any())),
-            _ => Ok(None),
-        }
+    fn reason(&self, py: Python<'_>, error: Option<&Arc<Error>>) -> PyResult<Option<Py<PyAny>>> {
+        let error = error.map(|error| exception(py, error, self.codes)).transpose()?;
+        Ok(error.map(|error| error.into_value(py).into_any()))
     }
 
     fn task(&self, py: Python<'_>) -> PyResult<&Arc<Task>> {
         self.task.own().map_err(|error| raise(py, &error))
+    }
+
+    /// What the walker does: never detaches, never waits.
+    fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&Arc<Task>) -> T) -> PyResult<T> {
+        let task = self.task(py)?;
+        door::attached(py, || Ok(call(task)))
+    }
+}
+
+/// A transfer that nobody was ever asked for layers for would wait for ever (test: `tests/test_cache_task.py`).
+impl Drop for TransferTask {
+    fn drop(&mut self) {
+        if !self.walked.load(Ordering::Relaxed)
+            && let Ok(task) = self.task.own()
+        {
+            task.cancel();
+        }
     }
 }
 
 #[pymethods]
 impl TransferTask {
     fn layers(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        Ok(self.task(py)?.layers())
+        self.with(py, |task| task.layers())
     }
 
     fn wanted(&self, py: Python<'_>, layer: u32) -> PyResult<bool> {
-        Ok(self.task(py)?.wanted(layer))
+        self.walked.store(true, Ordering::Relaxed);
+        self.with(py, |task| task.wanted(layer))
     }
 
     fn ready(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
-        self.task(py)?.ready(layer);
-        Ok(())
+        self.with(py, |task| task.ready(layer))
     }
 
-    /// `failed`: whether nobody knows about the layer, as against knowing that it will not come.
-    fn refuse(&self, py: Python<'_>, layer: u32, reason: String, failed: bool) -> PyResult<()> {
-        let kind = if failed { ErrorKind::Timeout } else { ErrorKind::InvalidArgument };
-        self.task(py)?.refuse(layer, &Error::new(kind, reason));
-        Ok(())
+    fn not_ready(&self, py: Python<'_>, layer: u32) -> PyResult<()> {
+        self.with(py, |task| task.not_ready(layer))
+    }
+
+    fn broken(&self, py: Python<'_>, layer: u32, why: &str) -> PyResult<()> {
+        self.with(py, |task| task.broken(layer, why))
     }
 
     fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
@@ -79,7 +98,7 @@ impl TransferTask {
     }
 
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.task(py)?.done())
+        self.with(py, |task| task.done())
     }
 
     fn wait(&self, timeout_in_millis: &Any<'_>) -> PyResult<bool> {
@@ -90,21 +109,30 @@ impl TransferTask {
     }
 
     fn results(&self, py: Python<'_>) -> PyResult<Vec<Option<&'static Py<PyAny>>>> {
-        self.task(py)?.outcomes().iter().map(|outcome| self.code(py, outcome)).collect()
+        let outcomes = self.with(py, |task| task.outcomes())?;
+        outcomes.iter().map(|outcome| self.code(py, outcome)).collect()
     }
 
     fn errors(&self, py: Python<'_>) -> PyResult<Vec<Option<Py<PyAny>>>> {
-        self.task(py)?.outcomes().iter().map(|outcome| self.reason(py, outcome)).collect()
+        let reasons = self.with(py, |task| task.reasons())?;
+        reasons.iter().map(|reason| self.reason(py, reason.as_ref())).collect()
     }
 
     fn progress(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32, u64)>> {
-        let carried = self.task(py)?.progress();
+        let carried = self.with(py, |task| task.progress())?;
         Ok(carried.into_iter().map(|one| (one.layers, one.of_layers, one.bytes)).collect())
     }
 
     fn descriptor(&self, py: Python<'_>) -> PyResult<RawFd> {
         let descriptor = self.task(py)?.descriptor().map_err(|error| raise(py, &error))?;
         Ok(descriptor.into_raw_fd())
+    }
+
+    /// What is passed to the synchronizer: its attribute, as it was when the transfer started.
+    #[getter]
+    fn timeout_in_millis(&self, py: Python<'_>) -> PyResult<Option<u128>> {
+        let patience = self.with(py, |task| task.patience())?;
+        Ok(patience.map(|patience| patience.as_millis()))
     }
 
     #[getter]

@@ -51,9 +51,9 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
         }
         (Landing::Cache(far), _) => (0, far.side.geometry.tensor_bytes()),
     };
-    for piece in &mut pieces {
+    for (at, piece) in pieces.iter_mut().enumerate() {
         if piece.dst.checked_add(piece.len).is_none_or(|end| end > room) {
-            return Err(too_small(*piece, room));
+            return Err(too_small(rows, at, *piece, room));
         }
         piece.dst += first;
     }
@@ -118,11 +118,21 @@ fn whole_blocks(block_bytes: u64, far: Geometry) -> Result<()> {
     Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
 }
 
+/// The `at`-th piece does not fit the `room` that the peer has.
 #[cold]
-fn too_small(piece: Move, room: u64) -> Error {
-    let text = "the memory of the peer is too small for what is to go there";
-    Error::new(ErrorKind::InvalidArgument, text)
-        .with("first_byte", piece.dst)
-        .with("bytes", piece.len)
-        .with("room_bytes", room)
+fn too_small(rows: &LayerRows, at: usize, piece: Move, room: u64) -> Error {
+    let error = match rows {
+        LayerRows::Slot => {
+            let text = "the memory of the peer is too small for a slot";
+            Error::new(ErrorKind::InvalidArgument, text)
+        }
+        LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
+            let block = piece.len.max(1);
+            let allowed =
+                format!("within the {} blocks of {block} bytes that the peer has there", room / block);
+            let value = dst.get(at).copied().unwrap_or_default();
+            Error::argument(&format!("dst_block_indices[{at}]"), value, allowed)
+        }
+    };
+    error.with("bytes", piece.len).with("room_bytes", room)
 }

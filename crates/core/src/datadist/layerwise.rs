@@ -68,7 +68,7 @@ impl DataDist {
         let task =
             Task::start(self.lanes.porter().clone(), to.into_iter().map(with_layers).collect(), patience)?;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.retain(|task| task.upgrade().is_some_and(|task| !task.done()));
+        tasks.retain(|task| task.strong_count() > 0);
         tasks.push(Arc::downgrade(&task));
         Ok(task)
     }
