@@ -399,7 +399,7 @@ class LLMDataDist:
             RuntimeError: not initialised.
             TypeError: no ``int``; ValueError: outside uint64.
             LLMException: ``LLM_PARAM_INVALID``, with the cache manager, or another role; ``LLM_NOT_YET_LINK``, not
-                linked or broken; ``LLM_TIMEOUT``, no answer.
+                linked or broken; ``LLM_WAIT_PROCESS_TIMEOUT``, no answer in time.
         """
         native = self._check_initialized()
         raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {} = 1", _CACHE_MANAGER)
