@@ -456,6 +456,91 @@ def test_a_synchronizer_whose_attributes_raise(bench: Bench) -> None:
     eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
 
 
+def test_a_task_that_nobody_asked_for_layers_is_cancelled(bench: Bench) -> None:
+    """As when Ctrl-C comes between the native start and the thread: no destination waits for ever, nothing is held."""
+    configs = [far.config() for far in bench.far]
+    given = (bench.src, Gates(), configs, None, None, None)
+    native = bench.manager._engine.transfer_cache_async(*given)
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    assert not native.wait(50)
+    assert used(bench.manager)["device"] == before, "a transfer under way holds its source"
+    del native
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+
+
+def test_a_task_that_is_asked_for_layers_goes_on_without_its_handle(bench: Bench) -> None:
+    native = bench.manager._engine.transfer_cache_async(bench.src, Gates(), [bench.far[0].config()], None, None, None)
+    assert native.wanted(0)
+    before = used(bench.manager)["device"]
+    bench.manager.deallocate_cache(bench.src)
+    native.ready(LAYERS - 1)
+    del native
+    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+    expected = [bench.bytes[tensor][0] for tensor in range(2 * LAYERS)]
+    assert all(np.array_equal(got[0], row) for got, row in zip(bench.far[0].tensors, expected))
+
+
+class StandIn:
+    """A native task that has ended with whatever it is told."""
+
+    def __init__(self, *codes: Optional[LLMStatusCode], timeout_code: LLMStatusCode = TIMEOUT) -> None:
+        self.codes = list(codes)
+        self.timeout_code = timeout_code
+
+    def wait(self, _limit: Optional[int]) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return True
+
+    def results(self) -> list[Optional[LLMStatusCode]]:
+        return list(self.codes)
+
+
+@pytest.mark.parametrize("code", [TIMEOUT, LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT])
+@pytest.mark.parametrize("codes", [[None], [SUCCESS, None], [None, SUCCESS], [None, None]])
+def test_no_result_is_never_success(codes: list[Optional[LLMStatusCode]], code: LLMStatusCode) -> None:
+    stand_in: Any = StandIn(*codes, timeout_code=code)
+    task = CacheTask(stand_in)
+    assert [task.synchronize(limit) for limit in (None, 0, SOON)] == [code] * 3
+
+    async def awaited() -> LLMStatusCode:
+        return await task
+
+    assert asyncio.run(awaited()) is code
+    assert task.get_results() == codes
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([], SUCCESS),
+        ([SUCCESS, SUCCESS], SUCCESS),
+        ([None, UNLINKED], UNLINKED),
+        ([SUCCESS, FAILED, None, INVALID], FAILED),
+    ],
+)
+def test_the_first_failure_counts(codes: list[Optional[LLMStatusCode]], code: LLMStatusCode) -> None:
+    stand_in: Any = StandIn(*codes)
+    assert CacheTask(stand_in).synchronize() is code
+
+
+@pytest.mark.parametrize(("first", "then"), [(SOON, None), (SOON, 1), (None, 1), (SOON, "no limit")])
+def test_the_limit_is_what_it_was_when_the_transfer_started(bench: Bench, first: Any, then: Any) -> None:
+    gates = Gates(0, 2)
+    gates.timeout_in_millis = first
+    task = bench.start(gates)
+    gates.reached(0)
+    gates.timeout_in_millis = then
+    gates.open(0)
+    gates.reached(2)
+    time.sleep(0.02)  # longer than what is set now
+    gates.open(2)
+    assert task.synchronize(SOON) is SUCCESS
+    assert gates.asked == [(layer, first) for layer in range(LAYERS)]
+
+
 def test_a_thread_that_ends_for_no_reason_is_a_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)

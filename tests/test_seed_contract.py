@@ -660,23 +660,19 @@ def test_a_second_transfer_of_the_same_rows_waits_for_its_layers_alone(pair: Pai
 @pytest.mark.contract("19.transfer-concurrency")
 @pytest.mark.parametrize("mode", MODES)
 def test_one_device_alone(mode: str) -> None:
-    """Several devices in one process: refused by init, or (§8.6) by the transfer."""
+    """Several devices in one process are refused by init (§5.2), so that no transfer (§8.6) ever has them."""
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     try:
-        if mode == CACHE_MANAGER:
-            with raising(LE):
-                dist.init({**options(), "ge.exec.deviceId": "0;1"})
-            return
-
-        def whole() -> None:
-            dist.init({**KV_OPTIONS, "ge.exec.deviceId": "0;1"})
-            cache = dist.kv_cache_manager.allocate_cache(desc())
-            dist.kv_cache_manager.transfer_cache_async(cache, synchronizer(), [config(2, [1, 2])])
-
-        with pytest.raises(LLMException) as caught:
-            whole()
-        expected = LLMStatusCode.LLM_FEATURE_NOT_ENABLED if dist._is_initialized else INVALID
-        assert caught.value.status_code is expected
+        given = options() if mode == CACHE_MANAGER else KV_OPTIONS
+        with pytest.raises(LLMException, match="0;1") as caught:
+            dist.init({**given, "ge.exec.deviceId": "0;1"})
+        assert caught.value.status_code is INVALID
+        manager = "cache_manager" if mode == CACHE_MANAGER else "kv_cache_manager"
+        with pytest.raises(RuntimeError, match="not initialized"):
+            getattr(dist, manager)
+        # With one of them there is an engine, and a manager that transfers.
+        dist.init({**given, "ge.exec.deviceId": "1"})
+        assert callable(getattr(dist, manager).transfer_cache_async)
     finally:
         dist.finalize()
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::table::{Pin, pin};
+use llm_datadist_core::table::{Pin, pin, pin_reads_for, pin_writes};
 use llm_datadist_core::{Cache, CacheKind, Deadline, ErrorKind, Placement};
 
 use crate::bed::{adopt, desc};
@@ -199,6 +199,42 @@ fn later_readers_wait_behind_a_waiting_writer() {
         writer.join().unwrap().expect("the writer comes next");
     });
     drop(within(&cache, &[1], &[], soon()).unwrap());
+}
+
+/// A peer that this side has written reads past a writer that only waits, and the writer still gets its turn; no other peer
+/// does, and nobody reads past one that writes.
+#[test]
+fn a_read_ahead_passes_only_writers_that_wait() {
+    let cache = cache(4);
+    let first = within(&cache, &[1], &[], soon()).unwrap();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| pin_writes(&cache, vec![1], far()));
+        // Until the writer waits, readers still get in.
+        let brief = || Deadline::after(Duration::from_millis(5));
+        let given_up = Deadline::after(Duration::from_secs(20));
+        while pin_reads_for(&cache, vec![1], false, brief()).is_ok() {
+            assert!(!given_up.passed(), "a read that is not ahead passes a writer that waits");
+            std::thread::yield_now();
+        }
+        let behind = pin_reads_for(&cache, vec![0, 1], false, soon()).unwrap_err();
+        assert_eq!((behind.kind(), behind.fact("row")), (ErrorKind::Timeout, Some("1")));
+        let ahead = pin_reads_for(&cache, vec![0, 1], true, soon()).expect("the writer only waits");
+        // Both read: the first of them to go does not let the writer in.
+        drop(first);
+        assert!(pin_reads_for(&cache, vec![1], false, soon()).is_err() && !writer.is_finished());
+        drop(ahead);
+        let writing = writer.join().unwrap().expect("the writer comes next");
+        for ahead in [false, true] {
+            let held = pin_reads_for(&cache, vec![2, 1], ahead, soon()).unwrap_err();
+            assert_eq!((held.kind(), held.fact("row")), (ErrorKind::Timeout, Some("1")), "ahead: {ahead}");
+            drop(pin_reads_for(&cache, vec![0, 2], ahead, soon()).expect("nobody is at these"));
+        }
+        drop(writing);
+    });
+    for ahead in [false, true] {
+        drop(pin_reads_for(&cache, vec![1], ahead, soon()).expect("all is free"));
+    }
+    drop(within(&cache, &[], &[0, 1, 2, 3], soon()).expect("nothing is left behind"));
 }
 
 #[test]

@@ -3,8 +3,8 @@
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers on the way,
 //! not as transfers (`tasks_that_wait_take_no_threads`). Nor does one place take all of them: what is carried to a peer
-//! that stands still waits behind its own kind only (`one_place_does_not_take_all_lanes`). Not for: what is carried (`task`, `datadist`), or copying
-//! (`engine::workers`).
+//! that stands still waits behind its own kind only (`one_place_does_not_take_all_lanes`). Not for: what is carried (`task`,
+//! `datadist`), or copying (`engine::workers`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -68,6 +68,7 @@ struct State {
     /// What may be done now, and where it goes.
     jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
     places: HashMap<ClusterId, Place>,
+    /// Lanes that wait for work, those that are only starting among them.
     idle: usize,
     lanes: usize,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
@@ -97,6 +98,17 @@ impl State {
         if at.taken == 0 {
             self.places.remove(&place);
         }
+    }
+
+    /// What the lane that did a job for `last` does next: another for it if no other lane is there, so that a place keeps
+    /// the lane it was given for as long as it has work (`a_place_keeps_its_lane`).
+    fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
+        let alone = |place: &ClusterId| {
+            let queued = self.jobs.iter().filter(|(to, _)| to == place).count();
+            self.places.get(place).is_some_and(|at| at.taken == queued)
+        };
+        let own = last.filter(alone).and_then(|place| self.jobs.iter().position(|(to, _)| *to == place));
+        self.jobs.remove(own.unwrap_or(0))
     }
 
     /// Every job that is not at work.
@@ -141,7 +153,7 @@ impl Porter {
         if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
             // Under the lock: whoever sees a lane counted may rely on it.
             match self.start(Shared::work) {
-                Ok(()) => state.lanes += 1,
+                Ok(()) => (state.lanes, state.idle) = (state.lanes + 1, state.idle + 1),
                 Err(error) if state.lanes == 0 => {
                     let jobs = state.all();
                     drop(state);
@@ -238,12 +250,15 @@ impl Shared {
     /// A lane: does jobs until none has come for a while.
     fn work(&self) {
         let mut state = self.locked();
+        state.idle -= 1;
+        let mut last = None;
         loop {
-            if let Some((place, job)) = state.jobs.pop_front() {
+            if let Some((place, job)) = state.next(last.take()) {
                 drop(state);
                 run(job);
                 state = self.locked();
                 state.over(place);
+                last = Some(place);
             } else if state.closed {
                 break;
             } else {

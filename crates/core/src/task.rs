@@ -341,9 +341,10 @@ impl Task {
 
     /// Lets go of the destinations that have ended, and notes that all have, if they have.
     fn settle(&self, mut state: MutexGuard<'_, State>) {
-        let over = state.over;
-        // One that is queued has layers that are ready: it is over once they are brought, or it has failed.
-        let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !slot.queued);
+        let (over, ready) = (state.over, state.ready);
+        // One that is queued and has layers that are ready is over once they are brought, or it has failed.
+        let waits = |slot: &Slot| slot.queued && slot.next < ready;
+        let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !waits(slot));
         let gone: Vec<_> =
             state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
         state.letting_go += 1;

@@ -155,15 +155,15 @@ fn a_stream_that_breaks_ends_its_own_destination() {
 }
 
 /// A peer whose row is held by a copy of its own, and one that is not.
-struct Slow {
-    near: DataDist,
-    far: DataDist,
+pub(super) struct Slow {
+    pub(super) near: DataDist,
+    pub(super) far: DataDist,
     good: DataDist,
     gate: Arc<Gated>,
 }
 
 impl Slow {
-    fn new(way: Way, limit: Duration) -> Slow {
+    pub(super) fn new(way: Way, limit: Duration) -> Slow {
         let gate = Gated::new(HostReach::Direct);
         let mut near = config(1, way);
         near.sync_timeout = limit;
@@ -176,7 +176,7 @@ impl Slow {
     }
 
     /// Runs `judge` while a swap holds block 1 of `into`.
-    fn holding(&self, into: &Held, judge: impl FnOnce(&dyn Fn())) {
+    pub(super) fn holding(&self, into: &Held, judge: impl FnOnce(&dyn Fn())) {
         let desc = desc(Placement::Device, into.cache.geometry().num_tensors(), 4, 64);
         let device = Held::new(&self.far, false, &desc, Blocks, &[]);
         let opened = AtomicBool::new(false);

@@ -10,16 +10,20 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::device::{DeviceSet, HostReach};
 use llm_datadist_core::{
-    CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, ErrorKind, LayerRange, Layers, Name,
-    PeerAddress, Placement, PullRows, PushRows,
+    CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Deadline, Destination, End, ErrorKind,
+    LayerRange, Layers, LayerwiseArgs, Name, Outcome, PeerAddress, Placement, PullRows, PushRows, Target,
+    Task,
 };
 
+use super::layer_faults::Slow;
 use super::{
     Held, LONG, Pair, WAYS, Way, address, config, eventually, link, of, open, request, row, times, unlink,
 };
-use crate::bed::{self, Buffer, Gated, desc};
+use crate::bed::{self, Buffer, Gated, adopt, desc};
 
 use CacheKind::{Batch, Blocks};
+
+const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 
 const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
 
@@ -588,7 +592,7 @@ fn pulls_and_layers_of_the_same_rows() {
         source.write(&[images.clone(), images]);
         let far = Held::new(&pair.far, false, &shape, Batch, &[]);
         far.write(&[vec![1u8; 512 << 10], vec![1u8; 512 << 10]]);
-        let (into, over) = (Held::new(&pair.near, false, &shape, Batch, &[]), AtomicBool::new(false));
+        let (into, under_way) = (Held::new(&pair.near, false, &shape, Batch, &[]), AtomicU64::new(2));
         thread::scope(|scope| {
             scope.spawn(|| {
                 for turn in 0..times(60) {
@@ -597,10 +601,19 @@ fn pulls_and_layers_of_the_same_rows() {
                     // Another row of the same cache, and another cache, are none of its business.
                     pair.near.push(&source.end(), of(2, row(&far, 0)), &rows, Layers::ALL).unwrap();
                 }
-                over.store(true, Ordering::Relaxed);
+                under_way.fetch_sub(1, Ordering::Relaxed);
+            });
+            scope.spawn(|| {
+                for turn in 0..times(60) {
+                    let task = layers(&pair.near, &source, &far, turn % 2);
+                    assert!(task.wait(Deadline::after(LONG)).unwrap());
+                    let outcomes = task.outcomes();
+                    assert!(matches!(outcomes[..], [Outcome::Done]), "{way:?}: {outcomes:?}");
+                }
+                under_way.fetch_sub(1, Ordering::Relaxed);
             });
             let mut pulls = 0;
-            while !over.load(Ordering::Relaxed) || pulls < 3 {
+            while under_way.load(Ordering::Relaxed) > 0 || pulls < 3 {
                 pair.near.pull(of(2, row(&far, 1)), &into.end(), &SLOT, Layers::ALL).unwrap();
                 pulls += 1;
                 for tensor in into.read() {
@@ -610,6 +623,135 @@ fn pulls_and_layers_of_the_same_rows() {
             }
         });
     }
+}
+
+/// The layer of both tensors of a row of `source`, on its way into row 1 of `far`.
+fn layers(near: &DataDist, source: &Held, far: &Held, src_row: u32) -> Arc<Task> {
+    let args =
+        LayerwiseArgs { src_blocks: vec![], dst_blocks: vec![], dst_block_bytes: None, tensors_per_layer: 2 };
+    let target = Target::Cache { name: row(far, 1), first_layer: 0 };
+    let src_layers = LayerRange { first: 0, end: 1 };
+    let to = Destination { cluster: ClusterId(2), target, src_layers, src_row };
+    let task = near.transfer_async(&source.end(), &args, vec![to], None).unwrap();
+    task.ready(0);
+    task
+}
+
+/// A push that nobody answered may still be carried out: until that is over no read is made in place, though the peer holds
+/// the rows. One that the peer refused is over.
+#[test]
+fn a_push_without_an_answer() {
+    for way in WAYS.into_iter().filter(|way| way.shares()) {
+        let slow = Slow::new(way, Duration::from_secs(1));
+        let shape = desc(Placement::Host, 2, 4, 64);
+        let source = Held::new(&slow.near, false, &shape, Blocks, &[]);
+        let into = Held::new(&slow.near, false, &shape, Blocks, &[]);
+        let far = Held::new(&slow.far, false, &shape, Blocks, &[Some(KEY)]);
+        let (bytes, before) = (source.fill(1), far.fill(2));
+        let name = of(2, Name::Key(KEY));
+        let push = || {
+            let rows = PushRows::Blocks { near: vec![1], far: vec![1] };
+            slow.near.push(&source.end(), name, &rows, Layers::ALL)
+        };
+        // This side gives up first; on a machine that stood still the peer may have said so in time.
+        let unanswered = || {
+            eventually("a push without an answer", || {
+                let error = push().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
+                error.fact("said_by").is_none()
+            });
+        };
+        let pull = || {
+            into.fill(3);
+            let rows = PullRows::Blocks { far: vec![1], near: vec![1] };
+            slow.near.pull(name, &into.end(), &rows, Layers::ALL)
+        };
+        let pulled = |bytes: &[Vec<u8>], what: &str| {
+            let got = into.read();
+            assert!((0..2).all(|t| got[t][64..128] == bytes[t][64..128]), "{way:?}: {what}");
+        };
+        // While the peer holds the row: asked, it would let nobody read.
+        let in_place = |what: &str| {
+            pull().unwrap_or_else(|error| panic!("{way:?}: {what}: {error}"));
+            pulled(&before, what);
+        };
+        pull().unwrap();
+        slow.holding(&far, |release| {
+            in_place("nothing was pushed");
+            release();
+        });
+        far.write(&before);
+        // Memory that is not there: the peer finds out, and says so.
+        let hollow = adopt(&shape, Blocks, &[4096, 8192]);
+        let hollow = slow.near.register(hollow, &[], Some(true)).unwrap();
+        let rows = PushRows::Blocks { near: vec![1], far: vec![1] };
+        let error = slow.near.push(&End::Managed(hollow.id()), name, &rows, Layers::ALL).unwrap_err();
+        assert_eq!((error.kind(), error.fact("said_by")), (ErrorKind::System, Some("the peer")), "{error}");
+        slow.holding(&far, |release| {
+            in_place("the peer said that it failed");
+            unanswered();
+            // Not in place: behind the owner's pin.
+            let error = pull().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
+            eventually("a read in place", || pull().is_ok());
+            in_place("the push can come no more");
+            release();
+        });
+        far.write(&before);
+        slow.holding(&far, |release| {
+            in_place("as before");
+            unanswered();
+            thread::scope(|scope| {
+                let behind = scope.spawn(pull);
+                thread::sleep(Duration::from_millis(50));
+                release();
+                behind.join().unwrap().unwrap();
+            });
+            // Whole, as the owner's own copy left it, and nothing of the push.
+            pulled(&far.read(), "behind the owner");
+            assert!(far.read()[0][64..128] != bytes[0][64..128]);
+        });
+    }
+}
+
+/// Without a push of this side under way to them, peers that read a row over and over let a copy into it take its turn.
+#[test]
+fn endless_readers_let_a_copy_in() {
+    const BYTES: usize = 8 << 20;
+    const READERS: u64 = 12;
+    let far = open(config(9, Way::Tcp), Way::Tcp);
+    let shape = desc(Placement::Device, 1, 2, BYTES);
+    let hot = Held::new(&far, true, &shape, Batch, &[]);
+    let readers: Vec<_> = (0..READERS).map(|at| open(config(10 + at, Way::Tcp), Way::Tcp)).collect();
+    readers.iter().for_each(|near| link(near, &far).unwrap());
+    let (turns, over) = (AtomicU64::new(0), AtomicBool::new(false));
+    // Those that read go on when a copy comes. If more than these pass ten of them, those that came later went before.
+    let most = 50 * READERS;
+    thread::scope(|scope| {
+        for near in &readers {
+            let (turns, over, hot) = (&turns, &over, &hot);
+            scope.spawn(move || {
+                let into = Held::new(near, false, &desc(Placement::Device, 1, 1, BYTES), Batch, &[]);
+                while !over.load(Ordering::SeqCst) {
+                    near.pull(of(9, row(hot, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+                    turns.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        eventually("the readers", || turns.load(Ordering::SeqCst) >= 2 * READERS);
+        let (mut passed, mut copied) = (0, Ok(()));
+        for _ in 0..10 {
+            let before = turns.load(Ordering::SeqCst);
+            let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
+            copied = far.copy_cache(&hot.end(), &hot.end(), args);
+            passed += turns.load(Ordering::SeqCst) - before;
+            if copied.is_err() || passed > most {
+                break;
+            }
+        }
+        over.store(true, Ordering::SeqCst);
+        assert!(copied.is_ok() && passed <= most, "{passed} pulls passed: {copied:?}");
+    });
 }
 
 /// Three who would each wait for the next: a push holds `a` and waits for `f`, a pull of the other side holds `f` and waits
