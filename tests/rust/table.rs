@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::table::{pin_reads, pin_writes};
 use llm_datadist_core::testing::oracle::TwinTable;
 use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, DataDist, End, ErrorKind, Placement, PoolConfig, SwapInPath,
+    Cache, CacheId, CacheKey, CacheKind, Config, DataDist, Deadline, End, ErrorKind, Placement, PoolConfig,
+    SwapInPath,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -300,6 +302,31 @@ fn one_blocks_cache_per_model_and_it_goes_at_once() {
     engine.unregister(own.cache.id()).unwrap();
     assert!(engine.find_key(key[0].unwrap()).is_err());
     assert_eq!((engine.stats().table.caches, used(&engine)), (0, 0));
+}
+
+/// Memory that a call still uses must not look free because somebody asked twice.
+#[test]
+fn a_cache_that_is_still_used_is_waited_for_again() {
+    let engine =
+        DataDist::open(Config { sync_timeout: Duration::from_millis(20), ..config(1 << 16) }).unwrap();
+    let own =
+        Own::new(&desc(Host, 1, 4, 8), Batch, |adopted| engine.register(adopted, &[], Some(true)).unwrap());
+    let id = own.cache.id();
+    for write in [false, true] {
+        let pin = if write { pin_writes } else { pin_reads };
+        let used = pin(&own.cache, vec![2], Deadline::after(Duration::from_secs(9))).unwrap();
+        for _ in 0..3 {
+            let error = engine.unregister(id).unwrap_err();
+            assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::Timeout, Some("1")));
+            assert_eq!(engine.find(id).unwrap_err().kind(), ErrorKind::CacheNotFound, "it left at once");
+        }
+        drop(used);
+    }
+    engine.unregister(id).unwrap();
+    let used = pin_reads(&own.cache, vec![2], Deadline::after(Duration::from_secs(9))).unwrap();
+    engine.unregister(id).unwrap();
+    drop(used);
+    assert_eq!(engine.stats().table.caches, 0);
 }
 
 #[test]

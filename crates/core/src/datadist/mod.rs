@@ -153,11 +153,14 @@ impl DataDist {
     }
 
     /// Removes a registered cache (python-api.md §7.8), and waits for the copies and transfers of this process that use
-    /// it: its memory may go away once this returns. Never fails for what is not there.
+    /// it: its memory may go away once this succeeds. After a timeout it has left for all other calls, and the same call
+    /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {
-        self.cluster.stats.timed(Op::Register, || match self.cluster.table.unregister(id) {
-            Some(cache) => unpinned(&cache, self.deadline()),
-            None => Ok(()),
+        self.cluster.stats.timed(Op::Register, || {
+            let Some(cache) = self.cluster.table.unregister(id) else { return Ok(()) };
+            unpinned(&cache, self.deadline())?;
+            self.cluster.table.left(id);
+            Ok(())
         })
     }
 

@@ -13,7 +13,7 @@ pub use cache::{Cache, Origin};
 pub use pin::{Pin, RowUse, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
 pub use remote::{Found, Spot};
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hashbrown::HashMap;
 
@@ -49,6 +49,8 @@ struct State {
     keys: HashMap<CacheKey, (Place, u32)>,
     slots: Vec<Option<Slot>>,
     free: Vec<Place>,
+    /// Registered caches that left and may still be in use: for those that wait for the end of that, and nobody else.
+    leaving: HashMap<CacheId, Weak<Cache>>,
 }
 
 /// Index of a slot. Keys and ids lead to a place, not to each other, so a look-up is one hash and one index.
@@ -87,6 +89,7 @@ impl Table {
             keys: HashMap::new(),
             slots: Vec::new(),
             free: Vec::new(),
+            leaving: HashMap::new(),
         };
         Table { state: Mutex::new(state) }
     }
@@ -201,15 +204,28 @@ impl Table {
         }
     }
 
-    /// Removes a registered cache and its keys, and hands it out. Unknown and allocated ids: nothing to do
-    /// (python-api.md §7.8).
+    /// Removes a registered cache and its keys, and hands it out; once more whenever it is asked for, until
+    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (python-api.md §7.8).
     pub fn unregister(&self, id: CacheId) -> Option<Arc<Cache>> {
         let mut state = self.locked();
-        let &place = state.ids.get(&id)?;
+        let Some(&place) = state.ids.get(&id) else {
+            // A pin keeps its cache alive: one that nobody holds is not in use.
+            return state.leaving.get(&id).and_then(Weak::upgrade);
+        };
         let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
+        let cache = released.map(|slot| slot.cache);
+        if let Some(cache) = &cache {
+            state.leaving.retain(|_, left| left.strong_count() > 0);
+            state.leaving.insert(id, Arc::downgrade(cache));
+        }
         drop(state);
-        released.map(|slot| slot.cache)
+        cache
+    }
+
+    /// Nothing uses a cache that was unregistered any more.
+    pub fn left(&self, id: CacheId) {
+        self.locked().leaving.remove(&id);
     }
 
     /// How many caches and keys there are.
