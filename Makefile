@@ -11,6 +11,8 @@ PREFIX ?= /usr/local
 DESTDIR ?=
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+SONAME := libllm_datadist.so.$(firstword $(subst ., ,$(VERSION)))
+INTO = $(DESTDIR)$(PREFIX)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -71,20 +73,22 @@ header:  ## write the C header anew
 
 capi:  ## build the libraries for C and C++ (release)
 	cargo build -p llm-datadist-capi --release --quiet --locked
+	ln -sf libllm_datadist.so "$(RELEASE)/$(SONAME)"
 
-install: capi install-files  ## libraries, headers, pkg-config and CMake files into PREFIX
+install: capi  ## libraries, headers, pkg-config and CMake files into PREFIX
+	$(MAKE) --no-print-directory install-files
 
 install-files:
-	install -d "$(DESTDIR)$(PREFIX)/include/llm_datadist" "$(DESTDIR)$(PREFIX)/lib/pkgconfig" \
-		"$(DESTDIR)$(PREFIX)/lib/cmake/llm_datadist"
-	install -m 644 crates/capi/include/llm_datadist/*.h "$(DESTDIR)$(PREFIX)/include/llm_datadist"
-	install -m 644 "$(RELEASE)/libllm_datadist.a" "$(DESTDIR)$(PREFIX)/lib"
-	install -m 755 "$(RELEASE)/libllm_datadist.so" "$(DESTDIR)$(PREFIX)/lib"
-	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' crates/capi/install/llm_datadist.pc.in \
-		> "$(DESTDIR)$(PREFIX)/lib/pkgconfig/llm_datadist.pc"
+	install -d "$(INTO)/include/llm_datadist" "$(INTO)/lib/pkgconfig" "$(INTO)/lib/cmake/llm_datadist"
+	install -m 644 crates/capi/include/llm_datadist/*.h "$(INTO)/include/llm_datadist"
+	install -m 644 "$(RELEASE)/libllm_datadist.a" "$(INTO)/lib"
+	install -m 755 "$(RELEASE)/libllm_datadist.so" "$(INTO)/lib/libllm_datadist.so.$(VERSION)"
+	ln -sf libllm_datadist.so.$(VERSION) "$(INTO)/lib/$(SONAME)"
+	ln -sf $(SONAME) "$(INTO)/lib/libllm_datadist.so"
+	sed 's|@VERSION@|$(VERSION)|' crates/capi/install/llm_datadist.pc.in > "$(INTO)/lib/pkgconfig/llm_datadist.pc"
 	for file in llm_datadistConfig llm_datadistConfigVersion; do \
-		sed 's|@VERSION@|$(VERSION)|' crates/capi/install/$$file.cmake.in \
-			> "$(DESTDIR)$(PREFIX)/lib/cmake/llm_datadist/$$file.cmake"; \
+		sed 's|@VERSION@|$(VERSION)|; s|@SONAME@|$(SONAME)|' crates/capi/install/$$file.cmake.in \
+			> "$(INTO)/lib/cmake/llm_datadist/$$file.cmake"; \
 	done
 
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
