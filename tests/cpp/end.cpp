@@ -187,6 +187,11 @@ class End {
       cache.tensor_addrs.resize(Next<size_t>(words));
       return LLM_SUCCESS;
     }
+    if (command == "place") {
+      Cache &cache = Named(words);
+      cache.cache_desc.placement = static_cast<CachePlacement>(Next<uint32_t>(words));
+      return LLM_SUCCESS;
+    }
     if (command == "write" || command == "read") {
       return Content(command, words, said);
     }

@@ -5,8 +5,8 @@
 use std::collections::BTreeSet;
 
 use llm_datadist_core::check::{
-    self, ExtParam, Far, LayerRange, Layers, Moves, PullRows, PushRows, Side, accessible, pull, pull_near,
-    push, push_kv_cache, push_near,
+    self, ExtParam, Far, LayerRange, Layers, Moves, PullRows, PushRows, Side, accessible, pull,
+    pull_kv_layers, pull_near, push, push_kv_cache, push_near,
 };
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::{CacheKind, Error, ErrorKind, Geometry, Placement, Result, Role};
@@ -686,6 +686,38 @@ fn what_a_push_may_ask() {
     );
 }
 
+/// The seed's default of 2: never a fault of a program that said nothing, and kept with ranges where it leaves a rest.
+#[test]
+fn the_default_tensors_of_a_layer_fit_one_tensor_and_five() {
+    let ext = |src, dst, n| ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer: n };
+    let [one, five] = [1, 5].map(|tensors| side(Batch, tensors, 4, 64));
+    let call = |near, ext| push_kv_cache(Role::Prompt, near, -1, ext);
+    for near in [one, five] {
+        assert_eq!(call(near, ExtParam::default()).unwrap(), Layers::ALL);
+        assert_eq!(pull_kv_layers(near.geometry, ExtParam::default()).unwrap(), Layers::ALL);
+        refused(InvalidArgument, call(near, ext((-1, -1), (-1, -1), 6)), &["tensor_num_per_layer = 6"]);
+        refused(InvalidArgument, call(near, ext((0, 0), (0, 0), 4)), &["tensor_num_per_layer = 4"]);
+    }
+    // Layers of 2 in 5 tensors: 0 and 1; the last tensor is in none.
+    let kept = call(five, ext((0, 1), (0, 1), 2)).unwrap();
+    let moves = push(five, far(five, 3), &PushRows::Slot { near: 3 }, kept).unwrap();
+    assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (0, 0, 4));
+    let kept = call(five, ext((1, 1), (0, 0), 2)).unwrap();
+    let moves = push(five, far(five, 3), &PushRows::Slot { near: 3 }, kept).unwrap();
+    assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (2, 0, 2));
+    let kept = pull_kv_layers(five.geometry, ext((0, 0), (1, 1), 2)).unwrap();
+    let moves = pull(five, far(five, 3), &PullRows::Slot { near: 3, size: -1 }, kept).unwrap();
+    assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (0, 2, 2));
+    refused(
+        InvalidArgument,
+        call(five, ext((2, 2), (2, 2), 2)),
+        &["src_layer_range = (2, 2)", "second <= 1"],
+    );
+    refused(InvalidArgument, call(one, ext((0, 0), (0, 0), 2)), &["tensor_num_per_layer = 2", "1 to 1"]);
+    let uneven = pull_kv_layers(five.geometry, ext((0, 1), (0, 0), 2));
+    refused(InvalidArgument, uneven, &["2 layers"]);
+}
+
 #[test]
 fn push_kv_cache_has_rules_of_its_own() {
     let near = side(Batch, 4, 4, 64);
@@ -702,7 +734,7 @@ fn push_kv_cache_has_rules_of_its_own() {
     let both = call(ext((0, 1), (5, 6), 2)).unwrap();
     assert_eq!(both, layers(Some((0, 2)), Some((5, 7)), 2));
     let rules: &[(ExtParam, &[&str])] = &[
-        (ext((-1, -1), (-1, -1), 0), &["tensor_num_per_layer = 0", "1 to 4"]),
+        (ext((-1, -1), (-1, -1), 0), &["tensor_num_per_layer = 0", "above 0"]),
         (ext((-1, -1), (-1, -1), 5), &["tensor_num_per_layer = 5", "1 to 4"]),
         (ext((0, 0), (0, 0), 3), &["tensor_num_per_layer = 3", "num_tensors, 4"]),
         (ext((0, 0), (-1, -1), 1), &["dst_layer_range = (-1, -1)"]),
@@ -716,10 +748,13 @@ fn push_kv_cache_has_rules_of_its_own() {
     for (ext, facts) in rules {
         refused(InvalidArgument, call(*ext), facts);
     }
-    let uneven = call(ext((0, 1), (0, 0), 1)).unwrap();
-    let slot = PushRows::Slot { near: 0 };
-    refused(InvalidArgument, push_near(near, &slot, uneven), &["2 layers", "dst_layer_range 1"]);
-    call(ext((0, 0), (0, i32::MAX), 1)).unwrap();
+    refused(InvalidArgument, call(ext((0, 1), (0, 0), 1)), &["2 layers", "dst_layer_range 1"]);
+    refused(
+        InvalidArgument,
+        call(ext((0, 0), (0, i32::MAX), 1)),
+        &["1 layers", "dst_layer_range 2147483648"],
+    );
+    call(ext((0, 0), (i32::MAX, i32::MAX), 1)).unwrap();
     let default = ExtParam::default();
     refused(InvalidArgument, push_kv_cache(Role::Decoder, near, -1, default), &["Prompt", "this is Decoder"]);
     push_kv_cache(Role::Mix, near, -1, default).unwrap();

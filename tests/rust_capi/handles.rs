@@ -19,7 +19,7 @@ use crate::door;
 fn every_call(handle: u64) -> Vec<(&'static str, u32)> {
     let (mut id, mut addrs, mut rets, mut count) = (0, [0; 4], [0; 1], 0_usize);
     let whole = cache(1, &[], 4);
-    let index = LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0 };
+    let index = LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0, reserved: [0; 4] };
     let block = 0_u64;
     let blocks = LlmDatadistBlocks { blocks: &raw const block, count: 1 };
     let none = std::ptr::null();
@@ -51,7 +51,14 @@ fn every_call(handle: u64) -> Vec<(&'static str, u32)> {
             ("deallocate", llm_datadist_deallocate_cache(handle, 99)),
             (
                 "register",
-                llm_datadist_register_cache(handle, &raw const shape, addrs.as_ptr(), 4, &raw mut id),
+                llm_datadist_register_cache(
+                    handle,
+                    &raw const shape,
+                    addrs.as_ptr(),
+                    4,
+                    std::ptr::null(),
+                    &raw mut id,
+                ),
             ),
             ("unregister", llm_datadist_unregister_cache(handle, 99)),
             (
@@ -216,4 +223,33 @@ fn a_child_has_no_handles_of_its_parent_and_may_make_its_own() {
     assert_eq!(status, 0);
     let failed = every_call(engine.0).into_iter().filter(|&(_, status)| status == is(StatusCode::Failed));
     assert_eq!(failed.count(), 0, "the parent goes on");
+}
+
+/// The library never serves a process from what an ancestor left in an unknown state.
+#[test]
+fn after_too_many_forks_every_call_fails() {
+    let engine = Engine::new();
+    // SAFETY: the child only uses the library, which is made for that, writes nothing and leaves without unwinding.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // The handler ran once for the fork itself.
+        (0..62).for_each(|_| door::forked());
+        let last = llm_datadist_new(1, 1);
+        let served = initialize(last, &SMALL) == 0;
+        let mut refused = true;
+        for _ in 0..70 {
+            door::forked();
+            refused &= llm_datadist_new(1, 1) == 0 && reason().contains("64 generations");
+            for handle in [last, engine.0] {
+                refused &= every_call(handle).into_iter().all(|(_, status)| status == is(StatusCode::Failed));
+                refused &= llm_datadist_free(handle) == is(StatusCode::Failed);
+            }
+        }
+        // SAFETY: nothing of the parent's is to be unwound.
+        unsafe { libc::_exit(i32::from(!(served && refused))) };
+    }
+    let mut status = -1;
+    // SAFETY: the child is this test's, and the status has a place.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
 }

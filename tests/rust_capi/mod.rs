@@ -5,6 +5,7 @@
 
 mod handles;
 mod header;
+mod layout;
 mod pointers;
 
 use std::ffi::{CStr, CString, c_char};
@@ -74,15 +75,34 @@ fn initialize(handle: u64, options: &[(&str, &str)]) -> u32 {
 const SHAPE: [i64; 2] = [4, 16];
 
 fn desc(num_tensors: u32) -> LlmDatadistCacheDesc {
-    LlmDatadistCacheDesc { placement: 1, num_tensors, data_type: 3, num_dims: 2, shape: SHAPE.as_ptr() }
+    LlmDatadistCacheDesc {
+        placement: 1,
+        num_tensors,
+        data_type: 3,
+        num_dims: 2,
+        shape: SHAPE.as_ptr(),
+        reserved: [0; 4],
+    }
 }
 
 fn cache(id: i64, addrs: &[u64], num_tensors: u32) -> LlmDatadistCache {
-    LlmDatadistCache { cache_id: id, addrs: addrs.as_ptr(), num_addrs: addrs.len(), desc: desc(num_tensors) }
+    LlmDatadistCache {
+        cache_id: id,
+        addrs: addrs.as_ptr(),
+        num_addrs: addrs.len(),
+        desc: desc(num_tensors),
+        reserved: [0; 4],
+    }
 }
 
-static ALL: LlmDatadistExtParam =
-    LlmDatadistExtParam { src_first: -1, src_last: -1, dst_first: -1, dst_last: -1, tensor_num_per_layer: 2 };
+static ALL: LlmDatadistExtParam = LlmDatadistExtParam {
+    src_first: -1,
+    src_last: -1,
+    dst_first: -1,
+    dst_last: -1,
+    tensor_num_per_layer: 2,
+    reserved: [0; 4],
+};
 
 fn no_text() -> *const c_char {
     std::ptr::null()

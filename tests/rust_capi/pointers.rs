@@ -137,7 +137,7 @@ fn a_refused_allocation_writes_nothing_and_takes_nothing() {
 fn null_where_a_structure_is_needed_is_refused() {
     let engine = Engine::new();
     let whole = cache(1, &[], 4);
-    let index = LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0 };
+    let index = LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0, reserved: [0; 4] };
     let blocks = LlmDatadistBlocks { blocks: null(), count: 1 };
     let none = LlmDatadistBlocks { blocks: null(), count: 0 };
     let (mut id, addrs) = (0, [0_u64; 4]);
@@ -158,20 +158,20 @@ fn null_where_a_structure_is_needed_is_refused() {
         refused(llm_datadist_copy_cache(engine.0, null(), whole, 0, 0, 0, -1), &["src_cache is null"]);
         refused(llm_datadist_copy_blocks(engine.0, whole, null(), none, null(), 0), &["dst_cache is null"]);
         refused(
-            llm_datadist_register_cache(engine.0, &raw const shape, null(), 4, &raw mut id),
+            llm_datadist_register_cache(engine.0, &raw const shape, null(), 4, null(), &raw mut id),
             &["addrs is null"],
         );
         refused(
-            llm_datadist_register_cache(engine.0, &raw const shape, null(), 0, &raw mut id),
+            llm_datadist_register_cache(engine.0, &raw const shape, null(), 0, null(), &raw mut id),
             &["addrs = []"],
         );
         let zero = addrs.as_ptr();
         refused(
-            llm_datadist_register_cache(engine.0, &raw const shape, zero, 4, &raw mut id),
+            llm_datadist_register_cache(engine.0, &raw const shape, zero, 4, null(), &raw mut id),
             &["addrs[0] = 0"],
         );
         refused(
-            llm_datadist_register_cache(engine.0, &raw const shape, zero, 3, &raw mut id),
+            llm_datadist_register_cache(engine.0, &raw const shape, zero, 3, null(), &raw mut id),
             &["num_tensors = 4"],
         );
     }
@@ -181,7 +181,7 @@ fn null_where_a_structure_is_needed_is_refused() {
 #[test]
 fn link_arguments_fail_the_whole_call_and_clear_the_count() {
     let engine = Engine::new();
-    let ip = |ip: *const c_char| LlmDatadistIp { ip, port: 1 };
+    let ip = |ip: *const c_char| LlmDatadistIp { ip, port: 1, reserved: [0; 4] };
     let (good, empty, six, name) =
         (ip(c"127.0.0.1".as_ptr()), ip(c"".as_ptr()), ip(c"::1".as_ptr()), ip(c"here".as_ptr()));
     let nothing = ip(no_text());
@@ -191,6 +191,7 @@ fn link_arguments_fail_the_whole_call_and_clear_the_count() {
         num_local: 1,
         remote,
         num_remote: 1,
+        reserved: [0; 4],
     };
     let mut rets = [9_u32; 2];
     let mut link = |peers: &[LlmDatadistCluster], millis: i32, facts: &[&str]| {
@@ -226,13 +227,14 @@ fn link_arguments_fail_the_whole_call_and_clear_the_count() {
 #[test]
 fn each_cluster_has_a_status_of_its_own_and_the_reason_names_all() {
     let engine = Engine::new();
-    let port = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1 };
+    let port = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1, reserved: [0; 4] };
     let peer = |id, num_local, num_remote| LlmDatadistCluster {
         remote_cluster_id: id,
         local: &raw const port,
         num_local,
         remote: &raw const port,
         num_remote,
+        reserved: [0; 4],
     };
     let peers = [peer(5, 1, 1), peer(6, 0, 1), peer(7, 1, 0)];
     let (mut rets, mut count) = ([9_u32; 3], 0);

@@ -25,7 +25,7 @@ pub(crate) fn initialize(door: &Door, options: impl FnOnce() -> Result<Texts>) -
 pub(crate) fn set_role(door: &Door, role: i32, given: &Texts) -> Result<()> {
     let open = door.engine()?;
     let to = cpp::role(role)?;
-    let listen = cpp::set_role(&open.options, given, open.engine.listening())?;
+    let listen = cpp::set_role(&open.options, to, given, open.engine.listening())?;
     open.engine.switch_role(to, listen)?;
     door.set_role(role);
     Ok(())

@@ -36,7 +36,8 @@ type Doors = RwLock<BTreeMap<u64, Arc<Door>>>;
 
 /// How many times this process descends from one that had handles. A handle carries it, and each generation has handles
 /// of its own: what a fork copied, locks that were held included, is left alone for ever
-/// (`a_child_has_no_handles_of_its_parent_and_may_make_its_own`).
+/// (`a_child_has_no_handles_of_its_parent_and_may_make_its_own`). After [`GENERATIONS`] forks within forks there is
+/// nothing left that no ancestor used, and every call fails (`after_too_many_forks_every_call_fails`).
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 static DOORS: [Doors; GENERATIONS] = [const { RwLock::new(BTreeMap::new()) }; GENERATIONS];
 const GENERATIONS: usize = 64;
@@ -54,31 +55,37 @@ pub(crate) fn forked() {
 }
 
 fn generation() -> usize {
-    GENERATION.load(Ordering::Relaxed) % GENERATIONS
+    GENERATION.load(Ordering::Relaxed)
 }
 
-fn doors() -> &'static Doors {
-    &DOORS[generation()]
+fn doors() -> Result<&'static Doors> {
+    DOORS.get(generation()).ok_or_else(|| {
+        let text = format!(
+            "the library serves {GENERATIONS} generations of forked processes, and this is a later one"
+        );
+        Error::new(ErrorKind::Forked, text)
+    })
 }
 
 /// A new object, and its handle.
-pub(crate) fn make(cluster: ClusterId, role: i32) -> u64 {
+pub(crate) fn make(cluster: ClusterId, role: i32) -> Result<u64> {
+    let doors = doors()?;
     let door = Door { cluster, role: role.into(), open: RwLock::default(), opening: Mutex::default() };
     let number = LAST.fetch_add(1, Ordering::Relaxed) + 1;
     let handle = number * GENERATIONS as u64 + generation() as u64;
-    doors().write().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::new(door));
-    handle
+    doors.write().unwrap_or_else(PoisonError::into_inner).insert(handle, Arc::new(door));
+    Ok(handle)
 }
 
 /// Ends an object, its engine included.
 pub(crate) fn free(handle: u64) -> Result<()> {
-    let door = doors().write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
+    let door = doors()?.write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
     door.map(drop).ok_or_else(|| unknown(handle))
 }
 
 /// The object of a handle.
 pub(crate) fn door(handle: u64) -> Result<Arc<Door>> {
-    let found = doors().read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned();
+    let found = doors()?.read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned();
     found.ok_or_else(|| unknown(handle))
 }
 
@@ -134,20 +141,24 @@ pub(crate) fn enter<T>(handle: u64, call: impl FnOnce(&Open) -> Result<T>) -> Re
     call(&*door(handle)?.engine()?)
 }
 
-/// Runs `call` and gives its status. No panic goes on from here: one becomes `LLM_FAILED`; the reason of a failure is kept
-/// for [`reason`] (`tests/rust_capi`).
-pub(crate) fn guarded(call: impl FnOnce() -> Result<()>) -> u32 {
+/// Runs `call`. No panic goes on from here: one becomes an error.
+pub(crate) fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
     // Unwind safe: what outlives a call is behind locks, which keep their data whole or are let go by drop, and nothing
     // that the call borrowed from here is looked at again.
-    let result = panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|cause| {
+    panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|cause| {
         let text =
             cause.downcast_ref::<&str>().copied().or(cause.downcast_ref::<String>().map(String::as_str));
         let text = format!("the engine panicked: {}", text.unwrap_or("no reason given"));
         // What was thrown may panic once more as it drops.
         std::mem::forget(cause);
         Err(Error::new(ErrorKind::System, text))
-    });
-    match result {
+    })
+}
+
+/// Runs `call` and gives its status. A panic becomes `LLM_FAILED`; the reason of a failure is kept for [`reason`]
+/// (`tests/rust_capi`).
+pub(crate) fn guarded(call: impl FnOnce() -> Result<()>) -> u32 {
+    match caught(call) {
         Ok(()) => status(StatusCode::Success),
         Err(error) => {
             keep(&error.to_string());

@@ -1,7 +1,7 @@
 // The C++ class LlmDataDist, its structures, options and status values, over the C interface of libllm_datadist.
 //
-// C++14, nothing to link but -lllm_datadist. Structures end in reserved bytes, so that they can grow without changing
-// their layout. Not for: decisions; every rule is the library's.
+// C++14, no exceptions of its own, nothing to link but -lllm_datadist. Structures end in reserved bytes, so that they can
+// grow without changing their layout. Not for: decisions; every rule is the library's.
 #ifndef LLM_DATADIST_LLM_DATADIST_H_
 #define LLM_DATADIST_LLM_DATADIST_H_
 
@@ -167,23 +167,28 @@ static_assert(sizeof(ClusterInfo) == 16U + 2U * kList + 128U, "layout of Cluster
 // Structures as the C interface takes them: views, valid as long as what they were made of stays as it is.
 namespace view {
 
+// Whether the library knows all that this header may say. If not, no object is made, and every call is LLM_FAILED.
+inline bool Understood() { return llm_datadist_abi_version() >= LLM_DATADIST_ABI_VERSION; }
+
 inline LlmDatadistCacheDesc Of(const CacheDesc &desc) {
   return {static_cast<uint32_t>(desc.placement), desc.num_tensors, static_cast<int32_t>(desc.data_type),
-          static_cast<uint32_t>(desc.shape.size()), desc.shape.data()};
+          static_cast<uint32_t>(desc.shape.size()), desc.shape.data(), {}};
 }
 
 inline LlmDatadistCache Of(const Cache &cache) {
-  return {cache.cache_id, cache.tensor_addrs.data(), cache.tensor_addrs.size(), Of(cache.cache_desc)};
+  return {cache.cache_id, cache.tensor_addrs.data(), cache.tensor_addrs.size(), Of(cache.cache_desc), {}};
 }
 
 inline LlmDatadistCacheIndex Of(const CacheIndex &index) {
-  return {index.cluster_id, index.cache_id, index.batch_index};
+  return {index.cluster_id, index.cache_id, index.batch_index, {}};
 }
 
 inline LlmDatadistExtParam Of(const KvCacheExtParam &ext) {
   return {ext.src_layer_range.first, ext.src_layer_range.second, ext.dst_layer_range.first,
-          ext.dst_layer_range.second, ext.tensor_num_per_layer};
+          ext.dst_layer_range.second, ext.tensor_num_per_layer, {}};
 }
+
+inline LlmDatadistRegisterCfg Of(const RegisterCfg &) { return {}; }
 
 inline LlmDatadistBlocks Of(const std::vector<uint64_t> &blocks) { return {blocks.data(), blocks.size()}; }
 
@@ -200,7 +205,7 @@ inline std::vector<LlmDatadistIp> Of(const std::vector<IpInfo> &infos) {
   std::vector<LlmDatadistIp> list;
   list.reserve(infos.size());
   for (const auto &info : infos) {
-    list.push_back({info.ip.c_str(), info.port});
+    list.push_back({info.ip.c_str(), info.port, {}});
   }
   return list;
 }
@@ -216,7 +221,7 @@ class Clusters {
       const auto &local = ips_.back();
       ips_.push_back(Of(cluster.remote_ip_infos));
       const auto &remote = ips_.back();
-      list_.push_back({cluster.remote_cluster_id, local.data(), local.size(), remote.data(), remote.size()});
+      list_.push_back({cluster.remote_cluster_id, local.data(), local.size(), remote.data(), remote.size(), {}});
     }
   }
 
@@ -230,14 +235,21 @@ class Clusters {
 }  // namespace view
 
 // Why the last call of this thread that failed did: which argument, its value, what is allowed; or what went wrong.
-inline std::string LastErrorMessage() { return llm_datadist_last_error(); }
+inline std::string LastErrorMessage() {
+  if (!view::Understood()) {
+    return "the program was compiled for version " + std::to_string(LLM_DATADIST_ABI_VERSION) +
+           " of the C interface, and this library has version " + std::to_string(llm_datadist_abi_version());
+  }
+  return llm_datadist_last_error();
+}
 
 // One cluster: its caches, its links, its transfers. Every call but the first and the last may come from any thread, and
 // returns LLM_FAILED before Initialize has succeeded.
 class LlmDataDist {
  public:
   // cluster_id names it among all it links with.
-  LlmDataDist(uint64_t cluster_id, LlmRole role) : handle_(llm_datadist_new(cluster_id, static_cast<int32_t>(role))) {}
+  LlmDataDist(uint64_t cluster_id, LlmRole role)
+      : handle_(view::Understood() ? llm_datadist_new(cluster_id, static_cast<int32_t>(role)) : 0U) {}
 
   // Finalizes, if nobody has.
   ~LlmDataDist() { (void)llm_datadist_free(handle_); }
@@ -254,7 +266,7 @@ class LlmDataDist {
   // Closes the engine, not while other calls are under way.
   void Finalize() { (void)llm_datadist_finalize(handle_); }
 
-  // Takes another role; OPTION_LISTEN_IP_INFO says where to listen from now on. Not while links exist.
+  // Takes another role; OPTION_LISTEN_IP_INFO says where to listen from now on: a prompt must. Not while links exist.
   Status SetRole(LlmRole role, const std::map<std::string, std::string> &options = {}) {
     const auto list = view::Of(options);
     return llm_datadist_set_role(handle_, static_cast<int32_t>(role), list.data(), list.size());
@@ -290,7 +302,11 @@ class LlmDataDist {
   Status AllocateCache(const CacheDesc &cache_desc, Cache &cache) {
     Cache made;
     made.cache_desc = cache_desc;
-    made.tensor_addrs.resize(cache_desc.num_tensors < kMostTensors ? cache_desc.num_tensors : kMostTensors);
+    uint32_t room = cache_desc.num_tensors;
+    if (room > kMostTensors) {
+      room = kMostTensors;
+    }
+    made.tensor_addrs.resize(room);
     const auto desc = view::Of(cache_desc);
     const Status status = llm_datadist_allocate_cache(handle_, &desc, &made.cache_id, made.tensor_addrs.data(),
                                                       made.tensor_addrs.size());
@@ -306,12 +322,13 @@ class LlmDataDist {
   // Enters memory of the caller as a cache: one address for each tensor.
   Status RegisterKvCache(const CacheDesc &cache_desc, const std::vector<uint64_t> &addrs, const RegisterCfg &cfg,
                          int64_t &cache_id) {
-    (void)cfg;
     const auto desc = view::Of(cache_desc);
-    return llm_datadist_register_cache(handle_, &desc, addrs.data(), addrs.size(), &cache_id);
+    const auto how = view::Of(cfg);
+    return llm_datadist_register_cache(handle_, &desc, addrs.data(), addrs.size(), &how, &cache_id);
   }
 
-  // Removes a registered cache; LLM_SUCCESS for an id that is not there.
+  // Removes a registered cache, and waits until nothing of this process uses it; LLM_SUCCESS for an id that is not there.
+  // After LLM_TIMEOUT the memory may still be in use: call it again.
   Status UnregisterKvCache(int64_t cache_id) { return llm_datadist_unregister_cache(handle_, cache_id); }
 
   // Brings one batch slot of a peer here. Of dst_cache only the id matters.
@@ -354,7 +371,8 @@ class LlmDataDist {
     return llm_datadist_copy_blocks(handle_, &src, &dst, view::Of(src_blocks), lists.data(), lists.size());
   }
 
-  // Brings one whole batch slot to a peer; not for the role decoder.
+  // Brings one whole batch slot to a peer; not for the role decoder, nor from host memory. Of the rest of src_cache only the
+  // id matters.
   Status PushKvCache(const Cache &src_cache, const CacheIndex &dst_cache_index, uint32_t src_batch_index = 0U,
                      int64_t size = -1, const KvCacheExtParam &ext_param = {}) {
     const auto src = view::Of(src_cache);

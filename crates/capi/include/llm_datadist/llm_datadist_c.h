@@ -8,6 +8,12 @@
 #include <stdint.h>
 
 /**
+ * The version of this interface. It grows when a function is added, or a reserved word comes into use; a library serves
+ * programs of its own version and of all below. One that cannot has another name (`libllm_datadist.so.1`).
+ */
+#define LLM_DATADIST_ABI_VERSION 1
+
+/**
  * One option: both texts end in a null byte.
  */
 typedef struct {
@@ -33,6 +39,10 @@ typedef struct {
    * Port.
    */
   uint16_t port;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistIp;
 
 /**
@@ -59,6 +69,10 @@ typedef struct {
    * How many.
    */
   size_t num_remote;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistCluster;
 
 /**
@@ -85,7 +99,21 @@ typedef struct {
    * Dimensions, outermost first.
    */
   const int64_t *shape;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistCacheDesc;
+
+/**
+ * How memory is registered: nothing to say yet.
+ */
+typedef struct {
+  /**
+   * 0.
+   */
+  uint64_t reserved[16];
+} LlmDatadistRegisterCfg;
 
 /**
  * One batch slot of a peer's cache.
@@ -103,6 +131,10 @@ typedef struct {
    * The batch slot.
    */
   uint32_t batch_index;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistCacheIndex;
 
 /**
@@ -125,6 +157,10 @@ typedef struct {
    * What it looks like.
    */
   LlmDatadistCacheDesc desc;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistCache;
 
 /**
@@ -151,6 +187,10 @@ typedef struct {
    * Tensors of one layer.
    */
   uint8_t tensor_num_per_layer;
+  /**
+   * 0.
+   */
+  uint64_t reserved[4];
 } LlmDatadistExtParam;
 
 /**
@@ -172,7 +212,12 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * A new object, not yet initialised: its handle, never 0 and never used again.
+ * The `LLM_DATADIST_ABI_VERSION` that the library was built with: a program compiled with a higher one must not go on.
+ */
+uint32_t llm_datadist_abi_version(void);
+
+/**
+ * A new object, not yet initialised: its handle, never used again; 0 if there is none.
  */
 uint64_t llm_datadist_new(uint64_t cluster_id, int32_t role);
 
@@ -211,7 +256,7 @@ uint32_t llm_datadist_set_role(uint64_t handle,
                                size_t num_options);
 
 /**
- * The port peers are listened for at, or 0.
+ * The port peers are listened for at, or 0. Never a failure: the reason of the last one stays.
  */
 uint16_t llm_datadist_listening(uint64_t handle);
 
@@ -265,19 +310,22 @@ uint32_t llm_datadist_deallocate_cache(uint64_t handle, int64_t cache_id);
  * Enters the caller's memory as a cache. Its id goes to `cache_id`.
  *
  * # Safety
- * `desc` is whole, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
+ * `desc` is whole, `cfg` too or null for the defaults, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
  * and writable until the cache is unregistered.
  */
 uint32_t llm_datadist_register_cache(uint64_t handle,
                                      const LlmDatadistCacheDesc *desc,
                                      const uint64_t *addrs,
                                      size_t num_addrs,
+                                     const LlmDatadistRegisterCfg *cfg,
                                      int64_t *cache_id);
 
 /**
- * Removes a registered cache, once nothing of this process uses it. One that is not there is no failure.
+ * Removes a registered cache, once nothing of this process uses it. One that is not there is no failure. After
+ * `LLM_TIMEOUT` no new call finds it, and its memory may still be in use: the same call waits again.
  */
-uint32_t llm_datadist_unregister_cache(uint64_t handle, int64_t cache_id);
+uint32_t llm_datadist_unregister_cache(uint64_t handle,
+                                       int64_t cache_id);
 
 /**
  * Brings one batch slot of a peer here.
@@ -335,7 +383,7 @@ uint32_t llm_datadist_push_blocks(uint64_t handle,
  * Copies one range of one batch slot, the same in every tensor: device to device, or device to host.
  *
  * # Safety
- * The structures are whole; where their id is 0 or less, from each address on one tensor is readable and writable
+ * The structures are whole; where their id is -1, from each address on one tensor is readable and writable
  * during the call.
  */
 uint32_t llm_datadist_copy_cache(uint64_t handle,

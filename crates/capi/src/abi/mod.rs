@@ -19,12 +19,13 @@ pub use transfers::{
     llm_datadist_push_blocks, llm_datadist_push_cache,
 };
 pub use types::{
-    LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
-    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+    LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
+    LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+    LlmDatadistRegisterCfg,
 };
 
 use crate::calls;
-use crate::door::{self, Open, enter, guarded};
+use crate::door::{self, Open, caught, enter, guarded};
 
 /// Registers what a forked child does first, once in the life of the process.
 fn watch_forks() {
@@ -40,13 +41,19 @@ fn watch_forks() {
     });
 }
 
-/// A new object, not yet initialised: its handle, never 0 and never used again.
+/// The `LLM_DATADIST_ABI_VERSION` that the library was built with: a program compiled with a higher one must not go on.
+#[unsafe(no_mangle)]
+pub extern "C" fn llm_datadist_abi_version() -> u32 {
+    LLM_DATADIST_ABI_VERSION
+}
+
+/// A new object, not yet initialised: its handle, never used again; 0 if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
-    watch_forks();
     let mut handle = 0;
     guarded(|| {
-        handle = door::make(ClusterId(cluster_id), role);
+        watch_forks();
+        handle = door::make(ClusterId(cluster_id), role)?;
         Ok(())
     });
     handle
@@ -109,16 +116,11 @@ pub unsafe extern "C" fn llm_datadist_set_role(
     })
 }
 
-/// The port peers are listened for at, or 0.
+/// The port peers are listened for at, or 0. Never a failure: the reason of the last one stays.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_listening(handle: u64) -> u16 {
-    let mut port = 0;
-    guarded(|| {
-        let listening = enter(handle, |open| Ok(open.engine.listening()))?;
-        port = listening.map_or(0, |address| address.port());
-        Ok(())
-    });
-    port
+    let listening = caught(|| enter(handle, |open| Ok(open.engine.listening())));
+    listening.ok().flatten().map_or(0, |address| address.port())
 }
 
 /// Links to every cluster. The status of each goes to `rets`; the reasons of all that failed are one text. Arguments
@@ -229,7 +231,7 @@ pub extern "C" fn llm_datadist_deallocate_cache(handle: u64, cache_id: i64) -> u
 /// Enters the caller's memory as a cache. Its id goes to `cache_id`.
 ///
 /// # Safety
-/// `desc` is whole, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
+/// `desc` is whole, `cfg` too or null for the defaults, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
 /// and writable until the cache is unregistered.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_register_cache(
@@ -237,9 +239,12 @@ pub unsafe extern "C" fn llm_datadist_register_cache(
     desc: *const LlmDatadistCacheDesc,
     addrs: *const u64,
     num_addrs: usize,
+    cfg: *const LlmDatadistRegisterCfg,
     cache_id: *mut i64,
 ) -> u32 {
     entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        unsafe { raw::register_cfg(cfg) }?;
         // SAFETY: the caller's promise.
         let given = unsafe { raw::value("cache_desc", desc) }?;
         // SAFETY: the caller's promise.
@@ -255,7 +260,8 @@ pub unsafe extern "C" fn llm_datadist_register_cache(
     })
 }
 
-/// Removes a registered cache, once nothing of this process uses it. One that is not there is no failure.
+/// Removes a registered cache, once nothing of this process uses it. One that is not there is no failure. After
+/// `LLM_TIMEOUT` no new call finds it, and its memory may still be in use: the same call waits again.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_unregister_cache(handle: u64, cache_id: i64) -> u32 {
     entered(handle, |open| open.engine.unregister(CacheId(cache_id)))

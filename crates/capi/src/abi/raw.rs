@@ -14,7 +14,7 @@ use llm_datadist_core::{
 
 use super::types::{
     LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster,
-    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
+    LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption, LlmDatadistRegisterCfg, Reserved,
 };
 use crate::calls;
 
@@ -56,6 +56,24 @@ pub(super) unsafe fn value<T: Copy>(name: &str, at: *const T) -> Result<T> {
     readable(name, at, 1)?;
     // SAFETY: not null and aligned, checked above; the rest is the caller's promise.
     Ok(unsafe { at.read() })
+}
+
+/// The structure at `at`, copied, if it says nothing that only a later version of the library knows.
+///
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn whole<T: Copy + Reserved>(name: &str, at: *const T) -> Result<T> {
+    // SAFETY: the caller's promise.
+    let structure = unsafe { value(name, at) }?;
+    known(name, &structure)?;
+    Ok(structure)
+}
+
+fn known(name: &str, structure: &impl Reserved) -> Result<()> {
+    if structure.reserved().iter().all(|&word| word == 0) {
+        return Ok(());
+    }
+    Err(refused(name, "of a later version of the interface: its reserved words are not 0"))
 }
 
 /// A text that ends in a null byte.
@@ -118,6 +136,7 @@ pub(super) unsafe fn options(
 /// # Safety
 /// The list of dimensions as for [`list`].
 pub(super) unsafe fn desc(of: &LlmDatadistCacheDesc) -> Result<CacheDesc> {
+    known("cache_desc", of)?;
     // SAFETY: the caller's promise.
     let shape = unsafe { list("shape", of.shape, of.num_dims as usize) }?;
     cpp::desc(of.placement, of.num_tensors, of.data_type, shape)
@@ -126,18 +145,24 @@ pub(super) unsafe fn desc(of: &LlmDatadistCacheDesc) -> Result<CacheDesc> {
 /// The cache that a structure names by id, or whose addresses it gives.
 ///
 /// # Safety
-/// `at` is null or a structure whose lists are as for [`list`]. With an id of 0 or less, `addrs` are tensors of `desc`
+/// `at` is null or a structure whose lists are as for [`list`]. With the id -1, `addrs` are tensors of `desc`
 /// that stay readable and writable as long as the result is used.
 pub(super) unsafe fn end(engine: &DataDist, name: &str, at: *const LlmDatadistCache) -> Result<End> {
     // SAFETY: the caller's promise.
-    let cache = unsafe { value(name, at) }?;
+    let cache = unsafe { self::cache(name, at) }?;
     // SAFETY: the caller's promise.
     let addrs = unsafe { list(name, cache.addrs, cache.num_addrs) }?;
     let of = &cache.desc;
-    if cache.cache_id > 0 {
+    if cache.cache_id != -1 {
         // SAFETY: the caller's promise.
         let shape = unsafe { list("shape", of.shape, of.num_dims as usize) }?;
-        let given = cpp::Stated { addrs, num_tensors: of.num_tensors, data_type: of.data_type, shape };
+        let given = cpp::Stated {
+            placement: of.placement,
+            addrs,
+            num_tensors: of.num_tensors,
+            data_type: of.data_type,
+            shape,
+        };
         return calls::named(engine, cache.cache_id, given);
     }
     // SAFETY: the caller's promise.
@@ -154,20 +179,51 @@ pub(super) unsafe fn adopt(desc: &CacheDesc, addrs: &[u64]) -> Result<Adopted> {
     unsafe { Adopted::new(desc, CacheKind::Batch, addrs) }
 }
 
+/// A cache as it was given, its lists not looked at.
+///
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn cache(name: &str, at: *const LlmDatadistCache) -> Result<LlmDatadistCache> {
+    // SAFETY: the caller's promise.
+    let cache = unsafe { whole(name, at) }?;
+    known(name, &cache.desc)?;
+    Ok(cache)
+}
+
 /// The id of a structure that is asked for nothing else.
 ///
 /// # Safety
 /// As [`value`].
 pub(super) unsafe fn id(name: &str, at: *const LlmDatadistCache) -> Result<CacheId> {
     // SAFETY: the caller's promise.
-    unsafe { value(name, at) }.map(|cache| CacheId(cache.cache_id))
+    unsafe { cache(name, at) }.map(|cache| CacheId(cache.cache_id))
+}
+
+/// The id of the source of a push, which must not say that it is in host memory.
+///
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn pushed(call: &str, at: *const LlmDatadistCache) -> Result<CacheId> {
+    // SAFETY: the caller's promise.
+    let cache = unsafe { cache("src_cache", at) }?;
+    cpp::pushed(call, cache.desc.placement)?;
+    Ok(CacheId(cache.cache_id))
+}
+
+/// Null for the defaults.
+///
+/// # Safety
+/// As [`value`].
+pub(super) unsafe fn register_cfg(at: *const LlmDatadistRegisterCfg) -> Result<()> {
+    // SAFETY: the caller's promise.
+    if at.is_null() { Ok(()) } else { unsafe { whole("cfg", at) }.map(|_| ()) }
 }
 
 /// # Safety
 /// As [`value`].
 pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Result<CacheIndex> {
     // SAFETY: the caller's promise.
-    let index = unsafe { value(name, at) }?;
+    let index = unsafe { whole(name, at) }?;
     Ok(CacheIndex {
         cluster: ClusterId(index.cluster_id),
         cache: CacheId(index.cache_id),
@@ -179,7 +235,7 @@ pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Resu
 /// As [`value`].
 pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
     // SAFETY: the caller's promise.
-    let ext = unsafe { value("ext_param", at) }?;
+    let ext = unsafe { whole("ext_param", at) }?;
     let (src, dst) = ((ext.src_first, ext.src_last), (ext.dst_first, ext.dst_last));
     Ok(cpp::ext_param(src, dst, ext.tensor_num_per_layer))
 }
@@ -191,6 +247,7 @@ pub(super) unsafe fn peers(first: *const LlmDatadistCluster, count: usize) -> Re
     let given = unsafe { list("clusters", first, count) }?;
     cpp::clusters(given.len())?;
     let peer = |cluster: &LlmDatadistCluster| {
+        known("clusters", cluster)?;
         Ok(PeerAddress {
             cluster: ClusterId(cluster.remote_cluster_id),
             // SAFETY: the caller's promise.
@@ -212,6 +269,7 @@ unsafe fn addresses(
     // SAFETY: the caller's promise.
     let given = unsafe { list(name, first, count) }?;
     let address = |info: &LlmDatadistIp| {
+        known(name, info)?;
         // SAFETY: the caller's promise.
         let ip = unsafe { text("ip", info.ip) }?;
         cpp::ip_info(ip, info.port)

@@ -2,7 +2,7 @@
 //!
 //! Not for: links and caches (the file above), or which bytes those are (the core).
 
-use llm_datadist_core::CopyArgs;
+use llm_datadist_core::{CopyArgs, ErrorKind, check::cpp};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{entered, raw};
@@ -72,7 +72,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::id("src_cache", src) }?;
+        let src = unsafe { raw::pushed("PushKvCache", src) }?;
         // SAFETY: the caller's promise.
         let dst = unsafe { raw::index("dst_cache_index", dst) }?;
         // SAFETY: the caller's promise.
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::id("src_cache", src) }?;
+        let src = unsafe { raw::pushed("PushKvBlocks", src) }?;
         // SAFETY: the caller's promise.
         let dst = unsafe { raw::index("dst_cache_index", dst) }?;
         // SAFETY: the caller's promise.
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
 /// Copies one range of one batch slot, the same in every tensor: device to device, or device to host.
 ///
 /// # Safety
-/// The structures are whole; where their id is 0 or less, from each address on one tensor is readable and writable
+/// The structures are whole; where their id is -1, from each address on one tensor is readable and writable
 /// during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_copy_cache(
@@ -123,6 +123,9 @@ pub unsafe extern "C" fn llm_datadist_copy_cache(
     size: i64,
 ) -> u32 {
     entered(handle, |open| {
+        // SAFETY: the caller's promise.
+        let stated = unsafe { raw::cache("src_cache", src) }?;
+        cpp::copied(stated.desc.placement, size)?;
         // SAFETY: the caller's promise.
         let from = unsafe { raw::end(&open.engine, "src_cache", src) }?;
         // SAFETY: the caller's promise.
@@ -147,13 +150,17 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let from = unsafe { raw::end(&open.engine, "src_cache", src) }?;
-        // SAFETY: the caller's promise.
-        let to = unsafe { raw::end(&open.engine, "dst_cache", dst) }?;
-        // SAFETY: the caller's promise.
         let sources = unsafe { raw::list("src_blocks", src_blocks.blocks, src_blocks.count) }?;
         // SAFETY: the caller's promise.
         let lists = unsafe { raw::block_lists(dst_blocks_list, num_lists) }?;
+        // SAFETY: the caller's promise.
+        let end = |name, at| unsafe { raw::end(&open.engine, name, at) };
+        let ends = end("src_cache", src).and_then(|from| Ok((from, end("dst_cache", dst)?)));
+        let (from, to) = ends.or_else(|error| match error.kind() {
+            // Lists that no cache makes right are judged before a cache is looked for.
+            ErrorKind::CacheNotFound => cpp::block_lists(sources, &lists).and(Err(error)),
+            _ => Err(error),
+        })?;
         open.engine.copy_kv_blocks(&from, &to, sources, &lists)
     })
 }

@@ -143,9 +143,10 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
     }
 }
 
-/// Where to listen after `SetRole`, for an engine that listens at `now`.
+/// Where to listen after `SetRole(to)`, for an engine that listens at `now`.
 pub fn set_role(
     options: &Options,
+    to: Role,
     given: &BTreeMap<String, String>,
     now: Option<SocketAddr>,
 ) -> Result<Option<SocketAddr>> {
@@ -155,6 +156,10 @@ pub fn set_role(
     let text = given.get(LISTEN).filter(|text| !text.is_empty());
     let listen = text.map(|text| values::socket_address(LISTEN, text)).transpose()?;
     if !options.config.links.both_ways {
+        if to == Role::Prompt && listen.is_none() {
+            let text = format!("SetRole(kPrompt) needs {LISTEN}: decoders link to where a prompt listens");
+            return Err(Error::new(ErrorKind::InvalidArgument, text));
+        }
         return Ok(listen);
     }
     if listen.is_none() || listen == now || listen == options.config.links.listen {
@@ -194,10 +199,13 @@ pub fn ip_info(ip: &str, port: u16) -> Result<SocketAddr> {
 /// A descriptor as the class gives it. Only the size of an element matters here, so types of the same size that the
 /// Python API does not have are read as one that it has.
 pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> Result<CacheDesc> {
-    let known = Placement::ALL.into_iter().find(|&known| known as u32 == placement);
-    let allowed = "kHost (0) or kDevice (1)";
-    let placement = known.ok_or_else(|| Error::argument("placement", placement, allowed))?;
+    let placement = self::placement(placement)?;
     Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type: element(data_type)?, placement })
+}
+
+fn placement(number: u32) -> Result<Placement> {
+    let known = Placement::ALL.into_iter().find(|&known| known as u32 == number);
+    known.ok_or_else(|| Error::argument("placement", number, "kHost (0) or kDevice (1)"))
 }
 
 fn element(number: i32) -> Result<DataType> {
@@ -236,6 +244,8 @@ pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
 /// What a structure says of the cache whose id it has.
 #[derive(Clone, Copy, Debug)]
 pub struct Stated<'a> {
+    /// Where it is; the default, device, where only the id counts.
+    pub placement: u32,
     /// Its addresses; none where only the id counts.
     pub addrs: &'a [u64],
     /// Its tensors; 0 where only the id counts.
@@ -253,7 +263,14 @@ pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
         let text = "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address";
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    if given.num_tensors == 0 {
+    let named = given.num_tensors == 0 && given.shape.is_empty();
+    if !(named && given.placement == Placement::Device as u32 || given.placement == cache.placement as u32) {
+        let text = "placement is not that of the cache of this cache_id; cache_id -1 copies by address";
+        return Err(Error::new(ErrorKind::InvalidArgument, text)
+            .with("given", given.placement)
+            .with("cache", cache.placement));
+    }
+    if named {
         return Ok(());
     }
     let bytes = tensor_bytes(given.shape, element(given.data_type)?)?;
@@ -267,6 +284,17 @@ pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text)
         .with("given", sizes(given.num_tensors, rows, bytes))
         .with("cache", sizes(of.num_tensors(), of.rows(), of.tensor_bytes())))
+}
+
+/// A structure that says where its memory is: the source of a push is in device memory.
+pub fn pushed(call: &str, number: u32) -> Result<()> {
+    super::layers::pushes_from(call, placement(number)?)
+}
+
+/// What `CopyKvCache` refuses whatever its caches are: before one is looked for.
+pub fn copied(src_placement: u32, size: i64) -> Result<()> {
+    super::copied_from(placement(src_placement)?)?;
+    super::copy_size(size)
 }
 
 /// A call that names blocks names no slot.

@@ -66,23 +66,51 @@ pub fn push_size(size: i64) -> Result<()> {
 /// §13.3). The role mix is a prompt as well (cpp-api.md §7). The layers it returns go to
 /// [`push_near`](super::push_near) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
-    may_push("PushKvCache", role, near.placement)?;
+    push_kv_alone("PushKvCache", role, size, ext)?;
+    pushes_from("PushKvCache", near.placement)?;
     batch_cache("src_cache", near.kind)?;
-    push_size(size)?;
     push_kv_layers(near.geometry, ext)
 }
 
 /// The C++ class's `PushKvBlocks`: role, source and layers as for [`push_kv_cache`].
 pub fn push_kv_blocks(role: Role, near: Side, ext: ExtParam) -> Result<Layers> {
-    may_push("PushKvBlocks", role, near.placement)?;
+    push_kv_alone("PushKvBlocks", role, -1, ext)?;
+    pushes_from("PushKvBlocks", near.placement)?;
     push_kv_layers(near.geometry, ext)
 }
 
-fn may_push(call: &str, role: Role, from: Placement) -> Result<()> {
+/// What a push refuses whatever its cache is: before a cache is looked for (cpp-api.md §4).
+pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
+    push_size(size)?;
+    ext_alone(ext)?;
+    let layers = |(first, last): (i32, i32)| i64::from(last) - i64::from(first) + 1;
+    same_spans(layers(ext.src_layer_range), layers(ext.dst_layer_range))
+}
+
+/// What no cache makes right: the order of the ends of a range, one range without the other, layers without tensors
+/// (cpp-api.md §5).
+pub fn ext_alone(ext: ExtParam) -> Result<()> {
+    if !ext.all() {
+        for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
+            if first < 0 || last < first {
+                let allowed = "0 <= first <= second, or (-1, -1) for both ranges";
+                return Err(Error::argument(
+                    &format!("{name}_layer_range"),
+                    format_args!("({first}, {last})"),
+                    allowed,
+                ));
+            }
+        }
+    }
+    tensors_per_layer(u32::from(ext.tensor_num_per_layer))
+}
+
+/// A push of the class reads device memory.
+pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
     if from == Placement::Device {
         return Ok(());
     }
@@ -91,6 +119,10 @@ fn may_push(call: &str, role: Role, from: Placement) -> Result<()> {
 }
 
 fn push_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+    if ext.all() && ext.tensor_num_per_layer == ExtParam::default().tensor_num_per_layer {
+        // Nothing was asked for, of a cache of one tensor as of any other.
+        return Ok(Layers::ALL);
+    }
     layer_of(near, ext)?;
     if ext.all() { Ok(Layers::ALL) } else { ext_layers(near, ext, (near.num_tensors(), u32::MAX)) }
 }
@@ -113,14 +145,27 @@ fn layer_of(near: Geometry, ext: ExtParam) -> Result<()> {
     Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
 }
 
-/// Both ranges, within as many tensors as the two sides are known to have.
+/// Both ranges, within as many tensors as the two sides are known to have. The seed lets the default of
+/// `tensor_num_per_layer` stay where it does not divide them: then the last tensors belong to no layer.
 fn ext_layers(near: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
     let per_layer = u32::from(ext.tensor_num_per_layer);
-    divisible(near, per_layer)?;
+    let whole = near.num_tensors().is_multiple_of(per_layer);
+    if ext.tensor_num_per_layer != ExtParam::default().tensor_num_per_layer {
+        divisible(near, per_layer)?;
+    }
     let layers = |tensors: u32| if tensors == u32::MAX { tensors } else { tensors / per_layer };
     let src = inclusive("src_layer_range", ext.src_layer_range, layers(src))?;
     let dst = inclusive("dst_layer_range", ext.dst_layer_range, layers(dst))?;
-    Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer })
+    if whole {
+        return Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer });
+    }
+    same_spans(span(src), span(dst))?;
+    // The same tensors, as layers of one each.
+    let tensors = |range: LayerRange| LayerRange {
+        first: range.first.saturating_mul(per_layer),
+        end: range.end.saturating_mul(per_layer),
+    };
+    Ok(Layers { src: Some(tensors(src)), dst: Some(tensors(dst)), tensors_per_layer: 1 })
 }
 
 /// Layers `first` to `last` of `layers`, both included.
@@ -229,12 +274,19 @@ pub fn push_spans(layers: Layers) -> Result<()> {
             return Err(Error::argument(name, value, "at least one layer"));
         }
     }
-    let (src, dst) = (src.end - src.first, dst.end - dst.first);
-    if src != dst {
-        let text = format!("src_layer_range has {src} layers and dst_layer_range {dst}");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    same_spans(span(src), span(dst))
+}
+
+fn span(range: LayerRange) -> i64 {
+    i64::from(range.end) - i64::from(range.first)
+}
+
+fn same_spans(src: i64, dst: i64) -> Result<()> {
+    if src == dst {
+        return Ok(());
     }
-    Ok(())
+    let text = format!("src_layer_range has {src} layers and dst_layer_range {dst}");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 fn divisible(near: Geometry, per_layer: u32) -> Result<()> {

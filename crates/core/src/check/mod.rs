@@ -15,8 +15,8 @@ mod values;
 
 pub use landing::{Landing, landed_layers, landing};
 pub use layers::{
-    ExtParam, LayerRange, Layers, pull_kv_layers, push_kv_blocks, push_kv_cache, push_size, push_spans,
-    tensors_per_layer,
+    ExtParam, LayerRange, Layers, ext_alone, pull_kv_layers, push_kv_alone, push_kv_blocks, push_kv_cache,
+    push_size, push_spans, tensors_per_layer,
 };
 pub use layerwise::{
     Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
@@ -245,11 +245,16 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
 
 /// The seed's `CopyKvCache`: the same ranges, but only device to device and device to host.
 pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
-    if src.placement == Placement::Host {
-        let text = "src_cache is in host memory; CopyKvCache copies device to device and device to host only";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
-    }
+    copied_from(src.placement)?;
     copy_cache(src, dst, args)
+}
+
+fn copied_from(placement: Placement) -> Result<()> {
+    if placement == Placement::Device {
+        return Ok(());
+    }
+    let text = "src_cache is in host memory; CopyKvCache copies device to device and device to host only";
+    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 /// The cache called `name` must be in memory of the device (python-api.md §9.1).

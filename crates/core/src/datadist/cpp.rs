@@ -26,6 +26,9 @@ impl DataDist {
         size: i64,
         ext: ExtParam,
     ) -> Result<()> {
+        check::copy_size(size)?;
+        check::ext_alone(ext)?;
+        self.other(src.cluster)?;
         let near = self.cluster.table.find(dst)?;
         let layers = check::pull_kv_layers(near.geometry(), ext)?;
         self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { near: batch_index, size }, layers)
@@ -42,6 +45,9 @@ impl DataDist {
         check::cpp::no_slot("src_cache_index.batch_index", src.row)?;
         let far = check::cpp::blocks("src_blocks", src_blocks)?;
         let rows = PullRows::Rows { far, near: check::cpp::blocks("dst_blocks", dst_blocks)? };
+        check::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        check::ext_alone(ext)?;
+        self.other(src.cluster)?;
         let near = self.cluster.table.find(dst)?;
         let layers = check::pull_kv_layers(near.geometry(), ext)?;
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
@@ -58,6 +64,9 @@ impl DataDist {
         check::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
         let near = check::cpp::blocks("src_blocks", src_blocks)?;
         let rows = PushRows::Rows { near, far: check::cpp::blocks("dst_blocks", dst_blocks)? };
+        check::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        check::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
+        self.other(dst.cluster)?;
         let cache = self.cluster.table.find(src)?;
         let layers = check::push_kv_blocks(self.pushing_role(), cache.side(), ext)?;
         self.push(&End::Managed(src), dst.name(), &rows, layers)

@@ -109,6 +109,8 @@ impl DataDist {
         size: i64,
         ext: ExtParam,
     ) -> Result<()> {
+        check::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
+        self.other(dst.cluster)?;
         let near = self.cluster.table.find(src)?;
         let layers = check::push_kv_cache(self.pushing_role(), near.side(), size, ext)?;
         self.push(&End::Managed(src), dst.name(), &PushRows::Slot { near: src_batch_index }, layers)

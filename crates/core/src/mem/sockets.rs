@@ -36,9 +36,11 @@ pub fn abandon() {
     // Another thread of the parent may have held the lock at the fork; then the copies stay, and peers of a parent that
     // dies later find out by its silence.
     let Ok(mut open) = OPEN.try_lock() else { return };
-    for socket in std::mem::take(&mut *open) {
-        // SAFETY: a descriptor of this process, open since before the fork; its owner in this process is a copy that
-        // is never used nor dropped, because the binding refuses every call and forgets every handle in a child.
+    for &socket in &*open {
+        // SAFETY: a descriptor of this process, open since before the fork; its owner in this process is a copy that is
+        // never used nor dropped, because the binding and the C interface refuse every call on it in a child.
         unsafe { libc::close(socket) };
     }
+    // Not freed: another thread may have been allocating at the fork.
+    std::mem::forget(std::mem::take(&mut *open));
 }
