@@ -80,6 +80,12 @@ fn initialize_says_what_is_wrong_with_an_option() {
             StatusCode::ParamInvalid,
             &["sync_kv_timeout"],
         ),
+        (
+            1,
+            &[("llm.DeviceId", "0"), ("llm.MemPoolConfig", r#"{"memory_size": 140737488355328}"#)],
+            StatusCode::OutOfMemory,
+            &["no memory"],
+        ),
     ];
     for (role, options, code, facts) in cases {
         let handle = llm_datadist_new(1, *role);

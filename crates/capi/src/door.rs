@@ -158,11 +158,16 @@ pub(crate) fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
 /// Runs `call` and gives its status. A panic becomes `LLM_FAILED`; the reason of a failure is kept for [`reason`]
 /// (`tests/rust_capi`).
 pub(crate) fn guarded(call: impl FnOnce() -> Result<()>) -> u32 {
+    guarded_as(StatusCode::of_cpp, call)
+}
+
+/// As [`guarded`], with a status of its own for each kind of failure.
+pub(crate) fn guarded_as(code: fn(ErrorKind) -> StatusCode, call: impl FnOnce() -> Result<()>) -> u32 {
     match caught(call) {
         Ok(()) => status(StatusCode::Success),
         Err(error) => {
             keep(&error.to_string());
-            status(StatusCode::of_cpp(error.kind()))
+            status(code(error.kind()))
         }
     }
 }

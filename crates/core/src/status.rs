@@ -130,6 +130,15 @@ impl StatusCode {
         }
     }
 
+    /// The code of the C++ class's `Initialize`, where the pool itself finds no memory (cpp-api.md §1).
+    #[must_use]
+    pub fn of_cpp_open(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::OutOfMemory => StatusCode::OutOfMemory,
+            kind => StatusCode::of_cpp(kind),
+        }
+    }
+
     /// The code that the C++ class gives (cpp-api.md §1, §7): the device pool is its only memory, and an engine that is
     /// not open has no code of its own.
     #[must_use]

@@ -12,7 +12,7 @@ mod types;
 use std::ffi::c_char;
 use std::sync::Once;
 
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, check::cpp};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode, check::cpp};
 
 pub use transfers::{
     llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_pull_blocks, llm_datadist_pull_cache,
@@ -25,7 +25,7 @@ pub use types::{
 };
 
 use crate::calls;
-use crate::door::{self, Open, caught, enter, guarded};
+use crate::door::{self, Open, caught, enter, guarded, guarded_as};
 
 /// Registers what a forked child does first, once in the life of the process.
 fn watch_forks() {
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn llm_datadist_initialize(
     options: *const LlmDatadistOption,
     num_options: usize,
 ) -> u32 {
-    guarded(|| {
+    guarded_as(StatusCode::of_cpp_open, || {
         // SAFETY: the caller's promise.
         calls::initialize(&*door::door(handle)?, || unsafe { raw::options(options, num_options) })
     })
