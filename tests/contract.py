@@ -23,6 +23,7 @@ SHARED = ROOT.parent / "shared"
 SEEDS = SHARED / "seeds"
 SPEC = SHARED / "spec" / "python-api.md"
 ABSENT = "the founding documents are not beside the repository"
+NO_COMPILER = "no C++ compiler"
 present = pytest.mark.skipif(not SEEDS.is_dir(), reason=ABSENT)
 
 
