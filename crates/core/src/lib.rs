@@ -72,6 +72,23 @@
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
+//! // The seeds' own calls: `CopyKvCache`, and `PushKvCache` of the prompt role.
+//! let source = End::Managed(theirs.id());
+//! let args = CopyArgs { src_batch_index: 0, dst_batch_index: 1, offset: 0, size: -1 };
+//! prefill.copy_kv_cache(&source, &source, args)?;
+//! let there = CacheIndex { cluster: ClusterId(2), cache: ours.id(), row: 1 };
+//! prefill.push_kv_cache(theirs.id(), there, 3, -1, ExtParam::default())?;
+//!
+//! // Layer by layer, while the next is computed: whoever computes says which is ready.
+//! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
+//! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
+//! let src_layers = LayerRange { first: 0, end: 2 };
+//! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
+//! let task = prefill.transfer_async(&source, &args, vec![to], None)?;
+//! task.layers().into_iter().for_each(|layer| task.ready(layer));
+//! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
+//! assert!(matches!(task.outcomes()[0], Outcome::Done));
+//!
 //! // An error says what was wrong, in words and as values.
 //! let error = decode.pull(slot(8), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL).unwrap_err();
 //! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
