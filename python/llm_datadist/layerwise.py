@@ -54,7 +54,23 @@ class LayerSynchronizer(ABC):
         """
 
 
-class TransferConfig:
+class _Reads:
+    """The layers a config reads."""
+
+    _src_layer_range: Optional[range]
+
+    @property
+    def src_layer_range(self) -> Optional[range]:
+        """Layers read."""
+        return self._src_layer_range
+
+    @src_layer_range.setter
+    def src_layer_range(self, src_layer_range: Optional[range]) -> None:
+        _core.check_layer_range("src_layer_range", src_layer_range)
+        self._src_layer_range = src_layer_range
+
+
+class TransferConfig(_Reads):
     """Where layers go, by address (seed ``transfer_cache_async.md``). Every attribute can be set, with the same checks.
 
     Args:
@@ -104,16 +120,6 @@ class TransferConfig:
         self._dst_addrs = dst_addrs
 
     @property
-    def src_layer_range(self) -> Optional[range]:
-        """Layers read."""
-        return self._src_layer_range
-
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: Optional[range]) -> None:
-        _core.check_layer_range("src_layer_range", src_layer_range)
-        self._src_layer_range = src_layer_range
-
-    @property
     def src_batch_index(self) -> int:
         """Batch slot read."""
         return self._src_batch_index
@@ -130,7 +136,7 @@ class TransferConfig:
         )
 
 
-class TransferWithCacheKeyConfig:
+class TransferWithCacheKeyConfig(_Reads):
     """Where layers go, by the name of a cache (python-api.md §4.12); for one-sided transfers.
 
     Args:
@@ -174,16 +180,6 @@ class TransferWithCacheKeyConfig:
     def cache_key(self, cache_key: Union[BlocksCacheKey, CacheKeyByIdAndIndex]) -> None:
         classes: list[type[Any]] = [BlocksCacheKey, CacheKeyByIdAndIndex]
         self._cache_key = _core.check_isinstance("cache_key", cache_key, classes, allow_none=False)
-
-    @property
-    def src_layer_range(self) -> Optional[range]:
-        """Layers read."""
-        return self._src_layer_range
-
-    @src_layer_range.setter
-    def src_layer_range(self, src_layer_range: Optional[range]) -> None:
-        _core.check_layer_range("src_layer_range", src_layer_range)
-        self._src_layer_range = src_layer_range
 
     @property
     def dst_layer_range(self) -> Optional[range]:
