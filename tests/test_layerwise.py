@@ -997,7 +997,6 @@ def test_two_hundred_tasks_leave_nothing_behind(ends: Ends) -> None:
     eventually(lambda: far.used() == 0, what="the memory of the destination")
 
 
-@pytest.mark.skipif(not THOROUGH, reason="LLM_DATADIST_THOROUGH")
 def test_a_hundred_random_transfers(pair: tuple[End, Peer, bool]) -> None:
     near, far, accessible = pair
     chance = random.Random(11)  # noqa: S311

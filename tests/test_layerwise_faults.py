@@ -1182,7 +1182,6 @@ def test_a_link_that_is_ended_by_force_with_a_layer_on_the_wire(ends: Ends, way:
     to.check("a leftover of the first transfer was written")
 
 
-@pytest.mark.skipif(not THOROUGH, reason="LLM_DATADIST_THOROUGH")
 def test_random_kills_of_decoders_in_the_middle(ends: Ends, way: dict[str, Any]) -> None:
     settings = options(pool=8 << 20, llm__SyncKvCacheWaitTime=5000, **way)
     steady = ends.peer(settings, cluster=3)

@@ -5,7 +5,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ClusterId, End, Error, Mode, Placement, check};
+use llm_datadist_core::{
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement, check,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -322,12 +324,8 @@ impl DataDist {
         convert::slots(dst, src)?;
         check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
-        let (to, from) = (convert::end(slf, dst)?, convert::end(slf, src)?);
-        let named = |error: Error| match request {
-            Some(id) => error.with("req_id", id),
-            None => error,
-        };
-        slf.get().engine.enter(slf.py(), |engine| engine.copy_cache(&to, &from, args).map_err(named))
+        let ends = (convert::end(slf, dst)?, convert::end(slf, src)?);
+        slf.get().copy(slf.py(), &ends, args, request)
     }
 
     fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
@@ -376,6 +374,21 @@ impl DataDist {
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
     pub(crate) fn one_sided(&self) -> bool {
         self.one_sided
+    }
+
+    /// Copies a range of a slot between the ends, written first; the error names the request.
+    pub(crate) fn copy(
+        &self,
+        py: Python<'_>,
+        (to, from): &(End, End),
+        args: CopyArgs,
+        request: Option<u64>,
+    ) -> PyResult<()> {
+        let named = |error: Error| match request {
+            Some(id) => error.with("req_id", id),
+            None => error,
+        };
+        self.engine.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
     }
 
     /// Logs what became of links since the last time. An engine that is closed has nothing to say.

@@ -113,12 +113,8 @@ impl KvCaches {
         check::copy_size(args.size).map_err(|error| raise(py, &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
         convert::slots(dst, src)?;
-        let (to, from) = (convert::end(native, dst)?, convert::end(native, src)?);
-        let named = |error: Error| match request {
-            Some(id) => error.with("req_id", id),
-            None => error,
-        };
-        native.get().engine().enter(py, |engine| engine.copy_cache(&to, &from, args).map_err(named))
+        let ends = (convert::end(native, dst)?, convert::end(native, src)?);
+        native.get().copy(py, &ends, args, request)
     }
 
     fn copy_blocks(&self, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
