@@ -38,8 +38,6 @@ mod crowd;
 mod curve;
 #[path = "scale/far.rs"]
 mod far;
-#[path = "hand.rs"]
-mod hand;
 #[path = "scale/heap.rs"]
 mod heap;
 #[path = "scale/links.rs"]

@@ -7,9 +7,8 @@ use llm_datadist_core::{DataDist, Layers, Placement, PullRows, PushRows};
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::far::Far;
-use crate::hand::Shuffle;
 use crate::heap::Count;
-use crate::setup::{Blocks, LIMIT, config, nanos, shared};
+use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Blocks of the largest call.
 const MOST: u64 = 1 << 16;

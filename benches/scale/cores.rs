@@ -7,8 +7,7 @@ use llm_datadist_core::{DataDist, Layers, Placement, PullRows};
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::far::Far;
-use crate::hand::Shuffle;
-use crate::setup::{Blocks, LIMIT, config, nanos, shared};
+use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Bytes of a round.
 const ROUND: u64 = 256 << 20;

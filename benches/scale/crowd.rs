@@ -12,8 +12,7 @@ use llm_datadist_core::{DataDist, ErrorKind, Layers, PeerAddress, Placement, Pul
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::far::Far;
-use crate::hand::Shuffle;
-use crate::setup::{Blocks, OWNER, address, config, nanos, on_cpu, shared};
+use crate::setup::{Blocks, OWNER, Shuffle, address, config, nanos, on_cpu, shared};
 
 /// The cache everybody pulls from, and what one pull takes of it.
 const ROWS: u64 = 4096;
@@ -182,8 +181,8 @@ pub fn fan(options: &Options, report: &mut Report) {
         let mut speed = new("bytes pulled from one engine", "GB/s", note);
         let (mut p50, mut p99) =
             (new("one pull of 1 MiB, p50", "ms", note), new("one pull of 1 MiB, p99", "ms", note));
-        let mut served = new("CPU of the owner", "s/GB", "threads that live at the end");
-        let mut used = new("CPU of those that pull", "s/GB", "threads that live at the end");
+        let mut served = new("CPU of the owner", "s/GB", "");
+        let mut used = new("CPU of those that pull", "s/GB", "");
         let mut linking =
             new("the last of new engines is linked", "ms", "as many again link at once, into the same owner");
         let config = config(OWNER.0, transport, 65, 12);

@@ -26,10 +26,6 @@ impl Curve {
         let (low, high) = (values[0], values[values.len() - 1]);
         self.points.push((size, values[values.len() / 2], low, high));
     }
-
-    pub fn last(&self) -> f64 {
-        self.points[self.points.len() - 1].1
-    }
 }
 
 #[derive(Default)]

@@ -12,15 +12,15 @@ use llm_datadist_core::{
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::far::{Far, numbered};
-use crate::hand::Shuffle;
 use crate::setup::{
-    Blocks, LIMIT, OWNER, SHARED, address, config, desc, descriptors, mappings, nanos, on_cpu, status,
+    Blocks, LIMIT, OWNER, SHARED, Shuffle, address, config, desc, descriptors, mappings, nanos, on_cpu,
+    status,
 };
 
 /// Cluster of the first engine of the herd.
 const FIRST: u64 = 100;
 /// How long an engine is left alone to see what it uses: three heartbeats.
-const IDLE: Duration = Duration::from_millis(3000);
+const IDLE: Duration = Duration::from_secs(3);
 
 /// An engine that pulls; nobody dials it.
 fn engine(transport: &str, one_sided: bool) -> DataDist {

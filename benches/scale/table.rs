@@ -12,9 +12,8 @@ use llm_datadist_core::{CacheId, CacheKey, CacheKind, Config, DataDist, Geometry
 
 use crate::Options;
 use crate::curve::{Curve, Report};
-use crate::hand::Shuffle;
 use crate::heap::Count;
-use crate::setup::{config, desc, nanos, status};
+use crate::setup::{Shuffle, config, desc, nanos, status};
 
 /// Keys of one cache, one a row.
 const ROWS: u64 = 16;
@@ -76,13 +75,17 @@ pub fn keys(options: &Options, report: &mut Report) {
             for _ in 0..again {
                 let (mut ids, order) = (Vec::new(), shuffle.order(batch));
                 let asked: Vec<u64> = (0..batch).map(|_| shuffle.next() % size).collect();
-                times[0] += nanos(|| drop(bind(&engine, size, size + batch, &mut ids)));
+                times[0] += nanos(|| {
+                    bind(&engine, size, size + batch, &mut ids);
+                });
                 times[1] += nanos(|| {
                     for &id in &asked {
                         std::hint::black_box(engine.find_key(request(id)).unwrap());
                     }
                 });
-                ids.iter().for_each(|&id| engine.deallocate(id).unwrap());
+                for &id in &ids {
+                    engine.deallocate(id).unwrap();
+                }
                 times[2] += nanos(|| {
                     for &at in &order {
                         engine.remove_key(request(size + at as u64)).unwrap();
