@@ -9,10 +9,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
+import scale
 from rows import LIMIT, OURS, Row
 
 # Sections that are not made of rows: the name of the extra document, and what writes it.
-SECTIONS: dict[str, Callable[[Any], str]] = {}
+SECTIONS: dict[str, Callable[[Any], str]] = {"scale": scale.section}
 
 TITLES = {
     "local": "Inside one process: swap and copy of shuffled blocks",

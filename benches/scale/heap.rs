@@ -33,6 +33,19 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: the caller's promise is passed on.
         unsafe { System.dealloc(at, layout) }
     }
+
+    // The two below are not those of the trait, which would touch and copy what the system need not.
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as i64);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size as i64 - layout.size() as i64);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.realloc(at, layout, size) }
+    }
 }
 
 /// Counts while it lives.

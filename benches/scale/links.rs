@@ -12,6 +12,7 @@ use llm_datadist_core::{
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::far::{Far, numbered};
+use crate::heap::Count;
 use crate::setup::{
     Blocks, LIMIT, OWNER, SHARED, Shuffle, address, config, desc, descriptors, mappings, nanos, on_cpu,
     status,
@@ -43,8 +44,9 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
     let mut calling = new("a pull of 16 KiB over one of them", "us", "a random one; the cache is known");
     let mut idle =
         new("CPU while nothing is asked", "us/s", "of the process with all the links, over three heartbeats");
-    let mut heap =
-        new("resident memory of links", "B", "VmRSS of the process with all the links, each used once");
+    let note =
+        "bytes on the heap of the process with all the links, each used once, counted by the allocator";
+    let mut heap = new("memory of links", "B", note);
     let most = if options.quick { 16 } else { 512 };
     let mut far = Far::start();
     let ports = far.ask(&format!("herd {transport} {FIRST} {most}"));
@@ -54,7 +56,8 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
         .collect();
     let engine = engine(transport, true);
     let near = Blocks::new(&engine, 1, 16 << 10, Placement::Device, None);
-    let before = [status("VmRSS:") * 1024, status("Threads:"), descriptors(), mappings()];
+    let before = [status("Threads:"), descriptors(), mappings()];
+    let count = Count::start();
     let (mut shuffle, mut have) = (Shuffle(44), 0);
     let sizes: Vec<u64> = options.sizes(2, most).into_iter().filter(|&size| size <= most).collect();
     for size in sizes {
@@ -73,7 +76,7 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
             nanos(|| asked.iter().for_each(|&cluster| pull(&engine, &near, cluster))) / 1e3 / 1000.0
         });
         calling.add(size, called.collect());
-        heap.add(size, vec![(status("VmRSS:") * 1024).saturating_sub(before[0]).max(1) as f64]);
+        heap.add(size, vec![count.live().max(1) as f64]);
         if size.trailing_zeros() % 3 == 0 {
             std::thread::sleep(Duration::from_millis(100));
             let used = on_cpu();
@@ -82,10 +85,10 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
         }
     }
     near.verify(&[0], &[0]);
-    let after = [status("VmRSS:") * 1024, status("Threads:"), descriptors(), mappings()];
-    let names =
-        ["resident memory of a link", "threads of a link", "descriptors of a link", "mappings of a link"];
-    for (at, (name, unit)) in names.into_iter().zip(["B", "threads", "descriptors", "mappings"]).enumerate() {
+    let after = [status("Threads:"), descriptors(), mappings()];
+    drop(count);
+    let names = ["threads of a link", "descriptors of a link", "mappings of a link"];
+    for (at, (name, unit)) in names.into_iter().zip(["threads", "descriptors", "mappings"]).enumerate() {
         let each = (after[at] as f64 - before[at] as f64) / most as f64;
         report.figure(
             &format!("{name}, {transport}"),

@@ -13,11 +13,13 @@ use llm_datadist_core::{CacheId, CacheKey, CacheKind, Config, DataDist, Geometry
 use crate::Options;
 use crate::curve::{Curve, Report};
 use crate::heap::Count;
-use crate::setup::{Shuffle, config, desc, nanos, status};
+use crate::setup::{Shuffle, config, desc, nanos};
 
 /// Keys of one cache, one a row.
 const ROWS: u64 = 16;
-/// Operations of one measurement at least.
+/// Look-ups of one measurement.
+const LOOKS: u64 = 1024;
+/// Other operations of one measurement at least.
 const LEAST: u64 = 4096;
 
 pub fn request(id: u64) -> CacheKey {
@@ -64,17 +66,20 @@ pub fn keys(options: &Options, report: &mut Report) {
     for size in options.sizes(4, 1 << 20) {
         let mut most = 0f64;
         let took = nanos(|| most = bind(&engine, have, size, &mut caches));
-        growing.add(size, vec![took / (size - have) as f64]);
-        longest.add(size, vec![most]);
+        // Fewer are no whole cache.
+        if size > ROWS {
+            growing.add(size, vec![took / (size - have) as f64]);
+            longest.add(size, vec![most]);
+        }
         have = size;
-        let batch = (size / 4).clamp(1, 1024);
+        let batch = (size / 4).clamp(ROWS, 1024);
         let again = (LEAST / batch).max(1);
         let (mut bound, mut found, mut released) = (vec![], vec![], vec![]);
         for _ in 0..options.rounds() {
             let mut times = [0f64; 3];
             for _ in 0..again {
                 let (mut ids, order) = (Vec::new(), shuffle.order(batch));
-                let asked: Vec<u64> = (0..batch).map(|_| shuffle.next() % size).collect();
+                let asked: Vec<u64> = (0..LOOKS).map(|_| shuffle.next() % size).collect();
                 times[0] += nanos(|| {
                     bind(&engine, size, size + batch, &mut ids);
                 });
@@ -92,8 +97,11 @@ pub fn keys(options: &Options, report: &mut Report) {
                     }
                 });
             }
-            for (times, took) in [&mut bound, &mut found, &mut released].into_iter().zip(times) {
-                times.push(took / (again * batch) as f64);
+            for (times, (took, each)) in [&mut bound, &mut found, &mut released]
+                .into_iter()
+                .zip(times.into_iter().zip([batch, LOOKS, batch]))
+            {
+                times.push(took / (again * each) as f64);
             }
         }
         assert_eq!(engine.stats().table.keys, size, "what a round bound, it released");
@@ -120,25 +128,28 @@ pub fn caches(options: &Options, report: &mut Report) {
         while (all.len() as u64) < size {
             all.push(take());
         }
-        let batch = (size / 4).clamp(1, 1024);
+        let batch = (size / 4).clamp(ROWS, 1024);
         let again = (LEAST / batch).max(1);
         let (mut took, mut gave, mut found, mut stated) = (vec![], vec![], vec![], vec![]);
         for _ in 0..options.rounds() {
             let mut times = [0f64; 3];
             for _ in 0..again {
                 let (mut ids, order) = (Vec::with_capacity(batch as usize), shuffle.order(batch));
-                let asked: Vec<usize> = (0..batch).map(|_| (shuffle.next() % size) as usize).collect();
+                let asked: Vec<usize> = (0..LOOKS).map(|_| (shuffle.next() % size) as usize).collect();
                 times[0] += nanos(|| ids.extend((0..batch).map(|_| take())));
                 times[1] += nanos(|| asked.iter().for_each(|&at| drop(engine.find(all[at]).unwrap())));
                 // Give back caches of any age, keep the new ones.
-                for (&at, id) in order.iter().zip(&mut ids) {
-                    let stride = (size / batch).max(1);
+                let stride = (size / batch).max(1);
+                for (&at, id) in order.iter().filter(|&&at| (at as u64) < size).zip(&mut ids) {
                     std::mem::swap(&mut all[(at as u64 * stride) as usize], id);
                 }
                 times[2] += nanos(|| ids.iter().for_each(|&id| engine.deallocate(id).unwrap()));
             }
-            for (times, spent) in [&mut took, &mut found, &mut gave].into_iter().zip(times) {
-                times.push(spent / (again * batch) as f64);
+            for (times, (spent, each)) in [&mut took, &mut found, &mut gave]
+                .into_iter()
+                .zip(times.into_iter().zip([batch, LOOKS, batch]))
+            {
+                times.push(spent / (again * each) as f64);
             }
             stated.push(nanos(|| drop(engine.stats())));
         }
@@ -180,7 +191,7 @@ fn locating(options: &Options, report: &mut Report) {
     report.curve(&curve);
 }
 
-/// Bytes on the heap; and what the kernel adds to the process, once, as a check.
+/// Bytes on the heap.
 pub fn memory(options: &Options, report: &mut Report) {
     const HEAP: &str = "bytes on the heap, counted by the allocator";
     let mut with_key = Curve::new("memory of keys, 16 a cache", "B", "keys in the table", HEAP);
@@ -199,7 +210,7 @@ pub fn memory(options: &Options, report: &mut Report) {
     let shape = desc(1, 64, 2, Placement::Device);
     for (curve, keyed) in [(&mut alone, true), (&mut bare, false)] {
         let engine = engine(512);
-        let (rss, count) = (status("VmRSS:"), Count::start());
+        let count = Count::start();
         let mut have = 0;
         for size in options.sizes(4, 100_000) {
             for id in have..size {
@@ -210,10 +221,6 @@ pub fn memory(options: &Options, report: &mut Report) {
             have = size;
             curve.add(size, vec![count.live() as f64]);
         }
-        drop(count);
-        let resident = (status("VmRSS:") - rss) as f64 * 1024.0 / have as f64;
-        let name = if keyed { "resident memory of a cache with a key" } else { "resident memory of a cache" };
-        report.figure(name, resident, "B", "VmRSS of the process over all caches");
     }
     for curve in [with_key, alone, bare] {
         report.curve(&curve);

@@ -1,8 +1,9 @@
 """Many clients at few stations, event by event: what a crowd gets from one owner when everybody asks again and again.
 
-Each client goes through its stages in turn, for ever. A stage takes the time of one server of a station; a station serves
-in the order of arrival, with as many servers as it has. With one station of two cores this is the fan-in that the scale
-benchmark measures with real engines, which is what it is checked against. Not for: where the times come from (``fleet``).
+Each client goes through its stages in turn, for ever. A stage takes the time of one server of a station; a station
+serves in the order of arrival, with as many servers as it has. With one station of two cores this is the fan-in that
+the scale benchmark measures with real engines, which is what it is checked against. Not for: where the times come from
+(``fleet``).
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds at a station, none for a wait that needs nobody; exact, or as random as arrivals that know nothing of
-    each other."""
+    """Seconds at a station, or at none: a wait that needs nobody. Exact, or random without a memory."""
 
     station: str
     seconds: float

@@ -40,12 +40,16 @@ WIRE = Public(
 )
 PCIE = Public("PCI Express 5.0, 16 lanes", 63.0, "GB/s", "32 GT/s x 16, 128b/130b (PCI-SIG); before packet overhead")
 MEMORY = Public(
-    "memory of a server socket", 460.8, "GB/s", "12 channels of DDR5-4800 (AMD EPYC 9004), before any loss"
+    "memory of a node", 2 * 307.2, "GB/s", "two sockets of eight channels of DDR5-4800 (Xeon 8480C), before any loss"
 )
 ADAPTERS = Public("adapters of a node", 8, "", "DGX H100 reference architecture: eight single-port ConnectX-7")
 CORES = Public("cores of a node", 112, "", "DGX H100: two Xeon Platinum 8480C, 112 cores in all")
 ENGINES = Public("engines of a node", 8, "", "one for each of the eight GPUs of a DGX H100")
-PUBLIC = (NIC_400, NIC_200, WIRE, PCIE, MEMORY, ADAPTERS, CORES, ENGINES)
+FLOPS = Public("H100 SXM, bf16, dense", 989.4, "TFLOP/s", "NVIDIA H100 data sheet: 1,979 with sparsity, half without")
+BUSY = Public(
+    "share of that which a prefill reaches", 0.5, "", "an assumption, on the high side: it asks more of the network"
+)
+PUBLIC = (NIC_400, NIC_200, WIRE, PCIE, MEMORY, ADAPTERS, CORES, ENGINES, FLOPS, BUSY)
 
 # Llama 3.1 70B, bf16, as its public configuration says: 80 layers, 8 key and value heads of 128.
 LAYERS, HEADS, HEAD, WIDTH = 80, 8, 128, 2
@@ -55,6 +59,9 @@ PIECE = BLOCK_TOKENS * HEADS * HEAD * WIDTH
 PROMPT = 4096
 PROMPT_BYTES = PROMPT * TOKEN
 PIECES = PROMPT_BYTES // PIECE
+PARAMETERS = 70.6e9
+# Prompts a second that the eight of a node compute: two operations for each parameter and token.
+DEMAND = FLOPS.value * 1e12 * BUSY.value * ENGINES.value / (2 * PARAMETERS * PROMPT)
 
 # Limits of ours (docs/links.md), and of the system as it is usually set.
 MOST_LINKS = 4096
@@ -114,7 +121,7 @@ def mesh(figures: Figures, site: Site, links: int, transport: str = "tcp") -> Me
     idle = figures.curve(f"CPU while nothing is asked, {transport}")
     return Mesh(
         links=links,
-        memory=links * figures.figure(f"resident memory of a link, {transport}"),
+        memory=links * figures.curve(f"memory of links, {transport}").slope.each,
         descriptors=links * figures.figure(f"descriptors of a link, {transport}"),
         mappings=links * figures.figure(f"mappings of a link, {transport}"),
         beats=site.engines * links / HEARTBEAT_S * 2,
@@ -150,7 +157,7 @@ class Use:
 
 
 def uses(figures: Figures, network: str) -> list[Use]:
-    """What a prefill node can hand over in prompts of 4,096 tokens, by each of its parts; the least is the bottleneck."""
+    """What a prefill node can hand over, by each of its parts; the least is the bottleneck."""
     found = []
     if network == "tcp":
         pulling = figures.curve("bytes pulled from one engine, tcp")
@@ -164,7 +171,7 @@ def uses(figures: Figures, network: str) -> list[Use]:
         Use("one adapter of 400 Gbit/s", line / PROMPT_BYTES, "public"),
         Use("eight adapters", ADAPTERS.value * line / PROMPT_BYTES, "public"),
         Use("its 16 lanes of PCI Express", PCIE.value * GIGA / PROMPT_BYTES, "public"),
-        Use("memory of two sockets, read once", 2 * MEMORY.value * GIGA / PROMPT_BYTES, "public"),
+        Use("its memory, read once", MEMORY.value * GIGA / PROMPT_BYTES, "public"),
         Use("requests: ask, release (two round trips)", 1e6 / released(figures), "measured, one connection at a time"),
         Use("planning of 40,960 pieces, one thread", 1e6 / planned(figures), "measured: blocks of 64 bytes"),
     ]
@@ -198,3 +205,19 @@ def storms(figures: Figures, transport: str) -> list[Storm]:
         note = "from the slope" if engines <= MOST_LINKS else f"from the slope; {MOST_LINKS:,} at a time are let in"
         found.append(Storm(engines, curve.slope.at(engines) / 1e3, note))
     return found
+
+
+def fan_stations(figures: Figures) -> list[tuple[str, float, int]]:
+    """Ways out of a prefill node: seconds of one prompt at one of so many servers."""
+    alone = figures.curve("bytes pulled from one engine, tcp").first * GIGA
+    line = WIRE.value * NIC_400.value * GIGA
+    return [
+        ("TCP, as many streams as cores, 8 adapters", max(PROMPT_BYTES / alone, 0.0), int(ENGINES.value * 8)),
+        ("RDMA, one adapter of 400 Gbit/s", PROMPT_BYTES / line, 1),
+        ("RDMA, eight adapters", PROMPT_BYTES / line, int(ADAPTERS.value)),
+    ]
+
+
+def fan_in(seconds: float, servers: int, clients: int) -> Outcome:
+    """Engines that pull a prompt each, again and again, by one way out."""
+    return run(clients, [Stage("out", seconds, exact=False)], {"out": servers}, rounds=max(4000, clients * 12))

@@ -1,16 +1,16 @@
 """How a cost grows with size, named by a fit: constant, logarithmic, linear, quadratic, or the power it is.
 
-Every shape is fitted to all points by least squares of the relative error, so that a nanosecond among nanoseconds counts as
-much as a second among seconds. The one that explains the points best is named; a constant is preferred while it is off by
-no more than clocks are. Beside the name stands the exponent over the last two decades, which no choice of shapes
-can hide. Not for: reading figures (``figures``), or deciding what is good.
+Every shape is fitted to all points by least squares of the relative error, so that a nanosecond among nanoseconds
+counts as much as a second among seconds. The one that explains the points best is named; a constant is preferred while
+it is off by no more than clocks are. Beside the name stands the exponent over the last two decades, which no choice of
+shapes can hide. Not for: reading figures (``figures``), or deciding what is good.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence
+from typing import Callable, Optional, Sequence  # noqa: UP035  (3.9 is the oldest)
 
 Point = tuple[float, float]
 
@@ -19,6 +19,8 @@ NOISE = 0.10
 # From this exponent on, over the last two decades, cost grows faster than size.
 SUPERLINEAR = 1.15
 DECADES = 2.0
+# How much closer a bare power must be than a shape that has a reason.
+PLAIN = 1.3
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Slope:
         elif self.shape == "quadratic":
             words = "quadratic"
         else:
-            words = f"as the power {self.power:.2f}"
+            words = f"as the power {self.power:.2f}" if self.power > 0 else f"falls, as the power {self.power:.2f}"
         return words + (", SUPERLINEAR at the end" if self.superlinear else "")
 
 
@@ -75,8 +77,15 @@ def named(points: Sequence[Point]) -> Slope:
     assert flat is not None
     if flat.error <= NOISE or len(points) < 3:
         return flat if flat.error <= NOISE else fitted("power", points, exponent) or flat
-    shapes = [fitted(shape, points, exponent) for shape in TERMS if shape != "constant"]
-    best = min((slope for slope in shapes if slope is not None), key=lambda slope: slope.error, default=flat)
+    found = {shape: fitted(shape, points, exponent) for shape in TERMS if shape not in ("constant", "quadratic")}
+    if exponent > SUPERLINEAR:
+        found["quadratic"] = fitted("quadratic", points, exponent)
+    power = found.pop("power")
+    assert power is not None
+    best = min((slope for slope in found.values() if slope is not None), key=lambda slope: slope.error, default=power)
+    # A shape with a reason goes before a number that always fits somehow.
+    if power.error * PLAIN < best.error:
+        best = power
     # Two figures explain more than one by chance alone.
     chance = math.sqrt((len(points) - 2) / (len(points) - 1))
     return best if best.error < flat.error * chance else flat
@@ -90,7 +99,7 @@ def last(points: Sequence[Point]) -> list[Point]:
 
 
 def steepness(points: Sequence[Point]) -> float:
-    """The exponent of the power law through points: the median of those between pairs, which one odd point cannot move."""
+    """The exponent of the power law through points: the median over pairs, which one odd point cannot move."""
     pairs = [
         (math.log(far[1] / near[1])) / math.log(far[0] / near[0])
         for index, near in enumerate(points)
