@@ -239,7 +239,7 @@ pub fn storm(options: &Options, report: &mut Report) {
         let note = "from the moment at which the owner listens again; each engine tries every 10 ms";
         let (mut half, mut last) =
             (new("half are linked again", "ms", note), new("all are linked again", "ms", note));
-        let mut failed = new("tries that fail though it listens", "tries", note);
+        let mut failed = 0;
         let mut crowd = Crowd::default();
         let mut far = Far::start();
         let peer = far.owner(transport, true, 16, BYTES, 0);
@@ -248,7 +248,7 @@ pub fn storm(options: &Options, report: &mut Report) {
             crowd.grow(transport, size);
             crowd.link(&address(OWNER, port), Instant::now);
             let rounds = options.rounds().min(3);
-            let (mut seen, mut medians, mut lasts, mut fails) = (vec![], vec![], vec![], vec![]);
+            let (mut seen, mut medians, mut lasts) = (vec![], vec![], vec![]);
             for _ in 0..rounds {
                 let killed = Instant::now();
                 far.kill();
@@ -267,16 +267,17 @@ pub fn storm(options: &Options, report: &mut Report) {
                 far = again.unwrap();
                 medians.push(linked.median);
                 lasts.push(linked.last);
-                fails.push(linked.failed as f64);
+                failed += linked.failed;
             }
             noticed.add(size, seen);
             half.add(size, medians);
             last.add(size, lasts);
-            failed.add(size, fails);
         }
-        for curve in [noticed, half, last, failed] {
+        for curve in [noticed, half, last] {
             report.curve(&curve);
         }
+        let name = format!("tries that failed though the owner listened, {transport}");
+        report.figure(&name, failed as f64, "tries", "of all sizes and rounds together");
     }
 }
 

@@ -214,3 +214,73 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>, heartbeat: Duration, silen
         let _ = link.tell(&Control::Ping);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::ClusterId;
+    use crate::links::link::{Kind, Peer};
+    use crate::transport::{Address, Local, Stream, Transport};
+
+    /// A link, and what its peer speaks on.
+    fn linked() -> (Arc<Link>, Stream) {
+        let (local, at) = (Local::default(), Address::Local("keeper".into()));
+        let listener = local.listen(&at).unwrap();
+        let near = local.dial(&at, Deadline::after(MESSAGE_TIME)).unwrap();
+        let far = listener.accept().unwrap().unwrap();
+        let peer = Peer { cluster: ClusterId(2), instance: 1, address: at.to_string() };
+        (Link::new(1, Kind::Outgoing, peer, "local", None, Arc::new(near), None), far)
+    }
+
+    fn speak(far: &Stream) {
+        let ping = crate::wire::encode(&Control::Ping).unwrap();
+        far.send(&ping, Deadline::after(Duration::from_secs(5))).unwrap();
+    }
+
+    fn woken(watch: &Watch) -> (bool, Vec<u64>) {
+        let woken = watch.wait(Some(Duration::from_millis(30))).unwrap();
+        (woken.rung, woken.links)
+    }
+
+    #[test]
+    fn only_who_has_something_to_say_is_looked_at() {
+        let bell = Bell::new().unwrap();
+        let mut watch = Watch::new(&bell).unwrap();
+        let ((one, _quiet), (other, far)) = (linked(), linked());
+        assert!(watch.change(vec![one.clone(), other.clone()]).is_empty());
+        assert_eq!(woken(&watch), (false, vec![]));
+        speak(&far);
+        assert_eq!(woken(&watch), (false, vec![name_of(&other)]));
+        bell.ring();
+        let (rung, links) = woken(&watch);
+        assert!(rung && links == [name_of(&other)], "what was not taken is still there");
+        bell.silence();
+        // Watched once however often it is said, and no more once it is left out.
+        assert!(watch.change(vec![other.clone(), one.clone()]).is_empty());
+        assert_eq!(woken(&watch), (false, vec![name_of(&other)]));
+        assert!(watch.change(vec![one]).is_empty());
+        assert_eq!(woken(&watch), (false, vec![]));
+        assert!(watch.change(vec![other.clone()]).is_empty());
+        assert_eq!(woken(&watch), (false, vec![name_of(&other)]));
+    }
+
+    #[test]
+    fn a_link_that_ended_wakes_nobody_though_its_socket_is_held_open() {
+        let mut watch = Watch::new(&Bell::new().unwrap()).unwrap();
+        let (link, far) = linked();
+        // As a process that was forked holds it.
+        let held = rustix::io::dup(link.control().as_fd()).unwrap();
+        let name = name_of(&link);
+        assert_ne!(name, BELL);
+        assert!(watch.change(vec![link.clone()]).is_empty());
+        watch.drop_ended(name);
+        speak(&far);
+        assert_eq!(woken(&watch), (false, vec![name]), "it lives and is still watched");
+        link.shatter("the test ends it");
+        assert_eq!(woken(&watch), (false, vec![name]), "its end is seen");
+        watch.drop_ended(name);
+        drop(link);
+        assert_eq!(woken(&watch), (false, vec![]));
+        drop((held, far));
+    }
+}
