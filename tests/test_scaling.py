@@ -69,6 +69,22 @@ def test_cost_that_falls_is_not_called_constant_or_linear():
     assert found.text("ns", "one").startswith("falls")
 
 
+def test_what_hardly_grows_is_called_nearly_constant():
+    """From 100 to 180 over six decades, by steps, as a look-up that leaves one cache after the other."""
+    found = slopes.named([(size, 100 if size < 5000 else 180) for size in SIZES])
+    assert found.shape == "nearly constant"
+    assert found.text("ns", "one") == "nearly constant, 100 to 180 ns"
+    # Over two decades the same growth is worth a name.
+    assert slopes.named([(1, 100.0), (10, 140.0), (100, 180.0)]).shape == "logarithmic"
+
+
+def test_a_curve_that_is_like_no_shape_is_not_given_one():
+    found = slopes.named([(size, 10 if size < 5000 else 400) for size in SIZES])
+    assert found.error > slopes.UNLIKE
+    assert found.text("ns", "one").startswith("no simple shape, nearest")
+    assert found.text("ns", "one").endswith("from 10 to 400 ns")
+
+
 def test_one_odd_point_does_not_move_the_exponent():
     curve = points(lambda size: 2.0 * size, noise=0)
     curve[-2] = (curve[-2][0], curve[-2][1] * 5)

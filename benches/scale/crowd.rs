@@ -48,9 +48,8 @@ pub struct Pulled {
     seconds: f64,
     bytes: u64,
     /// Milliseconds of a pull.
-    p50: f64,
+    mean: f64,
     p99: f64,
-    most: f64,
     /// Seconds of CPU.
     cpu: f64,
 }
@@ -120,9 +119,8 @@ impl Crowd {
         Pulled {
             seconds,
             bytes: times.len() as u64 * TAKEN * BYTES,
-            p50: at(0.5),
+            mean: times.iter().sum::<f64>() / times.len() as f64 / 1e6,
             p99: at(0.99),
-            most: times[times.len() - 1] / 1e6,
             cpu: (on_cpu() - before) as f64 / 1e9,
         }
     }
@@ -179,8 +177,8 @@ pub fn fan(options: &Options, report: &mut Report) {
         let new = |what: &str, unit, note| Curve::new(name(what), unit, "engines that pull from one", note);
         let note = "64 blocks of 16 KiB a pull, out of 64 MiB; all engines at once, without a pause";
         let mut speed = new("bytes pulled from one engine", "GB/s", note);
-        let (mut p50, mut p99) =
-            (new("one pull of 1 MiB, p50", "ms", note), new("one pull of 1 MiB, p99", "ms", note));
+        let (mut mean, mut p99) =
+            (new("one pull of 1 MiB, mean", "ms", note), new("one pull of 1 MiB, p99", "ms", note));
         let mut served = new("CPU of the owner", "s/GB", "");
         let mut used = new("CPU of those that pull", "s/GB", "");
         let mut linking =
@@ -204,7 +202,7 @@ pub fn fan(options: &Options, report: &mut Report) {
                 let owner = (on_cpu().saturating_sub(before)) as f64 / 1e9;
                 all.push([
                     gigabytes / pulled.seconds,
-                    pulled.p50,
+                    pulled.mean,
                     pulled.p99,
                     owner / gigabytes,
                     pulled.cpu / gigabytes,
@@ -212,12 +210,12 @@ pub fn fan(options: &Options, report: &mut Report) {
             }
             let column = |at: usize| all.iter().map(|round| round[at]).collect::<Vec<_>>();
             for (at, curve) in
-                [&mut speed, &mut p50, &mut p99, &mut served, &mut used].into_iter().enumerate()
+                [&mut speed, &mut mean, &mut p99, &mut served, &mut used].into_iter().enumerate()
             {
                 curve.add(size, column(at));
             }
         }
-        for curve in [speed, p50, p99, served, used, linking] {
+        for curve in [speed, mean, p99, served, used, linking] {
             report.curve(&curve);
         }
         report.figure(
@@ -304,8 +302,8 @@ impl FromStr for Linked {
 
 impl fmt::Display for Pulled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Pulled { seconds, bytes, p50, p99, most, cpu } = self;
-        write!(f, "{seconds} {bytes} {p50} {p99} {most} {cpu}")
+        let Pulled { seconds, bytes, mean, p99, cpu } = self;
+        write!(f, "{seconds} {bytes} {mean} {p99} {cpu}")
     }
 }
 
@@ -313,7 +311,7 @@ impl FromStr for Pulled {
     type Err = ();
 
     fn from_str(line: &str) -> Result<Pulled, ()> {
-        let [seconds, bytes, p50, p99, most, cpu] = numbers(line);
-        Ok(Pulled { seconds, bytes: bytes as u64, p50, p99, most, cpu })
+        let [seconds, bytes, mean, p99, cpu] = numbers(line);
+        Ok(Pulled { seconds, bytes: bytes as u64, mean, p99, cpu })
     }
 }

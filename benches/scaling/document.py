@@ -158,14 +158,14 @@ def mesh(figures: Figures) -> str:
     lines = []
     for site in fleet.SITES:
         for what, links in (("all with all", site.engines - 1), ("on demand", min(64, site.engines - 1))):
-            one = fleet.mesh(figures, site, links)
+            one = fleet.mesh(figures, links)
             lines.append(
-                f"| {site.name}, {site.engines:,} engines | {what} | {links:,} | {one.memory / 2**20:,.1f} MiB "
-                f"| {one.descriptors:,.0f} | {one.beats:,.0f} | {one.idle * 100:.2g} % | {one.making:.2g} s "
+                f"| {site.name}, {site.engines:,} engines | {what} | {links:,} | {one.memory / 2**10:,.0f} KiB "
+                f"| {one.descriptors:,.0f} | {one.beats:,.0f} | {digits(one.idle * 100)} % | {digits(one.making)} s "
                 f"| {one.refused} |"
             )
     head = (
-        "| site | links | of one engine | memory | descriptors | control messages a second, whole site "
+        "| site | links | of one engine | memory | descriptors | control messages a second at most "
         "| CPU of a core, idle | to make them | in the way |"
     )
     return table(head, lines)
@@ -181,7 +181,7 @@ def crowd(figures: Figures) -> str:
             real = fleet.measured_rate(figures, transport, clients)
             lines.append(
                 f"| {transport} | {clients} | {real:,.0f} | {model:,.0f} | {model / real:.2f} "
-                f"| {clients / real * 1e3:,.2g} |"
+                f"| {digits(clients / real * 1e3)} |"
             )
     head = "| way | engines that pull | pulls a second, measured | model | model / measured | mean wait of each, ms |"
     return table(head, lines)
@@ -195,7 +195,7 @@ def fan(figures: Figures) -> str:
             out = fleet.fan_in(seconds, servers, clients)
             lines.append(
                 f"| {name} | {clients} | {out.rate:.2f} | {out.rate * fleet.PROMPT_BYTES / 1e9:.1f} "
-                f"| {out.p50:.2g} | {out.p99:.2g} |"
+                f"| {digits(out.p50)} | {digits(out.p99)} |"
             )
     head = "| bytes leave by | engines that pull a prompt each | prompts a second | GB/s | p50, s | p99, s |"
     return table(head, lines)

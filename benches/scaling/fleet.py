@@ -101,7 +101,7 @@ class Mesh:
     memory: float
     descriptors: float
     mappings: float
-    beats: float  # messages a second, of the whole site, one way counted once
+    beats: float  # messages a second that it sends and gets, at most
     idle: float  # share of a core
     making: float  # seconds to make all links of one engine, one after another
 
@@ -117,15 +117,16 @@ class Mesh:
         return "-"
 
 
-def mesh(figures: Figures, site: Site, links: int, transport: str = "tcp") -> Mesh:
-    """Each engine of a site with so many links."""
+def mesh(figures: Figures, links: int, transport: str = "tcp") -> Mesh:
+    """One engine with so many links."""
     idle = figures.curve(f"CPU while nothing is asked, {transport}")
     return Mesh(
         links=links,
         memory=links * figures.curve(f"memory of links, {transport}").slope.each,
         descriptors=links * figures.figure(f"descriptors of a link, {transport}"),
         mappings=links * figures.figure(f"mappings of a link, {transport}"),
-        beats=site.engines * links / HEARTBEAT_S * 2,
+        # Both sides of a link ask, and both answer.
+        beats=4 * links / HEARTBEAT_S,
         idle=idle.slope.at(links) / 1e6 if links else 0.0,
         making=links * figures.curve(f"make one more link, {transport}").last / 1e6,
     )
@@ -167,7 +168,7 @@ def uses(figures: Figures, network: str) -> list[Use]:
     found += [
         Use("one adapter of 400 Gbit/s", line / PROMPT_BYTES, "public"),
         Use("eight adapters", ADAPTERS.value * line / PROMPT_BYTES, "public"),
-        Use("its 16 lanes of PCI Express", PCIE.value * GIGA / PROMPT_BYTES, "public"),
+        Use("the 16 lanes of one adapter", PCIE.value * GIGA / PROMPT_BYTES, "public"),
         Use("its memory, read once", MEMORY.value * GIGA / PROMPT_BYTES, "public"),
         Use("requests: ask, release (two round trips)", 1e6 / released(figures), "measured, one connection at a time"),
         Use("planning of 40,960 pieces, one thread", 1e6 / planned(figures), "measured: blocks of 64 bytes"),
@@ -208,8 +209,10 @@ def fan_stations(figures: Figures) -> list[tuple[str, float, int]]:
     """Ways out of a prefill node: seconds of one prompt at one of so many servers."""
     alone = figures.curve("bytes pulled from one engine, tcp").first * GIGA
     line = WIRE.value * NIC_400.value * GIGA
+    # As many streams as its cores can keep busy.
+    streams = int(CORES.value / (figures.curve("CPU of the owner, tcp").last * alone / GIGA))
     return [
-        ("TCP, as many streams as cores, 8 adapters", max(PROMPT_BYTES / alone, 0.0), int(ENGINES.value * 8)),
+        ("TCP, a stream for each, all cores", PROMPT_BYTES / alone, streams),
         ("RDMA, one adapter of 400 Gbit/s", PROMPT_BYTES / line, 1),
         ("RDMA, eight adapters", PROMPT_BYTES / line, int(ADAPTERS.value)),
     ]
@@ -217,4 +220,4 @@ def fan_stations(figures: Figures) -> list[tuple[str, float, int]]:
 
 def fan_in(seconds: float, servers: int, clients: int) -> Outcome:
     """Engines that pull a prompt each, again and again, by one way out."""
-    return run(clients, [Stage("out", seconds, exact=False)], {"out": servers}, rounds=max(4000, clients * 12))
+    return run(clients, [Stage("out", seconds)], {"out": servers}, rounds=max(4000, clients * 12))

@@ -8,6 +8,7 @@ shapes can hide. Not for: reading figures (``figures``), or deciding what is goo
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Callable, Optional, Sequence  # noqa: UP035  (3.9 is the oldest)
@@ -16,6 +17,10 @@ Point = tuple[float, float]
 
 # A curve that is nowhere further from a constant than this, root mean square, is one.
 NOISE = 0.10
+# What at most doubles while size grows a thousandfold is nearly one: it is the caches of the CPU that are left behind.
+DOUBLE, FAR = 2.0, 1000
+# A shape that is further off than this on average, or than that anywhere, is no name for the curve, only the nearest.
+UNLIKE, FAR_OFF = 0.25, 0.45
 # From this exponent on, over the last two decades, cost grows faster than size.
 SUPERLINEAR = 1.15
 DECADES = 2.0
@@ -32,7 +37,10 @@ class Slope:
     each: float  # what the shape's term is multiplied with: for a linear one, the cost of one more
     exponent: float  # of the power law through the last two decades
     error: float  # relative, root mean square
+    worst: float = 0.0  # the same of the point that is furthest off
     power: float = 1.0  # of the shape ``power``
+
+    ends: tuple[float, float] = (0.0, 0.0)  # cost at the smallest and at the largest size
 
     @property
     def superlinear(self) -> bool:
@@ -45,7 +53,13 @@ class Slope:
 
     def text(self, unit: str, one: str) -> str:
         """In words."""
-        if self.shape == "constant":
+        if self.shape == "nearly constant":
+            words = f"nearly constant, {digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
+        elif self.error > UNLIKE or self.worst > FAR_OFF:
+            words = (
+                f"no simple shape, nearest {self.shape}: from {digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
+            )
+        elif self.shape == "constant":
             words = f"constant, {digits(self.fixed)} {unit}"
         elif self.shape == "logarithmic":
             words = f"logarithmic, {digits(self.fixed)} {unit} and {digits(self.each)} for each doubling"
@@ -61,6 +75,7 @@ class Slope:
 
 TERMS: dict[str, Callable[[float, float], float]] = {
     "constant": lambda _size, _power: 0.0,
+    "nearly constant": lambda _size, _power: 0.0,
     "logarithmic": lambda size, _power: math.log2(size),
     "linear": lambda size, _power: size,
     "quadratic": lambda size, _power: size * size,
@@ -77,7 +92,10 @@ def named(points: Sequence[Point]) -> Slope:
     assert flat is not None
     if flat.error <= NOISE or len(points) < 3:
         return flat if flat.error <= NOISE else fitted("power", points, exponent) or flat
-    found = {shape: fitted(shape, points, exponent) for shape in TERMS if shape not in ("constant", "quadratic")}
+    sizes, costs = [size for size, _ in points], [cost for _, cost in points]
+    if max(costs) <= DOUBLE * min(costs) and max(sizes) >= FAR * min(sizes):
+        return fitted("nearly constant", points, exponent) or flat
+    found = {shape: fitted(shape, points, exponent) for shape in ("logarithmic", "linear", "power")}
     if exponent > SUPERLINEAR:
         found["quadratic"] = fitted("quadratic", points, exponent)
     power = found.pop("power")
@@ -119,11 +137,12 @@ def fitted(shape: str, points: Sequence[Point], exponent: float) -> Optional[Slo
     else:
         terms = [TERMS[shape](size, power) for size, _ in points]
         fixed, each = relative(terms, [cost for _, cost in points])
-        if each < 0 or (shape != "constant" and each == 0):
+        if each < 0 or (each == 0 and any(terms)):
             return None
-    found = Slope(shape, fixed, each, exponent, 0.0, power)
-    off = [found.at(size) / cost - 1 for size, cost in points]
-    return Slope(shape, fixed, each, exponent, math.sqrt(sum(one * one for one in off) / len(off)), power)
+    ends = (points[0][1], points[-1][1])
+    found = Slope(shape, fixed, each, exponent, 0.0, power=power, ends=ends)
+    off = [abs(found.at(size) / cost - 1) for size, cost in points]
+    return dataclasses.replace(found, error=math.sqrt(sum(one * one for one in off) / len(off)), worst=max(off))
 
 
 def relative(terms: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
