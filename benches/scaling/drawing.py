@@ -1,4 +1,4 @@
-"""The curves as a picture: one small panel a group, cost over size, both logarithmic.
+"""The curves as a picture: one small panel a group, cost over size, both logarithmic; rates from nothing.
 
 Plain SVG, the same for the same figures, so that a test can tell whether the picture is that of the figures. Not for:
 which curves there are (``figures``), or comparisons with others (``peers.svg``).
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence  # noqa: UP035  (3.9 is the
 if TYPE_CHECKING:
     from figures import Curve, Figures
 
-WIDE, HIGH, LEFT, TOP, GAP = 300, 190, 52, 30, 86
+WIDE, HIGH, LEFT, TOP, GAP = 330, 190, 52, 30, 86
 COLUMNS = 3
 COLOURS = ("#c0392b", "#2471a3", "#1e8449", "#b7950b", "#7d3c98", "#566573")
 # Panels: title, unit, and the curves in them.
@@ -79,7 +79,7 @@ def drawn(figures: Figures) -> str:
     width, height = COLUMNS * (LEFT + WIDE + 24), rows * (TOP + HIGH + GAP)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        "<style>text { font: 10px sans-serif } .title { font: bold 12px sans-serif }</style>",
+        "<style>text { font: 10px DejaVu Sans, sans-serif } .title { font: bold 12px DejaVu Sans, sans-serif }</style>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for index, (title, unit, curves) in enumerate(panels):
@@ -92,30 +92,40 @@ def drawn(figures: Figures) -> str:
 
 
 class Axis:
-    """Where a value lies on a logarithmic axis of ``length`` pixels, whole decades from end to end."""
+    """Where a value lies on an axis of ``length`` pixels; logarithmic, or linear from nothing."""
 
-    def __init__(self, values: Sequence[float], length: float, backwards: bool) -> None:
-        """Take in every value."""
-        self.low = math.floor(math.log10(min(values)) + 1e-9)
-        self.high = max(math.ceil(math.log10(max(values)) - 1e-9), self.low + 1)
-        self.length, self.backwards = length, backwards
+    def __init__(self, values: Sequence[float], length: float, kind: str) -> None:
+        """Take in every value: ``sizes`` go across as they are, ``costs`` and ``rates`` up to something round."""
+        self.length, self.kind = length, kind
+        self.values = sorted(set(values))
+        self.low, self.high = math.log10(self.values[0]), math.log10(self.values[-1])
+        if kind == "costs":
+            self.low = math.floor(self.low + 1e-9)
+            self.high = max(math.ceil(self.high - 1e-9), self.low + 1)
+        elif kind == "rates":
+            step = 10 ** math.floor(self.high)
+            self.low, self.high = 0.0, math.ceil(self.values[-1] / step) * step
 
     def at(self, value: float) -> float:
         """Pixels."""
-        part = (math.log10(value) - self.low) / (self.high - self.low) * self.length
-        return self.length - part if self.backwards else part
+        where = value if self.kind == "rates" else math.log10(value)
+        part = (where - self.low) / (self.high - self.low) * self.length
+        return part if self.kind == "sizes" else self.length - part
 
     def ticks(self) -> list[float]:
-        """Decades; every second one where they would touch."""
+        """Round values; few enough not to touch."""
+        if self.kind == "rates":
+            return [self.high * part / 4 for part in range(5)]
         step = 2 if self.high - self.low > 5 else 1
-        return [10.0**power for power in range(self.low, self.high + 1, step)]
+        decades = [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1, step)]
+        return decades if len(decades) > 1 else self.values
 
 
 def panel(title: str, unit: str, curves: Sequence[Curve]) -> Iterator[str]:
     """One set of axes with its lines and their slopes."""
     points = [point for curve in curves for point in curve.points]
-    across = Axis([point[0] for point in points], WIDE, backwards=False)
-    up = Axis([max(point[1], 1e-3) for point in points], HIGH, backwards=True)
+    across = Axis([point[0] for point in points], WIDE, "sizes")
+    up = Axis([max(point[1], 1e-3) for point in points], HIGH, "rates" if curves[0].rates else "costs")
     yield f'<text x="0" y="-10" class="title">{escape(title)}, {escape(unit)}</text>'
     for tick in across.ticks():
         x = across.at(tick)
@@ -132,7 +142,7 @@ def panel(title: str, unit: str, curves: Sequence[Curve]) -> Iterator[str]:
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
         yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>'
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{colour}"/>' for x, y in spots)
-        words = curve.name if curve.rates else f"{curve.name}: {curve.slope.shape}, exponent {curve.slope.exponent:.2f}"
+        words = curve.name if curve.rates else f"{curve.name}: {curve.slope.name}, {curve.slope.exponent:.2f}"
         yield f'<text x="0" y="{HIGH + 26 + 11 * index}" fill="{colour}">{escape(words)}</text>'
 
 

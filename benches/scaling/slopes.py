@@ -51,25 +51,32 @@ class Slope:
         """What the shape says of a size."""
         return self.fixed + self.each * TERMS[self.shape](size, self.power)
 
+    @property
+    def name(self) -> str:
+        """The shape, if the curve is like it."""
+        # One odd point makes a constant no other shape.
+        odd = self.shape != "constant" and self.worst > FAR_OFF
+        if self.shape != "nearly constant" and (self.error > UNLIKE or odd):
+            return "no simple shape"
+        if self.shape != "power":
+            return self.shape
+        return f"power {self.power:.2f}" if self.power > 0 else f"falls, power {self.power:.2f}"
+
     def text(self, unit: str, one: str) -> str:
         """In words."""
-        if self.shape == "nearly constant":
-            words = f"nearly constant, {digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
-        elif self.error > UNLIKE or self.worst > FAR_OFF:
-            words = (
-                f"no simple shape, nearest {self.shape}: from {digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
-            )
-        elif self.shape == "constant":
-            words = f"constant, {digits(self.fixed)} {unit}"
-        elif self.shape == "logarithmic":
-            words = f"logarithmic, {digits(self.fixed)} {unit} and {digits(self.each)} for each doubling"
-        elif self.shape == "linear":
+        ends = f"{digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
+        words = self.name
+        if words == "no simple shape":
+            words += f", nearest {self.shape}: from {ends}"
+        elif words == "nearly constant":
+            words += f", {ends}"
+        elif words == "constant":
+            words += f", {digits(self.fixed)} {unit}"
+        elif words == "logarithmic":
+            words += f", {digits(self.fixed)} {unit} and {digits(self.each)} for each doubling"
+        elif words == "linear":
             fixed = f"{digits(self.fixed)} {unit} and " if self.fixed > 0 else ""
-            words = f"linear, {fixed}{digits(self.each)} {unit} for each {one}"
-        elif self.shape == "quadratic":
-            words = "quadratic"
-        else:
-            words = f"as the power {self.power:.2f}" if self.power > 0 else f"falls, as the power {self.power:.2f}"
+            words += f", {fixed}{digits(self.each)} {unit} for each {one}"
         return words + (", SUPERLINEAR at the end" if self.superlinear else "")
 
 
