@@ -95,6 +95,16 @@ class Bed:
         self.engine.finalize()
 
 
+def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
+    """For each row of the destination, which row of the source it gets (backwards: which row its row goes to)."""
+    order = np.empty(len(bed.src_rows), dtype=np.int64)
+    if backwards:
+        order[bed.src_rows] = bed.dst_rows
+    else:
+        order[bed.dst_rows] = bed.src_rows
+    return order
+
+
 def engine(pool: int, host: bool) -> LLMDataDist:
     """One of our engines, with as many threads as everybody gets."""
     config = LLMConfig()
