@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Optional
 
 from rows import LIMIT, OURS, Missing, Row, measured
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from ask import Ask
 
 # Loops that stay in the race for the limit after the warm-up.

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
-from rows import Row
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from rows import Row
 
 if TYPE_CHECKING:
     from limit import Limit

@@ -7,21 +7,24 @@ writes the same bytes to the same place. It has no copy inside a cache. Not for:
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
 from local.bed import THREADS, reordered
 from rows import Missing
 from turns import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from local.bed import Bed
 
 TOKENS = 16  # of a block, as serving engines have it
 CHUNK = 256  # tokens of a chunk, as it comes
 NOTE = (
-    "a paged cache to chunks in order (swap out) or back; the list is put in the chunks' order before the clock starts; "
-    "its allocator and index are not in the figure"
+    "a paged cache to chunks in order (swap out) or back; the list is put in the chunks' order before the clock "
+    "starts; its allocator and index are not in the figure"
 )
 
 

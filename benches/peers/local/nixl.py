@@ -6,11 +6,13 @@ Without its progress thread, which would burn a core while others have their tur
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from turns import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from local.bed import Bed
 
 NOTE = "it reads from itself; the request is made before the clock starts, as it can be used again"

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+
 from local.bed import reordered
 from turns import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from local.bed import Bed
 
 
-def entries(bed: Bed) -> Iterator[Entry]:
+def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
     """By index (which makes a temporary), row by row, and memmove by one thread and two."""
     tensors = list(zip(bed.src_words, bed.dst_words))
     sources, places = bed.src_rows, bed.dst_rows
@@ -61,4 +64,6 @@ def entries(bed: Bed) -> Iterator[Entry]:
     yield Entry("numpy", by_two, "memmove x2", threads=2)
 
 
-WHOLE = "only where, as here, a whole tensor is written; the list is put in the destination's order before the clock starts"
+WHOLE = (
+    "only where, as here, a whole tensor is written; the list is put in the destination's order before the clock starts"
+)

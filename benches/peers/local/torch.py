@@ -5,17 +5,20 @@ Not for: devices; everything here lies in host memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
 from local.bed import THREADS, reordered
 from turns import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from local.bed import Bed
 
 
-def entries(bed: Bed) -> Iterator[Entry]:
+def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
     """The ways that people write this with torch, over the very tensors of the caches."""
     torch.set_num_threads(THREADS)
     words = list(zip(map(torch.from_numpy, bed.src_words), map(torch.from_numpy, bed.dst_words)))
@@ -48,7 +51,7 @@ def entries(bed: Bed) -> Iterator[Entry]:
     yield Entry("torch", select_int64, "index_copy_(index_select), int64", THREADS)
     yield Entry(
         "torch",
-        lambda: torch._foreach_copy_(to_views, from_views),  # noqa: SLF001  (it has no other name)
+        lambda: torch._foreach_copy_(to_views, from_views),
         "_foreach_copy_ of views, bfloat16",
         THREADS,
         note="the views are made before the clock starts",
@@ -64,4 +67,6 @@ def entries(bed: Bed) -> Iterator[Entry]:
     yield Entry("torch", straight, "index_select(out=dst), int64", THREADS, note=WHOLE)
 
 
-WHOLE = "only where, as here, a whole tensor is written; the list is put in the destination's order before the clock starts"
+WHOLE = (
+    "only where, as here, a whole tensor is written; the list is put in the destination's order before the clock starts"
+)
