@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Union  # noqa: UP035  (3.9 is the oldest)
+from typing import TYPE_CHECKING, Any, Union
 
 from rows import OURS, Extra, Row
 
@@ -18,9 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benches" / "scaling"))
 
 import document  # noqa: E402  (of benches/scaling)
-from figures import Figures  # noqa: E402  (likewise)
+import drawing  # noqa: E402  (likewise)
+from figures import FOLDER, Figures  # noqa: E402  (likewise)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 
@@ -46,6 +49,14 @@ def run(ask: Ask, _: str) -> Iterator[Union[Row, Extra]]:
         yield Row("scale", "curves", OURS, note=f"ended with {done.returncode}: {last}")
         return
     yield Extra("scale", json.loads(file.read_text()))
+
+
+def draw(found: Any, folder: Path) -> None:
+    """The picture of the curves; and, where they are the project's own, the pages that are written from them."""
+    figures = Figures(found)
+    (folder / "scale.svg").write_text(drawing.drawn(figures))
+    if folder.resolve() == FOLDER:
+        document.PAGE.write_text(document.filled(document.PAGE.read_text(), figures, "peers.json"))
 
 
 def section(found: Any) -> str:

@@ -6,13 +6,14 @@ Not for: the words around them, which are written by hand and say nothing that a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Callable, Sequence  # noqa: UP035  (3.9 is the oldest)
+from typing import TYPE_CHECKING
 
 import fleet
 from figures import FOLDER, Curve, Figures
 from slopes import digits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 PAGE = FOLDER.parent / "scaling.md"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import TYPE_CHECKING, Iterator, Sequence  # noqa: UP035  (3.9 is the oldest)
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from figures import Curve, Figures
 
 WIDE, HIGH, LEFT, TOP, GAP = 330, 190, 52, 30, 86

@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence  # noqa: UP035  (3.9 is the oldest)
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Point = tuple[float, float]
 
