@@ -170,6 +170,27 @@ def test_the_work_that_is_counted():
     assert math.isclose(fleet.DEMAND, 3.9576e15 / 5.7835e14, rel_tol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("file", "constant", "said"),
+    [
+        ("links/state.rs", "MOST_LINKS: usize = 4096;", "4,096"),
+        ("links/state.rs", "MOST_STRANGERS: usize = 256;", "256 strangers"),
+        ("links/link.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
+        ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
+        ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
+        ("links/threads.rs", "STACK: usize = 512 << 10;", "512 KiB of address space"),
+        ("transport/door.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
+        ("links/search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
+        ("mem/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),
+    ],
+)
+def test_the_limits_that_the_page_names_are_those_of_the_code(file, constant, said):
+    page = " ".join(document.PAGE.read_text().split())
+    assert constant in (figures.FOLDER.parents[1] / "crates" / "core" / "src" / file).read_text()
+    assert said in page
+    assert fleet.MOST_LINKS == 4096
+
+
 def committed():
     """The figures that the pages were written from."""
     source, found = figures.document()

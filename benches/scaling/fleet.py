@@ -65,13 +65,8 @@ DEMAND = FLOPS.value * 1e12 * BUSY.value * ENGINES.value / (2 * PARAMETERS * PRO
 
 # Limits of ours (docs/links.md), and of the system as it is usually set.
 MOST_LINKS = 4096
-MOST_RECORDS = 65_536
-MOST_STRANGERS = 256
-MOST_COMMUNICATORS = 512
 HEARTBEAT_S = 1.0
-STACK = 512 << 10
 DESCRIPTORS_USUAL = 1024
-DESCRIPTORS_HARD = 1 << 20
 MAPPINGS_USUAL = 65_530
 FAN = 1 << 20  # bytes of one pull of the fan-in benchmark
 PAIR = 2  # clients that the model is given
@@ -199,7 +194,7 @@ def storms(figures: Figures, transport: str) -> list[Storm]:
     """From the slope of the measured ones; beyond the limits of ours the note says so."""
     curve = figures.curve(f"all are linked again, {transport}")
     found = [Storm(int(point[0]), point[1] / 1e3, "measured") for point in curve.points if point[0] in (64, 512)]
-    for engines in (MOST_LINKS, 40_000):
+    for engines in (MOST_LINKS, 10_000):
         note = "from the slope" if engines <= MOST_LINKS else f"from the slope; {MOST_LINKS:,} at a time are let in"
         found.append(Storm(engines, curve.slope.at(engines) / 1e3, note))
     return found
