@@ -52,6 +52,7 @@ impl Cluster {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };
         let generations = Arc::new(Generations::new()?);
+        mem::keep_lists();
         Ok(Cluster {
             host: arena(config.host_pool, Placement::Host)?,
             device: arena(config.device_pool, Placement::Device)?,
