@@ -82,6 +82,12 @@ impl Tuner {
         self.kernels.get(index).copied().unwrap_or(Kernel::PLAIN)
     }
 
+    /// The kernel for bytes that are read again at once, and so belong in the caches.
+    #[must_use]
+    pub fn cached(&self) -> Kernel {
+        self.kernels.iter().copied().rfind(|kernel| !kernel.streams()).unwrap_or(Kernel::PLAIN)
+    }
+
     /// Counts bytes a kernel copies.
     pub fn count(&self, kernel: Kernel, bytes: u64) {
         let counter = if kernel.streams() { &self.counted.streaming } else { &self.counted.plain };

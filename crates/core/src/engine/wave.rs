@@ -16,8 +16,9 @@ use crate::mem::kernel::Kernel;
 use crate::mem::{Tensors, Window, page_faults};
 use crate::plan::{CopyPlan, Piece};
 
-/// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
-const INLINE: u64 = 256 << 10;
+/// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
+/// caller copies half a MiB that is not cached, and a whole one that is.
+const INLINE: u64 = 512 << 10;
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
 /// A copy under way.
