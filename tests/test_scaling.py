@@ -4,6 +4,7 @@ picture say what the committed figures say.
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 
@@ -217,6 +218,17 @@ def test_the_picture_is_that_of_the_figures():
     assert (figures.FOLDER / "scale.svg").read_text() == picture, "python benches/scaling --write"
     assert picture.count("<path") > 100
     assert all(title in picture for title, _, _ in drawing.PANELS)
+
+
+def test_the_comparison_shows_every_curve(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(figures.FOLDER.parents[1] / "benches" / "peers"))
+    scale = importlib.import_module("scale")
+    _, written = figures.document()
+    section = scale.section(written)
+    assert all(f"| {curve['name']} |" in section for curve in written["curves"])
+    assert all(f"| {figure['name']} |" in section for figure in written["figures"])
+    scale.draw(written, tmp_path)
+    assert (tmp_path / "scale.svg").read_text() == (figures.FOLDER / "scale.svg").read_text()
 
 
 def test_every_curve_that_is_used_was_measured():
