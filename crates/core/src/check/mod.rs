@@ -9,6 +9,7 @@ mod landing;
 mod layers;
 mod layerwise;
 mod options;
+mod pieces;
 pub mod ranks;
 mod transfer;
 mod values;
@@ -23,8 +24,9 @@ pub use layerwise::{
     source_placement, whole_layers,
 };
 pub use options::config;
+pub use pieces::{Move, Pieces};
 pub use transfer::{
-    Far, Move, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
+    Far, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
     reachable,
 };
 pub use values::{
