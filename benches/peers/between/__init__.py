@@ -134,7 +134,7 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
     target = pair.destination(case.op)
     pair.rest()
     for variant, threads in settings:
-        turn = Turn(pair, variant)
+        turn = Turn(pair, variant, 1 if pair.peer.once and case.op == PUSH else MOST_TIMES)
         setting = pair.peer.setting
         if pair.peer.system == LIMIT:
             setting = f"{setting} {variant}"
@@ -152,13 +152,13 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
 class Turn:
     """One turn of a pair: small transfers are repeated until they take long enough to be clocked."""
 
-    def __init__(self, pair: Pair, variant: str) -> None:
-        self.pair, self.variant, self.times = pair, variant, 1
+    def __init__(self, pair: Pair, variant: str, most: int) -> None:
+        self.pair, self.variant, self.times, self.most = pair, variant, 1, most
 
     def run(self) -> float:
         """Seconds of one transfer, by the near process's clock."""
         took: float = self.pair.timed("go", self.variant, times=self.times)
-        self.times = max(1, min(MOST_TIMES, math.ceil(SHORTEST_S / took)))
+        self.times = max(1, min(self.most, math.ceil(SHORTEST_S / took)))
         return took
 
 

@@ -63,8 +63,6 @@ class Case:
 class Adapter:
     """One side of one system. A subclass fills in what its system needs; the rest is the same for all."""
 
-    library = ""  # what ``load`` imports, for the row that says it is missing
-    attends = False  # whether the far side has something to do while the near side is at it
     verifies_near = False  # whether the near side can tell what arrived at the far one
 
     def __init__(self, setting: str, role: str, size: int, limit: Limit, pattern: np.ndarray) -> None:
@@ -87,6 +85,14 @@ class Adapter:
 
     def link(self, hello: Any) -> None:
         """The near side reaches the far one."""
+        raise NotImplementedError
+
+    def relink(self, hello: Any) -> None:
+        """The near side reaches a far one that was started again."""
+        self.link(hello)
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """Seconds of each step that comes before the first transfer of so many blocks; nothing is moved."""
         raise NotImplementedError
 
     def lay(self, case: Case) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, PULL, THREADS, Adapter, Case, Run, address, memory_file, plain, shared
+from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address, memory_file, plain, shared
 
 A_CALL = (8, 64, 512)
 PIECES = (256 << 10, 1 << 20, 4 << 20)
@@ -150,5 +150,3 @@ def received(stream: socket.socket, part: memoryview, piece: int) -> None:
             raise ConnectionError("the stream ended")
         at += got
 
-
-__all__ = ["NEAR", "Bare"]

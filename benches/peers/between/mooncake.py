@@ -16,8 +16,6 @@ MOST = 1024  # requests a call; more fail, and spoil the calls after them
 class Engine(Adapter):
     """One engine."""
 
-    library = "mooncake"
-
     @classmethod
     def load(cls) -> None:
         """Import it."""

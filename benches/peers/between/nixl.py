@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run, address, plain
+from between.adapter import NEAR, PULL, Adapter, Case, Run, address, plain
 
 BATCH = 50  # polls between two looks at the pipe
 FAILED = "ERR"
@@ -27,8 +27,6 @@ def api() -> Any:
 
 class Nixl(Adapter):
     """One agent."""
-
-    library = "nixl"
 
     @classmethod
     def load(cls) -> None:
@@ -62,6 +60,12 @@ class Nixl(Adapter):
         metadata, self.there = hello
         self.remote = self.agent.add_remote_agent(metadata)
         self.agent.make_connection(self.remote)
+
+    def relink(self, hello: Any) -> None:
+        """Forget the old agent, which had the same name."""
+        self.handle = None
+        self.agent.remove_remote_agent(self.remote)
+        self.link(hello)
 
     def rows(self, base: int, rows: np.ndarray, block: int) -> np.ndarray:
         """Descriptors."""
@@ -141,5 +145,3 @@ class Nixl(Adapter):
             self.agent.remove_remote_agent(self.remote)
         self.agent.deregister_memory(self.region)
 
-
-__all__ = ["FAR", "Nixl"]

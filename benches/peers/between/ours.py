@@ -22,8 +22,6 @@ SLACK = 64 << 20
 class Ours(Adapter):
     """One engine of the pair."""
 
-    library = "llm_datadist"
-
     @classmethod
     def load(cls) -> None:
         """Import it."""
@@ -80,13 +78,18 @@ class Ours(Adapter):
         """Link the clusters."""
         from llm_datadist import LLMClusterInfo, LLMStatusCode  # noqa: PLC0415
 
-        info = LLMClusterInfo()
+        self.info = info = LLMClusterInfo()
         info.remote_cluster_id = CLUSTERS[FAR]
         ip, port = hello.rsplit(":", 1)
         info.append_local_ip_info("127.0.0.1", 0)
         info.append_remote_ip_info(ip, int(port))
         status, each = self.dist.link_clusters([info], 5000)
         assert status == LLMStatusCode.LLM_SUCCESS, (status, each)
+
+    def relink(self, hello: Any) -> None:
+        """Drop what is left of the old link."""
+        self.dist.unlink_clusters([self.info], 2000)
+        self.link(hello)
 
     def lay(self, case: Case) -> None:
         """Blocks of the size that is moved."""
@@ -104,15 +107,15 @@ class Ours(Adapter):
         return lambda: manager.push_blocks(key, cache, src, dst, tensor_num_per_layer=1)
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
-        """A cache of so many blocks with a key: there is nothing else to do before a call."""
+        """A registered cache of so many blocks with a key: there is nothing else to do before a call."""
         from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
 
+        manager, memory = self.dist.cache_manager, plain(blocks * block)
         began = time.perf_counter()
         desc = CacheDesc(1, [blocks, block // 2], DataType.DT_BF16)
-        key = BlocksCacheKey(CLUSTERS[self.role], 1)
-        cache = self.dist.cache_manager.register_blocks_cache(desc, [address(self.memory)], key)
+        cache = manager.register_blocks_cache(desc, [address(memory)], BlocksCacheKey(CLUSTERS[self.role], 1))
         took = time.perf_counter() - began
-        self.dist.cache_manager.unregister_cache(cache.cache_id)
+        manager.unregister_cache(cache.cache_id)
         return {"prepare": took}
 
     def close(self) -> None:

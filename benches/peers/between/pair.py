@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 import numpy as np
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side import main; main(sys.argv[1:])"
 
 
@@ -78,6 +78,7 @@ class Process:
     def answer(self, limit_s: float = PATIENCE_S) -> Any:
         """The answer to the last message."""
         if not self.conn.poll(limit_s):
+            self.signal(signal.SIGUSR1)
             raise Failed(f"the {self.role} side was still at it after {limit_s:.0f} s")
         try:
             kind, value = self.conn.recv()

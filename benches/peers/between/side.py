@@ -5,7 +5,9 @@ Not for: deciding what is measured (``pair``), or how a system does it (its adap
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import statistics
 import sys
 import time
@@ -45,6 +47,11 @@ class Side:
         began = time.perf_counter()
         self.adapter.link(hello)
         return time.perf_counter() - began
+
+    def relink(self, hello: Any) -> None:
+        """Near: reach a far side that was started again."""
+        self.runs = []
+        self.adapter.relink(hello)
 
     def fill(self, op: str) -> None:
         """Put the bytes there that are moved."""
@@ -95,9 +102,9 @@ class Side:
         took.sort()
         return statistics.median(took) / 1e9, took[len(took) * 99 // 100] / 1e9, took[-1] / 1e9
 
-    def until_it_fails(self, variant: str, seconds: float) -> tuple[str, float, int]:
+    def until_it_fails(self, seconds: float) -> tuple[str, float, int]:
         """Near: transfer again and again until one fails or the time is over: what came, when, after how many."""
-        run, times = self.run_of(variant), 0
+        run, times = self.run_of(""), 0
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             try:
@@ -136,7 +143,7 @@ class Side:
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
         """Near: seconds of each step before the first transfer of so many blocks, in the system's own way."""
-        return self.adapter.prepared(blocks, block)  # type: ignore[attr-defined,no-any-return]
+        return self.adapter.prepared(blocks, block)
 
     def close(self) -> None:
         """End in order."""
@@ -151,6 +158,7 @@ def said(failure: BaseException) -> str:
 def main(words: list[str]) -> None:
     """Serve until the other end of the pipe is gone."""
     die_with_parent()
+    faulthandler.register(signal.SIGUSR1)  # where it is, into its log
     conn, (system, setting, role, size, pattern) = Connection(int(words[0])), words[1:]
     side: Optional[Side] = None
     try:

@@ -42,6 +42,7 @@ class Peer:
     environment: dict[str, str] = field(default_factory=dict)
     attends: bool = False  # the far process has to be driven while the near one is at it
     restless: bool = False  # a thread of it burns a core while nothing is asked: stopped outside its turns
+    once: bool = False  # the same push does nothing the second time, so it is not repeated within one turn
     threads: int = 1
     note: str = ""
 
@@ -79,6 +80,7 @@ PEERS = {
     ("mooncake store", TCP): Peer(
         "mooncake store",
         "tcp",
+        once=True,
         note="put and get of one object a block, far segment of the store; what was put is checked by getting it",
     ),
     ("ucxx", AS_IT_COMES): Peer("ucxx", AS_IT_COMES, attends=True, note=TWO_SIDED),

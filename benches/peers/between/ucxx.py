@@ -22,8 +22,6 @@ PERIOD_NS = 10**9
 class Ucxx(Adapter):
     """One worker with one endpoint."""
 
-    library = "ucxx"
-
     @classmethod
     def load(cls) -> None:
         """Import it; its own search for the wheel's libraries needs a further package, so they are loaded before."""
@@ -124,6 +122,13 @@ class Ucxx(Adapter):
             else:
                 self.wait([self.endpoint.tag_recv(block, tag) for block, tag in self.ready], over)
                 self.wait([self.send(DONE)])
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """A view and a tag for every block; the far side needs as many."""
+        began = time.perf_counter()
+        words = self.memory.reshape(-1, block // 8)
+        _ = [(self.array(words[row]), self.tag(FIRST + row)) for row in range(blocks)]
+        return {"prepare": time.perf_counter() - began}
 
     def close(self) -> None:
         """In order."""
