@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
@@ -69,7 +70,15 @@ class Adapter:
         self.setting, self.role, self.size = setting, role, size
         self.limit, self.pattern = limit, pattern
         self.memory = np.zeros(0, dtype=np.int64)
+        self.touching_s = 0.0  # part of ``open`` that is no work of the system
         self.open()
+
+    def plain(self, size: int) -> np.ndarray:
+        """Touched memory of the process."""
+        began = time.perf_counter()
+        words = plain(size)
+        self.touching_s += time.perf_counter() - began
+        return words
 
     @classmethod
     def load(cls) -> None:

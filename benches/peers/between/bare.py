@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address, memory_file, plain, shared
+from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address, memory_file, shared
 
 A_CALL = (8, 64, 512)
 PIECES = (256 << 10, 1 << 20, 4 << 20)
@@ -31,7 +31,7 @@ class Bare(Adapter):
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
         else:
-            self.memory = plain(self.size)
+            self.memory = self.plain(self.size)
         self.stream: Optional[socket.socket] = None
         if self.setting == "stream" and self.role == FAR:
             self.door = socket.create_server(("127.0.0.1", 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from between.adapter import PULL, Adapter, Case, Run, address, plain
+from between.adapter import PULL, Adapter, Case, Run, address
 
 MOST = 1024  # requests a call; more fail, and spoil the calls after them
 
@@ -29,7 +29,7 @@ class Engine(Adapter):
         code = self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
         if code:
             raise RuntimeError(f"initialize says {code}")
-        self.memory = plain(self.size)
+        self.memory = self.plain(self.size)
         code = self.engine.register_memory(address(self.memory), self.size)
         if code:
             raise RuntimeError(f"register_memory says {code}")

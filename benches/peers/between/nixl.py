@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import NEAR, PULL, Adapter, Case, Run, address, plain
+from between.adapter import NEAR, PULL, Adapter, Case, Run, address
 
 BATCH = 50  # polls between two looks at the pipe
 FAILED = "ERR"
@@ -47,7 +47,7 @@ class Nixl(Adapter):
             self.agent = front.nixl_agent(name, front.nixl_agent_config(enable_prog_thread=False, backends=[]))
             quick = {"ucx_error_handling_mode": "none"} if self.setting.startswith("tuned") else {}
             self.agent.create_backend("UCX", quick)
-        self.memory = plain(self.size)
+        self.memory = self.plain(self.size)
         self.region = self.agent.register_memory([(address(self.memory), self.size, 0, "")], mem_type="DRAM")
         self.handle: Any = None
 

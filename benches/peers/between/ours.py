@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address, plain
+from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address
 
 if TYPE_CHECKING:
     from llm_datadist import Cache
@@ -47,7 +47,7 @@ class Ours(Adapter):
                 "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
             }
         )
-        self.own = plain(self.size) if registered else None
+        self.own = self.plain(self.size) if registered else None
         self.cache: Cache
         self.cut(1 << 20)
 
@@ -110,7 +110,7 @@ class Ours(Adapter):
         """A registered cache of so many blocks with a key: there is nothing else to do before a call."""
         from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
 
-        manager, memory = self.dist.cache_manager, plain(blocks * block)
+        manager, memory = self.dist.cache_manager, self.plain(blocks * block)
         began = time.perf_counter()
         desc = CacheDesc(1, [blocks, block // 2], DataType.DT_BF16)
         cache = manager.register_blocks_cache(desc, [address(memory)], BlocksCacheKey(CLUSTERS[self.role], 1))

@@ -21,6 +21,8 @@ from rows import Missing
 from between.adapter import FAR, Adapter, Case, Run, die_with_parent, shared
 from between.systems import adapter
 
+WARM = 10
+
 
 class Side:
     """The messages of one side, each a method; what it returns is the answer."""
@@ -34,7 +36,7 @@ class Side:
         limit, words = Limit(), shared(pattern, size)
         opened = time.perf_counter()
         self.adapter: Adapter = kind(setting, role, size, limit, words)
-        self.took = {"import": loaded - began, "ready": time.perf_counter() - opened}
+        self.took = {"import": loaded - began, "ready": time.perf_counter() - opened - self.adapter.touching_s}
         self.case: Optional[Case] = None
         self.runs: list[tuple[str, int, Run]] = []
 
@@ -93,9 +95,12 @@ class Side:
         return (time.perf_counter() - began) / times
 
     def each(self, variant: str, times: int) -> tuple[float, float, float]:
-        """Near: median, 99th of a hundred and slowest of so many transfers, each clocked alone."""
+        """Near: median, 99th of a hundred and slowest of so many transfers, each clocked alone; the first ten warm up."""
         run, clock, took = self.run_of(variant), time.perf_counter_ns, []
-        for _ in range(times):
+        warm = min(WARM, times // 2)
+        for _ in range(warm):
+            run()
+        for _ in range(times - warm):
             began = clock()
             run()
             took.append(clock() - began)

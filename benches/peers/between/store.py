@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, POISON, PULL, Adapter, Case, Run, address, plain
+from between.adapter import FAR, NEAR, POISON, PULL, Adapter, Case, Run, address
 from between.systems import STORE_PORT
 
 BATCH = 512  # objects a call; calls of many hundreds more fail (TRANSFER_FAIL, of 1,024 requests queued a peer)
@@ -40,8 +40,8 @@ class Store(Adapter):
             raise RuntimeError(f"setup says {code}")
         self.laid: tuple[str, int] = ("", 0)
         if self.role == NEAR:
-            self.memory = plain(self.size)
-            self.scratch = plain(self.size)
+            self.memory = self.plain(self.size)
+            self.scratch = self.plain(self.size)
             for words in (self.memory, self.scratch, self.pattern):
                 code = self.store.register_buffer(address(words), self.size)
                 if code:

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run, address, plain
+from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run, address
 
 ASK, DONE, FIRST = 1, 2, 16
 LOOK = 256  # polls between two looks at the pipe
@@ -40,7 +40,7 @@ class Ucxx(Adapter):
         self.core, self.array, self.tag = core, Array, Tag
         self.context = core.UCXContext(feature_flags=(core.Feature.TAG,))
         self.worker = core.UCXWorker(self.context)
-        self.memory = plain(self.size)
+        self.memory = self.plain(self.size)
         self.signal = {tag: Array(np.zeros(1, dtype=np.int64)) for tag in (ASK, DONE)}
         self.endpoint: Any = None
         # With it UCX does without its shared-memory lanes.
