@@ -1,4 +1,4 @@
-"""Ours beside the peers: ``make bench-peers``, or ``.venv-peers/bin/python benches/peers [--quick] [--only local,many]``.
+"""Ours beside the peers: ``make bench-peers``, or ``.venv-peers/bin/python benches/peers [--quick] [--only many]``.
 
 Runs every group of ``groups``, each part in a process of its own with a time limit, and writes ``peers.json``,
 ``peers.md`` and a picture. A run of some groups keeps the rows of the others. Not for: measuring (the groups).
@@ -7,6 +7,7 @@ Runs every group of ``groups``, each part in a process of its own with a time li
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import environment
 import picture
@@ -26,6 +27,9 @@ import report
 from ask import BREADCRUMB, Ask
 from groups import GROUPS, Group
 from rows import LIMIT, OURS, Extra, Row, read, written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TRIES = 4
 Found = Union[Row, Extra]
@@ -44,7 +48,7 @@ def main() -> None:
         all_groups(options, file)
     document, rows = read(options.source or file)
     (options.out / "peers.md").write_text(report.markdown(document, rows))
-    said = picture.draw(document, rows, options.out)
+    said = picture.draw(rows, options.out)
     if said:
         print(said, flush=True)
 
@@ -71,7 +75,7 @@ def parsed() -> argparse.Namespace:
 
 
 def all_groups(options: argparse.Namespace, file: Path) -> None:
-    """Measure the groups that were asked for, and write the file after each: a run that is cut short leaves the rest."""
+    """Measure the groups that were asked for, and write the file after each: what is cut short leaves some."""
     document, rows = read(file) if file.exists() else ({"groups": {}, "extra": {}}, [])
     document["environment"] = environment.described()
     ask = Ask(
@@ -169,10 +173,8 @@ def in_process(group: Group, part: str, record: Path, ask: Ask) -> Optional[str]
 
 def end(process: subprocess.Popen[Any]) -> None:
     """End a part and everything that it left behind in its session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait(20)
 
 

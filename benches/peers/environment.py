@@ -5,7 +5,7 @@ Not for: measuring anything.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 import subprocess
@@ -62,13 +62,10 @@ def fetched_libraries() -> list[Path]:
 
 def versions() -> dict[str, str]:
     """Of every system that is installed here."""
-    found = {"python": platform.python_version()}
-    for system, distribution in DISTRIBUTIONS.items():
-        try:
-            found[system] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[system] = "not installed"
-    return found
+    here = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    names = {name.lower().replace("_", "-"): version for name, version in here.items() if name}
+    found = {system: names.get(distribution, "not installed") for system, distribution in DISTRIBUTIONS.items()}
+    return {"python": platform.python_version(), **found}
 
 
 def described() -> dict[str, Any]:
@@ -94,7 +91,7 @@ def described() -> dict[str, Any]:
 def moment() -> dict[str, str]:
     """When, and of which state of the tree: said for each group, since groups can be run alone."""
     return {
-        "when": datetime.datetime.now(tz=datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "when": dt.datetime.now(tz=dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
     }
 

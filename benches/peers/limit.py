@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import TYPE_CHECKING, Callable
 
 import numpy as np
+
 from rows import LIMIT, Missing
 from turns import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KERNELS = ("memcpy", "stream", "stream4", "stream ahead")
 THREADS = 2

@@ -5,11 +5,12 @@ Needs matplotlib, which only the environment of this benchmark has. Not for: mea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rows import LIMIT, OURS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rows import Row
@@ -22,7 +23,7 @@ PANELS = (
 )
 
 
-def draw(document: dict[str, Any], rows: Sequence[Row], folder: Path) -> str:
+def draw(rows: Sequence[Row], folder: Path) -> str:
     """Write the picture; what there is to say about it, if anything."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (only where it is installed)

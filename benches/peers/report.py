@@ -7,9 +7,12 @@ Not for: measuring, or the picture (``picture``).
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from rows import LIMIT, OURS, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 # Sections that are not made of rows: the name of the extra document, and what writes it.
 SECTIONS: dict[str, Callable[[Any], str]] = {}
@@ -26,10 +29,10 @@ GOAL = 0.95
 WIDE = 14
 HEAD = """# Beside the peers
 
-Written by `make bench-peers` from `peers.json`; not edited by hand. Every figure is a median, systems ran in turn (A B A B,
-who begins changes each round) over the same blocks, and what they wrote was compared byte for byte unless marked `?`.
-GB = 10^9 bytes, each byte moved counted once. In brackets: how many times as fast ours is; **bold** where the other one is
-ahead. `limit`: the best hand-written loop over the same list of blocks, ours shows its share of it.
+Written by `make bench-peers` from `peers.json`; not edited by hand. Every figure is a median; systems ran in turn (A B
+A B, who begins changes each round) over the same blocks, and what they wrote was compared byte for byte unless marked
+`?`. GB = 10^9 bytes, each byte moved counted once. In brackets: how many times as fast ours is; **bold** where the
+other is ahead. `limit`: the best hand-written loop over the same list of blocks; ours shows its share of it.
 
 ![GB/s over block size, each system](peers.svg)
 """
@@ -127,7 +130,7 @@ def cell(row: Optional[Row]) -> str:
     """One figure, with how it stands to ours."""
     if row is None:
         return "-"
-    text = figure(row) + ("" if row.verified else "?")
+    text = figure(row) + ("?" if row.unit == "GB/s" and not row.verified else "")
     if row.system == OURS:
         return f"{text} (limit {row.limit_ratio:.2f})" if row.limit_ratio is not None else text
     if row.system == LIMIT or row.ratio is None:

@@ -8,12 +8,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Optional
 
 from rows import LIMIT, OURS, Missing, Row, measured
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from ask import Ask
+
+# Loops that stay in the race for the limit after the warm-up.
+BEST = 4
+# Who takes so many times as long as ours is not measured more exactly than in a few rounds.
+FAR_BEHIND = 4
+ROUNDS_OF_THE_SLOW = 2
 
 
 def nothing() -> None:
@@ -33,6 +41,8 @@ class Entry:
     before: Callable[[], None] = nothing  # outside the clock: wake a stopped process, ...
     after: Callable[[], None] = nothing
     failed: str = ""
+    warm: float = 0.0  # seconds of the round that does not count
+    slow: bool = False
 
     @property
     def name(self) -> str:
@@ -56,13 +66,15 @@ def contest(ask: Ask, ground: Ground, entries: Sequence[Entry]) -> Iterator[Row]
     for round_ in range(ask.rounds + 1):
         for turn in range(len(entries)):
             entry = entries[(turn + round_) % len(entries)]
-            if entry.failed:
+            if entry.failed or (entry.slow and round_ > ROUNDS_OF_THE_SLOW):
                 continue
             took = one_turn(ask, ground, entry)
             if took is not None and round_ > 0:
                 seconds[entry.name].append(took)
+            if took is not None and round_ == 0:
+                entry.warm = took
         if round_ == 0:
-            keep_best_of_limit(ask, ground, entries)
+            settle(entries)
     yield from judged(ground, entries, seconds)
 
 
@@ -88,13 +100,14 @@ def one_turn(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
     return took
 
 
-def keep_best_of_limit(ask: Ask, ground: Ground, entries: Sequence[Entry], best: int = 4) -> None:
-    """Of many hand-written loops only those that were fastest while warming up go on; the others are no limit."""
-    loops = [entry for entry in entries if entry.system == LIMIT and not entry.failed]
-    took = {entry.name: one_turn(ask, ground, entry) for entry in loops}
-    order = sorted((entry for entry in loops if not entry.failed), key=lambda entry: took[entry.name] or 0.0)
-    for entry in order[best:]:
+def settle(entries: Sequence[Entry]) -> None:
+    """After the warm-up: of many hand-written loops the fastest go on, and who is far behind gets fewer rounds."""
+    done = [entry for entry in entries if not entry.failed]
+    for entry in sorted((entry for entry in done if entry.system == LIMIT), key=lambda entry: entry.warm)[BEST:]:
         entry.failed = "slower than others while warming up"
+    ours = next((entry.warm for entry in done if entry.system == OURS), None)
+    for entry in done:
+        entry.slow = ours is not None and entry.warm > FAR_BEHIND * ours
 
 
 def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[float]]) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from limit import Limit
 from local.bed import Bed
@@ -16,6 +16,8 @@ from rows import OURS, Missing, Row
 from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 OPS = ("swap_out", "swap_in", "copy_blocks")

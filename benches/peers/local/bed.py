@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
-from rows import Row
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from rows import Row
 
 if TYPE_CHECKING:
     from limit import Limit
@@ -93,6 +93,16 @@ class Bed:
         """Give the memory back."""
         self.src_words, self.dst_words = [], []
         self.engine.finalize()
+
+
+def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
+    """For each row of the destination, which row of the source it gets (backwards: which row its row goes to)."""
+    order = np.empty(len(bed.src_rows), dtype=np.int64)
+    if backwards:
+        order[bed.src_rows] = bed.dst_rows
+    else:
+        order[bed.dst_rows] = bed.src_rows
+    return order
 
 
 def engine(pool: int, host: bool) -> LLMDataDist:

@@ -5,13 +5,16 @@ Not for: the core without Python (``cargo bench --bench copy``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+
 from rows import OURS
 from turns import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from local.bed import Bed
 
 THREADS = 2
