@@ -1,7 +1,7 @@
-"""A far process that is killed or stopped, before a transfer or in the middle of one: what comes back, and after how long.
+"""A far process that is killed or stopped, before a transfer or in the middle of one: what comes back, and when.
 
-And whether things go on afterwards: with a far process that is started again, or with the one that was stopped. Not for:
-our own faults in depth (``tests/test_peer_faults.py``).
+And whether things go on afterwards: with a far process that is started again, or with the one that was stopped. Not
+for: our own faults in depth (``tests/test_peer_faults.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from between import case_of
 from between.adapter import FAR, PULL, Case
@@ -21,6 +21,8 @@ from rows import LIMIT, Row
 from turns import reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 BLOCK = 256 << 10
@@ -59,7 +61,9 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
     system, _, which = part.partition("/")
     peer, pattern = PEERS[system, which], Pattern(ask.mib << 20)
     # Each thread gets its own copy: the store writes its port there.
-    jobs = [partial(one, ask, dataclasses.replace(peer, environment=dict(peer.environment)), pattern, f) for f in FAULTS]
+    jobs = [
+        partial(one, ask, dataclasses.replace(peer, environment=dict(peer.environment)), pattern, f) for f in FAULTS
+    ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(lambda job: job(), jobs)
 
@@ -124,7 +128,7 @@ def struck(pair: Pair, fault: Fault, cut: float) -> tuple[float, str, bool]:
 
 def afterwards(pair: Pair, fault: Fault, case: Case) -> tuple[str, bool]:
     """Whether a pull works again."""
-    far, near = pair.both
+    far, _near = pair.both
     again = "started again and linked again"
     try:
         if fault.signal == signal.SIGKILL:

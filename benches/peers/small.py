@@ -1,13 +1,13 @@
 """Small requests between two processes: how long one call takes, and what 15,000 segments cost before the first.
 
-Every call is clocked alone, back to back, over the same rows: median, 99th of a hundred and slowest. Not for: throughput
-(``between``), or calls with pauses between them (``benches/transfer_latency.py``).
+Every call is clocked alone, back to back, over the same rows: median, 99th of a hundred and slowest. Not for:
+throughput (``between``), or calls with pauses between them (``benches/transfer_latency.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Iterator, Optional
+from typing import TYPE_CHECKING, Optional
 
 from between import Pairs, case_of
 from between.adapter import PULL, PUSH, Case
@@ -17,6 +17,8 @@ from rows import LIMIT, OURS, Row, measured
 from turns import reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 MEMORY = 64 << 20
@@ -67,6 +69,18 @@ class Caller:
         peer = self.pair.peer
         return f"{peer.setting}, request made" if self.fresh else peer.setting
 
+    def round(self, case: Case, most: int, keep: bool) -> None:
+        """One turn, unless it failed before."""
+        if self.failed:
+            return
+        try:
+            took = self.turn(case, most)
+        except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
+            self.failed = reason(failure)
+            return
+        if keep:
+            self.found.append(took)
+
     def turn(self, case: Case, most: int) -> tuple[float, ...]:
         """So many calls, checked afterwards."""
         pair = self.pair
@@ -86,30 +100,24 @@ class Caller:
 
 def latency(ask: Ask, pairs: Pairs, part: str, case: Case) -> Iterator[Row]:
     """One size: every pair in turn, three figures each."""
-    callers = []
+    callers = callers_of(pairs, case.op)
     for pair in pairs.pairs:
         if pair.peer.once and case.op == PUSH:
             note = "not clocked call by call: a key can be put once"
             yield Row("small", part, pair.peer.system, pair.peer.setting, case.block, case.count, note=note)
-            continue
-        callers.append(Caller(pair, fresh=False))
-        if pair.peer.system == "nixl":
-            callers.append(Caller(pair, fresh=True))
     for round_ in range(ask.rounds + 1):
         for turn in range(len(callers)):
-            caller = callers[(turn + round_) % len(callers)]
-            if caller.failed:
-                continue
-            try:
-                took = caller.turn(case, QUICK_CALLS if ask.quick else CALLS)
-            except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
-                caller.failed = reason(failure)
-                continue
-            if round_:
-                caller.found.append(took)
+            callers[(turn + round_) % len(callers)].round(case, QUICK_CALLS if ask.quick else CALLS, keep=round_ > 0)
     for number, figure in enumerate(FIGURES):
         for caller in callers:
             yield judged(callers, caller, number, Row("small", f"{part} {figure}", "", unit="us"), case)
+
+
+def callers_of(pairs: Pairs, op: str) -> list[Caller]:
+    """Every pair that can repeat a call; one that prepares requests also with a request for each call."""
+    able = [pair for pair in pairs.pairs if not (pair.peer.once and op == PUSH)]
+    both = {True: (False, True), False: (False,)}
+    return [Caller(pair, fresh) for pair in able for fresh in both[pair.peer.system == "nixl"]]
 
 
 def judged(callers: list[Caller], caller: Caller, number: int, row: Row, case: Case) -> Row:
@@ -117,7 +125,9 @@ def judged(callers: list[Caller], caller: Caller, number: int, row: Row, case: C
     peer = caller.pair.peer
     note = peer.note.replace("request prepared outside the clock", "").replace("request prepared", "").rstrip("; ")
     if peer.system == "nixl":
-        note = f"{note}; " + ("request made by index for each call" if caller.fresh else "one prepared request, posted again")
+        note = f"{note}; " + (
+            "request made by index for each call" if caller.fresh else "one prepared request, posted again"
+        )
     if peer.system == LIMIT:
         note = "the first of its loops"
     row = dataclasses.replace(
@@ -149,7 +159,11 @@ def of_system(callers: list[Caller], system: str, number: int) -> Optional[list[
 
 # --- before the first call ---
 
-STEPS = {"prepare": "prepare 15,000 segments", "request": "make a request over them", "transfer": "ask for and move them"}
+STEPS = {
+    "prepare": "prepare 15,000 segments",
+    "request": "make a request over them",
+    "transfer": "ask for and move them",
+}
 
 
 def prepare(ask: Ask, pairs: Pairs) -> Iterator[Row]:

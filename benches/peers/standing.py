@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from between import case_of
-from between.adapter import FAR, NEAR, PULL
+from between.adapter import NEAR, PULL
 from between.pair import Pair, Pattern
 from between.systems import PEERS, Peer
 from rows import LIMIT, OURS, Row, measured
 from turns import reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 MEMORY = 64 << 20
@@ -158,4 +160,3 @@ def judged(peers: dict[str, Peer], figures: dict[str, dict[str, list[float]]], f
                 continue
             beside = ours.get(figure) if peer.system not in (OURS, LIMIT) else None
             yield dataclasses.replace(measured(row, figures[key][figure], beside), verified=True)
-

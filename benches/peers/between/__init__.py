@@ -1,31 +1,41 @@
 """Between two processes of one host: pull and push of shuffled blocks, every system in a pair of processes of its own.
 
 Each part is one operation in one kind of memory (``systems``). A pair moves the same list of blocks out of memory with
-the same bytes; the near process clocks the transfer alone. Pairs that burn a core while nobody asks anything of them are
-stopped outside their turns, so that they cost only themselves. Not for: single calls (``small``), or copies inside one
-process (``local``).
+the same bytes; the near process clocks the transfer alone. Pairs that burn a core while nobody asks anything of them
+are stopped outside their turns, so that they cost only themselves. Not for: single calls (``small``), or copies inside
+one process (``local``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-from rows import LIMIT, Row
-from turns import Entry, Ground, contest, reason
 
 from between.adapter import PULL, PUSH, Case
 from between.pair import Failed, Pair, Pattern, Process
 from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
+from rows import LIMIT, Row
+from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ask import Ask
 
 KIB = 1 << 10
 # How many blocks beside as many as fit into the memory.
-FEW = {4 * KIB: (1, 64, 4096), 16 * KIB: (1, 64, 4096), 64 * KIB: (64,), 256 * KIB: (64,), 1024 * KIB: (1,), 2048 * KIB: ()}
+FEW = {
+    4 * KIB: (1, 64, 4096),
+    16 * KIB: (1, 64, 4096),
+    64 * KIB: (64,),
+    256 * KIB: (64,),
+    1024 * KIB: (1,),
+    2048 * KIB: (),
+}
 MOST = 16384
 QUICK = {16 * KIB: (64,), 256 * KIB: ()}
 SHORTEST_S = 0.01
@@ -94,15 +104,22 @@ class Pairs:
         """One list of blocks: every pair, in turn."""
         entries: list[Entry] = []
         for pair in list(self.pairs):
-            try:
-                entries += entries_of(pair, case)
-            except Exception as failure:  # noqa: BLE001  (as above)
-                yield Row(row.group, row.op, pair.peer.system, pair.peer.setting, note=reason(failure))
-                self.drop(pair)
+            found, why = self.ready(pair, case)
+            entries += found
+            if why:
+                yield dataclasses.replace(row, system=pair.peer.system, setting=pair.peer.setting, note=why)
         ground = Ground(row, case.total / 1e9, wrong=lambda: None)
         yield from contest(self.ask, ground, entries)
         for pair in list(self.pairs):
             self.after(pair, case)
+
+    def ready(self, pair: Pair, case: Case) -> tuple[list[Entry], str]:
+        """What a pair brings into a cell; or why it cannot, and then it is left out from here on."""
+        try:
+            return list(entries_of(pair, case)), ""
+        except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
+            self.drop(pair)
+            return [], reason(failure)
 
     def after(self, pair: Pair, case: Case) -> None:
         """Nothing else was written; and a pair that no longer answers is left out from here on."""

@@ -23,7 +23,7 @@ NEAR, FAR = "near", "far"
 THREADS = 2
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
 
-Run = Callable[[], None]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)

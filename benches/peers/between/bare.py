@@ -77,7 +77,8 @@ class Bare(Adapter):
     def vm(self, shares: list[np.ndarray], case: Case, a_call: int) -> None:
         """Each share by a thread of its own; the system call runs without the interpreter's lock."""
         rest = [
-            self.pool.submit(self.limit.vm, self.pid, share, case.block, a_call, case.op != PULL) for share in shares[1:]
+            self.pool.submit(self.limit.vm, self.pid, share, case.block, a_call, case.op != PULL)
+            for share in shares[1:]
         ]
         self.limit.vm(self.pid, shares[0], case.block, a_call, case.op != PULL)
         for share in rest:
@@ -118,7 +119,7 @@ class Bare(Adapter):
 
     def part(self, total: int) -> memoryview:
         """The beginning of the memory."""
-        return memoryview(self.memory).cast("B")[:total]
+        return self.memory.data.cast("B")[:total]
 
     def poison(self, case: Case) -> None:
         """A stream writes the beginning."""
@@ -149,4 +150,3 @@ def received(stream: socket.socket, part: memoryview, piece: int) -> None:
         if got == 0:
             raise ConnectionError("the stream ended")
         at += got
-

@@ -67,7 +67,11 @@ class Engine(Adapter):
 
     def fresh(self, case: Case) -> Run:
         """The lists are made within the clock."""
-        return lambda: self.request(case)()
+
+        def run() -> None:
+            self.request(case)()
+
+        return run
 
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
         """Its memory is registered in one piece; a call takes lists of addresses."""

@@ -144,4 +144,3 @@ class Nixl(Adapter):
         if self.role == NEAR:
             self.agent.remove_remote_agent(self.remote)
         self.agent.deregister_memory(self.region)
-

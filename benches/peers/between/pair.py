@@ -14,11 +14,10 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from environment import variables
-from rows import Missing
-
 from between.adapter import FAR, NEAR, Case, memory_file, shared
 from between.systems import Peer, attendant
+from environment import variables
+from rows import Missing
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -15,11 +15,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, Callable, Optional
 
-from limit import Limit
-from rows import Missing
-
 from between.adapter import FAR, Adapter, Case, Run, die_with_parent, shared
 from between.systems import adapter
+from limit import Limit
+from rows import Missing
 
 WARM = 10
 
@@ -95,7 +94,7 @@ class Side:
         return (time.perf_counter() - began) / times
 
     def each(self, variant: str, times: int) -> tuple[float, float, float]:
-        """Near: median, 99th of a hundred and slowest of so many transfers, each clocked alone; the first ten warm up."""
+        """Near: median, 99th of a hundred and slowest of so many transfers, each clocked alone; some more warm up."""
         run, clock, took = self.run_of(variant), time.perf_counter_ns, []
         warm = min(WARM, times // 2)
         for _ in range(warm):
@@ -197,4 +196,3 @@ def answered(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str,
     except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
         traceback.print_exc()
         return "failed", said(failure)
-

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from between.adapter import FAR, NEAR, POISON, PULL, Adapter, Case, Run, address
 from between.systems import STORE_PORT
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BATCH = 512  # objects a call; calls of many hundreds more fail (TRANSFER_FAIL, of 1,024 requests queued a peer)
 SEGMENT = 3  # times the memory: objects of the source, and room for what is put
@@ -96,7 +97,13 @@ class Store(Adapter):
 
     def fresh(self, case: Case) -> Run:
         """The keys and addresses are made within the clock. A key can be put once only, so not for a push."""
-        return (lambda: self.request(case)()) if case.op == PULL else self.request(case)
+        if case.op != PULL:
+            return self.request(case)
+
+        def run() -> None:
+            self.request(case)()
+
+        return run
 
     def poison(self, case: Case) -> None:
         """A put needs its keys to be free."""

@@ -1,7 +1,7 @@
 """Who is measured between two processes: each system in each of its settings, and what is fair to compare.
 
-``pool``: memory that the system may choose for itself, on one host. ``registered``: memory of the process, entered as it
-is. ``tcp``: what would also go between hosts, over the loopback. Not for: how a system is used (its adapter).
+``pool``: memory that the system may choose for itself, on one host. ``registered``: memory of the process, entered as
+it is. ``tcp``: what would also go between hosts, over the loopback. Not for: how a system is used (its adapter).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from rows import LIMIT, OURS, Missing
 
-from between.adapter import Adapter
+if TYPE_CHECKING:
+    from between.adapter import Adapter
 
 POOL, REGISTERED, TCP = "pool", "registered", "tcp"
 STORE_PORT = "LLM_DATADIST_BENCH_STORE_PORT"

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run, address
+from between.adapter import FAR, NEAR, PULL, Adapter, Case, Run
 
 ASK, DONE, FIRST = 1, 2, 16
 LOOK = 256  # polls between two looks at the pipe
