@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256 << 10
 CUT_S, QUICK_CUT_S = 60.0, 8.0
-WATCH_S = 3.0  # how long transfers have to go on after the fault to count as not minding it
+WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # how long transfers have to go on after the fault to count as not minding it
 WARM_S = 0.4
 MANY = 10**6
 AT_ONCE = 2
@@ -79,7 +79,7 @@ def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
     case = case_of(PULL, BLOCK, pattern.size // BLOCK, pattern.size)
     try:
         transfer(pair, case)
-        seconds, said, alive = struck(pair, fault, cut)
+        seconds, said, alive = struck(pair, fault, cut, QUICK_WATCH_S if ask.quick else WATCH_S)
         after, well = afterwards(pair, fault, case) if alive else ("the near side had to be killed", False)
         note = f"{said}; {after}"
         return dataclasses.replace(
@@ -102,19 +102,19 @@ def transfer(pair: Pair, case: Case) -> None:
         raise AssertionError(f"wrong bytes: {wrong}")
 
 
-def struck(pair: Pair, fault: Fault, cut: float) -> tuple[float, str, bool]:
+def struck(pair: Pair, fault: Fault, cut: float, watch: float) -> tuple[float, str, bool]:
     """Seconds from the fault to the answer, what it was, and whether the near side can still be talked to."""
     far, near = pair.both
     pair.attended(MANY)
     if fault.middle:
-        near.tell("until_it_fails", WARM_S + WATCH_S)
+        near.tell("until_it_fails", WARM_S + watch)
         time.sleep(WARM_S)
     at = time.monotonic()
     far.signal(fault.signal)
     if fault.signal == signal.SIGKILL:
         far.process.wait(20)
     if not fault.middle:
-        near.tell("until_it_fails", WATCH_S)
+        near.tell("until_it_fails", watch)
     try:
         said, when, times = near.answer(cut)
     except Failed as gone:
