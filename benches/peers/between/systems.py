@@ -7,7 +7,6 @@ it is. ``tcp``: what would also go between hosts, over the loopback. Not for: ho
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import socket
 import subprocess
@@ -54,7 +53,7 @@ class Peer:
 
 
 NO_THREAD = "no progress thread: both processes poll while it is their turn"
-SHM = {"UCX_TLS": "posix,sysv,self,tcp", "UCX_ERR": "none"}
+SHM = {"UCX_TLS": "posix,sysv,self,tcp"}
 TWO_SIDED = "two-sided: near asks by a message, far posts one tagged send a block, in the order that near expects them"
 AS_IT_COMES = "as it comes"
 
@@ -146,8 +145,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def cores() -> int:
-    """How many processors there are."""
-    return len(os.sched_getaffinity(0))
