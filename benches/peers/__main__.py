@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import environment
 import picture
 import report
+import scale
 from ask import BREADCRUMB, Ask
 from groups import GROUPS, Group
 from rows import LIMIT, OURS, Extra, Row, read, written
@@ -48,6 +49,8 @@ def main() -> None:
         all_groups(options, file)
     document, rows = read(options.source or file)
     (options.out / "peers.md").write_text(report.markdown(document, rows))
+    if "scale" in document["extra"]:
+        scale.draw(document["extra"]["scale"], options.out)
     said = picture.draw(rows, options.out)
     if said:
         print(said, flush=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
+import scale
 from rows import LIMIT, OURS, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 # Sections that are not made of rows: the name of the extra document, and what writes it.
-SECTIONS: dict[str, Callable[[Any], str]] = {}
+SECTIONS: dict[str, Callable[[Any], str]] = {"scale": scale.section}
 
 TITLES = {
     "local": "Inside one process: swap and copy of shuffled blocks",

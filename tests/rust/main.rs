@@ -50,6 +50,8 @@ mod links;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]
+mod merger;
+#[cfg(not(loom))]
 mod pin;
 #[cfg(not(loom))]
 mod plan;

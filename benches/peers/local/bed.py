@@ -113,8 +113,12 @@ def engine(pool: int, host: bool) -> LLMDataDist:
     if host:
         config.host_mem_pool_cfg = f'{{"memory_size": {pool}}}'
     config.copy_workers = THREADS
+    options = config.generate_options()
+    if hasattr(LLMConfig, "huge_pages"):
+        # Small pages stay small in a series of small pages; in one of huge pages the bed merges them for everybody.
+        options["llm.HugePages"] = "off"
     dist = LLMDataDist(LLMRole.PROMPT, 1)
-    dist.init(config.generate_options())
+    dist.init(options)
     return dist
 
 

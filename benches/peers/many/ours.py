@@ -78,6 +78,11 @@ def ready(scene: Scene, listen: str = "") -> CacheManager:
     return dist.cache_manager
 
 
+def names(scene: Scene, turn: int = 0) -> list[CacheKey]:
+    """A key for each; made before the clock starts, as the other systems' names are."""
+    return [CacheKey(OWNER, req_id=turn * scene.count + number) for number in range(scene.count)]
+
+
 def allocate(scene: Scene) -> Iterator[Entry]:
     """Make all, then free all."""
     manager, what = ready(scene), desc(scene.tensors, scene.size)
@@ -109,20 +114,18 @@ def reach(scene: Scene) -> Iterator[Entry]:
     """Memory of the pool and of the caller under a key, which a linked peer can ask for from then on; and undone."""
     manager, what, pieces = ready(scene, "127.0.0.1:0"), desc(1, scene.size), scene.pieces()
     addresses = [int(piece.ctypes.data) for piece in pieces]
+    keys = names(scene)
     scene.ends.append(lambda: pieces.fill(0))  # held until the engine is gone
 
     def registered() -> None:
-        caches = [
-            manager.register_cache(what, [address], [CacheKey(OWNER, req_id=number)])
-            for number, address in enumerate(addresses)
-        ]
+        caches = [manager.register_cache(what, [address], [key]) for key, address in zip(keys, addresses)]
         for cache in caches:
             manager.unregister_cache(cache.cache_id)
 
     def allocated() -> None:
-        caches = [manager.allocate_cache(what, [CacheKey(OWNER, req_id=number)]) for number in range(scene.count)]
-        for number, cache in enumerate(caches):
-            manager.remove_cache_key(CacheKey(OWNER, req_id=number))
+        caches = [manager.allocate_cache(what, [key]) for key in keys]
+        for key, cache in zip(keys, caches):
+            manager.remove_cache_key(key)
             manager.deallocate_cache(cache)
 
     yield Entry(OURS, registered, note="register_cache of the caller's memory with a key of its own, and back")
@@ -148,10 +151,11 @@ def put(scene: Scene) -> Iterator[Entry]:
     manager, what = ready(scene, "127.0.0.1:0"), desc(1, scene.size)
     made: list[Cache] = []
     sources = [int(words.ctypes.data) for words in scene.objects]
+    keys = names(scene)
 
     def run() -> None:
-        for number, source in enumerate(sources):
-            cache = manager.allocate_cache(what, [CacheKey(OWNER, req_id=number)])
+        for key, source in zip(keys, sources):
+            cache = manager.allocate_cache(what, [key])
             ctypes.memmove(cache.tensor_addrs[0], source, scene.size)
             made.append(cache)
 
@@ -159,7 +163,7 @@ def put(scene: Scene) -> Iterator[Entry]:
         for number, cache in enumerate(made):
             if manager.tensor_views(cache)[0].numpy().tobytes() != scene.objects[number].tobytes():
                 raise ValueError(f"object {number} was put wrong")
-            manager.remove_cache_key(CacheKey(OWNER, req_id=number))
+            manager.remove_cache_key(keys[number])
             manager.deallocate_cache(cache)
         made.clear()
 
@@ -171,17 +175,18 @@ def put_all(scene: Scene) -> Iterator[Entry]:
     manager = ready(scene, "127.0.0.1:0")
     what = CacheDesc(1, [scene.count, scene.size // 2], DataType.DT_BF16)
     made: list[Cache] = []
+    keys = names(scene)
 
     def run() -> None:
-        cache = manager.allocate_cache(what, [CacheKey(OWNER, req_id=number) for number in range(scene.count)])
+        cache = manager.allocate_cache(what, keys)
         manager.tensor_views(cache)[0].numpy().view(np.int64)[:] = scene.objects
         made.append(cache)
 
     def undo() -> None:
         if manager.tensor_views(made[0])[0].numpy().tobytes() != scene.objects.tobytes():
             raise ValueError("the objects were put wrong")
-        for number in range(scene.count):
-            manager.remove_cache_key(CacheKey(OWNER, req_id=number))
+        for key in keys:
+            manager.remove_cache_key(key)
         manager.deallocate_cache(made.pop())
 
     yield Entry(OURS, run, after=undo, note="allocate_cache with a slot and a key for each; numpy writes all in one go")
@@ -194,11 +199,11 @@ def get(scene: Scene) -> Iterator[Entry]:
     view = manager.tensor_views(near)[0].numpy().view(np.int64)[0]
     turns = iter(range(scene.turns))
     wrong = checker(view, scene.objects)
+    keys = [names(scene, turn) for turn in range(scene.turns)]
 
     def run() -> None:
-        first = next(turns) * scene.count
-        for number in range(scene.count):
-            manager.pull_cache(CacheKey(OWNER, req_id=first + number), near)
+        for number, key in enumerate(keys[next(turns)]):
+            manager.pull_cache(key, near)
             wrong(number)
 
     yield Entry(OURS, run, note=f"pull_cache by request key; the key is used up, as the contract says. {CHECKED}")

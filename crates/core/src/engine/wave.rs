@@ -101,8 +101,7 @@ impl DirectWave {
         let total = this.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
         let (least, most) = copying.copier.unit();
         let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
-        let pieces: u64 = this.spans().iter().map(|span| span.count).sum();
-        let piece = this.tensor_bytes().checked_div(pieces).unwrap_or(0);
+        let piece = this.tensor_bytes().checked_div(this.count()).unwrap_or(0);
         // Whole pages, so that a cut piece stays aligned for the kernels.
         DirectWave { wave, start, total, unit: unit.next_multiple_of(4096), piece, copying }
     }

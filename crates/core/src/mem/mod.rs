@@ -17,6 +17,7 @@
 mod credentials;
 mod foreign;
 mod generations;
+mod huge;
 pub mod kernel;
 mod limits;
 mod page_faults;
@@ -30,6 +31,7 @@ pub mod vectored;
 pub use credentials::peer_process;
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
+pub use huge::Refusal;
 pub use limits::{usable_bytes, usable_under};
 pub use page_faults::page_faults;
 pub use process::{ForeignProcess, Probe, allow_readers, own_probe};

@@ -7,6 +7,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
+use super::pairs::Pairs;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -381,8 +382,7 @@ pub enum WireName {
     },
 }
 
-/// A plan. Its spans stand in one list, so that what it takes in memory is bounded by its bytes
-/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+/// A plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePlan {
     /// Tensors.
@@ -391,10 +391,32 @@ pub struct WirePlan {
     pub src_tensor: u32,
     /// First tensor written.
     pub dst_tensor: u32,
-    /// Spans of each wave.
-    pub waves: Vec<u32>,
-    /// The spans of all waves, one wave after the other.
-    pub spans: Vec<WireSpan>,
+    /// What of each tensor.
+    pub steps: WireSteps,
+}
+
+/// What a plan moves of each tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WireSteps {
+    /// Any waves. Their spans stand in one list, so that what it takes in memory is bounded by its bytes
+    /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+    Spans {
+        /// Spans of each wave.
+        waves: Vec<u32>,
+        /// The spans of all waves, one wave after the other.
+        spans: Vec<WireSpan>,
+    },
+    /// One wave of equal blocks.
+    Blocks {
+        /// Bytes of a block.
+        len: u64,
+        /// Where block 0 is read.
+        src: u64,
+        /// Where block 0 is written.
+        dst: u64,
+        /// Number read and number written.
+        pairs: Pairs,
+    },
 }
 
 /// A span of a plan.

@@ -1,0 +1,104 @@
+//! Waves of equal blocks: a pair of numbers for each instead of a span.
+//!
+//! Shuffled lists of thousands of blocks have hardly two neighbours to join. Eight bytes a block instead of the 56 of a
+//! span and its end are what makes planning, writing, reading and checking them cheap (docs/performance.md). Not for: lists
+//! whose blocks join (`order`).
+
+use std::sync::Arc;
+
+use super::Ends;
+use super::order::{self, Pair};
+use super::wave::{Piece, Span, Wave};
+
+/// Fewer blocks than these are spans: there is nothing to gain.
+const FEW: usize = 64;
+/// Blocks stay blocks if fewer than one in so many joins its neighbour or continues its step.
+const JOINED: usize = 8;
+
+/// Equal blocks of one tensor: pair `(s, d)` is `len` bytes from `src + len·s` to `dst + len·d`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocks {
+    /// Bytes of one block.
+    pub len: u64,
+    /// Where block 0 is read, from the start of the tensor.
+    pub src: u64,
+    /// Where block 0 is written, from the start of the tensor.
+    pub dst: u64,
+    /// Number read and number written. Shared with the message that carries the plan.
+    pub pairs: Arc<Vec<(u32, u32)>>,
+}
+
+impl Pair for (u32, u32) {
+    fn ends(&self) -> (u64, u64) {
+        (self.0.into(), self.1.into())
+    }
+}
+
+impl Blocks {
+    /// The `at`-th piece, whole.
+    pub(super) fn piece(&self, at: usize) -> Option<Piece> {
+        let &(src, dst) = self.pairs.get(at)?;
+        let src = self.src + u64::from(src) * self.len;
+        let dst = self.dst + u64::from(dst) * self.len;
+        Some(Piece { src, dst, len: self.len })
+    }
+
+    /// Behind the last byte read and behind the last byte written; `None` beyond 64 bits, or without bytes.
+    pub(super) fn reach(&self) -> Option<(u64, u64)> {
+        if self.len == 0 || self.pairs.is_empty() {
+            return None;
+        }
+        let most = |(src, dst): (u32, u32), &(s, d): &(u32, u32)| (src.max(s), dst.max(d));
+        let (src, dst) = self.pairs.iter().fold((0, 0), most);
+        let end = |first: u64, number: u32| {
+            self.len.checked_mul(u64::from(number) + 1).and_then(|bytes| first.checked_add(bytes))
+        };
+        Some((end(self.src, src)?, end(self.dst, dst)?))
+    }
+
+    fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
+        let one = |&(src, dst): &(u32, u32)| Piece {
+            src: self.src + u64::from(src) * self.len,
+            dst: self.dst + u64::from(dst) * self.len,
+            len: self.len,
+        };
+        self.pairs.iter().map(one)
+    }
+
+    /// As spans, one for each block.
+    pub(super) fn single_spans(&self) -> Vec<Span> {
+        self.pieces().map(|Piece { src, dst, len }| Span::single(src, dst, len)).collect()
+    }
+}
+
+/// The waves of `pairs` of blocks, with the result of copying one after the other in the order given. All of them lie
+/// in a tensor.
+pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, ends: Ends) -> Vec<Wave> {
+    let levels = if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
+    let wave = |mut pairs: Vec<(u32, u32)>| {
+        order::by_source(&mut pairs);
+        let scattered = scattered(&pairs);
+        let blocks = Blocks { len, src, dst, pairs: Arc::new(pairs) };
+        if scattered {
+            Wave::of_blocks(blocks)
+        } else {
+            Wave::new(order::strided(order::contiguous(blocks.pieces())))
+        }
+    };
+    levels.into_iter().map(wave).collect()
+}
+
+/// Whether joining would leave nearly as many.
+fn scattered(pairs: &[(u32, u32)]) -> bool {
+    if pairs.len() < FEW {
+        return false;
+    }
+    let step = |a: (u32, u32), b: (u32, u32)| (b.0.wrapping_sub(a.0), b.1.wrapping_sub(a.1));
+    let (first, second, third) = (&pairs[..pairs.len() - 2], &pairs[1..], &pairs[2..]);
+    // Counted without a branch: a join is a step of one on both sides, three at one distance are a stride.
+    let counted = first.iter().zip(second).zip(third).fold(0u32, |joined, ((&a, &b), &c)| {
+        let (one, two) = (step(a, b), step(b, c));
+        joined + u32::from((one == (1, 1)) | (one == two))
+    });
+    (counted as usize) < pairs.len() / JOINED
+}
