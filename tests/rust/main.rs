@@ -52,6 +52,8 @@ mod lists;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]
+mod merger;
+#[cfg(not(loom))]
 mod pin;
 #[cfg(not(loom))]
 mod plan;

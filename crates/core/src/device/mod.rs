@@ -8,6 +8,7 @@ mod process;
 #[cfg(feature = "testing")]
 pub mod sim;
 
+pub use crate::mem::kernel::Copy;
 pub use host::HostDevice;
 pub use process::ProcessReader;
 
@@ -16,17 +17,8 @@ use std::sync::Arc;
 
 use crate::desc::Placement;
 use crate::error::Result;
+use crate::mem::Region;
 use crate::mem::kernel::Kernel;
-use crate::mem::{Region, Window};
-
-/// Bytes to copy: a window to read, and one of equal length to write.
-#[derive(Clone, Copy, Debug)]
-pub struct Copy<'a> {
-    /// Read.
-    pub src: Window<'a>,
-    /// Written.
-    pub dst: Window<'a>,
-}
 
 /// How a host-to-device copy may travel on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

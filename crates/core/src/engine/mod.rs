@@ -90,6 +90,11 @@ impl CopyEngine {
         self.workers.count()
     }
 
+    /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
+    pub fn spread(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
+        self.workers.run(work, units, deadline)
+    }
+
     /// Bytes each kernel has copied, and what was learned of it in this process's memory.
     #[must_use]
     pub fn tuner(&self) -> &Tuner {

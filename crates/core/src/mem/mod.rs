@@ -17,6 +17,7 @@
 mod credentials;
 mod foreign;
 mod generations;
+mod huge;
 pub mod kernel;
 mod limits;
 mod lists;
@@ -31,6 +32,7 @@ pub mod vectored;
 pub use credentials::peer_process;
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
+pub use huge::Refusal;
 pub use limits::{usable_bytes, usable_under};
 pub use lists::keep_lists;
 pub use page_faults::page_faults;
