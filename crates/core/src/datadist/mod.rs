@@ -24,7 +24,7 @@ use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
 use crate::lanes::Lanes;
 use crate::links::{Links, Transports};
-use crate::mem::Adopted;
+use crate::mem::{Adopted, keep_freed_memory};
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
@@ -76,6 +76,7 @@ impl DataDist {
     }
 
     fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        keep_freed_memory();
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {

@@ -16,7 +16,9 @@
 
 mod credentials;
 mod foreign;
+mod freed;
 mod generations;
+mod identity;
 pub mod kernel;
 mod limits;
 mod page_faults;
@@ -29,7 +31,9 @@ pub mod vectored;
 
 pub use credentials::peer_process;
 pub use foreign::ForeignRegion;
+pub use freed::keep_freed_memory;
 pub use generations::{ForeignGenerations, Generations};
+pub use identity::{remember_process, this_process};
 pub use limits::{usable_bytes, usable_under};
 pub use page_faults::page_faults;
 pub use process::{ForeignProcess, Probe, allow_readers, own_probe};
