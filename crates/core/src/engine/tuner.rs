@@ -110,6 +110,12 @@ impl Tuner {
         }
     }
 
+    /// Whether a copy of `total` bytes in all teaches anything.
+    #[must_use]
+    pub fn learns(&self, total: u64) -> bool {
+        total >= LARGE
+    }
+
     /// Bytes copied with ordinary and with streaming stores.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
