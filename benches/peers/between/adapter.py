@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PULL, PUSH = "pull", "push"
 NEAR, FAR = "near", "far"
 THREADS = 2
+HUGE = "LLM_DATADIST_BENCH_HUGE"  # set: all memory that is moved lies in huge pages
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
 
 Run = Callable[[], object]
@@ -70,6 +71,7 @@ class Adapter:
         self.setting, self.role, self.size = setting, role, size
         self.limit, self.pattern = limit, pattern
         self.memory = np.zeros(0, dtype=np.int64)
+        self.huge = HUGE in os.environ
         self.touching_s = 0.0  # part of ``open`` that is no work of the system
         self.open()
 
@@ -77,6 +79,8 @@ class Adapter:
         """Touched memory of the process."""
         began = time.perf_counter()
         words = plain(size)
+        if self.huge:
+            self.limit.collapse(address(words), size)
         self.touching_s += time.perf_counter() - began
         return words
 

@@ -30,6 +30,8 @@ class Bare(Adapter):
             self.descriptor = memory_file("far", self.size)
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
+            if self.huge:
+                self.limit.collapse(address(self.memory), self.size)
         else:
             self.memory = self.plain(self.size)
         self.stream: Optional[socket.socket] = None
