@@ -10,15 +10,17 @@ use llm_datadist_core::check::{self, Far, Layers, Moves, PushRows, Side};
 use llm_datadist_core::desc::Geometry;
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::wire::{self, HEADER, Location, Request, Run, WireName, WirePlan};
-use llm_datadist_core::{CacheKind, Placement};
+use llm_datadist_core::{CacheKind, DataDist, Placement};
 
 use crate::Options;
 use crate::hand::{Shuffle, median};
-use crate::memory::desc;
+use crate::memory::{config, desc};
 
 const LEN: u64 = 16 << 10;
 
 pub fn stages(options: &Options) {
+    // What an engine changes for its process, it changes here as well.
+    let _engine = DataDist::open(config(1, "shm", true, 0, 1)).unwrap();
     println!("\nstages of a push of shuffled blocks, microseconds (page faults of all together)");
     println!(
         "{:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",

@@ -47,6 +47,8 @@ mod landing;
 mod layerwise_check;
 #[cfg(not(loom))]
 mod links;
+#[cfg(not(loom))]
+mod lists;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]

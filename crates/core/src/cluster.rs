@@ -66,6 +66,7 @@ impl Cluster {
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&engine)?;
         }
+        mem::keep_lists();
         Ok(Cluster {
             host,
             device,

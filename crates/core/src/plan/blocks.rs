@@ -76,7 +76,7 @@ impl Blocks {
 pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, ends: Ends) -> Vec<Wave> {
     let levels = if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
     let wave = |mut pairs: Vec<(u32, u32)>| {
-        order::by_source(&mut pairs);
+        by_source(&mut pairs);
         let scattered = scattered(&pairs);
         let blocks = Blocks { len, src, dst, pairs: Arc::new(pairs) };
         if scattered {
@@ -86,6 +86,36 @@ pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, en
         }
     };
     levels.into_iter().map(wave).collect()
+}
+
+/// Sorts pairs by where they read, those that read the same block by where they write.
+fn by_source(pairs: &mut Vec<(u32, u32)>) {
+    /// Blocks that one list may leave out for each that it names.
+    const SPARSE: usize = 4;
+    /// No block is written there: such a list is sorted by comparing.
+    const NOWHERE: u32 = u32::MAX;
+    if pairs.is_sorted() {
+        return;
+    }
+    let most = pairs.iter().fold(0, |most, &(src, _)| src.max(most));
+    let Some(room) = usize::try_from(most).ok().filter(|&most| most < SPARSE * pairs.len()) else {
+        return order::by_source(pairs);
+    };
+    // A place for each block of the source: most lists read no block twice, and then two passes are enough.
+    let mut to = vec![NOWHERE; room + 1];
+    let mut once = true;
+    for &(src, dst) in pairs.iter() {
+        // As long as no number above `most` was seen, every one has its place.
+        if let Some(place) = to.get_mut(src as usize) {
+            once &= *place == NOWHERE && dst != NOWHERE;
+            *place = dst;
+        }
+    }
+    if !once {
+        return order::by_source(pairs);
+    }
+    pairs.clear();
+    pairs.extend((0..).zip(to).filter(|&(_, dst)| dst != NOWHERE));
 }
 
 /// Whether joining would leave nearly as many.
