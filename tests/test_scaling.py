@@ -4,6 +4,7 @@ picture say what the committed figures say.
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 
@@ -92,6 +93,13 @@ def test_one_odd_point_does_not_move_the_exponent():
     assert slopes.steepness(points(lambda size: 2.0 * size, noise=0)) == pytest.approx(1.0)
 
 
+def test_few_points_are_no_proof_of_a_shape():
+    """Of one point nothing is said but itself; of two, a constant or the power between them."""
+    assert slopes.named([(64, 110.0)]).text("ns", "one") == "constant, 110 ns"
+    assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
+    assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
+
+
 def test_growth_that_sets_in_late_shows_in_the_exponent():
     """A fixed cost hides it from a fit over everything; the last two decades do not."""
     found = slopes.named(points(lambda size: 1e6 + (size / 1000) ** 2, noise=0.01))
@@ -99,9 +107,9 @@ def test_growth_that_sets_in_late_shows_in_the_exponent():
     assert found.exponent > 0.02
 
 
-@pytest.mark.parametrize("wrong", [[], [(1, 1.0)], [(1, 1.0), (2, 0.0)], [(0, 1.0), (2, 1.0)]])
+@pytest.mark.parametrize("wrong", [[], [(1, 0.0)], [(1, 1.0), (2, 0.0)], [(0, 1.0), (2, 1.0)]])
 def test_a_slope_of_nothing_is_refused(wrong):
-    with pytest.raises(ValueError, match="two points"):
+    with pytest.raises(ValueError, match="needs points"):
         slopes.named(wrong)
 
 
@@ -210,6 +218,17 @@ def test_the_picture_is_that_of_the_figures():
     assert (figures.FOLDER / "scale.svg").read_text() == picture, "python benches/scaling --write"
     assert picture.count("<path") > 100
     assert all(title in picture for title, _, _ in drawing.PANELS)
+
+
+def test_the_comparison_shows_every_curve(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(figures.FOLDER.parents[1] / "benches" / "peers"))
+    scale = importlib.import_module("scale")
+    _, written = figures.document()
+    section = scale.section(written)
+    assert all(f"| {curve['name']} |" in section for curve in written["curves"])
+    assert all(f"| {figure['name']} |" in section for figure in written["figures"])
+    scale.draw(written, tmp_path)
+    assert (tmp_path / "scale.svg").read_text() == (figures.FOLDER / "scale.svg").read_text()
 
 
 def test_every_curve_that_is_used_was_measured():

@@ -67,7 +67,7 @@ pub fn keys(options: &Options, report: &mut Report) {
         let mut most = 0f64;
         let took = nanos(|| most = bind(&engine, have, size, &mut caches));
         // Fewer are no whole cache.
-        if size > ROWS {
+        if size >= ROWS {
             growing.add(size, vec![took / (size - have) as f64]);
             longest.add(size, vec![most]);
         }

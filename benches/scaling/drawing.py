@@ -101,6 +101,7 @@ class Axis:
         self.length, self.kind = length, kind
         self.values = sorted(set(values))
         self.low, self.high = math.log10(self.values[0]), math.log10(self.values[-1])
+        self.high = max(self.high, self.low + 1e-3)
         if kind == "costs":
             self.low = math.floor(self.low + 1e-9)
             self.high = max(math.ceil(self.high - 1e-9), self.low + 1)

@@ -95,9 +95,9 @@ TERMS: dict[str, Callable[[float, float], float]] = {
 
 def named(points: Sequence[Point]) -> Slope:
     """The shape of a curve of positive costs."""
-    if len(points) < 2 or any(size <= 0 or cost <= 0 for size, cost in points):
-        raise ValueError(f"a slope needs two points at least, all above zero: {points}")
-    exponent = steepness(last(points))
+    if not points or any(size <= 0 or cost <= 0 for size, cost in points):
+        raise ValueError(f"a slope needs points, all above zero: {points}")
+    exponent = steepness(last(points)) if len(points) > 1 else 0.0
     flat = fitted("constant", points, exponent)
     assert flat is not None
     if flat.error <= NOISE or len(points) < 3:
