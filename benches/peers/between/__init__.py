@@ -49,7 +49,7 @@ def parts(ask: Ask) -> list[str]:
     if ask.quick:
         return [f"{PULL} {POOL}", f"{PUSH} {POOL}", f"{PULL} {REGISTERED}"]
     small = [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
-    return small + [f"{op} {kind} {HUGE_PAGES}" for kind in (POOL, REGISTERED) for op in (PULL, PUSH)]
+    return small + [f"{PULL} {kind} {HUGE_PAGES}" for kind in (POOL, REGISTERED)]
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
