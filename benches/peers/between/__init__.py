@@ -117,7 +117,9 @@ class Pairs:
         ground = Ground(row, case.total / 1e9, wrong=lambda: None)
         yield from contest(self.ask, ground, entries)
         for pair in list(self.pairs):
-            self.after(pair, case)
+            why = self.after(pair, case)
+            if why:
+                yield dataclasses.replace(row, system=pair.peer.system, setting=pair.peer.setting, note=why)
 
     def ready(self, pair: Pair, case: Case) -> tuple[list[Entry], str]:
         """What a pair brings into a cell; or why it cannot, and then it is left out from here on."""
@@ -127,17 +129,16 @@ class Pairs:
             self.drop(pair)
             return [], reason(failure)
 
-    def after(self, pair: Pair, case: Case) -> None:
-        """Nothing else was written; and a pair that no longer answers is left out from here on."""
+    def after(self, pair: Pair, case: Case) -> str:
+        """Nothing else was written, or else what; a pair that no longer answers is left out from here on."""
         try:
             pair.wake()
-            strays = pair.destination(case.op).do("strays")
+            strays: str = pair.destination(case.op).do("strays")
             pair.rest()
         except Failed as gone:
-            print(f"{pair.peer.system}, {pair.peer.setting}: {gone}")
             self.drop(pair)
-            return
-        assert not strays, f"{pair.peer.system}, {pair.peer.setting}, {case.count} x {case.block}: {strays}"
+            return f"left out from here on: {gone}"
+        return strays
 
     def drop(self, pair: Pair) -> None:
         """Go on without it."""
