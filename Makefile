@@ -40,7 +40,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benches/peers
+	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own

@@ -599,6 +599,48 @@ def test_a_child_forked_before_init_may_have_its_own_engine() -> None:
     assert out.strip() == "both"
 
 
+def test_a_forked_child_knows_itself_from_its_parent_also_in_the_second_generation() -> None:
+    out = run_fresh(
+        """
+        import ctypes, os, sys
+        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMException, LLMRole
+        options = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'}
+        def engine():
+            dist = LLMDataDist(LLMRole.PROMPT, 1)
+            dist.init(options)
+            cache = dist.cache_manager.allocate_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
+            dist.cache_manager.copy_cache(cache, cache, 1, 0)
+            return dist, cache
+        def refused(dist, cache):
+            try:
+                dist.cache_manager.copy_cache(cache, cache, 1, 0)
+            except LLMException as error:
+                return "fork" in str(error)
+            return False
+        def ended(child):
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        first = engine()
+        # Not only by `os.fork`, after which Python could tell: also by the C library's.
+        for fork in (os.fork, ctypes.PyDLL(None).fork):
+            child = fork()
+            if child == 0:
+                assert refused(*first)
+                LLMDataDist.llm_engine_instance = None
+                second = engine()
+                grandchild = fork()
+                if grandchild == 0:
+                    os._exit(0 if refused(*first) and refused(*second) else 7)
+                ended(grandchild)
+                second[0].cache_manager.copy_cache(second[1], second[1], 2, 0)
+                os._exit(0)
+            ended(child)
+        first[0].cache_manager.copy_cache(first[1], first[1], 2, 0)
+        print("told")
+        """
+    )
+    assert out.strip() == "told"
+
+
 def test_a_signal_handler_may_finalize_at_any_moment() -> None:
     out = run_fresh(
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import threading
@@ -279,3 +280,48 @@ def test_descriptors_and_keys_are_shown_in_their_own_words(manager: Any, caplog:
     with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
         manager.allocate_cache(made_of, [key])
     assert f"cache_desc = {made_of}, cache_keys = [{key}]" in caplog.records[0].getMessage()
+
+
+def test_the_level_may_change_at_any_time_and_by_any_logger_above(
+    manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, root = log.get_logger(), logging.getLogger()
+    levels = logger.level, root.level
+
+    def lines_of(level: int, above: int, disabled: int = logging.NOTSET) -> int:
+        caplog.clear()
+        logger.setLevel(level)
+        root.setLevel(above)
+        logging.disable(disabled)
+        manager.remove_cache_key(CacheKey(1, 2))
+        return len(caplog.records)
+
+    try:
+        assert lines_of(logging.ERROR, logging.DEBUG) == 0
+        assert lines_of(logging.INFO, logging.ERROR) == 2
+        assert lines_of(logging.DEBUG, logging.ERROR, logging.INFO) == 0
+        assert lines_of(logging.NOTSET, logging.ERROR) == 0
+        assert lines_of(logging.NOTSET, logging.INFO) == 2
+    finally:
+        logging.disable(logging.NOTSET)
+        logger.setLevel(levels[0])
+        root.setLevel(levels[1])
+
+
+def test_a_logged_method_has_the_parameters_of_its_own(manager: Any) -> None:
+    for name, method in vars(type(manager)).items():
+        told = getattr(method, "__wrapped__", None)
+        if told is not None and inspect.isfunction(method):
+            assert (
+                inspect.signature(method, follow_wrapped=False).parameters.keys()
+                == inspect.signature(told).parameters.keys()
+            )
+            assert (method.__defaults__, method.__doc__, method.__qualname__) == (
+                told.__defaults__,
+                told.__doc__,
+                f"CacheManager.{name}",
+            )
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'cache_key'"):
+        manager.remove_cache_key()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size_of'"):
+        manager.push_cache(None, None, size_of=3)

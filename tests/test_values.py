@@ -19,6 +19,7 @@ from llm_datadist import (
     LLMClusterInfo,
     LLMException,
     LLMRole,
+    LLMStatusCode,
     MemInfo,
     Memtype,
     Placement,
@@ -433,6 +434,40 @@ def test_cache_built_by_hand() -> None:
     made = Cache(3, HOST_DESC, [1, 2, 3, 4], None, False, True)
     assert made.cache_id == 3
     assert repr(made) == "Cache(cache_id = 3, device_tensor_addrs = 4, is_blocks_cache = True)"
+
+
+def test_a_cache_made_by_hand_names_what_its_attributes_say(manager: Any) -> None:
+    desc = CacheDesc(1, [4, 100], DataType.DT_INT8)
+    batch, blocks = manager.allocate_cache(desc), manager.allocate_blocks_cache(desc)
+    array = manager.tensor_views(blocks)[0].numpy()
+    array[:] = [[1], [2], [3], [4]]
+    twin = Cache(blocks.cache_id, desc, [], manager, False, True)
+    manager.copy_blocks(twin, {0: [3]})
+    assert array[3].tolist() == [1] * 100
+    # Its kind is what it was made with, and a cache of another manager names nothing here.
+    with pytest.raises(LLMException, match="continuous"):
+        manager.copy_blocks(Cache(blocks.cache_id, desc, [], manager, False, False), {0: [3]})
+    stranger = Cache(blocks.cache_id, desc, [], type(manager)(None, {}), False, True)
+    with pytest.raises(LLMException, match="another engine"):
+        manager.copy_blocks(stranger, {0: [3]})
+    with pytest.raises(LLMException, match="continuous"):
+        manager.copy_blocks(batch, {0: [1]})
+    manager.deallocate_blocks_cache(twin)
+    with pytest.raises(LLMException) as gone:
+        manager.copy_blocks(blocks, {0: [3]})
+    assert gone.value.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+
+
+def test_addresses_are_the_same_list_until_the_cache_goes(manager: Any) -> None:
+    cache = manager.allocate_cache(CacheDesc(3, [4, 100], DataType.DT_INT8))
+    addrs = cache.tensor_addrs
+    assert addrs is cache.tensor_addrs
+    assert addrs == [view.address for view in manager.tensor_views(cache)]
+    manager.deallocate_cache(cache)
+    assert (cache.tensor_addrs, len(addrs)) == ([], 3)
+    unread = manager.allocate_cache(CacheDesc(3, [4, 100], DataType.DT_INT8))
+    manager.deallocate_cache(unread)
+    assert unread.tensor_addrs == []
 
 
 WIDTHS = {

@@ -63,7 +63,7 @@ def panel(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]) -> N
     """One set of axes."""
     for name in sorted(lines, key=lambda name: (name != LIMIT, name != OURS, name)):
         sizes, speeds = zip(*lines[name])
-        axis.plot(sizes, speeds, label="memory limit" if name == LIMIT else name, **STYLE.get(name, OTHER))
+        axis.plot(sizes, speeds, label="memory limit" if name == LIMIT else name, **style(name))
     axis.set_xscale("log", base=2)
     ticks = sorted({size for points in lines.values() for size, _ in points})
     axis.set_xticks(ticks, [f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K" for size in ticks])
@@ -71,11 +71,25 @@ def panel(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]) -> N
     axis.set_ylim(bottom=0)
     axis.set_title(title)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
+
+
+def style(name: str) -> dict[str, Any]:
+    """A system looks the same in every panel."""
+    return STYLE.get(name) or {**OTHER, "color": COLOURS.get(name, "tab:gray")}
 
 
 STYLE: dict[str, dict[str, Any]] = {
     LIMIT: {"color": "black", "linestyle": "--", "linewidth": 1.2},
     OURS: {"color": "tab:red", "marker": "o", "linewidth": 2.4, "markersize": 5},
+}
+COLOURS = {
+    "nixl": "tab:blue",
+    "mooncake": "tab:green",
+    "mooncake-store": "tab:olive",
+    "ucxx": "tab:purple",
+    "lmcache": "tab:brown",
+    "torch": "tab:orange",
+    "numpy": "tab:cyan",
 }
 OTHER: dict[str, Any] = {"marker": "o", "linewidth": 1.1, "markersize": 3}

@@ -44,7 +44,9 @@ pub fn stages(options: &Options) {
             }
         }
         print!("{rows:7}");
-        times.iter_mut().for_each(|times| print!(" {:8.1}", median(times) * 1e6));
+        for times in &mut times {
+            print!(" {:8.1}", median(times) * 1e6);
+        }
         println!(" {bytes:8} {:8.0}", median(&mut faulted));
     }
 }

@@ -22,6 +22,7 @@ __all__ = [
     "DataDist",
     "KvCaches",
     "LooseCache",
+    "ManagedCache",
     "TensorView",
     "TransferTask",
     "__version__",
@@ -205,15 +206,11 @@ class DataDist:
     def huge_page_bytes(self) -> dict[str, int]:
         """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
 
-    def allocate_cache(
-        self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]
-    ) -> tuple[int, list[int]]:
-        """Allocate a continuous cache; return its id and tensor addresses (python-api.md §7.1)."""
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
+        """Allocate a continuous cache (python-api.md §7.1)."""
 
-    def allocate_blocks_cache(
-        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None
-    ) -> tuple[int, list[int]]:
-        """Allocate a blocks cache; return its id and tensor addresses (python-api.md §7.3)."""
+    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None) -> ManagedCache:
+        """Allocate a blocks cache (python-api.md §7.3)."""
 
     def deallocate_cache(self, cache: Cache) -> None:
         """Let go of a continuous cache by id (python-api.md §7.2)."""
@@ -230,8 +227,8 @@ class DataDist:
         addrs: list[int],
         cache_keys: list[CacheKey] | tuple[CacheKey, ...],
         remote_accessible: bool | None,
-    ) -> tuple[int, list[int]]:
-        """Enter the caller's memory as a continuous cache; return its id and ``addrs`` (python-api.md §7.6)."""
+    ) -> ManagedCache:
+        """Enter the caller's memory as a continuous cache (python-api.md §7.6)."""
 
     def register_blocks_cache(
         self,
@@ -239,8 +236,8 @@ class DataDist:
         addrs: list[int],
         blocks_cache_key: BlocksCacheKey | None,
         remote_accessible: bool | None,
-    ) -> tuple[int, list[int]]:
-        """Enter the caller's memory as a blocks cache; return its id and ``addrs`` (python-api.md §7.7)."""
+    ) -> ManagedCache:
+        """Enter the caller's memory as a blocks cache (python-api.md §7.7)."""
 
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registered cache (python-api.md §7.8)."""
@@ -315,6 +312,17 @@ class TransferTask:
         """What a wait that ran out is called."""
 
 @final
+class ManagedCache:
+    """A cache that an engine made, as its handle knows it: it names the cache and keeps nothing alive."""
+
+    @property
+    def cache_id(self) -> int:
+        """Its id in the engine that made it."""
+
+    def tensor_addrs(self) -> list[int]:
+        """Return the address of every tensor, in a list of its own."""
+
+@final
 class LooseCache:
     """The engine's view of a CPU cache: host memory of the caller's, which must stay valid while this lives."""
 
@@ -344,13 +352,11 @@ class KvCaches:
 
     def allocate_cache(
         self, desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...], may_name: bool
-    ) -> tuple[int, list[int]]:
-        """Allocate a continuous cache, without keys unless ``may_name``; return its id and tensor addresses."""
+    ) -> ManagedCache:
+        """Allocate a continuous cache, without keys unless ``may_name``."""
 
-    def allocate_blocks_cache(
-        self, desc: CacheDesc, key: BlocksCacheKey | None, may_name: bool
-    ) -> tuple[int, list[int]]:
-        """Allocate a blocks cache, without a key unless ``may_name``; return its id and tensor addresses."""
+    def allocate_blocks_cache(self, desc: CacheDesc, key: BlocksCacheKey | None, may_name: bool) -> ManagedCache:
+        """Allocate a blocks cache, without a key unless ``may_name``."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Let go of a cache by id."""

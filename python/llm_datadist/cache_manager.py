@@ -10,18 +10,28 @@ width, ``AttributeError`` where ``None`` is given for a cache or descriptor, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union, cast
 
 from llm_datadist import _core, layerwise
 from llm_datadist.log import logged, shown
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
-from llm_datadist.types import Cache, MemInfo, Memtype
+from llm_datadist.types import MemInfo, Memtype, made_cache
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-    from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex
+    from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
+
+
+class _Finalized:
+    """Stands where the engine was: every call of it is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+
+
+_FINALIZED = _Finalized()
 
 
 class CacheManager:
@@ -32,6 +42,10 @@ class CacheManager:
         options: what it was opened with.
     """
 
+    # What every call goes to: the engine, or what refuses every call once it is finalized. An attribute of the instance
+    # and not a property, whose call would take as long as finding a cache.
+    _engine: _core.DataDist
+
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:
         self._native = native
         self._enable_remote_cache_accessible = options.get("llm.EnableRemoteCacheAccessible") == "1"
@@ -39,10 +53,12 @@ class CacheManager:
         self._initialized = True
 
     @property
-    def _engine(self) -> _core.DataDist:
-        if self._initialized:
-            return self._native
-        raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+    def _initialized(self) -> bool:
+        return self._engine is self._native
+
+    @_initialized.setter
+    def _initialized(self, initialized: bool) -> None:
+        self._engine = self._native if initialized else cast("_core.DataDist", _FINALIZED)
 
     def set_is_call_linked(self) -> None:
         """Note that ``LLMDataDist.link`` was called (python-api.md §7.18).
@@ -76,8 +92,8 @@ class CacheManager:
             LLMException: ``LLM_PARAM_INVALID``, no pool, a shape without meaning, more keys than slots, or a key that
                 already names a live cache; ``LLM_OUT_OF_MEMORY``, and nothing stays allocated.
         """
-        cache_id, addrs = self._engine.allocate_cache(cache_desc, cache_keys)
-        return Cache(cache_id, cache_desc, addrs, self, is_registered=False, is_blocks_cache=False)
+        handle = self._engine.allocate_cache(cache_desc, cache_keys)
+        return made_cache(handle, cache_desc, self)
 
     @logged
     def deallocate_cache(self, cache: Cache) -> None:
@@ -120,8 +136,8 @@ class CacheManager:
             LLMException: ``LLM_PARAM_INVALID``, no pool, a shape without meaning, or a model that has a blocks cache;
                 ``LLM_OUT_OF_MEMORY``, and nothing stays allocated.
         """
-        cache_id, addrs = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
-        return Cache(cache_id, cache_desc, addrs, self, is_registered=False, is_blocks_cache=True)
+        handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
+        return made_cache(handle, cache_desc, self, blocks=True)
 
     @logged
     def deallocate_blocks_cache(self, cache: Cache) -> None:
@@ -164,8 +180,8 @@ class CacheManager:
             LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning,
                 or ``remote_accessible=True`` after ``link``.
         """
-        cache_id, kept = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
-        return Cache(cache_id, cache_desc, kept, self, is_registered=True, is_blocks_cache=False)
+        handle = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
+        return made_cache(handle, cache_desc, self, registered=True)
 
     @logged
     def register_blocks_cache(
@@ -180,8 +196,8 @@ class CacheManager:
         As :meth:`register_cache`, but dimension 0 counts blocks and one key names the whole; a second registration for
         one model takes its key over.
         """
-        cache_id, kept = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
-        return Cache(cache_id, cache_desc, kept, self, is_registered=True, is_blocks_cache=True)
+        handle = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
+        return made_cache(handle, cache_desc, self, registered=True, blocks=True)
 
     @logged
     def unregister_cache(self, cache_id: int) -> None:
@@ -447,13 +463,13 @@ class CacheManager:
             LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, wrong types included; ``LLM_NOT_YET_LINK``,
                 no link.
         """
-        engine = self._engine
+        remap = self._engine.remap
         infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
         raise_if_false(isinstance(infos, list), "mem_infos = {} is not allowed: a MemInfo or a list", shown(infos))
         for info in infos:
             _check_mem_info(info)
         raise_if_false(infos, "mem_infos = [] is not allowed: at least one MemInfo")
-        engine.remap()
+        remap()
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:

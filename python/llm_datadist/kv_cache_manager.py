@@ -39,8 +39,8 @@ class KvCache:
         kv_cache_manager: the manager that made it.
     """
 
-    # The native handle of a CPU cache; a cache of an engine is found by its id.
-    _handle: Optional[_core.LooseCache] = None
+    # What the engine knows it by; none of a cache put together by hand, which is found by its id.
+    _handle: Union[_core.LooseCache, _core.ManagedCache, None] = None
     _is_blocks_cache = False
     # For a handle whose constructor failed: there is nothing to let go of.
     _valid = False
@@ -177,6 +177,11 @@ class KvCacheManager:
         """Follow ``LLMDataDist.switch_role``."""
         self._role = role
 
+    def _made(self, handle: _core.ManagedCache, cache_desc: CacheDesc) -> KvCache:
+        cache = KvCache(handle.cache_id, cache_desc, [handle.tensor_addrs()], self)
+        cache._handle = handle  # noqa: SLF001  (what the engine knows the handle by)
+        return cache
+
     def is_initialized(self) -> bool:
         """Whether the engine is open: false once it is finalized."""
         return self._initialized
@@ -209,8 +214,7 @@ class KvCacheManager:
                 ``LLM_DEVICE_OUT_OF_MEMORY``, and nothing stays allocated: it may be tried again once caches are gone.
         """
         may_name = self._role == LLMRole.PROMPT
-        cache_id, addrs = self._engine.allocate_cache(cache_desc, cache_keys, may_name)
-        return KvCache(cache_id, cache_desc, [addrs], self)
+        return self._made(self._engine.allocate_cache(cache_desc, cache_keys, may_name), cache_desc)
 
     @logged
     def allocate_blocks_cache(
@@ -229,10 +233,7 @@ class KvCacheManager:
             LLMException: as for :meth:`allocate_cache`; ``LLM_FAILED`` for a model that has a blocks cache.
         """
         may_name = self._role != LLMRole.DECODER
-        cache_id, addrs = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name)
-        cache = KvCache(cache_id, cache_desc, [addrs], self)
-        cache._is_blocks_cache = True  # noqa: SLF001  (what the engine has to know of the handle)
-        return cache
+        return self._made(self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name), cache_desc)
 
     @logged
     def deallocate_cache(self, cache: KvCache) -> None:

@@ -7,6 +7,7 @@ belongs to its process. Not for: operations on caches (``cache_manager``) or opt
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Optional, Union
 
 from llm_datadist import _core
@@ -387,8 +388,8 @@ class Cache:
         is_blocks_cache: whether dimension 0 counts blocks.
     """
 
-    # The native handle of a CPU cache; a cache of an engine is found by its id.
-    _handle: Optional[_core.LooseCache] = None
+    # What the engine knows it by; none of a cache put together by hand, which is found by its id.
+    _handle: Union[_core.LooseCache, _core.ManagedCache, None] = None
 
     def __init__(
         self,
@@ -407,6 +408,24 @@ class Cache:
         self._is_registered = is_registered
         self._is_blocks_cache = is_blocks_cache
         self._valid = True
+
+    def _made(
+        self, handle: _core.ManagedCache, desc: CacheDesc, manager: object, registered: bool, blocks: bool
+    ) -> Cache:
+        """Return the same, as the cache that an engine made: in place of ``__init__``."""
+        self._handle = handle
+        self._cache_id = handle.cache_id
+        self._cache_desc = desc
+        self._cache_manager = manager
+        self._is_registered = registered
+        self._is_blocks_cache = blocks
+        self._valid = True
+        return self
+
+    @cached_property
+    def _tensor_addrs(self) -> Sequence[int]:
+        # Only of a cache that an engine made, and made when they are asked for: most caches are used by their keys.
+        return self._handle.tensor_addrs() if isinstance(self._handle, _core.ManagedCache) else []
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
@@ -457,3 +476,10 @@ class Cache:
             f"Cache(cache_id = {self._cache_id}, device_tensor_addrs = {len(self._tensor_addrs)}, "
             f"is_blocks_cache = {self._is_blocks_cache})"
         )
+
+
+def made_cache(
+    handle: _core.ManagedCache, desc: CacheDesc, manager: object, registered: bool = False, blocks: bool = False
+) -> Cache:
+    """Return the public handle of a cache that an engine made."""
+    return Cache.__new__(Cache)._made(handle, desc, manager, registered, blocks)  # noqa: SLF001  (as `__init__` would)

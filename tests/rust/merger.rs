@@ -19,6 +19,7 @@ use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{ForeignProcess, ForeignRegion, Region, Tensors, allow_readers, own_probe};
 use llm_datadist_core::merger::Merger;
 use llm_datadist_core::{CacheKind, DataDist, End, ErrorKind, HugeChoice, Placement};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::bed::{Buffer, adopt, config, desc, pattern};
 use Placement::{Device, Host};
@@ -36,18 +37,22 @@ fn merges() -> bool {
     if !setting.is_ok_and(|setting| setting.contains("[never]") || setting.contains("[advise]")) {
         return refused("the kernel has no huge pages for shared memory, or makes them unasked");
     }
-    let rights = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+    let file = memfd_create("probe", MemfdFlags::CLOEXEC).unwrap();
+    let file = File::from(file);
+    file.write_all_at(&[1; UNIT], 0).unwrap();
     // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
-    let at = unsafe { libc::mmap(null_mut(), 2 * UNIT, rights, flags, -1, 0) };
-    assert_ne!(at, libc::MAP_FAILED);
-    let unit = (at as usize).next_multiple_of(UNIT);
+    let held = unsafe {
+        libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    assert_ne!(held, libc::MAP_FAILED);
+    let unit = (held as usize).next_multiple_of(UNIT) as *mut c_void;
+    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
     // SAFETY: inside the mapping just made, which nobody else knows of.
-    unsafe { (unit as *mut u8).write(1) };
-    // SAFETY: advice on a part of the same mapping.
-    let merged = unsafe { libc::madvise(unit as *mut c_void, UNIT, 25) } == 0;
+    assert_eq!(unsafe { libc::mmap(unit, UNIT, rights, flags, file.as_raw_fd(), 0) }, unit);
+    // SAFETY: advice on the same mapping.
+    let merged = unsafe { libc::madvise(unit, UNIT, 25) } == 0;
     // SAFETY: the mapping made above; nothing points into it any more.
-    unsafe { libc::munmap(at, 2 * UNIT) };
+    unsafe { libc::munmap(held, 2 * UNIT) };
     merged || refused("this kernel puts nothing into huge pages on request")
 }
 
@@ -151,14 +156,14 @@ fn the_merger_ends_when_there_is_nothing_left() {
     if !merges() {
         return;
     }
-    let large = region(128);
-    touch(&large, 3, 0..128 * UNIT);
+    let large = region(24);
+    touch(&large, 3, 0..24 * UNIT);
     let merger = Merger::new([large.clone(), region(2)]);
     merger.look();
     assert!(merger.running());
     merger.close();
     let done = merger.merged(&large).bytes as usize;
-    assert!(done < 128 * UNIT, "it was cut short: {done}");
+    assert!(done < 24 * UNIT, "it was cut short: {done}");
     merger.look();
     merger.moved(u64::MAX);
     assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
@@ -167,7 +172,7 @@ fn the_merger_ends_when_there_is_nothing_left() {
     let merger = Merger::new([large.clone()]);
     merger.look();
     ended(&merger);
-    assert_eq!(merger.merged(&large).bytes as usize, 128 * UNIT);
+    assert_eq!(merger.merged(&large).bytes as usize, 24 * UNIT);
     drop(merger);
 }
 
@@ -336,19 +341,19 @@ fn memory_of_a_device_is_left_alone() {
     assert!(region.commit(0).unwrap().is_err() && region.merge(0).is_err());
 }
 
-/// Bytes in huge pages under addresses of this process that are its own, as the kernel says.
-fn own_huge_bytes(at: u64) -> u64 {
-    let mut inside = false;
+/// Bytes in huge pages in a range of this process's own memory, as the kernel says.
+fn own_huge_bytes(at: u64, len: usize) -> u64 {
+    let (mut inside, mut sum) = (false, 0);
     for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
         let range = line.split(' ').next().and_then(|range| range.split_once('-'));
         let number = |text| u64::from_str_radix(text, 16).ok();
         if let Some((from, to)) = range.and_then(|(from, to)| Some((number(from)?, number(to)?))) {
-            inside = (from..to).contains(&at);
+            inside = from >= at && to <= at + len as u64;
         } else if inside && line.starts_with("AnonHugePages:") {
-            return line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
+            sum += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
         }
     }
-    0
+    sum
 }
 
 #[test]
@@ -366,17 +371,18 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
         let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
         assert_ne!(at, libc::MAP_FAILED);
+        // SAFETY: advice on the mapping just made: small pages at a touch, whatever this system prefers.
+        unsafe { libc::madvise(at, len, libc::MADV_NOHUGEPAGE) };
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping just made.
             unsafe { (at as usize as *mut u8).add(offset).write(pattern(6, 0, offset)) };
         }
-        let before = own_huge_bytes(at as u64);
         // Four tensors that lie end to end, off every alignment, with other bytes around them.
         let first = at as u64 + 4096;
         let addrs: Vec<u64> = (0..4).map(|tensor| first + tensor * 2 * UNIT as u64).collect();
         let adopted = adopt(&desc(Host, 4, 2, UNIT), CacheKind::Blocks, &addrs);
         let cache = engine.register(adopted, &[], Some(false)).unwrap();
-        huge.push(own_huge_bytes(at as u64).saturating_sub(before));
+        huge.push(own_huge_bytes(at as u64, len));
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping, which nobody writes now.
             let byte = unsafe { (at as usize as *const u8).add(offset).read() };

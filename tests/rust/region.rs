@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use llm_datadist_core::mem::kernel::{Kernel, copy};
-use llm_datadist_core::mem::{Access, Region, Tensors};
+use llm_datadist_core::mem::{Access, Region, Tensors, remember_process, this_process};
 use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 
 use crate::bed::{Buffer, adopt, desc, pattern};
@@ -83,4 +83,12 @@ fn read_only_memory_may_be_read_and_not_written() {
     tensors.check_mapped(Access::Read).unwrap();
     let error = tensors.check_mapped(Access::Write).unwrap_err();
     assert!(error.to_string().contains("not mapped writable"), "{error}");
+}
+
+#[test]
+fn the_number_of_this_process_is_the_kernels() {
+    for _ in 0..2 {
+        assert_eq!(this_process(), std::process::id());
+        remember_process();
+    }
 }

@@ -55,6 +55,7 @@ impl Cluster {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };
         let generations = Arc::new(Generations::new()?);
+        mem::keep_lists();
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
@@ -66,7 +67,6 @@ impl Cluster {
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&engine)?;
         }
-        mem::keep_lists();
         Ok(Cluster {
             host,
             device,

@@ -1,13 +1,13 @@
-//! Frozen handles on caches: the one of a CPU cache, and views of single tensors.
+//! Frozen handles on caches: those of an engine's caches and of CPU caches, and views of single tensors.
 //!
 //! Not for: the public `Cache` class (the Python front), or raw pointers (`raw`).
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Access, Cache, CacheKind, DataType, End, Error, ErrorKind, Result};
+use llm_datadist_core::{Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::convert;
 use crate::door::Held;
@@ -40,6 +40,44 @@ impl LooseCache {
     /// The cache as one end of a copy.
     pub(crate) fn end(&self) -> Result<End> {
         self.cache.get().cloned().map(End::Loose)
+    }
+}
+
+/// A cache that an engine made, as its handle knows it: enough to name it, nothing that keeps it.
+#[pyclass(frozen, module = "llm_datadist._core")]
+pub(crate) struct ManagedCache {
+    engine: u64,
+    id: CacheId,
+    kind: CacheKind,
+    addrs: Box<[u64]>,
+}
+
+impl ManagedCache {
+    /// What to remember of `cache`, which the engine of this number made.
+    pub(crate) fn of(engine: u64, cache: &Cache) -> Self {
+        ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.addrs().into() }
+    }
+
+    /// How its rows are read.
+    pub(crate) fn kind(&self) -> CacheKind {
+        self.kind
+    }
+
+    /// Its id, if the engine of this number made it.
+    pub(crate) fn id_in(&self, engine: u64) -> Option<CacheId> {
+        (self.engine == engine).then_some(self.id)
+    }
+}
+
+#[pymethods]
+impl ManagedCache {
+    #[getter]
+    fn cache_id(&self) -> i64 {
+        self.id.0
+    }
+
+    fn tensor_addrs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, &self.addrs)
     }
 }
 

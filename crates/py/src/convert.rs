@@ -5,18 +5,13 @@
 
 use std::fmt::Display;
 
-use llm_datadist_core::{
-    CacheDesc, CacheId, CacheKey, CacheKind, DataType, End, Error, ErrorKind, Name, Placement, check,
-};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyInt, PyList, PyString, PyTuple, PyType};
 
-use crate::cache::LooseCache;
-use crate::datadist::DataDist;
-use crate::door;
-use crate::error::{invalid, raise};
+use crate::error::invalid;
 use crate::front::Front;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -101,7 +96,8 @@ pub(crate) fn any_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     if is_int(value) { held_int(name, value) } else { Err(only_support(name, "['int']", value)) }
 }
 
-fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
+/// The same, of what is an integer.
+pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     value.extract().map_err(|_| invalid(value.py(), name, shown(value), "an integer of 64 bits"))
 }
 
@@ -236,156 +232,6 @@ pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
 /// The argument called `name` must be a `Cache`.
 pub(crate) fn cache_type(name: &str, value: &Any<'_>) -> PyResult<()> {
     typed(name, value, &Front::get(value.py())?.cache, "Cache")
-}
-
-/// How the rows of a `Cache` are read.
-pub(crate) fn kind(cache: &Any<'_>) -> PyResult<CacheKind> {
-    let blocks: bool = cache.getattr(intern!(cache.py(), "_is_blocks_cache"))?.extract()?;
-    Ok(if blocks { CacheKind::Blocks } else { CacheKind::Batch })
-}
-
-/// The argument called `name` must be a continuous cache.
-pub(crate) fn batch_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
-    check::batch_cache(name, kind(cache)?).map_err(|error| raise(cache.py(), &error))
-}
-
-/// The argument called `name` must be a blocks cache.
-pub(crate) fn blocks_cache(name: &str, cache: &Any<'_>) -> PyResult<()> {
-    check::blocks_cache(name, kind(cache)?).map_err(|error| raise(cache.py(), &error))
-}
-
-/// `src` and `dst` must be continuous caches whose slots are their dimension 0: only those are contiguous (python-api.md
-/// §7.9, §12.1).
-pub(crate) fn slots(dst: &Any<'_>, src: &Any<'_>) -> PyResult<()> {
-    batch_cache("src", src)?;
-    batch_cache("dst", dst)?;
-    [src, dst].into_iter().try_for_each(slots_of)
-}
-
-/// The argument called `name` must be a continuous cache whose slots are its dimension 0.
-pub(crate) fn slot(name: &str, cache: &Any<'_>) -> PyResult<()> {
-    batch_cache(name, cache)?;
-    slots_of(cache)
-}
-
-fn slots_of(cache: &Any<'_>) -> PyResult<()> {
-    slot_dim(&cache.getattr(intern!(cache.py(), "_cache_desc"))?)
-}
-
-/// A `CacheDesc` whose slots are to be named must count them in dimension 0.
-pub(crate) fn slot_dim(desc: &Any<'_>) -> PyResult<()> {
-    let index = any_int("batch_dim_index", &desc.getattr(intern!(desc.py(), "_batch_dim_index"))?)?;
-    if index == 0 {
-        Ok(())
-    } else {
-        Err(invalid(desc.py(), "batch_dim_index", index, "0 where slots are named"))
-    }
-}
-
-/// The id of a `Cache`, if `engine` made it. Ids start over with every engine, so one of an engine that was finalized
-/// names nothing here.
-pub(crate) fn cache_id(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<Option<CacheId>> {
-    let py = engine.py();
-    let id = CacheId(int("cache_id", &cache.getattr(intern!(py, "_cache_id"))?)?);
-    let maker = cache.getattr(intern!(py, "_cache_manager"))?;
-    let own = maker.is_none() || maker.getattr(intern!(py, "_native"))?.is(engine);
-    Ok(own.then_some(id))
-}
-
-/// A `Cache` as one end of a copy: by its id, or by its own handle when it never had one (a CPU cache).
-pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
-    let py = engine.py();
-    if let Ok(loose) = cache.getattr(intern!(py, "_handle"))?.cast::<LooseCache>() {
-        return loose.get().end().map_err(|error| raise(py, &error));
-    }
-    match cache_id(engine, cache)? {
-        Some(id) => Ok(End::Managed(id)),
-        None => Err(raise(py, &Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine"))),
-    }
-}
-
-/// `{source: destination}`, or an integer array of such rows.
-pub(crate) fn block_pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    let mut pairs = Vec::with_capacity(dict.len());
-    // Nothing in the loop runs Python code, which could change the dict.
-    for (src, dst) in dict.iter() {
-        pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
-    }
-    Ok(pairs)
-}
-
-/// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
-pub(crate) fn block_lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    let mut pairs = Vec::with_capacity(dict.len());
-    // Nothing in the loop runs Python code, which could change the dict.
-    for (src, list) in dict.iter() {
-        let src = dict_key(name, &src)?;
-        let list = list
-            .cast::<PyList>()
-            .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
-        for dst in list.iter() {
-            if !is_int(&dst) {
-                return Err(inner_only_support("dict value", "['int']", &dst));
-            }
-            pairs.push((src, held_int(name, &dst)?));
-        }
-    }
-    Ok(pairs)
-}
-
-fn dict_key(name: &str, key: &Any<'_>) -> PyResult<i64> {
-    if is_int(key) {
-        held_int(name, key)
-    } else {
-        Err(only_support(format_args!("{name} dict key"), "['int']", key))
-    }
-}
-
-fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
-    if is_int(value) {
-        held_int(name, value)
-    } else {
-        Err(only_support(format_args!("{name} dict value"), "['int']", value))
-    }
-}
-
-/// The rows of an `(n, 2)` integer array: numpy's own, or anything that numpy can read as one.
-fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
-    let py = given.py();
-    if given.is_none() {
-        // The call that a mapping would get: `None` fails it as documented, with `AttributeError`.
-        given.getattr(intern!(py, "items"))?;
-    }
-    let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
-    if !given.hasattr(intern!(py, "__array__"))? && !given.hasattr(intern!(py, "__array_interface__"))? {
-        return Err(wrong());
-    }
-    // Only now is numpy needed: calls without an array do without it.
-    let array = py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "asarray"), (given,))?;
-    let kind: char = array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "kind"))?.extract()?;
-    let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
-    let (true, [count, 2]) = (matches!(kind, 'i' | 'u'), &shape[..]) else { return Err(wrong()) };
-    let as_words = (intern!(py, "<i8"), "C", "unsafe", false, false); // the last: no copy of what is so already
-    let words = array.call_method1(intern!(py, "astype"), as_words)?;
-    let bytes = words.call_method0(intern!(py, "tobytes"))?;
-    let bytes = bytes.cast::<PyBytes>()?.as_bytes();
-    if Some(bytes.len()) != count.checked_mul(16) {
-        return Err(wrong());
-    }
-    door::aside(py, || pairs(bytes, kind == 'u'))
-        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))
-}
-
-/// Pairs of little-endian words. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
-fn pairs(bytes: &[u8], unsigned: bool) -> std::result::Result<Vec<(i64, i64)>, u64> {
-    let (words, _) = bytes.as_chunks::<8>();
-    if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {
-        return Err(u64::from_le_bytes(wrapped));
-    }
-    let (rows, _) = words.as_chunks::<2>();
-    Ok(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))).collect())
 }
 
 /// A text of Python's as one of Rust's. One that is not UTF-8 is refused without being shown: it may be a secret.

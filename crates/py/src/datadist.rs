@@ -4,6 +4,7 @@
 //! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use llm_datadist_core::{
     Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement, check,
@@ -11,21 +12,20 @@ use llm_datadist_core::{
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
-use crate::cache::TensorView;
+use crate::blocks;
+use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, int, shown};
 use crate::door::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
+use crate::near::{self, Near};
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{local, raw, stats};
 
 type Any<'py> = Bound<'py, PyAny>;
-
-/// Id and tensor addresses of a new cache.
-pub(crate) type NewCache = (i64, Vec<u64>);
 
 /// An engine. `close` ends it; later calls raise `LLMException(LLM_ENGINE_FINALIZED)`.
 #[pyclass(frozen, module = "llm_datadist._core")]
@@ -34,7 +34,11 @@ pub(crate) struct DataDist {
     cluster: ClusterId,
     one_sided: bool,
     mode: Mode,
+    number: u64,
 }
+
+/// How many engines there were in this process: each has a number that no other ever has.
+static OPENED: AtomicU64 = AtomicU64::new(0);
 
 #[pymethods]
 impl DataDist {
@@ -52,7 +56,8 @@ impl DataDist {
         let config =
             check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
         let (one_sided, mode) = (config.remote_accessible, config.mode);
-        let opened = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode };
+        let number = OPENED.fetch_add(1, Ordering::Relaxed);
+        let opened = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode, number };
         opened.report(py)?;
         Ok(opened)
     }
@@ -243,13 +248,17 @@ impl DataDist {
         self.engine.enter(py, measure)?.into_py_dict(py)
     }
 
-    fn allocate_cache(&self, cache_desc: &Any<'_>, cache_keys: &Any<'_>) -> PyResult<NewCache> {
+    fn allocate_cache(&self, cache_desc: &Any<'_>, cache_keys: &Any<'_>) -> PyResult<ManagedCache> {
         convert::desc_type(cache_desc)?;
         let keys = convert::cache_keys(cache_keys)?;
         self.allocate(cache_desc, CacheKind::Batch, &keys)
     }
 
-    fn allocate_blocks_cache(&self, cache_desc: &Any<'_>, blocks_cache_key: &Any<'_>) -> PyResult<NewCache> {
+    fn allocate_blocks_cache(
+        &self,
+        cache_desc: &Any<'_>,
+        blocks_cache_key: &Any<'_>,
+    ) -> PyResult<ManagedCache> {
         convert::desc_type(cache_desc)?;
         let key = convert::blocks_cache_key(blocks_cache_key)?;
         self.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
@@ -257,15 +266,13 @@ impl DataDist {
 
     fn deallocate_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
-        convert::batch_cache("cache", cache)?;
-        let id = convert::cache_id(slf, cache)?;
+        let id = Near::batch("cache", cache)?.id(slf)?;
         slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
     fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
-        convert::blocks_cache("cache", cache)?;
-        let id = convert::cache_id(slf, cache)?;
+        let id = Near::blocks("cache", cache)?.id(slf)?;
         slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
@@ -280,7 +287,7 @@ impl DataDist {
         addrs: &Any<'_>,
         cache_keys: &Any<'_>,
         remote_accessible: &Any<'_>,
-    ) -> PyResult<NewCache> {
+    ) -> PyResult<ManagedCache> {
         convert::desc_type(cache_desc)?;
         let addrs = convert::addresses("addrs", addrs)?;
         let keys = convert::cache_keys(cache_keys)?;
@@ -294,7 +301,7 @@ impl DataDist {
         addrs: &Any<'_>,
         blocks_cache_key: &Any<'_>,
         remote_accessible: &Any<'_>,
-    ) -> PyResult<NewCache> {
+    ) -> PyResult<ManagedCache> {
         convert::desc_type(cache_desc)?;
         let addrs = convert::addresses("addrs", addrs)?;
         let key = convert::blocks_cache_key(blocks_cache_key)?;
@@ -321,18 +328,19 @@ impl DataDist {
         convert::cache_type("dst", dst)?;
         convert::cache_type("src", src)?;
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        convert::slots(dst, src)?;
+        let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
+        from.slots_first()?;
+        to.slots_first()?;
         check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
-        let ends = (convert::end(slf, dst)?, convert::end(slf, src)?);
+        let ends = (to.end(slf)?, from.end(slf)?);
         slf.get().copy(slf.py(), &ends, args, request)
     }
 
     fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
-        let pairs = convert::block_lists("copy_block_info", copy_block_info)?;
-        convert::blocks_cache("cache", cache)?;
-        let end = convert::end(slf, cache)?;
+        let pairs = blocks::lists("copy_block_info", copy_block_info)?;
+        let end = Near::blocks("cache", cache)?.end(slf)?;
         slf.get().engine.enter(slf.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -352,7 +360,7 @@ impl DataDist {
 
     fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
         convert::cache_type("cache", cache)?;
-        let end = convert::end(slf, cache)?;
+        let end = near::end(slf, cache)?;
         slf.get().engine.enter(slf.py(), |engine| match &end {
             End::Loose(loose) => TensorView::all(loose),
             End::Managed(id) => TensorView::all(&engine.find(*id)?),
@@ -364,6 +372,11 @@ impl DataDist {
     /// The engine behind the door.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
+    }
+
+    /// What tells it from other engines of this process, closed ones too.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Which manager it serves.
@@ -423,11 +436,11 @@ impl DataDist {
         desc: &Any<'_>,
         kind: CacheKind,
         keys: &[Option<CacheKey>],
-    ) -> PyResult<NewCache> {
+    ) -> PyResult<ManagedCache> {
         let py = desc.py();
         local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
-        let made = |cache: Arc<Cache>| (cache.id().0, cache.addrs().to_vec());
+        let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
         self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
     }
 
@@ -438,12 +451,12 @@ impl DataDist {
         addrs: &[u64],
         keys: &[Option<CacheKey>],
         access: Option<bool>,
-    ) -> PyResult<NewCache> {
+    ) -> PyResult<ManagedCache> {
         let py = desc.py();
         local::named_rows(desc, kind, keys)?;
         let desc = convert::desc(desc)?;
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
-        let made = |cache: Arc<Cache>| (cache.id().0, addrs.to_vec());
+        let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
         self.engine.enter(py, |engine| engine.register(adopted, keys, access).map(made))
     }
 }

@@ -4,10 +4,11 @@
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
-use std::process;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
+use llm_datadist_core::{
+    Config, DataDist, Deadline, Error, ErrorKind, Mode, Result, remember_process, this_process,
+};
 use pyo3::prelude::*;
 
 use crate::error::{self, Codes};
@@ -24,7 +25,7 @@ pub(crate) struct Held<T: Send + Sync> {
 impl<T: Send + Sync> Held<T> {
     /// Holds `value` for the current process.
     pub(crate) fn new(value: Arc<T>) -> Self {
-        Held { process: process::id(), value: Some(value) }
+        Held { process: this_process(), value: Some(value) }
     }
 
     /// The object, which is there until drop.
@@ -34,7 +35,7 @@ impl<T: Send + Sync> Held<T> {
 
     /// The object, in the process that made it: locks of a forked child's copy may never open.
     pub(crate) fn own(&self) -> Result<&Arc<T>> {
-        if self.process == process::id() { self.get() } else { Err(forked()) }
+        if self.process == this_process() { self.get() } else { Err(forked()) }
     }
 
     /// Lets go on a thread that is detached already.
@@ -45,7 +46,7 @@ impl<T: Send + Sync> Held<T> {
     /// The object, if this was the last reference to it in the process that made it.
     fn last(&mut self) -> Option<T> {
         let value = self.value.take()?;
-        if self.process == process::id() {
+        if self.process == this_process() {
             Arc::into_inner(value)
         } else {
             std::mem::forget(value);
@@ -75,8 +76,9 @@ impl Engine {
     /// Opens an engine.
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
         let codes = error::codes_of(config.mode);
+        remember_process();
         let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
-        Ok(Engine { process: process::id(), codes, open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
+        Ok(Engine { process: this_process(), codes, open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
     }
 
     /// Runs `call` on the engine, detached from the interpreter, and maps its error.
@@ -101,7 +103,7 @@ impl Engine {
     /// Closes the engine: later calls fail, those under way end normally, memory lives as long as views of it.
     pub(crate) fn close(&self, py: Python<'_>) {
         // In a forked child another thread may have held the lock for ever: there the handle is merely forgotten.
-        if self.process == process::id() {
+        if self.process == this_process() {
             py.detach(|| {
                 let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
                 held.map(Held::release)
@@ -110,7 +112,7 @@ impl Engine {
     }
 
     fn engine(&self) -> Result<Arc<DataDist>> {
-        if self.process != process::id() {
+        if self.process != this_process() {
             return Err(forked());
         }
         match self.open.read().unwrap_or_else(PoisonError::into_inner).as_ref() {

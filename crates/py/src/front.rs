@@ -2,15 +2,20 @@
 //!
 //! Not for: importing the front (the arrow points the other way) or defining its classes.
 
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use llm_datadist_core::{DataType, Placement, Role, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 
-/// The latest registration. One is leaked for each import, so that reading is a lock and a copy, without a count.
-static FRONT: RwLock<Option<&'static Front>> = RwLock::new(None);
+/// The first registration, which every call looks at. One is leaked for each import.
+static FIRST: OnceLock<&'static Front> = OnceLock::new();
+/// Whether there is a later one.
+static REPLACED: AtomicBool = AtomicBool::new(false);
+/// The latest, once there is a later one.
+static LATEST: Mutex<Option<&'static Front>> = Mutex::new(None);
 
 /// What the binding needs to know of the front.
 pub(crate) struct Front {
@@ -59,7 +64,11 @@ pub(crate) fn register_types(py: Python<'_>, classes: Option<&Bound<'_, PyDict>>
     let none = PyDict::new(py);
     let front = Front::new(classes.unwrap_or(&none))?;
     // The latest wins: a front that is imported again, after `sys.modules` was purged, works with its own classes.
-    *FRONT.write().unwrap_or_else(PoisonError::into_inner) = Some(Box::leak(Box::new(front)));
+    let front: &'static Front = Box::leak(Box::new(front));
+    if FIRST.set(front).is_err() {
+        *LATEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(front);
+        REPLACED.store(true, Ordering::Release);
+    }
     Ok(())
 }
 
@@ -104,7 +113,11 @@ impl Front {
 
     /// The front, once registered.
     pub(crate) fn get(_py: Python<'_>) -> PyResult<&'static Front> {
-        let front = *FRONT.read().unwrap_or_else(PoisonError::into_inner);
+        let front = if REPLACED.load(Ordering::Acquire) {
+            *LATEST.lock().unwrap_or_else(PoisonError::into_inner)
+        } else {
+            FIRST.get().copied()
+        };
         front.ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
     }
 

@@ -9,12 +9,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::cache::TensorView;
+use crate::blocks;
+use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, int, only_support};
-use crate::datadist::{DataDist, NewCache};
+use crate::datadist::DataDist;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::local;
+use crate::near::{self, Near};
 use crate::transfer::{self, Key, LayerArgs, Pull};
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -32,7 +34,7 @@ impl KvCaches {
         KvCaches { native }
     }
 
-    fn allocate_cache(&self, desc: &Any<'_>, cache_keys: &Any<'_>, may_name: bool) -> PyResult<NewCache> {
+    fn allocate_cache(&self, desc: &Any<'_>, cache_keys: &Any<'_>, may_name: bool) -> PyResult<ManagedCache> {
         convert::desc_type(desc)?;
         let keys = convert::cache_keys(cache_keys)?;
         allocatable(desc)?;
@@ -46,7 +48,7 @@ impl KvCaches {
         self.native.get().allocate(desc, CacheKind::Batch, &keys)
     }
 
-    fn allocate_blocks_cache(&self, desc: &Any<'_>, key: &Any<'_>, may_name: bool) -> PyResult<NewCache> {
+    fn allocate_blocks_cache(&self, desc: &Any<'_>, key: &Any<'_>, may_name: bool) -> PyResult<ManagedCache> {
         convert::desc_type(desc)?;
         let key = convert::blocks_cache_key(key)?;
         allocatable(desc)?;
@@ -64,7 +66,7 @@ impl KvCaches {
 
     fn release(&self, cache: &Any<'_>) -> PyResult<()> {
         let (py, native) = (cache.py(), &self.native);
-        let id = convert::cache_id(native.bind(py), cache)?;
+        let id = Near::of(cache)?.id(native.bind(py))?;
         native.get().engine().enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
@@ -112,18 +114,20 @@ impl KvCaches {
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
         check::copy_size(args.size).map_err(|error| raise(py, &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
-        convert::slots(dst, src)?;
-        let ends = (convert::end(native, dst)?, convert::end(native, src)?);
+        let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
+        from.slots_first()?;
+        to.slots_first()?;
+        let ends = (to.end(native)?, from.end(native)?);
         native.get().copy(py, &ends, args, request)
     }
 
     fn copy_blocks(&self, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
         let (py, native) = (cache.py(), self.native.bind(cache.py()));
         convert::typed("cache", cache, &Front::get(py)?.kv_cache, "KvCache")?;
-        let pairs = convert::block_lists("copy_block_info", copy_block_info)?;
+        let pairs = blocks::lists("copy_block_info", copy_block_info)?;
         on_device("cache", cache)?;
         not_negative("copy_block_info", &pairs)?;
-        let end = convert::end(native, cache)?;
+        let end = near::end(native, cache)?;
         native.get().engine().enter(py, |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -133,7 +137,7 @@ impl KvCaches {
         let swap = || {
             kv_cache("src", src)?;
             kv_cache("dst", dst)?;
-            let pairs = convert::block_pairs("src_to_dst", src_to_dst)?;
+            let pairs = blocks::pairs("src_to_dst", src_to_dst)?;
             let (from, to) = (one_device(native, src)?, one_device(native, dst)?);
             native.get().engine().enter(py, |engine| engine.swap_blocks(&from, &to, &pairs))
         };
@@ -175,7 +179,7 @@ fn pull_cache(
     let key = Key::of("cache_key", cache_key, &[Key::Cache, Key::Row])?;
     device_cache("kv_cache", cache)?;
     let size = int("size", size)?;
-    let near = int("batch_index", batch_index)?;
+    let row = int("batch_index", batch_index)?;
     check::copy_size(size).map_err(|error| raise(py, &error))?;
     let far_offset = offset(options, "src_cache_offset")?;
     let near_offset = offset(options, "dst_cache_offset")?;
@@ -185,12 +189,12 @@ fn pull_cache(
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
-    convert::slot("kv_cache", cache)?;
+    let near = Near::slots("kv_cache", cache)?;
     let rows = match (far_offset, near_offset) {
-        (0, 0) => PullRows::Slot { near, size },
-        _ => PullRows::Part { near, far_offset, near_offset, size },
+        (0, 0) => PullRows::Slot { near: row, size },
+        _ => PullRows::Part { near: row, far_offset, near_offset, size },
     };
-    Ok(Pull { from: transfer::far_name(key, cache_key)?, to: convert::end(native, cache)?, rows, layers })
+    Ok(Pull { from: transfer::far_name(key, cache_key)?, to: near.end(native)?, rows, layers })
 }
 
 /// The arguments of `pull_blocks`.
@@ -214,7 +218,7 @@ fn pull_blocks(
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
     let from = transfer::far_name(class, key)?;
-    Ok(Pull { from, to: convert::end(native, cache)?, rows: PullRows::Blocks { far, near }, layers })
+    Ok(Pull { from, to: near::end(native, cache)?, rows: PullRows::Blocks { far, near }, layers })
 }
 
 /// The argument called `name` must be a `KvCache`. `None` passes, and fails at its first attribute.
@@ -256,7 +260,7 @@ fn one_device(native: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
     let py = native.py();
     let devices = cache.getattr(intern!(py, "_num_devices"))?;
     if devices.extract::<usize>()? == 1 {
-        return convert::end(native, cache);
+        return near::end(native, cache);
     }
     Err(invalid(py, "the number of devices of the cache", devices, "1: this engine has one device"))
 }
@@ -271,7 +275,7 @@ fn offset(options: &Bound<'_, PyDict>, name: &str) -> PyResult<u64> {
 /// A `list` of blocks; a tuple is refused.
 fn block_list(name: &str, value: &Any<'_>) -> PyResult<Vec<i64>> {
     let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
-    transfer::indices(name, list.len(), list.iter())
+    blocks::listed(name, list)
 }
 
 /// Indices are uint64, so a negative one is a `ValueError`.

@@ -16,6 +16,7 @@ use crate::convert::{self, inner_only_support, int, is_int, only_support};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::front::Front;
+use crate::near::Near;
 use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -59,9 +60,10 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     check::block_bytes_alone(&args).map_err(refused)?;
     let geometry = Geometry::new(&desc).map_err(refused)?;
     let layers = check::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
-    let near = check::Side { geometry, kind: convert::kind(src_cache)?, placement: desc.placement };
+    let cache = Near::of(src_cache)?;
+    let near = check::Side { geometry, kind: cache.kind()?, placement: desc.placement };
     if args.src_blocks.is_empty() && near.kind == CacheKind::Batch {
-        convert::slot("src_cache", src_cache)?;
+        cache.slots_first()?;
     }
     check::layerwise(near, &args).map_err(refused)?;
     let one = |config: &Any<'_>| {
@@ -70,7 +72,7 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
         Ok(to)
     };
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
-    Ok(Transfer { from: convert::end(engine, src_cache)?, args, to, patience })
+    Ok(Transfer { from: cache.end(engine)?, args, to, patience })
 }
 
 /// Row 1: a cache of the class that the mode asks for.

@@ -3,6 +3,7 @@
 //! Not for: what arguments mean (`core::check`), or names, defaults and docstrings of the public API (the Python
 //! front). This crate is the one place that says whether a Python value has the right *type*.
 
+mod blocks;
 mod cache;
 mod checks;
 mod convert;
@@ -14,6 +15,7 @@ mod kv;
 mod layerwise;
 mod links;
 mod local;
+mod near;
 #[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
 mod raw;
 mod stats;
@@ -28,7 +30,7 @@ use pyo3::types::PyDict;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
-    use crate::cache::{LooseCache, TensorView};
+    use crate::cache::{LooseCache, ManagedCache, TensorView};
     #[pymodule_export]
     use crate::checks::{
         check_cache_key, check_copy_kernel, check_copy_workers, check_device_id, check_dict,

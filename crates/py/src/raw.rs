@@ -1,4 +1,4 @@
-//! Unsafe room 3: `DLPack` capsules, and the adoption of addresses that the caller vouches for.
+//! Unsafe room 3: `DLPack` capsules, the adoption of addresses that the caller vouches for, and numbers out of lists.
 //!
 //! Not for: deciding which tensor or element type is exported (`cache`), or whether addresses make sense (`core::check`).
 //!
@@ -11,8 +11,10 @@ use std::ptr;
 use std::sync::Arc;
 
 use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
+use pyo3::Borrowed;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::door::Held;
 
@@ -191,4 +193,87 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
         // SAFETY: the name says that the capsule still owns the tensor, and the capsule ends here.
         unsafe { delete::<M>(managed.cast()) };
     }
+}
+
+/// The value of an `int` of 64 bits: none for anything else, a `bool` or a subclass included.
+///
+/// # Safety
+/// Attached to the interpreter, with a live object.
+unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
+    // SAFETY: as promised by the caller; this reads the object's type.
+    if unsafe { ffi::PyLong_CheckExact(item) } == 0 {
+        return None;
+    }
+    let mut overflow = 0;
+    // SAFETY: an `int` itself, so no code of Python runs, nothing can fail, and beyond 64 bits `overflow` says so.
+    let value = unsafe { ffi::PyLong_AsLongLongAndOverflow(item, &raw mut overflow) };
+    (overflow == 0).then_some(value)
+}
+
+/// The items of a list, if all are plain integers of 64 bits; nothing else tells here what is wrong. No item is counted
+/// as referenced: nothing below runs code of Python, so the list keeps them (test: `tests/test_bad_input.py`).
+pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Option<Vec<i64>> {
+    let mut words = Vec::with_capacity(list.len());
+    push_words(list, |word| words.push(word))?;
+    Some(words)
+}
+
+fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()> {
+    for at in 0..isize::try_from(list.len()).ok()? {
+        // SAFETY: attached (`list` says so), a list, and its length has not changed since it was asked for.
+        let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), at) };
+        // SAFETY: an item that the list keeps.
+        push(unsafe { word(item) }?);
+    }
+    Some(())
+}
+
+/// The same of a tuple.
+pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Option<Vec<i64>> {
+    let mut words = Vec::with_capacity(tuple.len());
+    for at in 0..isize::try_from(tuple.len()).ok()? {
+        // SAFETY: attached (`tuple` says so), a tuple, whose length never changes.
+        let item = unsafe { ffi::PyTuple_GetItem(tuple.as_ptr(), at) };
+        // SAFETY: an item that the tuple keeps.
+        words.push(unsafe { word(item) }?);
+    }
+    Some(words)
+}
+
+/// The items of a dict in its order, if all are plain integers of 64 bits.
+pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Option<Vec<(i64, i64)>> {
+    let mut words = Vec::with_capacity(dict.len());
+    each_item(dict, |src, dst| {
+        // SAFETY: an item that the dict keeps: nothing runs between that could change it.
+        words.push((src, unsafe { word(dst.as_ptr()) }?));
+        Some(())
+    })?;
+    Some(words)
+}
+
+/// The same of a dict whose values are lists, which are put one after the other.
+pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Option<Vec<(i64, i64)>> {
+    let mut words = Vec::with_capacity(dict.len());
+    each_item(dict, |src, value| {
+        let list = value.cast::<PyList>().ok()?;
+        push_words(&list, |dst| words.push((src, dst)))
+    })?;
+    Some(words)
+}
+
+/// Calls `each` with every plain key of `dict` and its value, which must run no code of Python, until it gives up.
+fn each_item<'py>(
+    dict: &Bound<'py, PyDict>,
+    mut each: impl FnMut(i64, Borrowed<'_, 'py, PyAny>) -> Option<()>,
+) -> Option<()> {
+    let mut at = 0;
+    let (mut key, mut value) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: attached (`dict` says so), a dict that nothing changes meanwhile; the pointers are filled in on success.
+    while unsafe { ffi::PyDict_Next(dict.as_ptr(), &raw mut at, &raw mut key, &raw mut value) } != 0 {
+        // SAFETY: a key that the dict keeps.
+        let src = unsafe { word(key) }?;
+        // SAFETY: a value that the dict keeps, looked at before anything can change the dict.
+        each(src, unsafe { Borrowed::from_ptr(dict.py(), value) })?;
+    }
+    Some(())
 }

@@ -9,12 +9,14 @@ use llm_datadist_core::{
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString, PyType};
 
-use crate::convert::{self, inner_only_support, int, is_int, only_support, shown};
+use crate::blocks;
+use crate::convert::{self, int, only_support, shown};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::front::Front;
+use crate::near::Near;
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -104,8 +106,8 @@ pub(crate) fn pull_cache(
     let allowed: &[Key] = if engine.get().one_sided() { &[Key::Row] } else { &[Key::Cache, Key::Row] };
     let key = Key::of("cache_key", cache_key, allowed)?;
     convert::cache_type("cache", cache)?;
-    let (near, size) = (int("batch_index", batch_index)?, int("size", size)?);
-    convert::slot("cache", cache)?;
+    let (row, size) = (int("batch_index", batch_index)?, int("size", size)?);
+    let near = Near::slots("cache", cache)?;
     check::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
@@ -115,8 +117,8 @@ pub(crate) fn pull_cache(
     let layers = given.of_pull(per_layer)?;
     Ok(Pull {
         from: far_name(key, cache_key)?,
-        to: convert::end(engine, cache)?,
-        rows: PullRows::Slot { near, size },
+        to: near.end(engine)?,
+        rows: PullRows::Slot { near: row, size },
         layers,
     })
 }
@@ -130,8 +132,9 @@ pub(crate) fn pull_blocks(
 ) -> PyResult<Pull> {
     let key = Key::of("src_cache_key", src_cache_key, &[Key::Blocks, Key::Cache, Key::Row])?;
     convert::cache_type("dst_cache", dst_cache)?;
-    let (far, near) = (blocks("src_blocks", src_blocks)?, blocks("dst_blocks", dst_blocks)?);
-    convert::blocks_cache("dst_cache", dst_cache)?;
+    let far = blocks::listed_or_none("src_blocks", src_blocks)?;
+    let near = blocks::listed_or_none("dst_blocks", dst_blocks)?;
+    let cache = Near::blocks("dst_cache", dst_cache)?;
     let near = at_least_one("dst_blocks", near, dst_blocks)?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
@@ -145,7 +148,7 @@ pub(crate) fn pull_blocks(
         PullRows::SlotToBlocks { near }
     };
     let layers = given.of_pull(per_layer)?;
-    Ok(Pull { from: far_name(key, src_cache_key)?, to: convert::end(engine, dst_cache)?, rows, layers })
+    Ok(Pull { from: far_name(key, src_cache_key)?, to: cache.end(engine)?, rows, layers })
 }
 
 /// The arguments of `push_cache` (python-api.md §7.14).
@@ -165,10 +168,10 @@ pub(crate) fn push_cache(
         return Err(only_support("src_cache", "['Cache']", src_cache));
     }
     let rows = PushRows::Slot { near: int("src_batch_index", src_batch_index)? };
-    convert::slot("src_cache", src_cache)?;
+    let near = Near::slots("src_cache", src_cache)?;
     let layers = given.of_push(engine.py())?;
     check::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
-    Ok(Push { from: convert::end(engine, src_cache)?, to: far_name(key, dst_cache_key)?, rows, layers })
+    Ok(Push { from: near.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
 }
 
 /// The arguments of `push_blocks` (python-api.md §7.15).
@@ -181,13 +184,14 @@ pub(crate) fn push_blocks(
     one_sided(engine, "push_blocks")?;
     let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Blocks])?;
     convert::cache_type("src_cache", src_cache)?;
-    let (near, far) = (blocks("src_blocks", src_blocks)?, blocks("dst_blocks", dst_blocks)?);
-    convert::blocks_cache("src_cache", src_cache)?;
+    let near = blocks::listed_or_none("src_blocks", src_blocks)?;
+    let far = blocks::listed_or_none("dst_blocks", dst_blocks)?;
+    let cache = Near::blocks("src_cache", src_cache)?;
     let far = at_least_one("dst_blocks", far, dst_blocks)?;
     let layers = given.of_push(engine.py())?;
     let to = far_name(key, dst_cache_key)?;
     let rows = PushRows::Blocks { near: listed("src_blocks", near, src_blocks)?, far };
-    Ok(Push { from: convert::end(engine, src_cache)?, to, rows, layers })
+    Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 
 /// Pushes are one-sided.
@@ -232,41 +236,6 @@ pub(crate) fn check_cache_key(key: &Any<'_>) -> PyResult<()> {
 fn one_id(py: Python<'_>, key: &Any<'_>) -> PyErr {
     let text = format!("exactly one of req_id and prefix_id must be given: {}", shown(key));
     raise(py, &Error::new(ErrorKind::InvalidArgument, text))
-}
-
-/// A list or tuple of block indices; `None` passes, and fails where its length is needed.
-fn blocks(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
-    if let Ok(list) = value.cast::<PyList>() {
-        indices(name, list.len(), list.iter()).map(Some)
-    } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        indices(name, tuple.len(), tuple.iter()).map(Some)
-    } else if value.is_none() {
-        Ok(None)
-    } else {
-        Err(only_support(name, "['list', 'tuple']", value))
-    }
-}
-
-pub(crate) fn indices<'py>(
-    name: &str,
-    count: usize,
-    items: impl Iterator<Item = Any<'py>>,
-) -> PyResult<Vec<i64>> {
-    let mut indices = Vec::with_capacity(count);
-    let mut wide = None;
-    for item in items {
-        if !is_int(&item) {
-            return Err(inner_only_support(name, "['int']", &item));
-        }
-        match item.extract() {
-            Ok(index) => indices.push(index),
-            Err(_) => wide = wide.or(Some(item)),
-        }
-    }
-    match wide {
-        Some(item) => Err(invalid(item.py(), name, shown(&item), "an integer of 64 bits")),
-        None => Ok(indices),
-    }
 }
 
 /// The list, which must not be `None`.

@@ -43,7 +43,7 @@ pub trait Copier: Debug + Send + Sync {
     /// Least and most bytes of the units that a copy is cut into: neither so small that taking one costs, nor so large
     /// that the last worker to finish keeps the rest waiting.
     fn unit(&self) -> (u64, u64) {
-        (256 << 10, 512 << 10)
+        (128 << 10, 512 << 10)
     }
 
     /// Whether the kernel it is told makes a difference; if not, there is nothing to learn from its speed.

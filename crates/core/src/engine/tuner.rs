@@ -82,6 +82,12 @@ impl Tuner {
         self.kernels.get(index).copied().unwrap_or(Kernel::PLAIN)
     }
 
+    /// The kernel for bytes that are read again at once, and so belong in the caches.
+    #[must_use]
+    pub fn cached(&self) -> Kernel {
+        self.kernels.iter().copied().rfind(|kernel| !kernel.streams()).unwrap_or(Kernel::PLAIN)
+    }
+
     /// Counts bytes a kernel copies.
     pub fn count(&self, kernel: Kernel, bytes: u64) {
         let counter = if kernel.streams() { &self.counted.streaming } else { &self.counted.plain };
@@ -102,6 +108,12 @@ impl Tuner {
             let next = if known == 0 { picos_per_kib } else { picos_per_kib.min(known + known / 16) };
             speed.store(next.max(1), Ordering::Relaxed);
         }
+    }
+
+    /// Whether a copy of `total` bytes in all teaches anything.
+    #[must_use]
+    pub fn learns(&self, total: u64) -> bool {
+        total >= LARGE
     }
 
     /// Bytes copied with ordinary and with streaming stores.

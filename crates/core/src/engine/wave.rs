@@ -16,8 +16,9 @@ use crate::mem::kernel::Kernel;
 use crate::mem::{Tensors, Window, page_faults};
 use crate::plan::{CopyPlan, Piece};
 
-/// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
-const INLINE: u64 = 256 << 10;
+/// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
+/// caller copies half a MiB that is not cached, and a whole one that is.
+const INLINE: u64 = 512 << 10;
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
 /// A copy under way.
@@ -119,8 +120,10 @@ impl Work for DirectWave {
         let learns = copier.uses_kernels();
         let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
         let most = copier.batch();
-        // A mapping of another process is filled page by page at the first touch, which says nothing about kernels.
-        let faults = (learns && self.copying.src.reach().foreign()).then(page_faults);
+        // A mapping of another process is filled page by page at the first touch, which says nothing about kernels. What
+        // is too small to learn from is not asked about: that takes longer than copying a block.
+        let mapped = self.copying.src.reach().foreign();
+        let faults = (learns && mapped && tuner.learns(self.total)).then(page_faults);
         let started = Instant::now();
         let mut batch = Vec::with_capacity(most.min(plan.num_tensors() as usize * 2).max(4));
         for (tensor, piece) in plan.waves()[self.wave].across_tensors(from, to) {

@@ -74,7 +74,9 @@ impl Blocks {
 /// The waves of `pairs` of blocks, with the result of copying one after the other in the order given. All of them lie
 /// in a tensor.
 pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, ends: Ends) -> Vec<Wave> {
-    let levels = if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
+    let free = ends == Ends::TwoCaches && written_once(&pairs);
+    let levels =
+        if free || !order::order_matters(&pairs, ends) { vec![pairs] } else { order::levels(&pairs, ends) };
     let wave = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs);
         let scattered = scattered(&pairs);
@@ -86,6 +88,24 @@ pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, en
         }
     };
     levels.into_iter().map(wave).collect()
+}
+
+/// Whether no block is written twice, of those that lie near each other; `false` if that takes a longer look.
+fn written_once(pairs: &[(u32, u32)]) -> bool {
+    let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
+    let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
+        return false;
+    };
+    let (mut bits, mut twice) = (vec![0u64; words + 1], 0);
+    for &(_, dst) in pairs {
+        // None is above `most`, so every one has its bit.
+        if let Some(word) = bits.get_mut(dst as usize / 64) {
+            let bit = 1 << (dst % 64);
+            twice |= *word & bit;
+            *word |= bit;
+        }
+    }
+    twice == 0
 }
 
 /// Sorts pairs by where they read, those that read the same block by where they write.
@@ -105,7 +125,7 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) {
     let mut to = vec![NOWHERE; room + 1];
     let mut once = true;
     for &(src, dst) in pairs.iter() {
-        // As long as no number above `most` was seen, every one has its place.
+        // None is above `most`, so every one has its place.
         if let Some(place) = to.get_mut(src as usize) {
             once &= *place == NOWHERE && dst != NOWHERE;
             *place = dst;
@@ -125,10 +145,10 @@ fn scattered(pairs: &[(u32, u32)]) -> bool {
     }
     let step = |a: (u32, u32), b: (u32, u32)| (b.0.wrapping_sub(a.0), b.1.wrapping_sub(a.1));
     let (first, second, third) = (&pairs[..pairs.len() - 2], &pairs[1..], &pairs[2..]);
-    // Counted without a branch: a join is a step of one on both sides, three at one distance are a stride.
+    // A join is a step of one on both sides, three at one distance are a stride.
     let counted = first.iter().zip(second).zip(third).fold(0u32, |joined, ((&a, &b), &c)| {
         let (one, two) = (step(a, b), step(b, c));
-        joined + u32::from((one == (1, 1)) | (one == two))
+        joined + u32::from(one == (1, 1) || one == two)
     });
     (counted as usize) < pairs.len() / JOINED
 }

@@ -5,8 +5,8 @@
 
 use std::ops::Range;
 
-use super::message::{Arrived, Place, Record, Reply, Run, WireName, WirePlan, WireSpan, WireSteps};
-use super::pairs::Pairs;
+use super::message::{Arrived, Place, Record, Reply, Run, WireName};
+use super::plan::{Pairs, WirePlan, WireSpan, WireSteps};
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};

@@ -7,9 +7,10 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use super::pairs::Pairs;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
+
+use super::plan::WirePlan;
 
 /// Most facts of a failure that are read.
 pub const MAX_FACTS: usize = 64;
@@ -380,60 +381,6 @@ pub enum WireName {
         /// The row.
         row: u32,
     },
-}
-
-/// A plan.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WirePlan {
-    /// Tensors.
-    pub num_tensors: u32,
-    /// First tensor read.
-    pub src_tensor: u32,
-    /// First tensor written.
-    pub dst_tensor: u32,
-    /// What of each tensor.
-    pub steps: WireSteps,
-}
-
-/// What a plan moves of each tensor.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum WireSteps {
-    /// Any waves. Their spans stand in one list, so that what it takes in memory is bounded by its bytes
-    /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-    Spans {
-        /// Spans of each wave.
-        waves: Vec<u32>,
-        /// The spans of all waves, one wave after the other.
-        spans: Vec<WireSpan>,
-    },
-    /// One wave of equal blocks.
-    Blocks {
-        /// Bytes of a block.
-        len: u64,
-        /// Where block 0 is read.
-        src: u64,
-        /// Where block 0 is written.
-        dst: u64,
-        /// Number read and number written.
-        pairs: Pairs,
-    },
-}
-
-/// A span of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireSpan {
-    /// First byte read.
-    pub src: u64,
-    /// First byte written.
-    pub dst: u64,
-    /// Bytes of one piece.
-    pub len: u64,
-    /// Pieces.
-    pub count: u64,
-    /// From one piece read to the next.
-    pub src_step: i64,
-    /// From one piece written to the next.
-    pub dst_step: i64,
 }
 
 /// An empty fact takes two bytes on the wire and many more in memory.

@@ -8,14 +8,14 @@
 
 mod convert;
 mod message;
-mod pairs;
+mod plan;
 
 pub use convert::{kind_number, kind_of};
 pub use message::{
     Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_FACTS, Party, Place,
-    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
 };
-pub use pairs::Pairs;
+pub use plan::{Pairs, WirePlan, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -1,8 +1,7 @@
-//! A list of pairs of numbers as it travels: all numbers equally wide, as wide as the largest needs.
+//! A plan as it travels.
 //!
-//! In the message it is a byte string: the width in bytes (1, 2 or 4), then for each pair the number read and the number
-//! written, in little endian. Coding number by number costs more than the bytes it saves (docs/performance.md). Not for:
-//! what the numbers count (`plan`).
+//! Scattered blocks are pairs of numbers, all equally wide, as wide as the largest needs: coding number by number costs
+//! more than the bytes it saves (docs/performance.md). Not for: whether a plan makes sense (`plan`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +9,62 @@ use std::sync::Arc;
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Pairs of numbers, shared with the plan they are of.
+/// A plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WirePlan {
+    /// Tensors.
+    pub num_tensors: u32,
+    /// First tensor read.
+    pub src_tensor: u32,
+    /// First tensor written.
+    pub dst_tensor: u32,
+    /// What of each tensor.
+    pub steps: WireSteps,
+}
+
+/// What a plan moves of each tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum WireSteps {
+    /// Any waves. Their spans stand in one list, so that what it takes in memory is bounded by its bytes
+    /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+    Spans {
+        /// Spans of each wave.
+        waves: Vec<u32>,
+        /// The spans of all waves, one wave after the other.
+        spans: Vec<WireSpan>,
+    },
+    /// One wave of equal blocks.
+    Blocks {
+        /// Bytes of a block.
+        len: u64,
+        /// Where block 0 is read.
+        src: u64,
+        /// Where block 0 is written.
+        dst: u64,
+        /// Number read and number written.
+        pairs: Pairs,
+    },
+}
+
+/// A span of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireSpan {
+    /// First byte read.
+    pub src: u64,
+    /// First byte written.
+    pub dst: u64,
+    /// Bytes of one piece.
+    pub len: u64,
+    /// Pieces.
+    pub count: u64,
+    /// From one piece read to the next.
+    pub src_step: i64,
+    /// From one piece written to the next.
+    pub dst_step: i64,
+}
+
+/// Pairs of numbers, shared with the plan they are of. In the message they are a byte string: the width in bytes (1, 2
+/// or 4), then for each pair the number read and the number written, in little endian.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pairs(pub Arc<Vec<(u32, u32)>>);
 

@@ -1,0 +1,147 @@
+//! Lists, dicts and arrays of block indices → numbers of the core.
+//!
+//! The usual case, plain integers, goes through without a reference count for each (`raw`); whatever else is in there
+//! is looked at one by one, to say what is wrong with it. Not for: what an index may be (`core::check`).
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+use crate::convert::{held_int, inner_only_support, is_int, only_support, shown};
+use crate::error::invalid;
+use crate::{door, raw};
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// A list or tuple of block indices; `None` passes, and fails where its length is needed.
+pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        listed(name, list).map(Some)
+    } else if let Ok(tuple) = value.cast::<PyTuple>() {
+        raw::tuple_words(tuple).map_or_else(|| one_by_one(name, tuple.iter()), Ok).map(Some)
+    } else if value.is_none() {
+        Ok(None)
+    } else {
+        Err(only_support(name, "['list', 'tuple']", value))
+    }
+}
+
+/// A list of block indices.
+pub(crate) fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
+    raw::list_words(list).map_or_else(|| one_by_one(name, list.iter()), Ok)
+}
+
+/// A wrong type anywhere is found before a wrong width.
+fn one_by_one<'py>(name: &str, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
+    let mut indices = Vec::new();
+    let mut wide = None;
+    for item in items {
+        if !is_int(&item) {
+            return Err(inner_only_support(name, "['int']", &item));
+        }
+        match item.extract() {
+            Ok(index) => indices.push(index),
+            Err(_) => wide = wide.or(Some(item)),
+        }
+    }
+    match wide {
+        Some(item) => Err(invalid(item.py(), name, shown(&item), "an integer of 64 bits")),
+        None => Ok(indices),
+    }
+}
+
+/// `{source: destination}`, or an integer array of such rows.
+pub(crate) fn pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
+    if let Some(pairs) = raw::dict_words(dict) {
+        return Ok(pairs);
+    }
+    let mut pairs = Vec::with_capacity(dict.len());
+    // Nothing in the loop runs Python code, which could change the dict.
+    for (src, dst) in dict.iter() {
+        pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
+    }
+    Ok(pairs)
+}
+
+/// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
+pub(crate) fn lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
+    if let Some(pairs) = raw::dict_lists(dict) {
+        return Ok(pairs);
+    }
+    let mut pairs = Vec::with_capacity(dict.len());
+    // Nothing in the loop runs Python code, which could change the dict.
+    for (src, list) in dict.iter() {
+        let src = dict_key(name, &src)?;
+        let list = list
+            .cast::<PyList>()
+            .map_err(|_| only_support(format_args!("{name} dict value"), "['list']", &list))?;
+        for dst in list.iter() {
+            if !is_int(&dst) {
+                return Err(inner_only_support("dict value", "['int']", &dst));
+            }
+            pairs.push((src, held_int(name, &dst)?));
+        }
+    }
+    Ok(pairs)
+}
+
+fn dict_key(name: &str, key: &Any<'_>) -> PyResult<i64> {
+    if is_int(key) {
+        held_int(name, key)
+    } else {
+        Err(only_support(format_args!("{name} dict key"), "['int']", key))
+    }
+}
+
+fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
+    if is_int(value) {
+        held_int(name, value)
+    } else {
+        Err(only_support(format_args!("{name} dict value"), "['int']", value))
+    }
+}
+
+/// numpy's `asarray`, once an array was given: calls without one do without numpy.
+static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// The rows of an `(n, 2)` integer array: numpy's own, or anything that numpy can read as one.
+fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
+    let py = given.py();
+    if given.is_none() {
+        // The call that a mapping would get: `None` fails it as documented, with `AttributeError`.
+        given.getattr(intern!(py, "items"))?;
+    }
+    let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
+    if !given.hasattr(intern!(py, "__array__"))? && !given.hasattr(intern!(py, "__array_interface__"))? {
+        return Err(wrong());
+    }
+    let as_array = AS_ARRAY.get_or_try_init(py, || -> PyResult<_> {
+        Ok(py.import(intern!(py, "numpy"))?.getattr(intern!(py, "asarray"))?.unbind())
+    })?;
+    let array = as_array.bind(py).call1((given,))?;
+    let kind: char = array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "kind"))?.extract()?;
+    let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
+    let (true, [count, 2]) = (matches!(kind, 'i' | 'u'), &shape[..]) else { return Err(wrong()) };
+    let as_words = (intern!(py, "<i8"), "C", "unsafe", false, false); // the last: no copy of what is so already
+    let words = array.call_method1(intern!(py, "astype"), as_words)?;
+    let bytes = words.call_method0(intern!(py, "tobytes"))?;
+    let bytes = bytes.cast::<PyBytes>()?.as_bytes();
+    if Some(bytes.len()) != count.checked_mul(16) {
+        return Err(wrong());
+    }
+    door::aside(py, || words_of(bytes, kind == 'u'))
+        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))
+}
+
+/// Pairs of little-endian words. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
+fn words_of(bytes: &[u8], unsigned: bool) -> Result<Vec<(i64, i64)>, u64> {
+    let (words, _) = bytes.as_chunks::<8>();
+    if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {
+        return Err(u64::from_le_bytes(wrapped));
+    }
+    let (rows, _) = words.as_chunks::<2>();
+    Ok(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))).collect())
+}

@@ -1,0 +1,111 @@
+//! Caches of the front as the engine knows them: which one, of which kind, made by whom.
+//!
+//! Not for: rules (`core::check`), or far caches, which keys name (`transfer`). A cache that an engine made carries a
+//! handle that says all of it at one look; one put together by hand is asked for its attributes instead
+//! (test: `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
+
+use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind, check};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::cache::{LooseCache, ManagedCache};
+use crate::convert::{any_int, int};
+use crate::datadist::DataDist;
+use crate::error::{invalid, raise};
+
+type Any<'py> = Bound<'py, PyAny>;
+
+/// A `Cache` or `KvCache` with its handle.
+pub(crate) struct Near<'a, 'py> {
+    cache: &'a Any<'py>,
+    handle: Any<'py>,
+}
+
+impl<'a, 'py> Near<'a, 'py> {
+    /// Looks at `cache`. `None`, which has no handle, fails here.
+    pub(crate) fn of(cache: &'a Any<'py>) -> PyResult<Self> {
+        Ok(Near { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
+    }
+
+    /// The argument called `name`, which must be a blocks cache.
+    pub(crate) fn blocks(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
+        let near = Near::of(cache)?;
+        check::blocks_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        Ok(near)
+    }
+
+    /// The argument called `name`, which must be a continuous cache.
+    pub(crate) fn batch(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
+        let near = Near::of(cache)?;
+        check::batch_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        Ok(near)
+    }
+
+    /// The argument called `name`, which must be a continuous cache whose slots are its dimension 0: only those are
+    /// contiguous (python-api.md §7.9, §12.1).
+    pub(crate) fn slots(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
+        let near = Near::batch(name, cache)?;
+        near.slots_first()?;
+        Ok(near)
+    }
+
+    /// How its rows are read.
+    pub(crate) fn kind(&self) -> PyResult<CacheKind> {
+        if let Some(managed) = self.managed() {
+            return Ok(managed.kind());
+        }
+        let blocks: bool = self.cache.getattr(intern!(self.cache.py(), "_is_blocks_cache"))?.extract()?;
+        Ok(if blocks { CacheKind::Blocks } else { CacheKind::Batch })
+    }
+
+    /// Its slots must be its dimension 0.
+    pub(crate) fn slots_first(&self) -> PyResult<()> {
+        slot_dim(&self.cache.getattr(intern!(self.cache.py(), "_cache_desc"))?)
+    }
+
+    /// Its id, if `engine` made it. Ids start over with every engine, so one of an engine that was finalized names
+    /// nothing here.
+    pub(crate) fn id(&self, engine: &Bound<'_, DataDist>) -> PyResult<Option<CacheId>> {
+        if let Some(managed) = self.managed() {
+            return Ok(managed.id_in(engine.get().number()));
+        }
+        let py = engine.py();
+        let id = CacheId(int("cache_id", &self.cache.getattr(intern!(py, "_cache_id"))?)?);
+        let maker = self.cache.getattr(intern!(py, "_cache_manager"))?;
+        let own = maker.is_none() || maker.getattr(intern!(py, "_native"))?.is(engine);
+        Ok(own.then_some(id))
+    }
+
+    /// The same as one end of a copy: by its id, or by its own handle when it never had one (a CPU cache).
+    pub(crate) fn end(&self, engine: &Bound<'_, DataDist>) -> PyResult<End> {
+        let py = engine.py();
+        if let Ok(loose) = self.handle.cast::<LooseCache>() {
+            return loose.get().end().map_err(|error| raise(py, &error));
+        }
+        match self.id(engine)? {
+            Some(id) => Ok(End::Managed(id)),
+            None => {
+                Err(raise(py, &Error::new(ErrorKind::CacheNotFound, "the cache was made by another engine")))
+            }
+        }
+    }
+
+    fn managed(&self) -> Option<&ManagedCache> {
+        self.handle.cast::<ManagedCache>().ok().map(Bound::get)
+    }
+}
+
+/// A cache that may be of either kind as one end of a copy.
+pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
+    Near::of(cache)?.end(engine)
+}
+
+/// A `CacheDesc` whose slots are to be named must count them in dimension 0.
+pub(crate) fn slot_dim(desc: &Any<'_>) -> PyResult<()> {
+    let index = any_int("batch_dim_index", &desc.getattr(intern!(desc.py(), "_batch_dim_index"))?)?;
+    if index == 0 {
+        Ok(())
+    } else {
+        Err(invalid(desc.py(), "batch_dim_index", index, "0 where slots are named"))
+    }
+}
