@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 TRACE ?=
 REPLAY ?=
 KILL ?=
+PEERS ?=
 PREFIX ?= /usr/local
 DESTDIR ?=
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release
@@ -39,6 +40,7 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own
@@ -64,6 +66,10 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/pe
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py
+
+bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: docs/performance (PEERS="options")
+	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
+	.venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
 	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py
@@ -114,7 +120,16 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.txt
 	touch $@
 
-clean:  ## remove everything that was built
-	rm -rf target $(VENV) .venv-torch python/llm_datadist/_core*.so
+# A peer that cannot be installed is a row that says so, and no reason to measure nothing.
+.venv-peers/.tools: requirements-build.txt requirements-peers.txt requirements-peers-nodeps.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt
+	grep -v '^#' requirements-peers.txt | xargs -n 1 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check || true
+	grep -v '^#' requirements-peers-nodeps.txt | xargs -n 1 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps || true
+	benches/peers/libraries.sh .venv-peers
+	touch $@
 
-.PHONY: help demo test fast conformance lint loom thorough soak bench example example-torch wheel build sanitize header capi install install-files clean
+clean:  ## remove everything that was built
+	rm -rf target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
+
+.PHONY: help demo test fast conformance lint loom thorough soak bench bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -1,7 +1,8 @@
 //! Copy and swap beside the limit of this machine, in one run: ours, and hand-written loops over the same mapping and
-//! the same list of blocks with one and two threads, ordinary and streaming stores, in turn. Prints ratios.
+//! the same list of blocks with one and two threads, ordinary and streaming stores (as they come, reading ahead into the
+//! next block, four pages in turn), in turn. Prints ratios; with `--all` the speed of every loop as well.
 //!
-//! `cargo bench -p llm-datadist-core --bench copy [-- --mib 512 --rounds 7 --only swap_out --blocks 16,64]`
+//! `cargo bench -p llm-datadist-core --bench copy [-- --mib 512 --rounds 7 --only swap_out --blocks 16,64 --all]`
 //!
 //! Every round is verified outside the clock. Not for: absolute figures; machines differ and are shared.
 
@@ -41,6 +42,7 @@ struct Options {
     blocks: Vec<u64>,
     workers: Option<usize>,
     tensors: Vec<u32>,
+    all: bool,
 }
 
 fn options() -> Options {
@@ -48,9 +50,10 @@ fn options() -> Options {
         mib: 512,
         rounds: 7,
         only: None,
-        blocks: vec![16, 64, 256, 1024, 2048],
+        blocks: vec![4, 16, 64, 256, 1024, 2048],
         workers: None,
         tensors: vec![2, 80],
+        all: false,
     };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -58,6 +61,7 @@ fn options() -> Options {
         match word.as_str() {
             "--mib" => options.mib = value().parse().unwrap(),
             "--rounds" => options.rounds = value().parse().unwrap(),
+            "--all" => options.all = true,
             "--only" => options.only = Some(value()),
             "--workers" => options.workers = Some(value().parse().unwrap()),
             "--blocks" => options.blocks = value().split(',').map(|kib| kib.parse().unwrap()).collect(),
@@ -183,6 +187,9 @@ fn compare(name: &str, options: &Options, tensors: u32, flat: &Flat, dst: (&Cach
         ratios[0],
         ratios[ratios.len() - 1],
     );
+    for (&(name, ..), took) in LOOPS.iter().zip(&medians[1..]).filter(|_| options.all) {
+        println!("    {name:18} {:7.1}", bytes / took / 1e9);
+    }
 }
 
 fn main() {

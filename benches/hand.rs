@@ -41,37 +41,121 @@ impl Flat {
     }
 }
 
-type Loop = fn(u64, u64, usize);
+/// Copies blocks of one length, a multiple of 512, each from and to a whole page.
+type Loop = fn(&[(u64, u64)], usize);
 
-fn plain(src: u64, dst: u64, len: usize) {
-    // SAFETY: the addresses are blocks of two live caches of a benchmark, `len` bytes each.
-    unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, len) };
-}
-
-#[cfg(target_arch = "x86_64")]
-fn streaming(src: u64, dst: u64, len: usize) {
-    #[target_feature(enable = "avx2")]
-    unsafe fn go(src: *const u8, dst: *mut u8, len: usize) {
-        use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
-        for at in (0..len).step_by(128) {
-            // SAFETY: whole blocks, aligned to a page, a multiple of 128 bytes.
-            unsafe {
-                let (from, to) = (src.add(at).cast::<__m256i>(), dst.add(at).cast::<__m256i>());
-                let four = [0, 1, 2, 3].map(|part| _mm256_loadu_si256(from.add(part)));
-                for (part, bytes) in four.into_iter().enumerate() {
-                    _mm256_stream_si256(to.add(part), bytes);
-                }
-            }
-        }
-        _mm_sfence();
+fn plain(moves: &[(u64, u64)], len: usize) {
+    for &(src, dst) in moves {
+        // SAFETY: the addresses are blocks of two live caches of a benchmark, `len` bytes each.
+        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, len) };
     }
-    // SAFETY: as above; every machine this benchmark is read on has AVX2.
-    unsafe { go(src as *const u8, dst as *mut u8, len) };
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn streaming(src: u64, dst: u64, len: usize) {
-    plain(src, dst, len);
+use {plain as streaming, plain as ahead, plain as interleaved};
+
+#[cfg(target_arch = "x86_64")]
+use stores::{ahead, interleaved, streaming};
+
+/// Streaming stores: as they come; reading ahead, into the next block where one ends; four pages in turn.
+#[cfg(target_arch = "x86_64")]
+mod stores {
+    use std::arch::x86_64::{
+        __m256i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256,
+    };
+
+    const STEP: usize = 128;
+
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    unsafe fn step(src: u64, dst: u64, at: usize) {
+        // SAFETY: inside a block, see `Loop`.
+        unsafe {
+            let (from, to) = ((src + at as u64) as *const __m256i, (dst + at as u64) as *mut __m256i);
+            let four = [0, 1, 2, 3].map(|part| _mm256_loadu_si256(from.add(part)));
+            for (part, bytes) in four.into_iter().enumerate() {
+                _mm256_stream_si256(to.add(part), bytes);
+            }
+        }
+    }
+
+    #[inline]
+    #[allow(unused_unsafe, reason = "the hint is an unsafe function in the oldest Rust this builds with")]
+    fn hint(src: u64, at: usize) {
+        let from = (src + at as u64) as *const i8;
+        // SAFETY: hints never fault.
+        unsafe { (_mm_prefetch::<_MM_HINT_NTA>(from), _mm_prefetch::<_MM_HINT_NTA>(from.wrapping_add(64))) };
+    }
+
+    pub fn streaming(moves: &[(u64, u64)], len: usize) {
+        #[target_feature(enable = "avx2")]
+        unsafe fn go(moves: &[(u64, u64)], len: usize) {
+            for &(src, dst) in moves {
+                for at in (0..len).step_by(STEP) {
+                    // SAFETY: inside a block.
+                    unsafe { step(src, dst, at) };
+                }
+            }
+            _mm_sfence();
+        }
+        // SAFETY: every machine this benchmark is read on has AVX2.
+        unsafe { go(moves, len) };
+    }
+
+    pub fn ahead(moves: &[(u64, u64)], len: usize) {
+        #[target_feature(enable = "avx2")]
+        unsafe fn go(moves: &[(u64, u64)], len: usize) {
+            let inside = len - 1024.min(len);
+            for (index, &(src, dst)) in moves.iter().enumerate() {
+                let next = moves.get(index + 1).map_or(src, |next| next.0);
+                for at in (0..inside).step_by(STEP) {
+                    hint(src, at + 1024);
+                    // SAFETY: inside a block.
+                    unsafe { step(src, dst, at) };
+                }
+                for at in (inside..len).step_by(STEP) {
+                    hint(next, at - inside);
+                    // SAFETY: inside a block.
+                    unsafe { step(src, dst, at) };
+                }
+            }
+            _mm_sfence();
+        }
+        // SAFETY: as in `streaming`.
+        unsafe { go(moves, len) };
+    }
+
+    pub fn interleaved(moves: &[(u64, u64)], len: usize) {
+        #[target_feature(enable = "avx2")]
+        unsafe fn go(lanes: [(u64, u64); 4], len: usize, next: [(u64, u64); 4]) {
+            let inside = len - 256.min(len);
+            for at in (0..len).step_by(STEP) {
+                for (lane, next) in lanes.iter().zip(next) {
+                    let (from, skip) = if at < inside { (lane.0, at + 256) } else { (next.0, at - inside) };
+                    hint(from, skip);
+                    // SAFETY: inside a block.
+                    unsafe { step(lane.0, lane.1, at) };
+                }
+            }
+        }
+        // SAFETY: as in `streaming`.
+        let four = |lanes, len, next: Option<_>| unsafe { go(lanes, len, next.unwrap_or(lanes)) };
+        if len >= 16 << 10 {
+            let lane = (len / 4) as u64;
+            let lanes = |&(src, dst): &(u64, u64)| [0, 1, 2, 3].map(|at| (src + at * lane, dst + at * lane));
+            for (index, block) in moves.iter().enumerate() {
+                four(lanes(block), len / 4, moves.get(index + 1).map(lanes));
+            }
+        } else {
+            let (fours, rest) = moves.as_chunks::<4>();
+            for (index, &lanes) in fours.iter().enumerate() {
+                four(lanes, len, fours.get(index + 1).copied());
+            }
+            streaming(rest, len);
+        }
+        // SAFETY: as in `streaming`.
+        unsafe { _mm_sfence() };
+    }
 }
 
 /// Copies everything of `flat` with `threads` threads.
@@ -81,22 +165,30 @@ pub fn loop_over(flat: &Flat, threads: usize, copy: Loop) {
         let mut parts = flat.moves.chunks(share);
         let mine = parts.next().unwrap_or_default();
         for part in parts {
-            scope.spawn(move || part.iter().for_each(|&(src, dst)| copy(src, dst, flat.len)));
+            scope.spawn(move || copy(part, flat.len));
         }
-        for &(src, dst) in mine {
-            copy(src, dst, flat.len);
-        }
+        copy(mine, flat.len);
     });
 }
 
 /// The hand-written loops, each with its threads: over the list as it is, and over the list sorted by source.
-pub const LOOPS: [(&str, Loop, usize, bool); 6] = [
+pub const LOOPS: [(&str, Loop, usize, bool); 16] = [
     ("memcpy x1", plain, 1, false),
     ("memcpy x2", plain, 2, false),
     ("stream x1", streaming, 1, false),
     ("stream x2", streaming, 2, false),
+    ("ahead x1", ahead, 1, false),
+    ("ahead x2", ahead, 2, false),
+    ("four x1", interleaved, 1, false),
+    ("four x2", interleaved, 2, false),
+    ("sorted memcpy x1", plain, 1, true),
+    ("sorted memcpy x2", plain, 2, true),
     ("sorted stream x1", streaming, 1, true),
     ("sorted stream x2", streaming, 2, true),
+    ("sorted ahead x1", ahead, 1, true),
+    ("sorted ahead x2", ahead, 2, true),
+    ("sorted four x1", interleaved, 1, true),
+    ("sorted four x2", interleaved, 2, true),
 ];
 
 /// Seconds of `call`.

@@ -1,8 +1,8 @@
 //! Links, pull and push between two processes beside the limit of this machine, in one run: ours, and hand-written loops
 //! over the same memory and the same list of blocks, in turn. Prints ratios, latencies, and what a link costs.
 //!
-//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many --mib 512
-//! --rounds 7 --blocks 16,64 --calls 10000 --workers 4 --streams 1 --all]`
+//! `cargo bench -p llm-datadist-core --bench transfer [-- --only pools,registered,tcp,latency,links,many,stages --mib 512
+//! --rounds 7 --blocks 16,64 --calls 10000 --lists 512,32768 --workers 4 --streams 1 --all]`
 //!
 //! The other process is this program once more. Every round is verified outside the clock, on a destination that was
 //! overwritten before. Not for: absolute figures; machines differ and are shared.
@@ -41,6 +41,8 @@ mod memory;
 mod prefill;
 #[path = "transfer/speed.rs"]
 mod speed;
+#[path = "transfer/stages.rs"]
+mod stages;
 
 /// What a run measures.
 pub struct Options {
@@ -48,6 +50,8 @@ pub struct Options {
     mib: u64,
     rounds: usize,
     blocks: Vec<u64>,
+    /// Blocks of the calls whose stages are timed.
+    lists: Vec<u64>,
     calls: usize,
     workers: Option<usize>,
     streams: usize,
@@ -61,6 +65,7 @@ fn options() -> Options {
         mib: 512,
         rounds: 7,
         blocks: vec![16, 64, 256, 1024, 2048],
+        lists: vec![1, 64, 512, 4096, 32768],
         calls: 10_000,
         workers: None,
         streams: 1,
@@ -74,6 +79,7 @@ fn options() -> Options {
             "--mib" => options.mib = value().parse().unwrap(),
             "--rounds" => options.rounds = value().parse().unwrap(),
             "--blocks" => options.blocks = value().split(',').map(|kib| kib.parse().unwrap()).collect(),
+            "--lists" => options.lists = value().split(',').map(|blocks| blocks.parse().unwrap()).collect(),
             "--calls" => options.calls = value().parse().unwrap(),
             "--workers" => options.workers = Some(value().parse().unwrap()),
             "--streams" => options.streams = value().parse().unwrap(),
@@ -92,13 +98,14 @@ fn main() {
         return prefill::serve();
     }
     let options = options();
-    let parts: [(&str, Part); 6] = [
+    let parts: [(&str, Part); 7] = [
         ("pools", speed::pools),
         ("registered", speed::registered),
         ("tcp", speed::tcp),
         ("latency", latency::latency),
         ("links", links::links),
         ("many", speed::many),
+        ("stages", stages::stages),
     ];
     for (name, part) in parts {
         if options.only.is_empty() || options.only.iter().any(|only| only == name) {

@@ -87,6 +87,9 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("copy_kernel", "auto", {"llm.CopyKernel": "auto"}),
     ("copy_kernel", "plain", {"llm.CopyKernel": "plain"}),
     ("copy_kernel", "streaming", {"llm.CopyKernel": "streaming"}),
+    ("huge_pages", "auto", {"llm.HugePages": "auto"}),
+    ("huge_pages", "off", {"llm.HugePages": "off"}),
+    ("huge_pages", "eager", {"llm.HugePages": "eager"}),
 ]
 
 TEXTS = (
@@ -170,6 +173,7 @@ REFUSED: list[tuple[str, Any, Expected]] = [
     *[("copy_workers", bad, TE) for bad in ("4", 1.0, True, False, [4])],
     *[("swap_in_path", bad, TE) for bad in (1, True, b"ring", ["ring"])],
     *[("copy_kernel", bad, TE) for bad in (1, True, b"plain", ["plain"])],
+    *[("huge_pages", bad, TE) for bad in (1, False, True, b"off", ["off"])],
 ]
 
 # Meaningless values of the additions: refused by the setter.
@@ -177,6 +181,7 @@ MEANINGLESS: list[tuple[str, Any]] = [
     *[("copy_workers", bad) for bad in (0, -1, 257, 2**31, 2**64)],
     *[("swap_in_path", bad) for bad in ("Ring", "fast", " ring", "nan", "", "\ud800", "x" * 10**6)],
     *[("copy_kernel", bad) for bad in ("Plain", "avx", "streaming ", "nan", "", "plain\0")],
+    *[("huge_pages", bad) for bad in ("Auto", "on", "eager ", "1", "", "off\0", "\ud800", "x" * 10**6)],
 ]
 
 
@@ -303,12 +308,13 @@ def test_private_remote_flag_is_honoured(flag: bool | None, text: str | None) ->
     assert config.generate_options().get("llm.EnableRemoteCacheAccessible") == text
 
 
-@pytest.mark.parametrize("name", ["copy_workers", "swap_in_path", "copy_kernel"])
+@pytest.mark.parametrize("name", ["copy_workers", "swap_in_path", "copy_kernel", "huge_pages"])
 def test_additions_are_emitted_only_when_set(name: str) -> None:
-    key = {"copy_workers": "CopyWorkers", "swap_in_path": "SwapInPath", "copy_kernel": "CopyKernel"}[name]
+    key = "llm." + "".join(word.capitalize() for word in name.split("_"))
     config = LLMConfig()
     getattr(config, name)
-    assert f"llm.{key}" not in config.generate_options()
+    assert key not in config.generate_options()
+    assert key in {written for _, _, emitted in EMITTED for written in emitted}
 
 
 @pytest.mark.parametrize(("name", "value"), MEANINGLESS, ids=str)
@@ -340,6 +346,7 @@ def test_options_made_by_a_config_start_an_engine(start: Callable[..., Any]) -> 
     config.copy_workers = 2
     config.swap_in_path = "ring"
     config.copy_kernel = "streaming"
+    config.huge_pages = "off"
     config.ge_options = {"unknown.key": "ignored"}
     made = config.generate_options()
     made["llm.RdmaServiceLevel"] = "4"
@@ -390,9 +397,14 @@ def test_cluster_info_of_another_shape_is_named(text: str, kind: type[Exception]
     assert config.cluster_info == ""
 
 
-@pytest.mark.parametrize("name", ["copy_workers", "swap_in_path", "copy_kernel"])
-def test_none_unsets_an_addition(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("copy_workers", 4), ("swap_in_path", "ring"), ("copy_kernel", "plain"), ("huge_pages", "eager")],
+)
+def test_none_unsets_an_addition(name: str, value: Any) -> None:
     config = LLMConfig()
-    setattr(config, name, {"copy_workers": 4, "swap_in_path": "ring", "copy_kernel": "plain"}[name])
+    setattr(config, name, value)
+    assert getattr(config, name) == value
     setattr(config, name, None)
+    assert getattr(config, name) is None
     assert len(config.generate_options()) == len(FRESH)

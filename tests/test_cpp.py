@@ -573,6 +573,17 @@ def test_the_reason_of_a_refused_initialize_outlives_other_questions(cpp: Callab
     assert 'llm.DeviceId = "x"' in end.reason
 
 
+def test_huge_pages_are_an_option_of_initialize(cpp: Callable[..., Cpp]) -> None:
+    end = cpp(1)
+    for word in ("on", "Eager", ""):
+        assert end.ask("init", "llm.DeviceId=0", f"llm.HugePages={word}") == [INVALID, "0"]
+        assert f'huge_pages = "{word}" is not allowed: auto or off or eager' in end.reason
+    for cluster, word in enumerate(("auto", "off", "eager"), 2):
+        chosen = cpp(cluster).open(llm__HugePages=word)
+        chosen.make("x", 2, 3, 100, 1)
+        assert equal(chosen.read("x"), pattern(1, 2, 3, 100))
+
+
 def test_without_a_size_the_pool_is_the_machines(cpp: Callable[..., Cpp]) -> None:
     end = cpp(1)
     assert end.ask("init", "llm.DeviceId=0") == [SUCCESS, "0"], end.reason

@@ -1,20 +1,29 @@
-"""Huge pages: what was asked for, and what the kernel granted (DESIGN.md, "Huge pages?").
+"""Huge pages: what was asked for, what the kernel granted, and what it is asked for later (DESIGN.md, "Huge pages?").
 
 The reserved kind needs an administrator's reserve (`/proc/sys/vm/nr_hugepages`); without one its test is skipped and
-counted. Not for: speed.
+counted, and so are those of merging where this kernel does not merge on request. Not for: speed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import time
 from pathlib import Path
 from typing import Any, Callable
 
+import numpy as np
 import pytest
 
 from conftest import options, pool
-from llm_datadist import CacheDesc, DataType
+from llm_datadist import CacheDesc, DataType, LLMConfig, LLMException
+from memory import LE, OOM, run_fresh
+from peers import Ends, by_blocks, equal, linked, pattern
+from peers import options as peer_options
 
 HUGE = 2 << 20
+MAP_FIXED, MADV_COLLAPSE = 0x10, 25
 
 
 def free_reserve() -> int:
@@ -22,6 +31,52 @@ def free_reserve() -> int:
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     size = int(facts.get("Hugepagesize", "0 kB").split()[0]) << 10
     return int(facts.get("HugePages_Free", "0")) * size if size == HUGE else 0
+
+
+def merges() -> bool:
+    """Whether this kernel puts shared memory into huge pages when asked, and only then. Asked without the engine."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not setting.is_file() or not any(word in setting.read_text() for word in ("[never]", "[advise]")):
+        return False
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    held = libc.mmap(None, 2 * HUGE, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    start = held + -held % HUGE
+    file = os.memfd_create("probe")
+    os.ftruncate(file, HUGE)
+    os.pwrite(file, b"x", 0)
+    libc.mmap(start, HUGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, file, 0)
+    os.close(file)
+    done: int = libc.madvise(start, HUGE, MADV_COLLAPSE)
+    libc.munmap(held, 2 * HUGE)
+    return done == 0
+
+
+needs_merging = pytest.mark.skipif(not merges(), reason="this kernel does not put memory into huge pages on request")
+
+
+def merged(manager: Any) -> dict[str, int]:
+    """Bytes of each pool that the engine had put into huge pages."""
+    return {name: facts["merged_bytes"] for name, facts in manager.stats()["pools"].items()}
+
+
+def mergers() -> int:
+    """Threads of this process that merge."""
+    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    return sum(name.exists() and name.read_text().strip() == "llm-merge" for name in names)
+
+
+def awaited(what: Callable[[], bool], limit: float = 20.0) -> bool:
+    """Whether it becomes true within the limit."""
+    until = time.monotonic() + limit
+    while not what():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
 
 
 def touched(manager: Any, size: int) -> None:
@@ -56,3 +111,181 @@ def test_a_reserve_that_is_too_small_is_left_alone(start: Callable[..., Any]) ->
     touched(manager, 4 << 20)
     assert manager.stats()["pools"]["device"]["huge_pages"] != "reserved"
     assert free_reserve() == before
+
+
+# -- the option ------------------------------------------------------------------------------------------------------
+
+WORDS = ("auto", "off", "eager")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_starts_an_engine(word: str, start: Callable[..., Any]) -> None:
+    config = LLMConfig()
+    config.huge_pages = word
+    assert config.generate_options()["llm.HugePages"] == word
+    manager = start({**options(), **config.generate_options()}).cache_manager
+    touched(manager, 1 << 20)
+
+
+@pytest.mark.parametrize("text", ["", "Auto", "on", "1", "eager ", "x" * 1000])
+@pytest.mark.parametrize("way", ["by hand", "ge_options"])
+def test_init_refuses_other_words(text: str, way: str, start: Callable[..., Any]) -> None:
+    given = {"llm.HugePages": text}
+    if way == "ge_options":
+        config = LLMConfig()
+        config.ge_options = given
+        given = config.generate_options()
+    with pytest.raises(LLMException) as caught:
+        start({**options(), **given})
+    LE.judge(caught.value)
+    told = str(caught.value)
+    assert "huge_pages" in told
+    assert f'"{text[:100]}' in told
+    assert "auto or off or eager" in told
+    assert len(told) < 500
+
+
+# -- eager -----------------------------------------------------------------------------------------------------------
+
+
+@needs_merging
+def test_eager_pools_are_committed_and_merged_when_init_returns(start: Callable[..., Any]) -> None:
+    manager = start(options(pool(8 << 20), pool(3 << 20), llm__HugePages="eager")).cache_manager
+    facts = manager.stats()["pools"]
+    if facts["device"]["huge_pages"] != "reserved":
+        assert merged(manager) == {"device": 8 << 20, "host": 4 << 20}, "whole huge pages"
+    assert facts["device"]["merge_errno"] is None
+    assert manager.huge_page_bytes() == {"device": 8 << 20, "host": 4 << 20}
+    cache = manager.allocate_blocks_cache(CacheDesc(1, [8, 1 << 20], DataType.DT_UINT8))
+    assert not manager.tensor_views(cache)[0].numpy().any(), "fresh memory is zeros"
+
+
+def test_an_eager_pool_that_is_larger_than_the_memory_is_refused(start: Callable[..., Any]) -> None:
+    with pytest.raises(LLMException) as caught:
+        start(options(pool(1 << 46, 30), None, llm__HugePages="eager"))
+    OOM.judge(caught.value)
+    assert all(word in str(caught.value) for word in ("eager", f"pool_bytes={1 << 46}", "usable_bytes=")), caught.value
+    manager = start(options(pool(1 << 46, 30), None)).cache_manager
+    assert manager.stats()["pools"]["device"]["committed_bytes"] == 0, "address space, unless eager"
+
+
+# Huge pages are forbidden to the process, as in some containers: everything works, and says why there are none.
+REFUSED_BY_THE_KERNEL = """
+import ctypes, json
+assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
+size = 80 << 20
+pool = json.dumps({"memory_size": size, "page_shift": 16})
+for word in ("eager", "auto", "off"):
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    pools = {"llm.MemPoolConfig": pool, "llm.HostMemPoolConfig": pool}
+    dist.init({"llm.EnableCacheManager": "1", "llm.HugePages": word, **pools})
+    manager = dist.cache_manager
+    made = [
+        manager.allocate_blocks_cache(CacheDesc(1, [80, 1 << 20], DataType.DT_UINT8, where))
+        for where in (Placement.DEVICE, Placement.HOST)
+    ]
+    views = [manager.tensor_views(cache)[0].numpy() for cache in made]
+    if word == "eager":
+        assert manager.stats()["pools"]["device"]["committed_bytes"] == size
+    for block in range(80):
+        views[0][block] = block
+    for _ in range(2):
+        manager.swap_blocks(made[0], made[1], {block: 79 - block for block in range(80)})
+    assert all((views[1][79 - block] == block).all() for block in range(80))
+    limit = 2000
+    while word == "auto" and manager.stats()["pools"]["device"]["merge_errno"] is None and limit:
+        ctypes.CDLL(None).usleep(1000)
+        limit -= 1
+    for facts in manager.stats()["pools"].values():
+        print(word, facts["merged_bytes"], facts["merge_errno"])
+    assert manager.huge_page_bytes() == {"device": 0, "host": 0}
+    del views
+    dist.finalize()
+"""
+
+
+@needs_merging
+def test_a_kernel_that_refuses_is_no_error_and_says_so() -> None:
+    told = run_fresh(REFUSED_BY_THE_KERNEL).splitlines()
+    assert told == ["eager 0 22"] * 2 + ["auto 0 22"] * 2 + ["off 0 None"] * 2
+
+
+# -- auto ------------------------------------------------------------------------------------------------------------
+
+
+def half_used(manager: Any, size: int) -> Any:
+    """A cache of which the first half is written, after which one is allocated that makes the engine look for work."""
+    cache = manager.allocate_blocks_cache(CacheDesc(1, [2, size // 2], DataType.DT_UINT8))
+    view = manager.tensor_views(cache)[0].numpy()
+    view[0] = 7
+    manager.allocate_blocks_cache(CacheDesc(1, [1, size], DataType.DT_UINT8))
+    return view
+
+
+@needs_merging
+@pytest.mark.parametrize("word", [None, "auto", "off"])
+def test_what_is_used_is_merged_in_the_background_and_nothing_else(word: str | None, start: Callable[..., Any]) -> None:
+    extra = {} if word is None else {"llm__HugePages": word}
+    manager = start(options(pool(128 << 20), pool(8 << 20), **extra)).cache_manager
+    view = half_used(manager, 64 << 20)
+    wanted = 0 if word == "off" else 32 << 20
+    assert awaited(lambda: merged(manager)["device"] == wanted), merged(manager)
+    assert awaited(lambda: mergers() == 0), "the thread ends when there is nothing left"
+    assert merged(manager) == {"device": wanted, "host": 0}
+    facts = manager.stats()["pools"]
+    assert facts["device"]["committed_bytes"] == 32 << 20, "what nobody touched stays uncommitted"
+    assert facts["host"]["committed_bytes"] == 0
+    assert manager.huge_page_bytes()["device"] == wanted
+    assert (view[0] == 7).all()
+    assert not view[1].any()
+    # Idle: no thread, no CPU.
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    assert mergers() == 0
+
+
+@needs_merging
+def test_its_thread_ends_with_the_engine(start: Callable[..., Any]) -> None:
+    dist = start(options(pool(512 << 20), None))
+    view = half_used(dist.cache_manager, 256 << 20)
+    assert awaited(lambda: mergers() == 1)
+    dist.finalize()
+    assert mergers() == 0
+    assert (view[0] == 7).all(), "the memory lives as long as the view"
+
+
+@needs_merging
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_transfers_between_processes_go_on_while_both_merge(transport: str) -> None:
+    rows, row_bytes = 768, 32 << 10  # 48 MiB in each of two processes
+    with Ends() as ends:
+        given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport}
+        peer = ends.peer(peer_options(**given))
+        near = ends.near(peer_options(**given))
+        near.allocate("c", rows, row_bytes, blocks=True, seed=1)
+        peer.allocate("c", rows, row_bytes, blocks=True, keys=[by_blocks(2)], seed=2)
+        ours, theirs = (np.stack(pattern(seed, 2, rows, row_bytes)) for seed in (1, 2))
+        linked(near, peer)  # with which both begin to merge, over shared memory
+        manager, key, chance = near.dist.cache_manager, by_blocks(2), np.random.default_rng(7)
+        done, wanted, until = 0, 48 << 20, time.monotonic() + 20
+        while done < 8 or (transport == "auto" and min(both(manager, peer)) < wanted):
+            assert time.monotonic() < until, both(manager, peer)
+            take, into, give, onto, spare = (chance.permutation(rows)[:96] for _ in range(5))
+            near.pull_blocks(key, "c", take.tolist(), into.tolist())
+            ours[:, into] = theirs[:, take]
+            near.push_blocks(key, "c", give.tolist(), onto.tolist())
+            theirs[:, onto] = ours[:, give]
+            near.copy_blocks("c", list(zip(spare[:48].tolist(), spare[48:].tolist())))
+            ours[:, spare[48:]] = ours[:, spare[:48]]
+            done += 1
+        assert equal(near.read("c"), list(ours)), f"after {done} rounds"
+        near.allocate("all", rows, row_bytes, blocks=True)
+        near.pull_blocks(key, "all", list(range(rows)), list(range(rows)))
+        assert equal(near.read("all"), list(theirs)), f"after {done} rounds"
+
+
+def both(manager: Any, peer: Any) -> tuple[int, int]:
+    """Bytes of the device pools of this process and the peer that were merged."""
+    return merged(manager)["device"], peer.stats()["pools"]["device"]["merged_bytes"]

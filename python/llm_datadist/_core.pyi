@@ -33,6 +33,7 @@ __all__ = [
     "check_device_id",
     "check_dict",
     "check_dimensions",
+    "check_huge_pages",
     "check_inner",
     "check_int32",
     "check_int64",
@@ -533,6 +534,9 @@ def check_swap_in_path(arg_value: str) -> None:
 
 def check_copy_kernel(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``plain`` or ``streaming``."""
+
+def check_huge_pages(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``off`` or ``eager``."""
 
 def check_link_token(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""

@@ -383,6 +383,13 @@ class LlmConfig:
         _core.check_copy_kernel,
         'Which copy runs: ``"auto"``, ``"plain"`` or ``"streaming"`` (own option).',
     )
+    huge_pages = _Own(
+        "llm.HugePages",
+        str,
+        _core.check_huge_pages,
+        'Whether memory is put into huge pages: ``"auto"`` (what pools have touched, in the background), ``"off"``, or '
+        '``"eager"`` (pools whole and committed by ``init``, registered memory when it is registered) (own option).',
+    )
     link_token = _Token(
         "llm.LinkToken",
         str,

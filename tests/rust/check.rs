@@ -6,8 +6,8 @@ use std::time::Duration;
 use llm_datadist_core::check::{self, CopyArgs, Pools, Side};
 use llm_datadist_core::config::{LinkConfig, Token, TransportChoice};
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataType, Error, ErrorKind, Geometry, KernelChoice,
-    Placement, PoolConfig, Result, Role, SwapInPath,
+    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataType, Error, ErrorKind, Geometry, HugeChoice,
+    KernelChoice, Placement, PoolConfig, Result, Role, SwapInPath,
 };
 
 use CacheKind::{Batch, Blocks};
@@ -338,6 +338,7 @@ fn option_texts() {
     assert_eq!((config.sync_timeout, config.device_id), (Duration::from_secs(1), 0));
     assert_eq!((config.device_pool, config.host_pool, config.remote_accessible), (None, None, false));
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Auto, KernelChoice::Auto));
+    assert_eq!(config.huge_pages, HugeChoice::Auto);
 
     let config = read(&[
         ("llm.SyncKvCacheWaitTime", "9223372036854775807"),
@@ -347,6 +348,7 @@ fn option_texts() {
         ("llm.CopyWorkers", "256"),
         ("llm.SwapInPath", "ring"),
         ("llm.CopyKernel", "plain"),
+        ("llm.HugePages", "eager"),
         ("llm.LinkTotalTime", "0"),
         ("llm.LinkRetryCount", "100"),
         ("llm.RdmaTrafficClass", "4294967295"),
@@ -361,6 +363,8 @@ fn option_texts() {
         (i32::MAX as u32, true, Some(256))
     );
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
+    assert_eq!(config.huge_pages, HugeChoice::Eager);
+    assert_eq!(read(&[("llm.HugePages", "off")]).unwrap().huge_pages, HugeChoice::Off);
 
     let not_a_number = [
         "",
@@ -392,6 +396,7 @@ fn option_texts() {
         ("llm.EnableRemoteCacheAccessible", &["2", "10"]),
         ("llm.SwapInPath", &["Auto", "ring ", "directly"]),
         ("llm.CopyKernel", &["PLAIN", "fast"]),
+        ("llm.HugePages", &["Auto", "on"]),
         ("llm.TransferBackend", &["HIXL", "nixl"]),
         ("llm.LinkAcceptRemote", &["2", "yes"]),
         ("llm.LinkHeartbeat", &["0", "3600001"]),
@@ -411,6 +416,7 @@ fn option_texts() {
                 "copy_workers",
                 "swap_in_path",
                 "copy_kernel",
+                "huge_pages",
                 "link_heartbeat",
                 "link_silence",
                 "link_transport",
@@ -425,7 +431,7 @@ fn option_texts() {
         let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
         assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
     }
-    assert_eq!(looked_at, 18 * 15 + 36);
+    assert_eq!(looked_at, 19 * 15 + 38);
 }
 
 #[test]

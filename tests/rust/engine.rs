@@ -120,7 +120,8 @@ fn setups() -> Vec<Setup> {
             for workers in [1, 2, 4, 9] {
                 for kernel in [KernelChoice::Plain, KernelChoice::Streaming, KernelChoice::Auto] {
                     let no_way = under == Under::SimStaged && swap_in == SwapInPath::Direct;
-                    let no_kernel = kernel == KernelChoice::Streaming && Kernel::streaming().is_none();
+                    let no_kernel =
+                        kernel == KernelChoice::Streaming && !Kernel::all().iter().any(|one| one.streams());
                     if !no_way && !no_kernel {
                         all.push(Setup { under, swap_in, workers, kernel });
                     }

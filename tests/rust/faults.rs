@@ -3,11 +3,13 @@
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::device::{self, Copier, Copy, HostReach};
+use llm_datadist_core::mem::Region;
+use llm_datadist_core::mem::kernel::Kernel;
 use llm_datadist_core::{
     Cache, CacheKey, CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
 };
@@ -146,6 +148,54 @@ fn a_ring_that_cannot_be_allocated_fails_that_call_only() {
     }
     device.no_memory.store(false, Ordering::SeqCst);
     engine.swap_blocks(&end(&host), &end(&far), &[(0, 0)]).unwrap();
+}
+
+/// A device whose copies take a moment now and then, long enough that the other stage of the ring falls asleep.
+#[derive(Debug)]
+struct Uneven(SimDevice, AtomicU64);
+
+impl device::Device for Uneven {
+    fn allocate(&self, name: &str, len: u64) -> Result<Region, Error> {
+        self.0.allocate(name, len)
+    }
+
+    fn host_reach(&self) -> HostReach {
+        self.0.host_reach()
+    }
+}
+
+impl Copier for Uneven {
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<(), Error> {
+        let turn = self.1.fetch_add(1, Ordering::SeqCst).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60;
+        if turn < 3 {
+            std::thread::sleep(Duration::from_micros(20 << turn));
+        }
+        self.0.copy(batch, kernel)
+    }
+}
+
+#[test]
+fn stages_of_the_ring_that_fall_asleep_are_woken() {
+    const ROWS: usize = 1500;
+    let engine =
+        engine_on(config(16 << 20), Arc::new(Uneven(SimDevice::new(HostReach::Staged), AtomicU64::new(0))));
+    let host = Own::loose(&desc(Host, 2, ROWS, 96), Blocks);
+    host.write(&patterned(3, 2, ROWS * 96));
+    let device = engine.allocate(&desc(Device, 2, ROWS, 96), Blocks, &[]).unwrap();
+    // Rows of which none joins its neighbour, so that each goes through the ring for itself; 13 and 1,500 are coprime.
+    let pairs: Vec<(i64, i64)> = (0..ROWS as i64).map(|row| (row, row * 13 % ROWS as i64)).collect();
+    let back: Vec<(i64, i64)> = pairs.iter().map(|&(from, to)| (to, from)).collect();
+    for _ in 0..2 {
+        engine.swap_blocks(&End::Loose(host.cache.clone()), &end(&device), &pairs).unwrap();
+        // Short ones as well, whose stages end at once.
+        for pair in pairs.chunks(7).take(50) {
+            engine.swap_blocks(&End::Loose(host.cache.clone()), &end(&device), pair).unwrap();
+        }
+    }
+    assert_eq!(engine.stats().swap_in_ring, 2 * 51);
+    let copy = Own::loose(&desc(Host, 2, ROWS, 96), Blocks);
+    engine.swap_blocks(&end(&device), &End::Loose(copy.cache.clone()), &back).unwrap();
+    assert!(copy.read() == host.read());
 }
 
 /// A call whose copies take far longer than its limit: `limit` must be noticed, and the engine be usable after.

@@ -47,8 +47,12 @@ mod landing;
 mod layerwise_check;
 #[cfg(not(loom))]
 mod links;
+#[cfg(not(loom))]
+mod lists;
 #[cfg(loom)]
 mod loom_pin;
+#[cfg(not(loom))]
+mod merger;
 #[cfg(not(loom))]
 mod pin;
 #[cfg(not(loom))]

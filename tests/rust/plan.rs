@@ -4,8 +4,8 @@
 
 use std::collections::HashSet;
 
-use llm_datadist_core::check::{BlockPairs, CopyRange, Move, Moves};
-use llm_datadist_core::plan::{CopyPlan, Ends, Piece, Span, Wave};
+use llm_datadist_core::check::{BlockPairs, CopyRange, Move, Moves, Pieces};
+use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, Wave};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -113,7 +113,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
     let pieces: Vec<Move> =
         (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
-    let plan = CopyPlan::moves(&mut Moves { pieces: pieces.clone(), num_tensors: 1, ..Moves::default() });
+    let plan =
+        CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() });
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -129,7 +130,7 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination twice: the order counts again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut Moves { pieces: twice, num_tensors: 1, ..Moves::default() });
+    let plan = CopyPlan::moves(&mut Moves { pieces: twice.into(), num_tensors: 1, ..Moves::default() });
     assert_eq!(plan.waves().len(), 2);
 }
 
@@ -355,7 +356,7 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
     };
     let plan = CopyPlan::range(&range(3, 9), Ends::OneCache);
     assert_eq!(
-        plan.waves()[0].spans(),
+        *plan.waves()[0].spans(),
         [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
     );
     assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
@@ -531,4 +532,201 @@ fn positions_across_waves() {
             assert_eq!(part, all[from..to.min(45)], "{from} to {to}");
         }
     }
+}
+
+/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, where block 0 is at either end, and the pairs.
+fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
+    let shuffled = |count: u32| Just((0..count).collect::<Vec<u32>>()).prop_shuffle();
+    let lists =
+        (64..200u32).prop_flat_map(move |count| (shuffled(count + 40), shuffled(count + 40), Just(count)));
+    let firsts = (0..20u64, 0..20u64);
+    // A few destinations twice, so that there are waves; a run or two that joins.
+    let touch = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..3);
+    (lists, 1..5u64, firsts, touch, 0..30usize).prop_map(|((src, dst, count), len, first, touch, run)| {
+        let mut pairs: Vec<(u32, u32)> = src.into_iter().zip(dst).take(count as usize).collect();
+        for (from, to) in touch {
+            let at = (from.index(pairs.len()), to.index(pairs.len()));
+            pairs[at.0].1 = pairs[at.1].1;
+        }
+        for (k, pair) in (0..run as u32).zip(&mut pairs) {
+            *pair = (k, k + 250);
+        }
+        (len, first, pairs)
+    })
+}
+
+/// Blocks by numbers do what the same pieces one by one do, in whatever order and wherever cut; and say the same rows.
+#[test]
+fn scattered_blocks_do_what_copying_one_by_one_does() {
+    let (in_blocks, in_waves) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    let cut = prop::collection::vec(any::<u64>(), 0..6);
+    TestRunner::new(proptest_cases(400))
+        .run(&(scattered(), cut, 1..4u32), |((len, first, pairs), cuts, tensors)| {
+            let naive: Vec<Move> = pairs
+                .iter()
+                .map(|&(s, d)| Move {
+                    src: first.0 + u64::from(s) * len,
+                    dst: first.1 + u64::from(d) * len,
+                    len,
+                })
+                .collect();
+            let pieces = Pieces::Blocks { len, first, pairs };
+            prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
+            let plan = CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() });
+            let bytes = 20 + 320 * len;
+            let mut expected: Vec<Option<u64>> = vec![None; bytes as usize];
+            for piece in &naive {
+                (0..len).for_each(|k| expected[(piece.dst + k) as usize] = Some(piece.src + k));
+            }
+            let mut got = vec![None; bytes as usize];
+            for wave in plan.waves() {
+                independent(wave, Ends::TwoCaches, bytes)?;
+                spans_say_what_pieces_say(wave)?;
+                let total = wave.tensor_bytes();
+                let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
+                cuts.sort_unstable();
+                let parts = cuts.windows(2).rev().flat_map(|two| wave.pieces(two[0], two[1]));
+                let mut walked = 0;
+                for piece in parts {
+                    prop_assert!(piece.len > 0);
+                    walked += piece.len;
+                    (0..piece.len).for_each(|k| got[(piece.dst + k) as usize] = Some(piece.src + k));
+                }
+                prop_assert_eq!(walked, total);
+                prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
+                let across = wave.across_tensors(total / 2, total * u64::from(tensors));
+                prop_assert_eq!(
+                    across.map(|(_, piece)| piece.len).sum::<u64>(),
+                    total * u64::from(tensors) - total / 2
+                );
+            }
+            prop_assert_eq!(got, expected);
+            prop_assert_eq!(plan.bytes(), naive.len() as u64 * len * u64::from(tensors));
+            for row_bytes in [1, len, len * 2, len + 1] {
+                let rows = |start: fn(&Move) -> u64| {
+                    let bytes = naive.iter().flat_map(|piece| start(piece)..start(piece) + len);
+                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
+                    rows.into_iter().collect::<Vec<_>>()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes), rows(|piece| piece.src));
+                prop_assert_eq!(plan.dst_rows(row_bytes), rows(|piece| piece.dst));
+            }
+            let ends = |start: fn(&Move) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
+            let (read, written) =
+                (ends(|piece| piece.src), ends(|piece| piece.dst).max(naive.len() as u64 * len));
+            plan.check_ends(Some((tensors, read)), Some((tensors, written))).unwrap();
+            prop_assert!(plan.check_ends(Some((tensors, read - 1)), None).is_err());
+            let last = ends(|piece| piece.dst);
+            prop_assert!(plan.check_ends(None, Some((tensors, last - 1))).is_err());
+            in_blocks
+                .set(in_blocks.get() + plan.waves().iter().filter(|wave| wave.blocks().is_some()).count());
+            in_waves.set(in_waves.get() + usize::from(plan.waves().len() > 1));
+            Ok(())
+        })
+        .unwrap();
+    assert!(
+        in_blocks.get() > 100 && in_waves.get() > 50,
+        "{in_blocks:?} waves of blocks, {in_waves:?} plans of several"
+    );
+}
+
+/// Long lists that join, stay in step or are short are spans; scattered ones are pairs of numbers.
+#[test]
+fn what_joins_is_joined() {
+    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Ends::TwoCaches).waves()[0].blocks().is_some();
+    let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
+    assert!(form(&scattered(64)) && !form(&scattered(63)));
+    assert!(!form(&(0..500).map(|k| (k, k + 9)).collect::<Pairs>()), "one run");
+    assert!(!form(&(0..500).map(|k| (2 * k, 3 * k)).collect::<Pairs>()), "one stride");
+    let runs: Pairs = scattered(100)
+        .iter()
+        .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
+        .collect();
+    assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].spans().len() <= 100, "runs of four");
+    // Numbers that do not fit 32 bits are spans whatever they are.
+    let far: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
+    assert!(!form(&far));
+}
+
+/// Refused or sound, as spans are: no number of a peer leads to a panic or outside.
+#[test]
+fn blocks_of_peers() {
+    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
+    let small = || prop_oneof![12 => 0..24u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
+    let pairs = prop::collection::vec((small(), small()), 0..6);
+    let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
+    let (made, fits) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    TestRunner::new(proptest_cases(6000))
+        .run(
+            &(
+                (tensors(), tensors(), tensors()),
+                (number(), number(), number()),
+                pairs,
+                (1..1500u64, 1..1500u64, 1..90u64),
+            ),
+            |((count, src_tensor, dst_tensor), (len, src, dst), pairs, (src_bytes, dst_bytes, row_bytes))| {
+                let wide = |first: u64, number: u32| u128::from(first) + u128::from(number) * u128::from(len);
+                let all = u128::from(len) * pairs.len() as u128 * u128::from(count);
+                let sound = count > 0
+                    && src_tensor.checked_add(count).is_some()
+                    && dst_tensor.checked_add(count).is_some()
+                    && len > 0
+                    && !pairs.is_empty()
+                    && all < 1 << 63
+                    && pairs.iter().all(|&(s, d)| {
+                        wide(src, s) + u128::from(len) <= u128::from(u64::MAX)
+                            && wide(dst, d) + u128::from(len) <= u128::from(u64::MAX)
+                    });
+                let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
+                let plan = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
+                prop_assert_eq!(plan.is_ok(), sound, "{:?}", plan);
+                let Ok(plan) = plan else { return Ok(()) };
+                made.set(made.get() + 1);
+                prop_assert_eq!(u128::from(plan.bytes()), all);
+                let inside = pairs.iter().all(|&(s, d)| {
+                    wide(src, s) + u128::from(len) <= u128::from(src_bytes)
+                        && wide(dst, d) + u128::from(len) <= u128::from(dst_bytes)
+                });
+                let expected = inside
+                    && len * pairs.len() as u64 <= dst_bytes
+                    && src_tensor + count <= 4
+                    && dst_tensor + count <= 4;
+                let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+                prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
+                if !expected {
+                    return Ok(());
+                }
+                fits.set(fits.get() + 1);
+                let rows = |start: &dyn Fn(&(u32, u32)) -> u128| {
+                    let bytes = pairs.iter().flat_map(|pair| start(pair)..start(pair) + u128::from(len));
+                    let rows: std::collections::BTreeSet<u64> =
+                        bytes.map(|byte| byte as u64 / row_bytes).collect();
+                    rows.into_iter().collect::<Vec<_>>()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes), rows(&|pair| wide(src, pair.0)));
+                prop_assert_eq!(plan.dst_rows(row_bytes), rows(&|pair| wide(dst, pair.1)));
+                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
+                prop_assert_eq!(walked, plan.bytes());
+                Ok(())
+            },
+        )
+        .unwrap();
+    assert!(made.get() > 500 && fits.get() > 50, "{made:?} made, {fits:?} fit");
+}
+
+/// Rows far apart are sorted, near ones are bits: each once either way.
+#[test]
+fn rows_of_blocks_are_ascending_each_once() {
+    for far in [1u32, 1000, 1 << 20] {
+        let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * far, (99 - k) * far)).collect();
+        let blocks = Blocks { len: 8, src: 16, dst: 24, pairs: std::sync::Arc::new(pairs) };
+        let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
+        let rows =
+            |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(far)).collect::<Vec<_>>();
+        assert_eq!(plan.src_rows(8), rows(2, 50));
+        assert_eq!(plan.dst_rows(8), rows(3, 100));
+    }
+    let many = std::sync::Arc::new(vec![(0, 0); (1 << 24) + 1]);
+    let error = CopyPlan::from_blocks(1, 0, 0, Blocks { len: 1, src: 0, dst: 0, pairs: many }).unwrap_err();
+    assert!(error.to_string().contains("makes no sense"), "{error}");
 }

@@ -7,9 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use llm_datadist_core::mem::kernel::{Kernel, copy};
-use llm_datadist_core::mem::{
-    Access, Region, Tensors, keep_freed_memory, page_faults, remember_process, this_process,
-};
+use llm_datadist_core::mem::{Access, Region, Tensors, remember_process, this_process};
 use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 
 use crate::bed::{Buffer, adopt, desc, pattern};
@@ -85,20 +83,6 @@ fn read_only_memory_may_be_read_and_not_written() {
     tensors.check_mapped(Access::Read).unwrap();
     let error = tensors.check_mapped(Access::Write).unwrap_err();
     assert!(error.to_string().contains("not mapped writable"), "{error}");
-}
-
-#[test]
-#[cfg(target_env = "gnu")]
-fn what_is_freed_is_kept_for_the_next_call() {
-    keep_freed_memory();
-    let touched = |bytes: usize| {
-        let before = page_faults();
-        drop(std::hint::black_box(vec![1u8; bytes]));
-        page_faults() - before
-    };
-    // The first may be the first of this thread at all.
-    let (first, again) = (touched(4 << 20), touched(4 << 20));
-    assert!(again < 64, "{first} pages, and {again} of 1,024 once more");
 }
 
 #[test]

@@ -302,6 +302,12 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     assert_eq!(plan.dst_rows(dst.geometry.row_bytes()), rows(|byte| byte.1.1, dst));
 }
 
+/// Source, destination and bytes of the first piece.
+fn first(moves: &Moves) -> (u64, u64, u64) {
+    let piece = moves.pieces.iter().next().unwrap();
+    (piece.src, piece.dst, piece.len)
+}
+
 fn unique(rows: &[u64]) -> Vec<u64> {
     rows.iter().copied().collect::<BTreeSet<_>>().into_iter().collect()
 }
@@ -558,7 +564,7 @@ fn what_a_pull_may_ask() {
     refused(InvalidArgument, pull(near, blocks, &slot(0, -1), all), &["far cache is a blocks cache"]);
     let narrow = far(side(Batch, 4, 2, 7), 0);
     refused(InvalidArgument, pull(near, narrow, &slot(0, -1), all), &["size = -1", "far cache, 7 bytes"]);
-    assert_eq!(pull(near, narrow, &slot(0, 7), all).unwrap().pieces.len(), 1);
+    assert_eq!(pull(near, narrow, &slot(0, 7), all).unwrap().pieces.count(), 1);
 }
 
 #[test]
@@ -568,7 +574,7 @@ fn part_of_a_slot() {
     let moves = |far_offset, near_offset, size| {
         let moves =
             pull(near, far(side(Batch, 4, 2, 10), 1), &part(far_offset, near_offset, size), Layers::ALL);
-        moves.map(|moves| (moves.pieces[0].src, moves.pieces[0].dst, moves.pieces[0].len))
+        moves.map(|moves| first(&moves))
     };
     // The rest of the near slot: from byte 16 of the near tensor on there are 8, from byte 10 of the far one on 10.
     assert_eq!(moves(0, 0, -1).unwrap(), (10, 16, 8));
@@ -614,7 +620,7 @@ fn which_blocks_a_pull_may_name() {
         &["len(dst_blocks) = 4", "at most 3"],
     );
     let fewer = pull(near, slots, &cut(&[1]), all).unwrap();
-    assert_eq!((fewer.pieces[0].len, fewer.whole), (8, true));
+    assert_eq!((first(&fewer).2, fewer.whole), (8, true));
     refused(InvalidArgument, pull(near, theirs, &cut(&[1]), all), &["far cache is a blocks cache"]);
 }
 
@@ -627,7 +633,7 @@ fn what_a_push_may_ask() {
     // Fewer tensors than a layer has: no layer, nothing to do (python-api.md §7.14).
     let one = side(Batch, 1, 3, 8);
     let nothing = push(one, far(one, 0), &slot, layers(None, None, 2)).unwrap();
-    assert_eq!((nothing.num_tensors, nothing.pieces.len(), nothing.whole), (0, 0, false));
+    assert_eq!((nothing.num_tensors, nothing.pieces.count(), nothing.whole), (0, 0, false));
     assert!(CopyPlan::moves(&mut nothing.clone()).waves().is_empty());
     // The rest would be left behind silently.
     refused(
@@ -665,7 +671,7 @@ fn what_a_push_may_ask() {
     refused(InvalidArgument, push(near, narrow, &slot, Layers::ALL), &["8 bytes", "far cache 7"]);
     let moves = push(near, far(side(Batch, 12, 3, 9), 1), &slot, given((1, 3), (4, 6), 2)).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors, moves.whole), (2, 8, 4, false));
-    assert_eq!((moves.pieces[0].src, moves.pieces[0].dst, moves.pieces[0].len), (16, 9, 8));
+    assert_eq!(first(&moves), (16, 9, 8));
     check::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
         refused(InvalidArgument, check::push_size(size), &["size", "-1"]);

@@ -3,13 +3,15 @@
 //!
 //! Not for: sockets (`transport`).
 
+use std::sync::Arc;
+
 use llm_datadist_core::check::Side;
 use llm_datadist_core::keys::Name;
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::wire::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
-    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
-    Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan,
+    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
+    Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
 use proptest::prelude::*;
@@ -51,13 +53,30 @@ fn plan() -> WirePlan {
         num_tensors: 2,
         src_tensor: 0,
         dst_tensor: 4,
-        waves: vec![2, 1],
-        spans: vec![
-            span,
-            WireSpan { src: 0, dst: 9000, count: 1, src_step: 0, dst_step: 0, ..span },
-            WireSpan { src: 8192, dst: 1 << 40, count: 1, src_step: 0, dst_step: 0, ..span },
-        ],
+        steps: WireSteps::Spans {
+            waves: vec![2, 1],
+            spans: vec![
+                span,
+                WireSpan { src: 0, dst: 9000, count: 1, src_step: 0, dst_step: 0, ..span },
+                WireSpan { src: 8192, dst: 1 << 40, count: 1, src_step: 0, dst_step: 0, ..span },
+            ],
+        },
     }
+}
+
+fn spans_of(plan: &mut WirePlan) -> (&mut Vec<u32>, &mut Vec<WireSpan>) {
+    let WireSteps::Spans { waves, spans } = &mut plan.steps else { panic!("blocks") };
+    (waves, spans)
+}
+
+/// A plan of blocks of `len` bytes.
+fn blocks(len: u64, pairs: Vec<(u32, u32)>) -> WirePlan {
+    let steps = WireSteps::Blocks { len, src: 512, dst: 4096, pairs: Pairs(Arc::new(pairs)) };
+    WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps }
+}
+
+fn read(plan: WirePlan) -> Request {
+    Request::Read { name: WireName::Blocks { model: 1 }, cache: 3, plan, from: 0, to: 0, limit_ms: 0 }
 }
 
 fn record(location: Location) -> Record {
@@ -82,47 +101,47 @@ fn the_greeting_is_what_it_was() {
     let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
     golden(
         &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
-        "4c440101320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
+        "4c440201320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
-        "4c4401011d0000000009000101ac0201000361626307070707070707070707070707070707",
+        "4c4402011d0000000009000101ac0201000361626307070707070707070707070707070707",
     );
     golden(
         &hello(Purpose::Call { link: 9, reverse: true }, None),
-        "4c4401011c00000001090101ac0201000361626307070707070707070707070707070707",
+        "4c4402011c00000001090101ac0201000361626307070707070707070707070707070707",
     );
-    golden(&Challenge { nonce: [8; 16] }, "4c4401011000000008080808080808080808080808080808");
+    golden(&Challenge { nonce: [8; 16] }, "4c4402011000000008080808080808080808080808080808");
     golden(
         &Proof { mac: [9; 32] },
-        "4c440101200000000909090909090909090909090909090909090909090909090909090909090909",
+        "4c440201200000000909090909090909090909090909090909090909090909090909090909090909",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()) },
-        "4c4401012700000001ac02010101010101010101010101010101010101010101010101010101010101010101010178",
+        "4c4402012700000001ac02010101010101010101010101010101010101010101010101010101010101010101010178",
     );
     golden(
         &Welcome { from: PARTY, mac: [1; 32], local: None },
-        "4c4401012500000001ac0201010101010101010101010101010101010101010101010101010101010101010100",
+        "4c4402012500000001ac0201010101010101010101010101010101010101010101010101010101010101010100",
     );
     let probe = Some((0x7fff_0000, [2; 16]));
     golden(
         &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
-        "4c4401011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+        "4c4402011e0000000100018080808004018080fcff0702020202020202020202020202020202",
     );
     golden(
         &Attach { generations: false, regions: [Some(1), None], probe: None },
-        "4c440101050000000001010000",
+        "4c440201050000000001010000",
     );
-    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440101050000000001026e6f");
+    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440201050000000001026e6f");
 }
 
 #[test]
 fn the_control_stream_is_what_it_was() {
-    golden(&Control::Ping, "4c4401010100000000");
-    golden(&Control::Pong, "4c4401010100000001");
-    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440101060000000203656e6401");
-    golden(&Control::Dial, "4c4401010100000003");
+    golden(&Control::Ping, "4c4402010100000000");
+    golden(&Control::Pong, "4c4402010100000001");
+    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440201060000000203656e6401");
+    golden(&Control::Dial, "4c4402010100000003");
 }
 
 #[test]
@@ -130,20 +149,20 @@ fn the_requests_are_what_they_were() {
     let limit_ms = 1000;
     let named = WireName::Blocks { model: 1 };
     for (name, bytes) in [
-        (WireName::Request { model: 1, id: 2 }, "4c4401010600000000000102e807"),
-        (WireName::Prefix { model: 1, id: 2 }, "4c4401010600000000010102e807"),
-        (WireName::Blocks { model: 1 }, "4c44010105000000000201e807"),
-        (WireName::Row { cache: -1, row: 2 }, "4c4401010600000000030102e807"),
+        (WireName::Request { model: 1, id: 2 }, "4c4402010600000000000102e807"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c4402010600000000010102e807"),
+        (WireName::Blocks { model: 1 }, "4c44020105000000000201e807"),
+        (WireName::Row { cache: -1, row: 2 }, "4c4402010600000000030102e807"),
     ] {
         golden(&Request::Describe { name, limit_ms }, bytes);
     }
     golden(
         &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
-        "4c4401012f0000000102010602000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+        "4c44020130000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
     );
     golden(
         &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
-        "4c4401012f0000000202010602000402020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+        "4c44020130000000020201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
     );
     let source = Location::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
     golden(
@@ -156,17 +175,17 @@ fn the_requests_are_what_they_were() {
             tensor_bytes: 8192,
             limit_ms,
         },
-        "4c440101360000000302010602000402020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+        "4c44020137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
     );
     let name = WireName::Request { model: 0, id: 0 };
     golden(
         &Request::Consume { name, cache: 3, first: 0, count: 80, limit_ms },
-        "4c4401010900000004000000060050e807",
+        "4c4402010900000004000000060050e807",
     );
-    golden(&Request::Unlink { limit_ms }, "4c4401010300000005e807");
-    golden(&Request::Ping { limit_ms: 0 }, "4c440101020000000600");
-    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4401010700000007028020ac0205");
-    golden(&Reply::Located(vec![Spot { cache: 3, tensor: 2, offset: 300 }]), "4c4401010600000006010602ac02");
+    golden(&Request::Unlink { limit_ms }, "4c4402010300000005e807");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440201020000000600");
+    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4402010700000007028020ac0205");
+    golden(&Reply::Located(vec![Spot { cache: 3, tensor: 2, offset: 300 }]), "4c4402010600000006010602ac02");
 }
 
 #[test]
@@ -174,18 +193,18 @@ fn the_replies_are_what_they_were() {
     let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
     golden(
         &Reply::Described(record(Location::Region { region: 1, runs })),
-        "4c4401011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
+        "4c4402011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
     );
-    golden(&Reply::Described(record(Location::Hidden)), "4c440101110000000005d80406025080018080040101010002");
-    golden(&Reply::Ready { bytes: 300 }, "4c4401010300000001ac02");
-    golden(&Reply::Done { bytes: 1 << 63 }, "4c4401010b0000000280808080808080808001");
-    golden(&Reply::Stale, "4c4401010100000003");
-    golden(&Reply::Unreachable { reason: "no".into() }, "4c4401010400000004026e6f");
+    golden(&Reply::Described(record(Location::Hidden)), "4c440201110000000005d80406025080018080040101010002");
+    golden(&Reply::Ready { bytes: 300 }, "4c4402010300000001ac02");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c4402010b0000000280808080808080808001");
+    golden(&Reply::Stale, "4c4402010100000003");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4402010400000004026e6f");
     let facts = vec![("errno".into(), "5".into())];
     let arrived = Arrived { tensor: 7, rows: vec![(2, 300)] };
     golden(
         &Reply::Failed { kind: 1, message: "no".into(), facts, arrived: vec![arrived] },
-        "4c440101140000000501026e6f01056572726e6f013501070102ac02",
+        "4c440201140000000501026e6f01056572726e6f013501070102ac02",
     );
 }
 
@@ -224,9 +243,9 @@ fn the_kinds_of_errors_keep_their_numbers() {
 fn a_refusal_crosses_versions() {
     let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
     let frame = wire::refusal(&error);
-    assert_eq!(hex(&frame), "4c4401ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    assert_eq!(hex(&frame), "4c4402ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
     // Whatever version wrote it.
-    for version in [0, 1, 2, 255] {
+    for version in [0, 1, 2, 3, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
         header[2] = version;
         let header = Header::parse(&header, GREETING_LIMIT).unwrap();
@@ -261,7 +280,7 @@ fn a_refusal_fits_into_a_greeting() {
 
 #[test]
 fn headers_that_are_none() {
-    let good = *b"LD\x01\x01\x10\0\0\0";
+    let good = *b"LD\x02\x01\x10\0\0\0";
     assert_eq!(Header::parse(&good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
@@ -270,7 +289,7 @@ fn headers_that_are_none() {
     };
     assert_eq!(with(0, b'H').kind(), ErrorKind::LinkFailed);
     assert_eq!(with(1, b'T').kind(), ErrorKind::LinkFailed);
-    let version = with(2, 2);
+    let version = with(2, 1);
     assert_eq!(version.kind(), ErrorKind::LinkFailed);
     assert!(
         version.to_string().contains("version 2") && version.to_string().contains("version 1"),
@@ -313,6 +332,7 @@ fn plans_cross_and_come_back() {
     assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
     assert_eq!(plan.waves().iter().map(|wave| wave.spans().len()).collect::<Vec<_>>(), [2, 1]);
     assert_eq!(plan.bytes(), 2 * 5 * 512);
+    assert!(plan.waves().iter().all(|wave| wave.blocks().is_none()));
     let span = plan.waves()[0].spans()[0];
     assert_eq!((span.src, span.dst, span.len, span.count), (4096, 0, 512, 3));
     assert_eq!((span.src_step, span.dst_step), (-1024, 512));
@@ -331,14 +351,97 @@ fn plans_that_do_not_add_up_are_refused() {
         vec![u32::MAX],
         vec![u32::MAX, 3],
     ] {
-        let error = CopyPlan::try_from(WirePlan { waves: waves.clone(), ..plan() }).unwrap_err();
+        let mut uneven = plan();
+        *spans_of(&mut uneven).0 = waves.clone();
+        let error = CopyPlan::try_from(uneven).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotLinked, "{waves:?}");
     }
-    assert!(CopyPlan::try_from(WirePlan { waves: vec![1, 1, 1], ..plan() }).is_ok());
+    let mut apart = plan();
+    *spans_of(&mut apart).0 = vec![1, 1, 1];
+    assert!(CopyPlan::try_from(apart).is_ok());
     // What a plan must be is `plan`'s to say, and it is asked.
     let mut empty = plan();
-    empty.spans[0].len = 0;
+    spans_of(&mut empty).1[0].len = 0;
     assert!(CopyPlan::try_from(empty).is_err());
+}
+
+/// Equal blocks travel as numbers of one width: the narrowest that holds all.
+#[test]
+fn blocks_are_what_they_were() {
+    for (pairs, bytes) in [
+        (
+            vec![(1, 2), (255, 0)],
+            "4c440201170000000102010602000401800480048020050101".to_owned() + "02ff00" + "000000",
+        ),
+        (
+            vec![(1, 2), (256, 0)],
+            "4c4402011b00000001020106020004018004800480200902".to_owned() + "0100020000010000" + "000000",
+        ),
+        (
+            vec![(1, 2), (0x0102_0304, 0)],
+            "4c4402012300000001020106020004018004800480201104".to_owned()
+                + "0100000002000000"
+                + "0403020100000000"
+                + "000000",
+        ),
+    ] {
+        golden(&read(blocks(512, pairs)), &bytes);
+    }
+}
+
+/// What is not a width and whole pairs is not this message.
+#[test]
+fn pairs_of_no_width_are_refused() {
+    // Behind the kind, name, cache, tensors, form, and the three numbers of `blocks`.
+    let body = |string: &[u8]| {
+        let frame = wire::encode(&read(blocks(512, vec![]))).unwrap();
+        let at = HEADER + 14;
+        assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
+        [&frame[HEADER..at], &[string.len() as u8], string, &frame[at + 2..]].concat()
+    };
+    let pairs = |string: &[u8]| match wire::decode::<Request>(&body(string)) {
+        Ok(Request::Read { plan: WirePlan { steps: WireSteps::Blocks { pairs, .. }, .. }, .. }) => {
+            Some(pairs.0)
+        }
+        Ok(other) => panic!("{other:?}"),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::NotLinked);
+            None
+        }
+    };
+    assert_eq!(*pairs(&[1, 5, 6, 7, 8]).unwrap(), [(5, 6), (7, 8)]);
+    // Wider than it need be is no matter.
+    assert_eq!(*pairs(&[4, 5, 0, 0, 0, 6, 0, 0, 0]).unwrap(), [(5, 6)]);
+    for bad in [
+        &[][..],
+        &[0],
+        &[3, 1, 2, 3, 4, 5, 6],
+        &[8],
+        &[255, 1, 1],
+        &[1, 5],
+        &[2, 5, 0, 6],
+        &[2, 5, 0],
+        &[4, 1, 0, 0, 0],
+    ] {
+        assert_eq!(pairs(bad), None, "{bad:?}");
+    }
+}
+
+/// From a list to the other side and back: the same pairs, whatever the sizes.
+#[test]
+fn plans_of_blocks_cross_and_come_back() {
+    for most in [200u32, 60_000, 1 << 30] {
+        let pairs: Vec<(u32, u32)> =
+            (0..100u32).map(|k| (k * (most / 128), (k * 37) % 100 * (most / 128))).collect();
+        let plan = CopyPlan::try_from(blocks(512, pairs.clone())).unwrap();
+        assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+        assert_eq!(plan.bytes(), 2 * 100 * 512);
+        let moved: Vec<_> =
+            plan.waves()[0].pieces(0, 100 * 512).map(|piece| (piece.src, piece.dst, piece.len)).collect();
+        let place = |&(src, dst): &(u32, u32)| (512 + 512 * u64::from(src), 4096 + 512 * u64::from(dst), 512);
+        assert_eq!(moved, pairs.iter().map(place).collect::<Vec<_>>());
+        assert_eq!(WirePlan::from(&plan), blocks(512, pairs));
+    }
 }
 
 #[test]
@@ -419,15 +522,16 @@ fn facts_without_end_are_refused() {
 fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     // The shortest spans and waves there are, as many as fit in a megabyte.
     let span = WireSpan { src: 0, dst: 0, len: 0, count: 0, src_step: 0, dst_step: 0 };
-    for (waves, spans) in [(vec![0; 1 << 20], vec![]), (vec![1; 150_000], vec![span; 150_000])] {
-        let request = Request::Read {
-            name: WireName::Blocks { model: 1 },
-            cache: 3,
-            plan: WirePlan { waves, spans, ..plan() },
-            from: 0,
-            to: 0,
-            limit_ms: 0,
-        };
+    let spans = |waves, spans| WirePlan { steps: WireSteps::Spans { waves, spans }, ..plan() };
+    // Refused at the end, so that the whole way there is measured: no bytes.
+    let numbers = |most: u32| blocks(0, vec![(most, 0); 1 << 18]);
+    for plan in [
+        spans(vec![0; 1 << 20], vec![]),
+        spans(vec![1; 150_000], vec![span; 150_000]),
+        numbers(1),
+        numbers(1 << 20),
+    ] {
+        let request = read(plan);
         let frame = wire::encode(&request).unwrap();
         let work = || {
             let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
@@ -480,15 +584,10 @@ proptest! {
     fn garbled_messages_never_panic(at in 0usize..200, byte: u8, cut in 0usize..200) {
         let runs = vec![Run { start: 0, step: 1, count: 80 }];
         let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())], arrived: vec![] };
+        let pairs = (0..20u32).map(|k| (k * 7, k * k * 1000)).collect();
         for frame in [
-            wire::encode(&Request::Write {
-                name: WireName::Blocks { model: 1 },
-                cache: 3,
-                plan: plan(),
-                from: 0,
-                to: 1,
-                limit_ms: 9,
-            }).unwrap(),
+            wire::encode(&read(plan())).unwrap(),
+            wire::encode(&read(blocks(512, pairs))).unwrap(),
             wire::encode(&Reply::Described(record(Location::Process { runs }))).unwrap(),
             wire::encode(&failed).unwrap(),
         ] {

@@ -55,6 +55,12 @@ impl Arena {
         &self.region
     }
 
+    /// The same, for whoever keeps it beside the arena.
+    #[must_use]
+    pub fn shared(&self) -> Arc<Region> {
+        self.region.clone()
+    }
+
     /// The pool as numbers.
     #[must_use]
     pub fn state(&self) -> PoolState {

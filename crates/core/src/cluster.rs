@@ -6,12 +6,13 @@
 use std::sync::Arc;
 
 use crate::arena::Arena;
-use crate::config::{Config, PoolConfig};
+use crate::config::{Config, HugeChoice, PoolConfig};
 use crate::desc::Placement;
 use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{self, Generations};
+use crate::merger::Merger;
 use crate::stats::Stats;
 use crate::table::{Cache, Origin, Table};
 
@@ -26,6 +27,8 @@ pub struct Cluster {
     pub engine: CopyEngine,
     /// What it counts.
     pub stats: Stats,
+    /// What puts its pools into huge pages.
+    pub merger: Merger,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -52,11 +55,24 @@ impl Cluster {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };
         let generations = Arc::new(Generations::new()?);
+        mem::keep_lists();
+        let (host, device) =
+            (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
+        let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
+        let engine = CopyEngine::new(&config, devices)?;
+        let merger = match config.huge_pages {
+            HugeChoice::Off => Merger::default(),
+            HugeChoice::Auto | HugeChoice::Eager => Merger::new(pools),
+        };
+        if config.huge_pages == HugeChoice::Eager {
+            merger.commit(&engine)?;
+        }
         Ok(Cluster {
-            host: arena(config.host_pool, Placement::Host)?,
-            device: arena(config.device_pool, Placement::Device)?,
+            host,
+            device,
             table: Table::new(generations.clone()),
-            engine: CopyEngine::new(&config, devices)?,
+            engine,
+            merger,
             stats: Stats::default(),
             generations,
             config,

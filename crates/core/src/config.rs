@@ -126,6 +126,18 @@ pub enum KernelChoice {
     Streaming,
 }
 
+/// Whether memory is put into huge pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HugeChoice {
+    /// What pools have touched, in the background.
+    #[default]
+    Auto,
+    /// Nothing; what the kernel gives of its own stays.
+    Off,
+    /// Pools before the engine is open, all of them committed, and registered memory when it is registered.
+    Eager,
+}
+
 /// How the bytes of a link travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
@@ -238,6 +250,8 @@ pub struct Config {
     pub swap_in: SwapInPath,
     /// Which copy kernel runs.
     pub kernel: KernelChoice,
+    /// Whether memory is put into huge pages.
+    pub huge_pages: HugeChoice,
     /// How links are made and kept.
     pub links: LinkConfig,
 }
@@ -264,6 +278,7 @@ impl Config {
             copy_workers: None,
             swap_in: SwapInPath::Auto,
             kernel: KernelChoice::Auto,
+            huge_pages: HugeChoice::Auto,
             links: LinkConfig::default(),
         }
     }

@@ -167,6 +167,12 @@ impl Geometry {
     pub fn tensor_bytes(&self) -> u64 {
         self.rows * self.row_bytes
     }
+
+    /// Bytes of all tensors.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.tensor_bytes().saturating_mul(u64::from(self.num_tensors()))
+    }
 }
 
 /// Bytes of one tensor of `shape`: 1 to 31 dimensions, each above zero, below 2^63 bytes in all.

@@ -117,6 +117,7 @@ mod lanes;
 pub mod links;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
+pub mod merger;
 mod peer;
 pub mod plan;
 pub mod pool;
@@ -134,7 +135,8 @@ pub use check::{
     CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
 };
 pub use config::{
-    Config, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token, TransportChoice,
+    Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
+    TransportChoice,
 };
 pub use counters::OpState;
 pub use datadist::{CacheIndex, DataDist, End, FarName};

@@ -146,6 +146,8 @@ impl Call<'_> {
         record.accessible = cache.remote_accessible();
         if record.accessible && self.link.reach().is_some() {
             record.location = location(self.cluster.whereabouts(cache));
+            // The peer is about to read it, perhaps in place, which nobody here would see.
+            self.cluster.merger.moved(cache.geometry().bytes());
         }
         Ok(Reply::Described(record))
     }
@@ -198,6 +200,7 @@ impl Call<'_> {
         let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.cluster.stats.travelled(Op::Served, to - from);
+        self.cluster.merger.moved(to - from);
         Ok(())
     }
 
@@ -220,6 +223,7 @@ impl Call<'_> {
         taken.map_err(Ended::Broken)?;
         drop(pin);
         self.cluster.stats.travelled(Op::Served, to - from);
+        self.cluster.merger.moved(to - from);
         self.reply(&Reply::Done { bytes: to - from }, call.deadline)
     }
 
@@ -260,6 +264,7 @@ impl Call<'_> {
         match run {
             Ok(outcome) => {
                 self.cluster.stats.travelled(Op::Served, outcome.bytes);
+                self.cluster.merger.moved(outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
             // The kernel allowed it when the link was made, and does not now.

@@ -135,6 +135,10 @@ pub struct PoolReport {
     pub huge_pages: &'static str,
     /// Bytes committed by touching.
     pub committed_bytes: u64,
+    /// Bytes that the engine had the kernel put into huge pages.
+    pub merged_bytes: u64,
+    /// The kernel's error number, if it refused to: it is too old, or may not.
+    pub merge_errno: Option<i32>,
 }
 
 impl Stats {

@@ -238,6 +238,12 @@ pub(crate) fn check_copy_kernel(arg_value: &Bound<'_, PyString>) -> PyResult<()>
     checked(arg_value.py(), check::copy_kernel(&arg_value.to_string_lossy()).map(drop))
 }
 
+/// `auto`, `off` or `eager`.
+#[pyfunction]
+pub(crate) fn check_huge_pages(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    checked(arg_value.py(), check::huge_pages(&arg_value.to_string_lossy()).map(drop))
+}
+
 /// At least 16 characters; no message shows them.
 #[pyfunction]
 pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> {

@@ -3,7 +3,8 @@
 //! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
 
 use super::layerwise::LayerRows;
-use super::transfer::{Far, Move, Moves, block_moves, cut, equal_blocks, far_row, reachable};
+use super::pieces::{Move, Pieces};
+use super::transfer::{Far, Moves, cut, equal_blocks, far_row, reachable};
 use super::{Side, batch_cache, blocks_cache, row};
 use crate::desc::Geometry;
 use crate::error::{Error, ErrorKind, Result};
@@ -42,7 +43,7 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
             }
         }
     }
-    let (mut pieces, near_rows) = pieces(here, rows, src_row)?;
+    let (pieces, near_rows) = pieces(here, rows, src_row)?;
     let (first, room) = match (to, rows) {
         (Landing::Memory { offset, tensor_bytes }, _) => (offset, tensor_bytes.saturating_sub(offset)),
         (Landing::Cache(far), LayerRows::Slot) => {
@@ -51,12 +52,11 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
         }
         (Landing::Cache(far), _) => (0, far.side.geometry.tensor_bytes()),
     };
-    for (at, piece) in pieces.iter_mut().enumerate() {
-        if piece.dst.checked_add(piece.len).is_none_or(|end| end > room) {
-            return Err(too_small(rows, at, *piece, room));
-        }
-        piece.dst += first;
+    let beyond = |piece: &Move| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
+    if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
+        return Err(too_small(rows, at, piece, room));
     }
+    let pieces = pieces.shifted(first);
     Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, near_rows, whole: false })
 }
 
@@ -73,18 +73,19 @@ pub fn landed_layers(far: Far, first: u32, layers: u32, per_layer: u32) -> Resul
 }
 
 /// What is read, and where it goes counted from the start of the far memory.
-fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Vec<Move>, Vec<u64>)> {
+fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec<u64>)> {
     let slot = u64::from(src_row);
     match rows {
         LayerRows::Slot => {
             row("src_batch_index", slot, here)?;
             let len = here.row_bytes();
-            Ok((vec![Move { src: slot * len, dst: 0, len }], vec![slot]))
+            Ok((vec![Move { src: slot * len, dst: 0, len }].into(), vec![slot]))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
             numbered("dst_block_indices", dst, u64::MAX / here.row_bytes().max(1))?;
-            Ok((block_moves(src, dst, here.row_bytes())?, src.clone()))
+            let pairs = src.iter().copied().zip(dst.iter().copied());
+            Ok((Pieces::blocks(here.row_bytes(), pairs)?, src.clone()))
         }
         LayerRows::SlotToBlocks { dst, block_bytes } => {
             row("src_batch_index", slot, here)?;
@@ -95,7 +96,7 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Vec<Move>, 
                 return Err(Error::argument("dst_block_memory_size", block_bytes, allowed));
             }
             numbered("dst_block_indices", dst, u64::MAX / block_bytes)?;
-            Ok((cut(slot * len, len, dst, *block_bytes)?, vec![slot]))
+            Ok((cut(slot * len, len, dst, *block_bytes)?.into(), vec![slot]))
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Not for: which rows of the tensors move (`transfer`).
 
-use super::transfer::{Move, Moves};
+use super::pieces::Pieces;
+use super::transfer::Moves;
 use super::{Side, batch_cache};
 use crate::config::Role;
 use crate::desc::{Geometry, Placement};
@@ -189,7 +190,7 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn moves(self, pieces: Vec<Move>, near_rows: Vec<u64>, whole: bool) -> Moves {
+    pub(super) fn moves(self, pieces: Pieces, near_rows: Vec<u64>, whole: bool) -> Moves {
         // Both were found inside a cache, whose tensors 32 bits count.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));

@@ -9,6 +9,7 @@ mod landing;
 mod layers;
 mod layerwise;
 mod options;
+mod pieces;
 pub mod ranks;
 mod transfer;
 mod values;
@@ -23,14 +24,15 @@ pub use layerwise::{
     source_placement, whole_layers,
 };
 pub use options::config;
+pub use pieces::{Move, Pieces};
 pub use transfer::{
-    Far, Move, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
+    Far, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
     reachable,
 };
 pub use values::{
-    copy_kernel, copy_workers, device_id, dimensions, link_heartbeat, link_retry_count, link_silence,
-    link_streams, link_token, link_total_time, link_transport, mem_utilization, page_shift, rank_hosts,
-    rank_port, socket_address, swap_in_path, sync_kv_timeout,
+    copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_retry_count,
+    link_silence, link_streams, link_token, link_total_time, link_transport, mem_utilization, page_shift,
+    rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
 };
 
 use hashbrown::HashMap;

@@ -87,6 +87,9 @@ fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>)
     if let Some(kernel) = text("llm.CopyKernel") {
         config.kernel = values::copy_kernel(kernel)?;
     }
+    if let Some(choice) = text("llm.HugePages") {
+        config.huge_pages = values::huge_pages(choice)?;
+    }
     Ok(())
 }
 

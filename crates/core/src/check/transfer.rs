@@ -5,6 +5,7 @@
 //! again. Order of the rules: python-api.md §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
 
 use super::layers::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
+use super::pieces::{Move, Pieces, total};
 use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
 use crate::desc::{CacheKind, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
@@ -86,22 +87,11 @@ pub struct Far {
     pub accessible: bool,
 }
 
-/// Bytes of one tensor that go from one place to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Move {
-    /// First byte read, from the start of the tensor.
-    pub src: u64,
-    /// First byte written, from the start of the tensor.
-    pub dst: u64,
-    /// How many, above zero.
-    pub len: u64,
-}
-
 /// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     /// In one tensor.
-    pub pieces: Vec<Move>,
+    pub pieces: Pieces,
     /// The first tensor read.
     pub src_tensor: u32,
     /// The first tensor written.
@@ -208,7 +198,7 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
         PullRows::Slot { near: index, size } => {
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
-            (vec![Move { src: slot, dst: index * here.row_bytes(), len }], vec![index])
+            (vec![Move { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
         }
         PullRows::Part { near: index, far_offset, near_offset, size } => {
             let index = u64::from(*index);
@@ -216,17 +206,18 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let len =
                 part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
             let dst = index * here.row_bytes() + near_offset;
-            (vec![Move { src: slot + far_offset, dst, len }], vec![index])
+            (vec![Move { src: slot + far_offset, dst, len }].into(), vec![index])
         }
         PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
             equal_blocks(here, there)?;
-            let theirs = in_range("src_blocks", theirs, there)?;
-            let ours = in_range("dst_blocks", ours, here)?;
-            (block_moves(&theirs, &ours, here.row_bytes())?, ours)
+            in_range("src_blocks", theirs, there)?;
+            let ours = numbers("dst_blocks", ours, here)?;
+            let pairs = theirs.iter().map(|index| index.cast_unsigned()).zip(ours.iter().copied());
+            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
         }
         PullRows::SlotToBlocks { near: ours } => {
-            let ours = in_range("dst_blocks", ours, here)?;
-            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?, ours)
+            let ours = numbers("dst_blocks", ours, here)?;
+            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?.into(), ours)
         }
     };
     let whole = tensors.count == there.num_tensors();
@@ -251,7 +242,7 @@ pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
         PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
         PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
             equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
-            in_range("src_blocks", blocks, geometry).map(|_| ())
+            in_range("src_blocks", blocks, geometry)
         }
     }
 }
@@ -277,21 +268,22 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
             }
             let index = u64::from(*index);
             let dst = u64::from(far.row) * there.row_bytes();
-            (vec![Move { src: index * len, dst, len }], vec![index])
+            (vec![Move { src: index * len, dst, len }].into(), vec![index])
         }
         PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
             if matches!(rows, PushRows::Blocks { .. }) {
                 blocks_cache("the far cache", far.side.kind)?;
             }
             equal_blocks(here, there)?;
-            let ours = in_range("src_blocks", ours, here)?;
-            let theirs = in_range("dst_blocks", theirs, there)?;
-            (block_moves(&ours, &theirs, here.row_bytes())?, ours)
+            let ours = numbers("src_blocks", ours, here)?;
+            in_range("dst_blocks", theirs, there)?;
+            let pairs = ours.iter().copied().zip(theirs.iter().map(|index| index.cast_unsigned()));
+            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
         }
     };
     let whole = tensors.count == here.num_tensors();
     if tensors.count == 0 {
-        return Ok(tensors.moves(vec![], vec![], false));
+        return Ok(tensors.moves(Pieces::default(), vec![], false));
     }
     Ok(tensors.moves(pieces, near_rows, whole))
 }
@@ -350,12 +342,22 @@ pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> 
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
+/// Every entry must be a block of the cache.
+fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
+    // One pass without a branch: texts are only made where something is wrong.
+    if blocks.iter().fold(true, |fits, &index| fits & (index.cast_unsigned() < of.rows())) {
+        return Ok(());
+    }
     let entry = |(at, &index): (usize, &i64)| {
-        // The text is only made for the entry that is refused.
-        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of))
+        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of)).map(drop)
     };
-    blocks.iter().enumerate().map(entry).collect()
+    blocks.iter().enumerate().try_for_each(entry)
+}
+
+/// The entries as numbers of blocks of the cache.
+fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
+    in_range(name, blocks, of)?;
+    Ok(blocks.iter().map(|index| index.cast_unsigned()).collect())
 }
 
 pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
@@ -365,11 +367,6 @@ pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
     let text =
         format!("blocks have {} bytes here and {} in the far cache", near.row_bytes(), far.row_bytes());
     Err(Error::new(ErrorKind::InvalidArgument, text))
-}
-
-pub(super) fn block_moves(src: &[u64], dst: &[u64], len: u64) -> Result<Vec<Move>> {
-    total(src.len(), len)?;
-    Ok(src.iter().zip(dst).map(|(&src, &dst)| Move { src: src * len, dst: dst * len, len }).collect())
 }
 
 /// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
@@ -385,15 +382,4 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) 
         Move { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
     };
     Ok(blocks.iter().enumerate().map(piece).collect())
-}
-
-/// Lists may repeat blocks, so their bytes are not bounded by a tensor.
-fn total(blocks: usize, block_bytes: u64) -> Result<()> {
-    match (blocks as u64).checked_mul(block_bytes) {
-        Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
-        _ => {
-            let allowed = format!("below 2^63 bytes in all, in blocks of {block_bytes} bytes");
-            Err(Error::argument("the number of blocks", blocks, allowed))
-        }
-    }
 }

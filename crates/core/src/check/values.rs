@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde_json::Value;
 
-use crate::config::{KernelChoice, SwapInPath, Token, TransportChoice};
+use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, Result};
 
 /// Fewest characters of a token: what is shorter can be guessed.
@@ -65,6 +65,12 @@ pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
         ("streaming", KernelChoice::Streaming),
     ];
     one_of("copy_kernel", text, &kernels)
+}
+
+/// `huge_pages`: `auto`, `off` or `eager`.
+pub fn huge_pages(text: &str) -> Result<HugeChoice> {
+    let choices = [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)];
+    one_of("huge_pages", text, &choices)
 }
 
 /// `link_token`: at least 16 characters. The value never shows.

@@ -147,6 +147,7 @@ impl Carrier for Bringer {
             let bytes = parts.iter().map(bring).sum::<Result<u64>>();
             let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
             self.cluster.stats.travelled(Op::Layer, bytes);
+            self.cluster.merger.moved(bytes);
             Ok(bytes)
         })
     }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, Weak};
 use crate::arena::Arena;
 use crate::check::{self, CopyArgs, Pools};
 use crate::cluster::Cluster;
-use crate::config::{Config, Mode, Role, SwapInPath};
+use crate::config::{Config, HugeChoice, Mode, Role, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
 use crate::engine::Staging;
@@ -24,7 +24,7 @@ use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
 use crate::lanes::Lanes;
 use crate::links::{Links, Transports};
-use crate::mem::{Adopted, keep_freed_memory};
+use crate::mem::Adopted;
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
@@ -76,7 +76,6 @@ impl DataDist {
     }
 
     fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
-        keep_freed_memory();
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {
@@ -118,6 +117,8 @@ impl DataDist {
             };
             let request = check::allocate(desc, kind, keys, pools)?;
             let tensors = self.cluster.arena(desc.placement)?.allocate(&request.side.geometry)?;
+            // What was allocated before has been touched since, perhaps by the caller's own code.
+            self.cluster.merger.moved(request.side.geometry.bytes());
             self.cluster.table.allocate(desc, request.side, tensors, &request.keys)
         })
     }
@@ -149,6 +150,10 @@ impl DataDist {
         self.cluster.stats.timed(Op::Register, || {
             let (placement, one_sided) = (adopted.side().placement, self.cluster.config.remote_accessible);
             let access = check::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
+            if self.cluster.config.huge_pages == HugeChoice::Eager {
+                let deadline = self.deadline();
+                adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
+            }
             self.cluster.table.register(adopted, &check::bindings(keys), access)
         })
     }
@@ -235,8 +240,8 @@ impl DataDist {
         let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
         let (plain_bytes, streaming_bytes) = self.cluster.engine.tuner().bytes();
         Snapshot {
-            device_pool: self.cluster.pool(Placement::Device).map(|arena| report(arena)),
-            host_pool: self.cluster.pool(Placement::Host).map(|arena| report(arena)),
+            device_pool: self.cluster.pool(Placement::Device).map(|arena| self.report(arena)),
+            host_pool: self.cluster.pool(Placement::Host).map(|arena| self.report(arena)),
             table: self.cluster.table.state(),
             ops: self.cluster.stats.ops(),
             swap_in_direct,
@@ -293,6 +298,7 @@ impl DataDist {
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
         let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, deadline, &Arc::default())?;
         self.cluster.stats.moved(op, &outcome);
+        self.cluster.merger.moved(outcome.bytes);
         Ok(())
     }
 
@@ -300,6 +306,18 @@ impl DataDist {
         match end {
             End::Managed(id) => self.cluster.table.find(*id),
             End::Loose(cache) => Ok(cache.clone()),
+        }
+    }
+
+    fn report(&self, arena: &Arena) -> PoolReport {
+        let region = arena.region();
+        let merged = self.cluster.merger.merged(region);
+        PoolReport {
+            pool: arena.state(),
+            huge_pages: region.huge_pages().name(),
+            committed_bytes: region.committed_bytes(),
+            merged_bytes: merged.bytes,
+            merge_errno: merged.errno,
         }
     }
 
@@ -317,18 +335,10 @@ impl Drop for DataDist {
         // Before anything is given back: no peer that still sees this memory trusts it any more.
         self.cluster.table.retire();
         self.close_tasks();
+        self.cluster.merger.close();
     }
 }
 
 fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {
     if Arc::ptr_eq(src, dst) { Ends::OneCache } else { Ends::TwoCaches }
-}
-
-fn report(arena: &Arena) -> PoolReport {
-    let region = arena.region();
-    PoolReport {
-        pool: arena.state(),
-        huge_pages: region.huge_pages().name(),
-        committed_bytes: region.committed_bytes(),
-    }
 }

@@ -61,6 +61,7 @@ impl DataDist {
                 })
             })?;
             self.cluster.stats.travelled(Op::Pull, bytes);
+            self.cluster.merger.moved(bytes);
             Ok(())
         })
     }
@@ -96,6 +97,7 @@ impl DataDist {
                 })
             })?;
             self.cluster.stats.travelled(Op::Push, bytes);
+            self.cluster.merger.moved(bytes);
             Ok(())
         })
     }

@@ -21,6 +21,6 @@ impl Device for HostDevice {
 
 impl Copier for HostDevice {
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
-        batch.iter().try_for_each(|copy| kernel::copy(copy.src, copy.dst, kernel))
+        kernel::copy_all(batch, kernel)
     }
 }

@@ -8,6 +8,7 @@ mod process;
 #[cfg(feature = "testing")]
 pub mod sim;
 
+pub use crate::mem::kernel::Copy;
 pub use host::HostDevice;
 pub use process::ProcessReader;
 
@@ -16,17 +17,8 @@ use std::sync::Arc;
 
 use crate::desc::Placement;
 use crate::error::Result;
+use crate::mem::Region;
 use crate::mem::kernel::Kernel;
-use crate::mem::{Region, Window};
-
-/// Bytes to copy: a window to read, and one of equal length to write.
-#[derive(Clone, Copy, Debug)]
-pub struct Copy<'a> {
-    /// Read.
-    pub src: Window<'a>,
-    /// Written.
-    pub dst: Window<'a>,
-}
 
 /// How a host-to-device copy may travel on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +43,7 @@ pub trait Copier: Debug + Send + Sync {
     /// Least and most bytes of the units that a copy is cut into: neither so small that taking one costs, nor so large
     /// that the last worker to finish keeps the rest waiting.
     fn unit(&self) -> (u64, u64) {
-        (256 << 10, 512 << 10)
+        (128 << 10, 512 << 10)
     }
 
     /// Whether the kernel it is told makes a difference; if not, there is nothing to learn from its speed.

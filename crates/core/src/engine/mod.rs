@@ -3,6 +3,7 @@
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
+mod handover;
 mod progress;
 mod ring;
 mod route;
@@ -42,6 +43,8 @@ pub struct CopyEngine {
     tuner: Arc<Tuner>,
     /// Memory of other processes has page tables, and so speeds, of its own.
     foreign_tuner: Arc<Tuner>,
+    /// Buffers of the ring lie in the caches.
+    ring_tuner: Arc<Tuner>,
     ring: ring::RingOwner,
     /// Wait for sockets, which those that copy must not; started by the first transfer that has use for them.
     streamers: OnceLock<Workers>,
@@ -68,6 +71,7 @@ impl CopyEngine {
             devices,
             workers: Workers::new(config.copy_workers)?,
             foreign_tuner: Arc::new(tuner.beside()),
+            ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
             ring: ring::RingOwner::default(),
             streamers: OnceLock::new(),
@@ -88,6 +92,11 @@ impl CopyEngine {
     #[must_use]
     pub fn workers(&self) -> usize {
         self.workers.count()
+    }
+
+    /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
+    pub fn spread(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
+        self.workers.run(work, units, deadline)
     }
 
     /// Bytes each kernel has copied, and what was learned of it in this process's memory.
@@ -119,12 +128,17 @@ impl CopyEngine {
         dst.0.check_mapped(Access::Write)?;
         let plan = plan.into();
         let bytes = plan.bytes();
+        let tuner = match route {
+            Route::Ring => &self.ring_tuner,
+            Route::Direct if src.0.reach().foreign() => &self.foreign_tuner,
+            Route::Direct => &self.tuner,
+        };
         let copy = wave::Copying {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
             copier: route::copier(&self.devices, src, dst),
-            tuner: if src.0.reach().foreign() { self.foreign_tuner.clone() } else { self.tuner.clone() },
+            tuner: tuner.clone(),
             progress: progress.clone(),
         };
         let ended = match route {

@@ -5,16 +5,16 @@
 //! swap-in that needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
 //! of a plan need no barrier. Not for: deciding whether to go this way (`route`).
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
+use super::handover::HandOver;
 use super::wave::Copying;
 use super::workers::Workers;
 use crate::device::{Copy, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::mem::Tensors;
-use crate::mem::kernel::Kernel;
 use crate::plan::Piece;
 
 /// Buffers in the ring.
@@ -36,13 +36,6 @@ struct State {
     drainer: Option<Arc<Workers>>,
 }
 
-/// What the draining stage is told: which buffer, and where its bytes belong.
-struct Filled {
-    buffer: usize,
-    tensor: usize,
-    piece: Piece,
-}
-
 impl RingOwner {
     /// Bytes of device memory held.
     pub(super) fn bytes(&self) -> u64 {
@@ -61,10 +54,10 @@ impl RingOwner {
             return Ok(());
         }
         let loan = self.borrow(device, block_bytes, deadline)?;
-        let mut draining = Draining::start(copying, &loan);
-        let fed = fill(copying, &loan.buffers, block_bytes, &draining, deadline);
+        let mut draining = Draining::start(copying, &loan, block_bytes);
+        let fed = fill(copying, &loan.buffers, block_bytes, &draining.counts, deadline);
         let outcome = draining.finish().and(fed);
-        // A draining stage that died leaves no message: only bytes that were counted in place are in place.
+        // A draining stage that died leaves no failure: only bytes that were counted in place are in place.
         let missing = copying.plan.bytes().saturating_sub(copying.progress.bytes());
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
     }
@@ -118,56 +111,50 @@ impl Drop for Loan<'_> {
 
 /// The draining stage, as the filling stage sees it. Dropped, also by a panic, it has ended and holds nothing.
 struct Draining {
-    /// Gone once nothing follows.
-    filled: Option<Sender<Filled>>,
-    free: Receiver<Result<usize>>,
+    counts: Arc<HandOver>,
+    failure: Arc<Mutex<Option<Error>>>,
+}
+
+/// What the draining stage works with. Dropped, also by a panic or unused, it lets go of the copy and then says so.
+struct Stage {
+    copying: Copying,
+    buffers: Arc<Tensors>,
+    failure: Arc<Mutex<Option<Error>>>,
+    // Last, because fields drop in order.
+    end: End,
+}
+
+struct End(Arc<HandOver>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 impl Draining {
-    fn start(copying: &Copying, loan: &Loan<'_>) -> Self {
-        let (filled, to_drain) = channel();
-        let (drained, free) = channel();
-        for buffer in 0..BUFFERS {
-            // The receiver is right here, so it cannot be gone.
-            let _ = drained.send(Ok(buffer));
-        }
-        let (stage, buffers) = (copying.clone(), loan.buffers.clone());
+    fn start(copying: &Copying, loan: &Loan<'_>, block_bytes: u64) -> Self {
+        let counts: Arc<HandOver> = Arc::default();
+        let failure: Arc<Mutex<Option<Error>>> = Arc::default();
+        let stage = Stage {
+            copying: copying.clone(),
+            buffers: loan.buffers.clone(),
+            failure: failure.clone(),
+            end: End(counts.clone()),
+        };
         loan.drainer.spawn(move || {
-            drain(&stage, &buffers, &to_drain, &drained);
-            // The sender goes last: its end says that nothing of the copy is held here any more.
-            drop((stage, buffers));
-            drop(drained);
+            if let Err(error) = stage.drain(block_bytes) {
+                *stage.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
         });
-        Draining { filled: Some(filled), free }
+        Draining { counts, failure }
     }
 
-    /// A buffer to fill. The limit holds also while buffers come back at once.
-    fn next_free(&self, deadline: Deadline) -> Result<usize> {
-        let left = deadline.left();
-        let too_late = || deadline.error("copying through the swap-in ring");
-        match self.free.recv_timeout(left) {
-            Ok(Ok(_)) if left.is_zero() => Err(too_late()),
-            Ok(buffer) => buffer,
-            Err(RecvTimeoutError::Timeout) => Err(too_late()),
-            Err(RecvTimeoutError::Disconnected) => Err(ended_early()),
-        }
-    }
-
-    fn send(&self, filled: Filled) {
-        if let Some(sender) = &self.filled {
-            // Fails only if the draining stage is gone; then the next `next_free` says so.
-            let _ = sender.send(filled);
-        }
-    }
-
-    /// Says that nothing follows, waits for the end, and returns the first failure.
+    /// Says that nothing follows, waits for the end, and returns the failure.
     fn finish(&mut self) -> Result<()> {
-        self.filled = None;
-        let mut outcome = Ok(());
-        while let Ok(drained) = self.free.recv() {
-            outcome = outcome.and(drained.map(|_| ()));
-        }
-        outcome
+        self.counts.close();
+        self.counts.wait_end();
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 }
 
@@ -177,52 +164,66 @@ impl Drop for Draining {
     }
 }
 
+/// The pieces that go through the ring, in its order: each with its tensor, none above `block_bytes`.
+fn pieces(copying: &Copying, block_bytes: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
+    let whole = copying.plan.pieces(0, copying.plan.bytes());
+    whole.flat_map(move |(tensor, whole)| blocks_of(whole, block_bytes).map(move |piece| (tensor, piece)))
+}
+
+/// The buffer of the `count`-th piece.
+fn buffer(count: u64) -> usize {
+    usize::try_from(count % BUFFERS as u64).unwrap_or(0)
+}
+
 /// The filling stage: host memory into the next free buffer.
 fn fill(
     copying: &Copying,
     buffers: &Tensors,
     block_bytes: u64,
-    draining: &Draining,
+    counts: &HandOver,
     deadline: Deadline,
 ) -> Result<()> {
-    for wave in copying.plan.waves() {
-        let bytes = wave.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
-        for (tensor, whole) in wave.across_tensors(0, bytes) {
-            for piece in blocks_of(whole, block_bytes) {
-                let buffer = draining.next_free(deadline)?;
-                let src = copying.source(tensor, piece)?;
-                let dst = buffers.window(buffer, 0, piece.len)?;
-                // The draining stage reads the buffer next, so it belongs in the caches.
-                copying.copier.copy(&[Copy { src, dst }], Kernel::PLAIN)?;
-                draining.send(Filled { buffer, tensor, piece });
-            }
+    for (count, (tensor, piece)) in (0..).zip(pieces(copying, block_bytes)) {
+        let too_late = || deadline.error("copying through the swap-in ring");
+        let free = counts.wait_free(count, BUFFERS as u64, deadline);
+        // The limit holds also while buffers come back at once.
+        if free.is_none() || deadline.left().is_zero() {
+            return Err(too_late());
         }
+        if free == Some(false) {
+            return Err(ended_early());
+        }
+        let src = copying.source(tensor, piece)?;
+        let dst = buffers.window(buffer(count), 0, piece.len)?;
+        // The draining stage reads the buffer next, so it belongs in the caches.
+        copying.copier.copy(&[Copy { src, dst }], copying.tuner.cached())?;
+        counts.filled();
     }
     Ok(())
 }
 
-/// The draining stage: buffers into place, each then free again; ends after the first failure.
-fn drain(copying: &Copying, buffers: &Tensors, to_drain: &Receiver<Filled>, drained: &Sender<Result<usize>>) {
-    let total = copying.plan.bytes();
-    // Pieces leave the ring in the order they entered, which is that of the plan.
-    let mut at = 0;
-    for Filled { buffer, tensor, piece } in to_drain {
-        let place = || {
-            let src = buffers.window(buffer, 0, piece.len)?;
+impl Stage {
+    /// The draining stage: buffers into place, each then free again; ends after the first failure.
+    fn drain(&self, block_bytes: u64) -> Result<()> {
+        let Stage { copying, buffers, end: End(counts), .. } = self;
+        let total = copying.plan.bytes();
+        // Pieces leave the ring in the order they entered, which is that of the plan.
+        let mut at = 0;
+        for (count, (tensor, piece)) in (0..).zip(pieces(copying, block_bytes)) {
+            if !counts.wait_filled(count) {
+                return Ok(());
+            }
+            let src = buffers.window(buffer(count), 0, piece.len)?;
             let dst = copying.target(tensor, piece)?;
             let kernel = copying.tuner.choose(total, piece.len);
-            copying.tuner.count(kernel, piece.len);
-            copying.copier.copy(&[Copy { src, dst }], kernel)
-        };
-        let placed = place();
-        let failed = placed.is_err();
-        if !failed {
+            let started = Instant::now();
+            copying.copier.copy(&[Copy { src, dst }], kernel)?;
+            copying.tuner.learn(total, piece.len, kernel, piece.len, started.elapsed());
             copying.progress.done(at, at + piece.len);
             at += piece.len;
+            counts.drained();
         }
-        if drained.send(placed.map(|()| buffer)).is_err() || failed {
-            return;
-        }
+        Ok(())
     }
 }
 

@@ -16,8 +16,9 @@ use crate::mem::kernel::Kernel;
 use crate::mem::{Tensors, Window, page_faults};
 use crate::plan::{CopyPlan, Piece};
 
-/// Copies of at most this many bytes run on the calling thread: waking a worker costs more.
-const INLINE: u64 = 256 << 10;
+/// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
+/// caller copies half a MiB that is not cached, and a whole one that is.
+const INLINE: u64 = 512 << 10;
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
 /// A copy under way.
@@ -101,8 +102,7 @@ impl DirectWave {
         let total = this.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
         let (least, most) = copying.copier.unit();
         let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
-        let pieces: u64 = this.spans().iter().map(|span| span.count).sum();
-        let piece = this.tensor_bytes().checked_div(pieces).unwrap_or(0);
+        let piece = this.tensor_bytes().checked_div(this.count()).unwrap_or(0);
         // Whole pages, so that a cut piece stays aligned for the kernels.
         DirectWave { wave, start, total, unit: unit.next_multiple_of(4096), piece, copying }
     }

@@ -7,6 +7,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::dialer::Dialer;
+use super::keeper::Watch;
 use super::link::{ANSWER_TIME, Kind, Link, Peer};
 use super::reach::{self, Reach};
 use super::{Shared, greeting, keeper, talk};
@@ -147,7 +148,8 @@ impl Shared {
         let mut keeping = self.keeping.lock().unwrap_or_else(PoisonError::into_inner);
         if !*keeping {
             let (weak, bell) = (Arc::downgrade(self), self.bell.clone());
-            self.threads.spawn("llm-links", move || keeper::keep(&weak, &bell))?;
+            let watch = Watch::new(&bell)?;
+            self.threads.spawn("llm-links", move || keeper::keep(&weak, &bell, watch))?;
             *keeping = true;
         }
         Ok(())

@@ -60,6 +60,8 @@ impl Reach {
         talk::say(stream, &told, deadline)?;
         let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
         let Taken { generations, pools, process } = taken?;
+        // A page of a pool that is touched already has to be mapped by the peer at its first read.
+        cluster.merger.look();
         Ok(Reach { generations, pools, process, seen })
     }
 

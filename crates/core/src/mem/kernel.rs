@@ -1,15 +1,29 @@
-//! The host copy kernels: ordinary stores, and stores that bypass the caches.
+//! The host copy kernels: with ordinary stores, and with stores that bypass the caches.
 //!
 //! Streaming stores save reading each destination line before it is overwritten, a third of the traffic, and leave the
-//! caches to the model; ordinary stores win where the copy fits the caches. Which one runs is the engine's choice
-//! (`engine::tuner`). Each is tested against a byte-by-byte twin in `tests/rust/kernel.rs`.
+//! caches to the model; ordinary stores win where the copy fits the caches. What keeps a core from the speed of its memory
+//! is waiting at the first lines of every page, so the kernels of the second module read ahead into the next piece, or have
+//! four pages under way at once. Which one runs is the engine's choice (`engine::tuner`). Each is tested against a
+//! byte-by-byte twin in `tests/rust/kernel.rs`.
 //!
-//! Not for: splitting work, or choosing a kernel.
+//! Not for: splitting work, choosing a kernel, or the instructions (`lanes`).
+
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 
 use super::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
-/// A kernel that exists on this CPU: the streaming one can only be had from [`Kernel::streaming`].
+/// Bytes to copy: a window to read, and one of equal length to write.
+#[derive(Clone, Copy, Debug)]
+pub struct Copy<'a> {
+    /// Read.
+    pub src: Window<'a>,
+    /// Written.
+    pub dst: Window<'a>,
+}
+
+/// A kernel that exists on this CPU: all but [`Kernel::PLAIN`] can only be had from [`Kernel::all`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel(Stores);
 
@@ -17,56 +31,108 @@ pub struct Kernel(Stores);
 enum Stores {
     Plain,
     #[cfg(target_arch = "x86_64")]
-    Avx2,
+    PlainLanes,
+    #[cfg(target_arch = "x86_64")]
+    Streaming,
+    #[cfg(target_arch = "x86_64")]
+    StreamingLanes,
 }
 
 impl Kernel {
-    /// Ordinary stores. Everywhere.
+    /// Ordinary stores, as the C library copies. Everywhere.
     pub const PLAIN: Kernel = Kernel(Stores::Plain);
 
-    /// Streaming stores, if this CPU has them (`x86_64` with AVX2).
+    /// Every kernel of this CPU. On `x86_64` with AVX2 [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn, of
+    /// one piece or of four; streaming stores, piece after piece, reading ahead; and streaming stores to four pages in
+    /// turn. Elsewhere the first alone.
     #[must_use]
-    pub fn streaming() -> Option<Kernel> {
+    pub fn all() -> &'static [Kernel] {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
-            return Some(Kernel(Stores::Avx2));
+            const AVX2: [Kernel; 4] = [
+                Kernel::PLAIN,
+                Kernel(Stores::PlainLanes),
+                Kernel(Stores::Streaming),
+                Kernel(Stores::StreamingLanes),
+            ];
+            return &AVX2;
         }
-        None
+        &[Kernel::PLAIN]
     }
 
-    /// One word for reports.
+    /// Whether its stores bypass the caches.
+    #[must_use]
+    pub fn streams(self) -> bool {
+        match self.0 {
+            Stores::Plain => false,
+            #[cfg(target_arch = "x86_64")]
+            Stores::PlainLanes => false,
+            #[cfg(target_arch = "x86_64")]
+            Stores::Streaming | Stores::StreamingLanes => true,
+        }
+    }
+
+    /// For reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
             Stores::Plain => "plain",
             #[cfg(target_arch = "x86_64")]
-            Stores::Avx2 => "streaming",
+            Stores::PlainLanes => "plain, four pages",
+            #[cfg(target_arch = "x86_64")]
+            Stores::Streaming => "streaming",
+            #[cfg(target_arch = "x86_64")]
+            Stores::StreamingLanes => "streaming, four pages",
         }
     }
 }
 
-/// Copies `src` to `dst`, windows of equal length over memory the CPU can address. Overlapping windows are copied as
-/// if through a buffer. Bytes that another thread writes at the same time come out old, new or mixed; the pins of
-/// `table` keep that from happening between calls of one engine.
+/// Copies `src` to `dst`, as [`copy_all`] does.
 pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
-    if src.len() != dst.len() || !src.host_addressable() || dst.reach() != Reach::Host {
-        return Err(refused(src, dst));
-    }
-    let len = usize::try_from(src.len()).map_err(|_| refused(src, dst))?;
-    let (from, to) = (src.addr() as *const u8, dst.addr() as *mut u8);
-    if src.overlaps(&dst) {
-        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes; `copy` allows overlap.
-        unsafe { from.copy_to(to, len) };
-        return Ok(());
+    copy_all(&[Copy { src, dst }], kernel)
+}
+
+/// Copies every source to its destination, windows of equal length over memory the CPU can address, in any order. If one
+/// pair is refused nothing is copied. A source that overlaps its own destination is copied as if through a buffer. Bytes
+/// that another thread writes at the same time come out old, new or mixed; the pins of `table` keep that from happening
+/// between calls of one engine. When this returns, whoever is told of it sees all bytes.
+pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
+    if let Some(copy) = batch.iter().find(|copy| !sound(copy)) {
+        return Err(refused(copy.src, copy.dst));
     }
     match kernel.0 {
-        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes, and do not overlap, see above.
-        Stores::Plain => unsafe { from.copy_to_nonoverlapping(to, len) },
+        Stores::Plain => batch.iter().for_each(plain),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above; the value proves that the CPU has AVX2, because only `Kernel::streaming` makes it.
-        Stores::Avx2 => unsafe { stream_avx2(from, to, len) },
+        // SAFETY: every pair is sound, see above; the value proves that the CPU has AVX2, because only `Kernel::all` makes
+        // it.
+        Stores::PlainLanes => unsafe { lanes::four::<false>(batch) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Stores::Streaming => unsafe { lanes::one(batch) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Stores::StreamingLanes => unsafe { lanes::four::<true>(batch) },
     }
     Ok(())
+}
+
+/// Whether the CPU can read one window and write the other, and both are equally long.
+fn sound(copy: &Copy<'_>) -> bool {
+    copy.src.len() == copy.dst.len() && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
+}
+
+/// One pair that is sound, with ordinary stores.
+fn plain(copy: &Copy<'_>) {
+    // A window lies in an address space, so its length fits.
+    let len = usize::try_from(copy.src.len()).unwrap_or(0);
+    let (from, to) = (copy.src.addr() as *const u8, copy.dst.addr() as *mut u8);
+    if copy.src.overlaps(&copy.dst) {
+        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes; `copy_to` allows overlap.
+        unsafe { from.copy_to(to, len) };
+    } else {
+        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes, and do not overlap.
+        unsafe { from.copy_to_nonoverlapping(to, len) };
+    }
 }
 
 #[cold]
@@ -79,46 +145,4 @@ fn refused(src: Window<'_>, dst: Window<'_>) -> Error {
     .with("dst_bytes", dst.len())
     .with("src", format_args!("{:?}", src.reach()))
     .with("dst", format_args!("{:?}", dst.reach()))
-}
-
-/// Copies with 32-byte stores that bypass the caches; the unaligned head and the tail with ordinary ones.
-///
-/// # Safety
-///
-/// `from..from + len` is readable, `to..to + len` writable, they do not overlap, and the CPU has AVX2.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-#[expect(clippy::cast_ptr_alignment, reason = "the loads are unaligned ones, and the head aligns the stores")]
-#[expect(
-    clippy::multiple_unsafe_ops_per_block,
-    reason = "one loop body: four loads and four stores of one step"
-)]
-unsafe fn stream_avx2(from: *const u8, to: *mut u8, len: usize) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
-    const STEP: usize = 128;
-    let head = to.align_offset(64).min(len);
-    let steps = (len - head) / STEP;
-    let tail = head + steps * STEP;
-    // SAFETY: `head <= len`.
-    unsafe { from.copy_to_nonoverlapping(to, head) };
-    for step in 0..steps {
-        let at = head + step * STEP;
-        // SAFETY: `at + STEP <= tail <= len`, and `to + at` is a multiple of 64 because `to + head` is.
-        unsafe {
-            let source = from.add(at).cast::<__m256i>();
-            let target = to.add(at).cast::<__m256i>();
-            let first = _mm256_loadu_si256(source);
-            let second = _mm256_loadu_si256(source.add(1));
-            let third = _mm256_loadu_si256(source.add(2));
-            let fourth = _mm256_loadu_si256(source.add(3));
-            _mm256_stream_si256(target, first);
-            _mm256_stream_si256(target.add(1), second);
-            _mm256_stream_si256(target.add(2), third);
-            _mm256_stream_si256(target.add(3), fourth);
-        }
-    }
-    // Streaming stores are weakly ordered: without the fence, whoever is told of the end might not see them.
-    _mm_sfence();
-    // SAFETY: `tail <= len`.
-    unsafe { from.add(tail).copy_to_nonoverlapping(to.add(tail), len - tail) };
 }

@@ -16,11 +16,12 @@
 
 mod credentials;
 mod foreign;
-mod freed;
 mod generations;
+mod huge;
 mod identity;
 pub mod kernel;
 mod limits;
+mod lists;
 mod page_faults;
 mod process;
 mod region;
@@ -31,10 +32,11 @@ pub mod vectored;
 
 pub use credentials::peer_process;
 pub use foreign::ForeignRegion;
-pub use freed::keep_freed_memory;
 pub use generations::{ForeignGenerations, Generations};
+pub use huge::Refusal;
 pub use identity::{remember_process, this_process};
 pub use limits::{usable_bytes, usable_under};
+pub use lists::keep_lists;
 pub use page_faults::page_faults;
 pub use process::{ForeignProcess, Probe, allow_readers, own_probe};
 pub use region::{HugePages, Region};

@@ -146,6 +146,19 @@ impl Region {
     }
 }
 
+impl Region {
+    /// The descriptor, if the memory is made of ordinary pages, which can be put into huge ones.
+    pub(super) fn ordinary(&self) -> Option<BorrowedFd<'_>> {
+        let mapping = self.mapping.as_ref().filter(|mapping| mapping.huge != HugePages::Reserved);
+        mapping.map(|mapping| mapping.descriptor.as_fd())
+    }
+
+    /// The descriptor, also where it must not be shared. Of whole huge pages.
+    pub(super) fn behind(&self) -> Option<BorrowedFd<'_>> {
+        self.mapping.as_ref().map(|mapping| mapping.descriptor.as_fd())
+    }
+}
+
 impl Mapping {
     /// Made of huge pages that the administrator reserved; `Err` if there are not enough for all of it.
     fn reserved_pages(name: &str, len: usize) -> rustix::io::Result<Self> {

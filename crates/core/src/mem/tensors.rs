@@ -47,6 +47,11 @@ impl Adopted {
     pub fn side(&self) -> Side {
         self.side
     }
+
+    /// The address of every tensor.
+    pub(super) fn addrs(&self) -> &[u64] {
+        &self.addrs
+    }
 }
 
 /// The tensors of one cache: equal sizes, any addresses, one owner that is let go when this drops.

@@ -1,18 +1,20 @@
 //! Request and geometry → [`CopyPlan`]: which bytes of every tensor go where, merged, and in what order they must run.
 //!
 //! Pure arithmetic: a plan never sees an address. All tensors of a cache are equal, so one list of spans serves them
-//! all and a plan of 4,096 blocks in 80 tensors has at most 4,096 spans. Not for: bounds of local plans (checked by
+//! all and a plan of 4,096 blocks in 80 tensors has at most 4,096 spans, or as many pairs of numbers. Not for: bounds of local plans (checked by
 //! `check` before and by `mem::Window` again) or who moves the bytes (`engine`).
 
+mod blocks;
 mod order;
 mod parts;
 mod wave;
 
+pub use blocks::Blocks;
 pub use wave::{Piece, Span, Wave};
 
 use std::sync::Arc;
 
-use crate::check::{BlockPairs, CopyRange, Move, Moves};
+use crate::check::{BlockPairs, CopyRange, Move, Moves, Pieces};
 
 /// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
 /// `src_tensor + t` into tensor `dst_tensor + t`.
@@ -44,27 +46,26 @@ impl CopyPlan {
         } else {
             vec![Span::single(range.src_offset, range.dst_offset, range.bytes)]
         };
-        Self::new(range.num_tensors, vec![spans])
+        Self::new(range.num_tensors, vec![Wave::new(spans)])
     }
 
     /// Whole blocks, with the result of copying the pairs one after the other in the order given.
     #[must_use]
     pub fn blocks(request: &BlockPairs, ends: Ends) -> Self {
-        let mut pairs = request.pairs.clone();
+        let (len, mut pairs) = (request.block_bytes, request.pairs.clone());
         if ends == Ends::OneCache {
             pairs.retain(|&(src, dst)| src != dst);
         }
-        let bytes = request.block_bytes;
-        let waves =
-            if order::order_matters(&pairs, ends) { order::levels(&pairs, ends) } else { vec![pairs] };
-        let merged = waves.into_iter().map(|mut wave| {
-            order::by_source(&mut wave);
-            let pieces =
-                wave.iter().map(|&(src, dst)| Piece { src: src * bytes, dst: dst * bytes, len: bytes });
-            order::strided(order::contiguous(pieces))
-        });
-        let merged = merged.collect();
-        Self::new(request.num_tensors, merged)
+        let any = pairs.iter().fold(0, |any, &(src, dst)| any | src | dst);
+        let waves = if u32::try_from(any).is_ok() {
+            #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
+            let pairs = pairs.into_iter().map(|(src, dst)| (src as u32, dst as u32)).collect();
+            blocks::waves(len, (0, 0), pairs, ends)
+        } else {
+            let piece = |&(src, dst): &(u64, u64)| Piece { src: src * len, dst: dst * len, len };
+            in_order(pairs, ends, piece)
+        };
+        Self::new(request.num_tensors, waves)
     }
 
     /// What a pull or push moves between two caches, with the result of moving piece after piece in the order given.
@@ -72,23 +73,18 @@ impl CopyPlan {
     #[must_use]
     pub fn moves(moves: &mut Moves) -> Self {
         // Taken, not copied: fresh memory for a long list costs more than planning it.
-        let pieces = std::mem::take(&mut moves.pieces);
-        let waves = if order::order_matters(&pieces, Ends::TwoCaches) {
-            order::levels(&pieces, Ends::TwoCaches)
-        } else {
-            vec![pieces]
+        let waves = match std::mem::take(&mut moves.pieces) {
+            Pieces::Blocks { len, first, pairs } => blocks::waves(len, first, pairs, Ends::TwoCaches),
+            Pieces::Listed(pieces) => {
+                in_order(pieces, Ends::TwoCaches, |&Move { src, dst, len }| Piece { src, dst, len })
+            }
         };
-        let merged = waves.into_iter().map(|mut wave| {
-            order::by_source(&mut wave);
-            let pieces = wave.iter().map(|&Move { src, dst, len }| Piece { src, dst, len });
-            order::strided(order::contiguous(pieces))
-        });
-        let plan = Self::new(moves.num_tensors, merged.collect());
+        let plan = Self::new(moves.num_tensors, waves);
         CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan }
     }
 
-    fn new(num_tensors: u32, waves: Vec<Vec<Span>>) -> Self {
-        let waves = waves.into_iter().filter(|spans| !spans.is_empty()).map(Wave::new).collect();
+    fn new(num_tensors: u32, waves: Vec<Wave>) -> Self {
+        let waves = waves.into_iter().filter(|wave| wave.count() > 0).collect();
         CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves }
     }
 
@@ -144,4 +140,15 @@ impl CopyPlan {
             wave.across_tensors(from.max(start) - start, to.min(end) - start)
         })
     }
+}
+
+/// The waves of pieces, merged.
+fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Vec<Wave> {
+    let levels =
+        if order::order_matters(&pieces, ends) { order::levels(&pieces, ends) } else { vec![pieces] };
+    let wave = |mut wave: Vec<T>| {
+        order::by_source(&mut wave);
+        Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))))
+    };
+    levels.into_iter().map(wave).collect()
 }

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::CopyPlan;
+use super::blocks::Blocks;
 use super::order::sort_by_number;
 use super::wave::{Span, Wave};
 use crate::error::{Error, ErrorKind, Result};
@@ -25,13 +26,7 @@ impl CopyPlan {
         dst_tensor: u32,
         waves: Vec<Vec<Span>>,
     ) -> Result<CopyPlan> {
-        let ends = [src_tensor.checked_add(num_tensors), dst_tensor.checked_add(num_tensors)];
-        if num_tensors == 0 || ends.contains(&None) {
-            let text = format!(
-                "{num_tensors} tensors, read from tensor {src_tensor} and written from tensor {dst_tensor}"
-            );
-            return Err(refused(&text));
-        }
+        tensors(num_tensors, src_tensor, dst_tensor)?;
         if waves.len() > MOST_WAVES {
             return Err(refused(&format!("{} waves, more than {MOST_WAVES},", waves.len())));
         }
@@ -47,37 +42,51 @@ impl CopyPlan {
                 return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
             }
         }
-        let total = bytes.checked_mul(u64::from(num_tensors));
-        if total.is_none_or(|total| i64::try_from(total).is_err()) {
-            return Err(refused(&format!(
-                "{bytes} bytes in each of {num_tensors} tensors, 2^63 or more in all"
-            )));
+        total(bytes, num_tensors)?;
+        let waves = waves.into_iter().map(Wave::new).collect();
+        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+    }
+
+    /// The plan of a peer that is one wave of equal blocks. Refused: none, blocks without bytes, and what
+    /// [`from_parts`](Self::from_parts) refuses of numbers.
+    pub fn from_blocks(
+        num_tensors: u32,
+        src_tensor: u32,
+        dst_tensor: u32,
+        blocks: Blocks,
+    ) -> Result<CopyPlan> {
+        tensors(num_tensors, src_tensor, dst_tensor)?;
+        let count = blocks.pairs.len() as u64;
+        if count > MOST_PIECES {
+            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
         }
+        let bytes = blocks.reach().and_then(|_| blocks.len.checked_mul(count));
+        let bytes = bytes.ok_or_else(|| {
+            let (src, dst, len) = (blocks.src, blocks.dst, blocks.len);
+            refused(&format!("{count} blocks of {len} bytes, read from {src} and written from {dst} on,"))
+        })?;
+        total(bytes, num_tensors)?;
+        let waves = vec![Wave::of_blocks(blocks)];
         Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
     }
 
     /// Whether every piece of every span lies inside the tensors read and written: how many there are, and the bytes
     /// of each. `None` for an end that somebody else checks.
     pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
-        let ends = [("read", src, self.src_tensor), ("written", dst, self.dst_tensor)];
-        for (what, end, first) in ends {
-            let Some((tensors, tensor_bytes)) = end else { continue };
+        for (end, of, first) in [(End::Read, src, self.src_tensor), (End::Written, dst, self.dst_tensor)] {
+            let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors) > u64::from(tensors) {
                 let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors);
                 return Err(Error::new(ErrorKind::InvalidArgument, text)
-                    .with("which", what)
+                    .with("which", end.name())
                     .with("num_tensors", tensors));
             }
             for wave in self.waves.iter() {
                 // Nothing in a wave is written twice, so a wave that writes more than the tensor holds is not one.
-                if what == "written" && wave.tensor_bytes() > tensor_bytes {
-                    return Err(outside(what, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
+                if end == End::Written && wave.tensor_bytes() > tensor_bytes {
+                    return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
                 }
-                let reach = |span: &Span| if what == "read" { span.reads() } else { span.writes() };
-                let beyond = |span: &&Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
-                if let Some(span) = wave.spans().iter().find(beyond) {
-                    return Err(outside(what, tensor_bytes).with("span", format_args!("{span:?}")));
-                }
+                end.check(wave, tensor_bytes)?;
             }
         }
         Ok(())
@@ -87,14 +96,92 @@ impl CopyPlan {
     /// [`check_ends`](Self::check_ends): then there are no more than the cache has.
     #[must_use]
     pub fn src_rows(&self, row_bytes: u64) -> Vec<u64> {
-        rows(&self.waves, row_bytes, |span| (span.src, span.src_step))
+        rows(&self.waves, row_bytes, End::Read)
     }
 
     /// The rows of `row_bytes` bytes that are written, as [`src_rows`](Self::src_rows).
     #[must_use]
     pub fn dst_rows(&self, row_bytes: u64) -> Vec<u64> {
-        rows(&self.waves, row_bytes, |span| (span.dst, span.dst_step))
+        rows(&self.waves, row_bytes, End::Written)
     }
+}
+
+/// One of the two ends of a plan.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Read,
+    Written,
+}
+
+impl End {
+    fn name(self) -> &'static str {
+        if self == End::Read { "read" } else { "written" }
+    }
+
+    fn of<T>(self, ends: (T, T)) -> T {
+        if self == End::Read { ends.0 } else { ends.1 }
+    }
+
+    /// Whether every piece of `wave` lies inside a tensor.
+    fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
+        if let Some(blocks) = wave.blocks() {
+            let inside = blocks.reach().is_some_and(|ends| self.of(ends) <= tensor_bytes);
+            return if inside {
+                Ok(())
+            } else {
+                Err(outside(self, tensor_bytes).with("block_bytes", blocks.len))
+            };
+        }
+        let reach = |span: &Span| if self == End::Read { span.reads() } else { span.writes() };
+        let beyond = |span: &&Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
+        match wave.spans().iter().find(beyond) {
+            Some(span) => Err(outside(self, tensor_bytes).with("span", format_args!("{span:?}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the first piece of `span` starts, and the distance to the next.
+    fn start(self, span: &Span) -> (u64, i64) {
+        self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
+    }
+
+    /// The rows of `blocks`, if each is one row.
+    fn rows(self, blocks: &Blocks, row_bytes: u64) -> Option<Vec<u64>> {
+        let first = self.of((blocks.src, blocks.dst));
+        if blocks.len != row_bytes || !first.is_multiple_of(row_bytes) {
+            return None;
+        }
+        let first = first / row_bytes;
+        Some(each_once(blocks.pairs.iter().map(|&pair| first + u64::from(self.of(pair))).collect()))
+    }
+}
+
+/// The same rows, ascending, each once.
+fn each_once(mut rows: Vec<u64>) -> Vec<u64> {
+    if rows.is_sorted_by(|a, b| a < b) {
+        return rows;
+    }
+    let words = rows.iter().fold(0, |most, &row| row.max(most)) / 64 + 1;
+    let Some(words) = usize::try_from(words).ok().filter(|&words| words <= rows.len()) else {
+        sort_by_number(&mut rows, |&row| row);
+        rows.dedup();
+        return rows;
+    };
+    // A bit for each row: a fraction of the time of sorting.
+    let mut bits = vec![0u64; words];
+    for row in rows.drain(..) {
+        // Every row has its word, or they would be sorted.
+        if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
+            *word |= 1 << (row % 64);
+        }
+    }
+    for (at, mut word) in (0u64..).step_by(64).zip(bits) {
+        while word != 0 {
+            rows.push(at + u64::from(word.trailing_zeros()));
+            word &= word - 1;
+        }
+    }
+    rows
 }
 
 impl Span {
@@ -127,27 +214,49 @@ fn refused(what: &str) -> Error {
 }
 
 #[cold]
-fn outside(what: &'static str, tensor_bytes: u64) -> Error {
+fn outside(end: End, tensor_bytes: u64) -> Error {
     Error::new(ErrorKind::InvalidArgument, "a plan reaches beyond its tensors")
-        .with("which", what)
+        .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
 }
 
-fn rows(waves: &[Wave], row_bytes: u64, end: impl Fn(&Span) -> (u64, i64)) -> Vec<u64> {
+fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {
+    if count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some() {
+        return Ok(());
+    }
+    Err(refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}")))
+}
+
+fn total(bytes: u64, tensors: u32) -> Result<()> {
+    let total = bytes.checked_mul(u64::from(tensors));
+    if total.is_some_and(|total| i64::try_from(total).is_ok()) {
+        return Ok(());
+    }
+    Err(refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all")))
+}
+
+fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Vec<u64> {
     let row_bytes = row_bytes.max(1);
+    if let [wave] = waves
+        && let Some(rows) = wave.blocks().and_then(|blocks| end.rows(blocks, row_bytes))
+    {
+        return rows;
+    }
     let mut touched: Vec<(u64, u64)> = Vec::new();
-    for span in waves.iter().flat_map(Wave::spans) {
-        let (start, step) = end(span);
-        let mut add = |start: u64, bytes: u64| {
-            touched.push((start / row_bytes, (start + (bytes - 1)) / row_bytes));
-        };
-        // Steps of at most a row leave out no row on the way.
-        if step.unsigned_abs() <= row_bytes {
-            if let Some(range) = hull(start, step, span.count, span.len) {
-                add(range.start, range.end - range.start);
+    for wave in waves {
+        for span in wave.spans().iter() {
+            let (start, step) = end.start(span);
+            let mut add = |start: u64, bytes: u64| {
+                touched.push((start / row_bytes, (start + (bytes - 1)) / row_bytes));
+            };
+            // Steps of at most a row leave out no row on the way.
+            if step.unsigned_abs() <= row_bytes {
+                if let Some(range) = hull(start, step, span.count, span.len) {
+                    add(range.start, range.end - range.start);
+                }
+            } else {
+                (0..span.count).for_each(|k| add(at(start, step, k), span.len));
             }
-        } else {
-            (0..span.count).for_each(|k| add(at(start, step, k), span.len));
         }
     }
     sort_by_number(&mut touched, |&(first, _)| first);

@@ -2,6 +2,10 @@
 //!
 //! Not for: which spans a request becomes (`order`), or whether they lie inside a tensor (`parts`, `mem::Window`).
 
+use std::borrow::Cow;
+
+use super::blocks::Blocks;
+
 /// `count` pieces of `len` bytes in one tensor: piece `k` goes from `src + k·src_step` to `dst + k·dst_step`.
 ///
 /// One span covers a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th block
@@ -50,62 +54,84 @@ pub struct Piece {
     pub len: u64,
 }
 
-/// Spans that may run in any order and at the same time: none writes what another reads or writes.
+/// Pieces that may run in any order and at the same time: none writes what another reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wave {
-    spans: Vec<Span>,
-    /// Bytes of one tensor in the spans up to and including each: ascending, so a byte position finds its span.
-    ends: Vec<u64>,
+    form: Form,
+    /// Bytes copied in one tensor.
+    bytes: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Form {
+    Spans {
+        spans: Vec<Span>,
+        /// Bytes of one tensor in the spans up to and including each: ascending, so a byte position finds its span.
+        ends: Vec<u64>,
+    },
+    Blocks(Blocks),
 }
 
 impl Wave {
     pub(super) fn new(spans: Vec<Span>) -> Self {
-        let mut total = 0;
+        let mut bytes = 0;
         let ends = spans
             .iter()
             .map(|span| {
-                total += span.bytes();
-                total
+                bytes += span.bytes();
+                bytes
             })
             .collect();
-        Wave { spans, ends }
+        Wave { form: Form::Spans { spans, ends }, bytes }
     }
 
-    /// The spans.
+    pub(super) fn of_blocks(blocks: Blocks) -> Self {
+        let bytes = blocks.len * blocks.pairs.len() as u64;
+        Wave { form: Form::Blocks(blocks), bytes }
+    }
+
+    /// The spans; blocks are one each.
     #[must_use]
-    pub fn spans(&self) -> &[Span] {
-        &self.spans
+    pub fn spans(&self) -> Cow<'_, [Span]> {
+        match &self.form {
+            Form::Spans { spans, .. } => Cow::Borrowed(spans),
+            Form::Blocks(blocks) => Cow::Owned(blocks.single_spans()),
+        }
+    }
+
+    /// The blocks, if that is what it is made of.
+    #[must_use]
+    pub fn blocks(&self) -> Option<&Blocks> {
+        if let Form::Blocks(blocks) = &self.form { Some(blocks) } else { None }
+    }
+
+    /// Pieces of one tensor.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        match &self.form {
+            Form::Spans { spans, .. } => spans.iter().map(|span| span.count).sum(),
+            Form::Blocks(blocks) => blocks.pairs.len() as u64,
+        }
     }
 
     /// Bytes copied in one tensor.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
-        self.ends.last().copied().unwrap_or(0)
+        self.bytes
     }
 
-    /// The pieces of bytes `from..to`, counted along the spans of one tensor; the first and last may be cut.
+    /// The pieces of bytes `from..to`, counted along one tensor; the first and last may be cut.
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = Piece> + '_ {
-        let mut at = from;
-        let mut index = self.ends.partition_point(|&end| end <= from);
-        std::iter::from_fn(move || {
-            if at >= to {
-                return None;
+        let (index, skip) = match &self.form {
+            Form::Spans { ends, .. } => (ends.partition_point(|&end| end <= from), 0),
+            Form::Blocks(blocks) => {
+                (usize::try_from(from / blocks.len).unwrap_or(usize::MAX), from % blocks.len)
             }
-            let span = self.spans.get(index)?;
-            let inside = at - (self.ends[index] - span.bytes());
-            let (k, skip) = (inside / span.len, inside % span.len);
-            let (src, dst) = span.piece(k);
-            let len = (span.len - skip).min(to - at);
-            at += len;
-            if at == self.ends[index] {
-                index += 1;
-            }
-            Some(Piece { src: src + skip, dst: dst + skip, len })
-        })
+        };
+        Pieces { form: &self.form, at: from, to, index, skip }
     }
 
-    /// The pieces of bytes `from..to`, counted along all spans of tensor 0, then of tensor 1, and so on, each with its
-    /// tensor.
+    /// The pieces of bytes `from..to`, counted along tensor 0, then along tensor 1, and so on, each with its tensor.
     pub fn across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let one = self.tensor_bytes().max(1);
         (from / one..to.div_ceil(one)).flat_map(move |tensor| {
@@ -113,5 +139,46 @@ impl Wave {
             let pieces = self.pieces(from.saturating_sub(start), (to - start).min(one));
             pieces.map(move |piece| (usize::try_from(tensor).unwrap_or(usize::MAX), piece))
         })
+    }
+}
+
+/// Pieces of one tensor, one after the other.
+struct Pieces<'a> {
+    form: &'a Form,
+    at: u64,
+    to: u64,
+    /// Of the span, or of the block.
+    index: usize,
+    /// Bytes of the block that come before the first piece.
+    skip: u64,
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Piece;
+
+    fn next(&mut self) -> Option<Piece> {
+        if self.at >= self.to {
+            return None;
+        }
+        let (whole, skip) = match self.form {
+            Form::Blocks(blocks) => {
+                let piece = blocks.piece(self.index)?;
+                self.index += 1;
+                (piece, std::mem::take(&mut self.skip))
+            }
+            Form::Spans { spans, ends } => {
+                let (span, end) = (spans.get(self.index)?, *ends.get(self.index)?);
+                let inside = self.at - (end - span.bytes());
+                let (k, skip) = (inside / span.len, inside % span.len);
+                let (src, dst) = span.piece(k);
+                if self.at + (span.len - skip) == end {
+                    self.index += 1;
+                }
+                (Piece { src, dst, len: span.len }, skip)
+            }
+        };
+        let len = (whole.len - skip).min(self.to - self.at);
+        self.at += len;
+        Some(Piece { src: whole.src + skip, dst: whole.dst + skip, len })
     }
 }

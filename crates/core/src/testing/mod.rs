@@ -18,7 +18,7 @@
 //! let tensors: Tensors = Tensors::adopted(adopted);
 //! let window: Window<'_> = tensors.window(0, 0, 4).unwrap();
 //! assert_eq!(window.len(), 4);
-//! let _: (Kernel, Option<Kernel>) = (Kernel::PLAIN, Kernel::streaming());
+//! let _: (Kernel, &[Kernel]) = (Kernel::PLAIN, Kernel::all());
 //! ```
 //!
 //! Foreign memory needs the word `unsafe`:

@@ -5,13 +5,14 @@
 
 use std::ops::Range;
 
-use super::message::{Arrived, Place, Record, Reply, Run, WireName, WirePlan, WireSpan};
+use super::message::{Arrived, Place, Record, Reply, Run, WireName};
+use super::plan::{Pairs, WirePlan, WireSpan, WireSteps};
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
-use crate::plan::{CopyPlan, Span, Wave};
+use crate::plan::{Blocks, CopyPlan, Span, Wave};
 
 /// Tensors of which a failure says what arrived.
 const MOST_ARRIVED: usize = 1 << 12;
@@ -71,16 +72,20 @@ impl From<WireName> for Name {
 
 impl From<&CopyPlan> for WirePlan {
     fn from(plan: &CopyPlan) -> Self {
-        let spans: Vec<WireSpan> =
-            plan.waves().iter().flat_map(Wave::spans).map(|&span| span.into()).collect();
-        WirePlan {
-            num_tensors: plan.num_tensors(),
-            src_tensor: plan.src_tensor(),
-            dst_tensor: plan.dst_tensor(),
-            // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
-            waves: plan.waves().iter().map(|w| u32::try_from(w.spans().len()).unwrap_or(u32::MAX)).collect(),
-            spans,
-        }
+        let (num_tensors, src_tensor, dst_tensor) =
+            (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
+        let only = if let [wave] = plan.waves() { wave.blocks() } else { None };
+        let steps = if let Some(Blocks { len, src, dst, pairs }) = only {
+            WireSteps::Blocks { len: *len, src: *src, dst: *dst, pairs: Pairs(pairs.clone()) }
+        } else {
+            let waves: Vec<_> = plan.waves().iter().map(Wave::spans).collect();
+            WireSteps::Spans {
+                // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
+                waves: waves.iter().map(|w| u32::try_from(w.len()).unwrap_or(u32::MAX)).collect(),
+                spans: waves.iter().flat_map(|wave| wave.iter()).map(|&span| span.into()).collect(),
+            }
+        };
+        WirePlan { num_tensors, src_tensor, dst_tensor, steps }
     }
 }
 
@@ -88,29 +93,40 @@ impl TryFrom<WirePlan> for CopyPlan {
     type Error = Error;
 
     fn try_from(plan: WirePlan) -> Result<CopyPlan> {
-        let uneven = || {
-            let text = "the peer sent a plan whose waves and spans do not fit together";
-            Error::new(ErrorKind::NotLinked, text)
-        };
-        // No wave is empty, so there are no more waves than spans, whatever the numbers say.
-        if plan.waves.len() > plan.spans.len() {
-            return Err(uneven());
-        }
-        let mut spans = plan.spans.into_iter().map(Span::from);
-        let mut waves = Vec::with_capacity(plan.waves.len());
-        for count in plan.waves {
-            // `take` stops at the last span, whatever the number says.
-            let wave: Vec<Span> = spans.by_ref().take(count as usize).collect();
-            if wave.is_empty() || wave.len() != count as usize {
-                return Err(uneven());
+        let (num_tensors, src_tensor, dst_tensor) = (plan.num_tensors, plan.src_tensor, plan.dst_tensor);
+        match plan.steps {
+            WireSteps::Blocks { len, src, dst, pairs } => {
+                let blocks = Blocks { len, src, dst, pairs: pairs.0 };
+                CopyPlan::from_blocks(num_tensors, src_tensor, dst_tensor, blocks)
             }
-            waves.push(wave);
+            WireSteps::Spans { waves, spans } => {
+                CopyPlan::from_parts(num_tensors, src_tensor, dst_tensor, apart(waves, spans)?)
+            }
         }
-        if spans.next().is_some() {
+    }
+}
+
+/// The spans of each wave.
+fn apart(counts: Vec<u32>, spans: Vec<WireSpan>) -> Result<Vec<Vec<Span>>> {
+    let uneven = || {
+        let text = "the peer sent a plan whose waves and spans do not fit together";
+        Error::new(ErrorKind::NotLinked, text)
+    };
+    // No wave is empty, so there are no more waves than spans, whatever the numbers say.
+    if counts.len() > spans.len() {
+        return Err(uneven());
+    }
+    let mut spans = spans.into_iter().map(Span::from);
+    let mut waves = Vec::with_capacity(counts.len());
+    for count in counts {
+        // `take` stops at the last span, whatever the number says.
+        let wave: Vec<Span> = spans.by_ref().take(count as usize).collect();
+        if wave.is_empty() || wave.len() != count as usize {
             return Err(uneven());
         }
-        CopyPlan::from_parts(plan.num_tensors, plan.src_tensor, plan.dst_tensor, waves)
+        waves.push(wave);
     }
+    if spans.next().is_some() { Err(uneven()) } else { Ok(waves) }
 }
 
 impl From<Span> for WireSpan {

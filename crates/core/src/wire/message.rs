@@ -10,6 +10,8 @@ use std::marker::PhantomData;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::plan::WirePlan;
+
 /// Most facts of a failure that are read.
 pub const MAX_FACTS: usize = 64;
 /// Most addresses of one [`Request::Locate`]: one takes a byte on the wire and many more in memory.
@@ -379,39 +381,6 @@ pub enum WireName {
         /// The row.
         row: u32,
     },
-}
-
-/// A plan. Its spans stand in one list, so that what it takes in memory is bounded by its bytes
-/// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WirePlan {
-    /// Tensors.
-    pub num_tensors: u32,
-    /// First tensor read.
-    pub src_tensor: u32,
-    /// First tensor written.
-    pub dst_tensor: u32,
-    /// Spans of each wave.
-    pub waves: Vec<u32>,
-    /// The spans of all waves, one wave after the other.
-    pub spans: Vec<WireSpan>,
-}
-
-/// A span of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireSpan {
-    /// First byte read.
-    pub src: u64,
-    /// First byte written.
-    pub dst: u64,
-    /// Bytes of one piece.
-    pub len: u64,
-    /// Pieces.
-    pub count: u64,
-    /// From one piece read to the next.
-    pub src_step: i64,
-    /// From one piece written to the next.
-    pub dst_step: i64,
 }
 
 /// An empty fact takes two bytes on the wire and many more in memory.

@@ -8,12 +8,14 @@
 
 mod convert;
 mod message;
+mod plan;
 
 pub use convert::{kind_number, kind_of};
 pub use message::{
     Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_FACTS, Party, Place,
-    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan,
+    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
 };
+pub use plan::{Pairs, WirePlan, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -21,7 +23,7 @@ use serde::de::DeserializeOwned;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The version of everything but the header and the refusal.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.

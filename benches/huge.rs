@@ -1,0 +1,308 @@
+//! What huge pages give, and what making them costs: first touch, copies, first reads of a peer's pool, reads through the
+//! kernel, and calls beside a merger at work. Everything with `huge_pages` off and on in turn, in one run. Prints medians.
+//!
+//! `cargo bench -p llm-datadist-core --bench huge [-- --only first,copies,cold,process,beside --mib 256 --rounds 5]`
+//!
+//! Both engines live in this process; a mapping of the other's pool has page tables of its own all the same. Every byte
+//! that was pulled or copied is verified outside the clock. Not for: limits of the machine (`copy`, `transfer`).
+
+#![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark stops at the first surprise")]
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "sizes of a few GiB"
+)]
+#![allow(unreachable_pub, unsafe_code, missing_docs, reason = "shares the lists of the other benchmarks")]
+#![allow(
+    clippy::cast_ptr_alignment,
+    clippy::multiple_unsafe_ops_per_block,
+    reason = "hand-written loops of the other benchmarks"
+)]
+
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+#[path = "hand.rs"]
+mod hand;
+
+use hand::{Shuffle, median};
+use llm_datadist_core::{
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, HugeChoice,
+    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, Role,
+};
+
+const BLOCKS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
+const CHOICES: [HugeChoice; 2] = [HugeChoice::Off, HugeChoice::Eager];
+
+struct Options {
+    only: Vec<String>,
+    mib: u64,
+    rounds: usize,
+}
+
+fn options() -> Options {
+    let mut options = Options { only: vec![], mib: 256, rounds: 5 };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().expect("a value after the option");
+        match word.as_str() {
+            "--only" => options.only = value().split(',').map(str::to_owned).collect(),
+            "--mib" => options.mib = value().parse().unwrap(),
+            "--rounds" => options.rounds = value().parse().unwrap(),
+            _ => {} // what cargo itself passes
+        }
+    }
+    options
+}
+
+/// An engine with both pools, of `mib` and a little more.
+fn engine(cluster: u64, mib: u64, choice: HugeChoice) -> DataDist {
+    let mut config = Config::new(Role::Mix, ClusterId(cluster));
+    config.device_pool = Some(PoolConfig { memory_size: mib << 20, page_shift: 16 });
+    config.host_pool = config.device_pool;
+    config.sync_timeout = Duration::from_secs(60);
+    config.huge_pages = choice;
+    config.remote_accessible = true;
+    config.links.listen = Some(([127, 0, 0, 1], 0).into());
+    DataDist::open(config).unwrap()
+}
+
+fn desc(placement: Placement, mib: u64, block: u64) -> CacheDesc {
+    let shape = vec![((mib << 20) / block) as i64, block as i64];
+    CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement }
+}
+
+fn allocate(engine: &DataDist, placement: Placement, mib: u64, block: u64) -> Arc<Cache> {
+    engine.allocate(&desc(placement, mib, block), CacheKind::Blocks, &[]).unwrap()
+}
+
+#[expect(clippy::mut_from_ref, reason = "the memory behind a cache, not the cache")]
+fn words(cache: &Cache) -> &mut [u64] {
+    let count = (cache.geometry().tensor_bytes() / 8) as usize;
+    // SAFETY: memory of a live cache of one tensor, which nothing else touches between the timed calls.
+    unsafe { std::slice::from_raw_parts_mut(cache.addrs()[0] as *mut u64, count) }
+}
+
+fn word(seed: u64, at: usize) -> u64 {
+    (seed << 56) ^ (at as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+fn fill(cache: &Cache, seed: u64) {
+    words(cache).iter_mut().enumerate().for_each(|(at, place)| *place = word(seed, at));
+}
+
+/// Whether block `dst` holds what block `src` of memory filled with `seed` did, for every pair.
+fn verify(cache: &Cache, seed: u64, pairs: &[(i64, i64)]) {
+    let block = (cache.geometry().row_bytes() / 8) as usize;
+    let all = words(cache);
+    for &(src, dst) in pairs {
+        let (from, to) = (src as usize * block, dst as usize * block);
+        assert!((0..block).all(|at| all[to + at] == word(seed, from + at)), "block {src} at {dst} is wrong");
+    }
+}
+
+fn pairs(blocks: u64) -> Vec<(i64, i64)> {
+    let mut shuffle = Shuffle(0x1234_5678_9ABC_DEF1);
+    shuffle.order(blocks).into_iter().zip(shuffle.order(blocks)).collect()
+}
+
+fn clocked(call: impl FnOnce()) -> f64 {
+    let started = Instant::now();
+    call();
+    started.elapsed().as_secs_f64()
+}
+
+/// Runs both choices in turn, who begins changes; medians of what they give.
+fn in_turn<const N: usize>(rounds: usize, mut round: impl FnMut(usize) -> [f64; N]) -> [[f64; N]; 2] {
+    let mut all: [Vec<[f64; N]>; 2] = [vec![], vec![]];
+    for turn in 0..rounds {
+        for side in [turn % 2, 1 - turn % 2] {
+            all[side].push(round(side));
+        }
+    }
+    all.map(|rounds| {
+        std::array::from_fn(|part| median(&mut rounds.iter().map(|all| all[part]).collect::<Vec<f64>>()))
+    })
+}
+
+fn first(options: &Options) {
+    println!("\nfirst touch of {} MiB, ms: opening two pools, then writing all of one", options.mib);
+    let [off, eager] = in_turn(options.rounds, |side| {
+        let mut made = None;
+        let open = clocked(|| made = Some(engine(1, options.mib, CHOICES[side])));
+        let made = made.unwrap();
+        let cache = allocate(&made, Placement::Device, options.mib, 1 << 20);
+        [open * 1e3, clocked(|| words(&cache).fill(7)) * 1e3, clocked(|| words(&cache).fill(8)) * 1e3]
+    });
+    for (name, [open, touch, again]) in [("off", off), ("eager", eager)] {
+        println!("  {name:6} open {open:8.1}  first writing {touch:7.1}  second {again:7.1}");
+    }
+}
+
+fn copies(options: &Options) {
+    println!("\nswap_out of {} MiB in shuffled blocks, GB/s", options.mib);
+    for block in BLOCKS {
+        let pairs = pairs((options.mib << 20) / block);
+        let beds = CHOICES.map(|choice| {
+            let engine = engine(1, options.mib, choice);
+            let caches =
+                [Placement::Device, Placement::Host].map(|at| allocate(&engine, at, options.mib, block));
+            fill(&caches[0], 3);
+            fill(&caches[1], 4);
+            (engine, caches)
+        });
+        let medians = in_turn(options.rounds + 1, |side| {
+            let (engine, [device, host]) = &beds[side];
+            let (src, dst) = (End::Managed(device.id()), End::Managed(host.id()));
+            words(host).fill(0);
+            let took = clocked(|| engine.swap_blocks(&src, &dst, &pairs).unwrap());
+            verify(host, 3, &pairs);
+            [(options.mib << 20) as f64 / took / 1e9]
+        });
+        let [[off], [huge]] = medians;
+        println!("  {:5} KiB  off {off:5.1}  huge {huge:5.1}  ratio {:.2}", block >> 10, huge / off);
+    }
+}
+
+fn link(near: &DataDist, far: &DataDist, linked: bool) {
+    let peer = PeerAddress { cluster: ClusterId(2), remote: vec![far.listening().unwrap()], local: vec![] };
+    let limit = Duration::from_secs(5);
+    let outcomes =
+        if linked { near.link_clusters(&[peer], limit) } else { near.unlink_clusters(&[peer], limit, false) };
+    outcomes.into_iter().for_each(|outcome| outcome.unwrap());
+}
+
+/// Pulls all blocks once; GB/s.
+fn pull(near: &DataDist, far: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f64 {
+    let name = FarName { cluster: ClusterId(2), name: Name::Row { cache: far.id(), row: 0 } };
+    let (src, dst): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
+    let rows = PullRows::Blocks { far: src, near: dst };
+    words(to).fill(0);
+    let took = clocked(|| near.pull(name, &End::Managed(to.id()), &rows, Layers::ALL).unwrap());
+    verify(to, 5, pairs);
+    to.geometry().tensor_bytes() as f64 / took / 1e9
+}
+
+fn cold(options: &Options) {
+    println!("\npull of {} MiB out of a peer's pool, GB/s: over a link just made, and again", options.mib);
+    for block in BLOCKS {
+        let pairs = pairs((options.mib << 20) / block);
+        let near = engine(1, options.mib, HugeChoice::Off);
+        let to = allocate(&near, Placement::Device, options.mib, block);
+        fill(&to, 1);
+        let peers = CHOICES.map(|choice| {
+            let engine = engine(2, options.mib, choice);
+            let cache = allocate(&engine, Placement::Device, options.mib, block);
+            fill(&cache, 5);
+            (engine, cache)
+        });
+        let [off, huge] = in_turn(options.rounds, |side| {
+            let (engine, cache) = &peers[side];
+            link(&near, engine, true);
+            let speeds = [pull(&near, cache, &to, &pairs), pull(&near, cache, &to, &pairs)];
+            link(&near, engine, false);
+            speeds
+        });
+        for (name, [cold, warm]) in [("off", off), ("merged", huge)] {
+            let (best, block) = (off[1].max(huge[1]), block >> 10);
+            println!(
+                "  {block:5} KiB  {name:6} cold {cold:5.1}  warm {warm:5.1}  cold/warm {:.2}  cold/best warm {:.2}",
+                cold / warm,
+                cold / best
+            );
+        }
+    }
+}
+
+fn process(options: &Options) {
+    println!("\npull of {} MiB of registered memory through the kernel, GB/s", options.mib);
+    let len = (options.mib << 20) as usize;
+    for block in BLOCKS {
+        let pairs = pairs((options.mib << 20) / block);
+        let near = engine(1, options.mib, HugeChoice::Off);
+        let to = allocate(&near, Placement::Device, options.mib, block);
+        fill(&to, 1);
+        let peers = CHOICES.map(|choice| {
+            let engine = engine(2, 1, choice);
+            let mut memory = vec![0_u8; len + (2 << 20)];
+            let at = (memory.as_mut_ptr() as u64).next_multiple_of(2 << 20);
+            // SAFETY: the memory lives in the tuple made here as long as the cache.
+            let adopted = unsafe {
+                Adopted::new(&desc(Placement::Device, options.mib, block), CacheKind::Blocks, &[at])
+            };
+            memory.fill(1);
+            let cache = engine.register(adopted.unwrap(), &[], Some(true)).unwrap();
+            fill(&cache, 5);
+            (engine, cache, memory)
+        });
+        let [[off], [huge]] = in_turn(options.rounds, |side| {
+            let (engine, cache, _) = &peers[side];
+            link(&near, engine, true);
+            pull(&near, cache, &to, &pairs);
+            let speed = pull(&near, cache, &to, &pairs);
+            link(&near, engine, false);
+            [speed]
+        });
+        println!("  {:5} KiB  off {off:5.1}  eager {huge:5.1}  ratio {:.2}", block >> 10, huge / off);
+    }
+}
+
+fn beside(options: &Options) {
+    println!("\nswap_out of one block out of {} MiB, at random places, microseconds", options.mib);
+    for block in [16 << 10, 256 << 10] {
+        for (name, choice) in [("no merger", HugeChoice::Off), ("merging", HugeChoice::Auto)] {
+            let engine = engine(1, options.mib, choice);
+            let caches =
+                [Placement::Device, Placement::Host].map(|at| allocate(&engine, at, options.mib, block));
+            caches.iter().for_each(|cache| fill(cache, 6));
+            let ends = [0, 1].map(|at: usize| End::Managed(caches[at].id()));
+            let blocks = (options.mib << 20) / block;
+            let mut shuffle = Shuffle(0x1357_9BDF_0246_8ACE);
+            let merged = || engine.stats().device_pool.unwrap().merged_bytes;
+            let (mut calls, started) = (Vec::new(), Instant::now());
+            // A merger is done once it has merged both pools; alone it runs for three seconds.
+            while (choice == HugeChoice::Off && started.elapsed() < Duration::from_secs(3))
+                || (choice == HugeChoice::Auto
+                    && merged() < options.mib << 20
+                    && started.elapsed().as_secs() < 30)
+            {
+                for _ in 0..1000 {
+                    let pair = [((shuffle.next() % blocks) as i64, (shuffle.next() % blocks) as i64)];
+                    calls.push(clocked(|| engine.swap_blocks(&ends[0], &ends[1], &pair).unwrap()) * 1e6);
+                }
+            }
+            let took = started.elapsed().as_secs_f64();
+            calls.sort_by(f64::total_cmp);
+            let at = |share: f64| calls[((calls.len() - 1) as f64 * share) as usize];
+            println!(
+                "  {:4} KiB  {name:9}  p50 {:5.1}  p99 {:5.1}  p99.9 {:6.1}  p99.99 {:7.1}  max {:7.1}   {} calls in {took:.1} s, merged {} MiB",
+                block >> 10,
+                at(0.5),
+                at(0.99),
+                at(0.999),
+                at(0.9999),
+                at(1.0),
+                calls.len(),
+                engine.stats().device_pool.unwrap().merged_bytes >> 20,
+            );
+            sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+type Part = fn(&Options);
+
+fn main() {
+    let options = options();
+    let parts: [(&str, Part); 5] =
+        [("first", first), ("copies", copies), ("cold", cold), ("process", process), ("beside", beside)];
+    for (name, part) in parts {
+        if options.only.is_empty() || options.only.iter().any(|only| only == name) {
+            part(&options);
+        }
+    }
+}

@@ -1,0 +1,213 @@
+"""Ours beside the peers: ``make bench-peers``, or ``.venv-peers/bin/python benches/peers [--quick] [--only many]``.
+
+Runs every group of ``groups``, each part in a process of its own with a time limit, and writes ``peers.json``,
+``peers.md`` and a picture. A run of some groups keeps the rows of the others. Not for: measuring (the groups).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import environment
+import picture
+import report
+import scale
+from ask import BREADCRUMB, Ask
+from groups import GROUPS, Group
+from rows import LIMIT, OURS, Extra, Row, read, written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRIES = 4
+Found = Union[Row, Extra]
+
+
+def main() -> None:
+    """Read the options and run what they ask for."""
+    options = parsed()
+    if options.part:
+        group, part, record = options.part
+        child(group, part, Path(record), Ask.of(options.ask))
+        return
+    file = options.out / "peers.json"
+    if not options.render:
+        options.out.mkdir(parents=True, exist_ok=True)
+        all_groups(options, file)
+    document, rows = read(options.source or file)
+    (options.out / "peers.md").write_text(report.markdown(document, rows))
+    if "scale" in document["extra"]:
+        scale.draw(document["extra"]["scale"], options.out)
+    said = picture.draw(rows, options.out)
+    if said:
+        print(said, flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    names = [group.name for group in GROUPS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds: minutes instead of tens of them")
+    parser.add_argument("--only", default=",".join(names), help=f"groups: {','.join(names)}")
+    parser.add_argument("--systems", default="", help="peers, beside ours and the limit; all by default")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5, or 2 when quick")
+    parser.add_argument("--mib", type=int, default=256, help="moved in one round")
+    parser.add_argument("--out", type=Path, default=environment.ROOT / "docs" / "performance")
+    parser.add_argument("--render", action="store_true", help="measure nothing: write table and picture anew")
+    parser.add_argument("--source", type=Path, help="render this peers.json instead of the one in --out")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--ask", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set(options.only.split(",")) - set(names)
+    if unknown:
+        parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(names)}")
+    return options
+
+
+def all_groups(options: argparse.Namespace, file: Path) -> None:
+    """Measure the groups that were asked for, and write the file after each: what is cut short leaves some."""
+    document, rows = read(file) if file.exists() else ({"groups": {}, "extra": {}}, [])
+    document["environment"] = environment.described()
+    ask = Ask(
+        quick=options.quick,
+        rounds=options.rounds or (2 if options.quick else 5),
+        systems=tuple(filter(None, options.systems.split(","))),
+        mib=options.mib,
+    )
+    for group in GROUPS:
+        if group.name not in options.only.split(","):
+            continue
+        began = time.monotonic()
+        found = list(whole_group(group, ask))
+        rows = [row for row in rows if row.group != group.name]
+        rows += [item for item in found if isinstance(item, Row)]
+        document["extra"].update({item.name: item.value for item in found if isinstance(item, Extra)})
+        document["groups"][group.name] = {
+            **environment.moment(),
+            "rounds": ask.rounds,
+            "MiB a round": ask.mib,
+            "quick": ask.quick,
+            "seconds": round(time.monotonic() - began),
+        }
+        rows.sort(key=lambda row: order(row.group))
+        file.write_text(written(document, rows))
+
+
+def order(group: str) -> int:
+    """Where a group stands in the file."""
+    return [known.name for known in GROUPS].index(group)
+
+
+def whole_group(group: Group, ask: Ask) -> Iterator[Found]:
+    """Every part of a group, in turn."""
+    try:
+        parts = importlib.import_module(group.module).parts(ask)
+    except ImportError as failure:
+        yield Row(group.name, "all", OURS, note=f"not here: {failure}")
+        return
+    for part in parts:
+        began = time.monotonic()
+        yield from whole_part(group, part, ask)
+        print(f"{group.name:10} {part:32} {time.monotonic() - began:6.1f} s", flush=True)
+
+
+def whole_part(group: Group, part: str, ask: Ask) -> Iterator[Found]:
+    """One part; again without a peer that took the process down."""
+    for _ in range(TRIES):
+        with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+            record = Path(folder) / "record"
+            record.touch()
+            ended = in_process(group, part, record, dataclasses.replace(ask, folder=folder))
+            at_it = crumb(Path(folder))
+            found = list(recorded(record))
+        if ended is None:
+            yield from found
+            return
+        print(f"{group.name} {part}: {at_it or 'nobody'} was at it: {ended}", flush=True)
+        if at_it in ("", OURS, LIMIT):
+            yield from found
+            yield Row(group.name, part, at_it or OURS, note=ended)
+            return
+        yield Row(group.name, part, at_it, note=f"took the process down: {ended}")
+        ask = dataclasses.replace(ask, without=(*ask.without, at_it))
+    yield Row(group.name, part, OURS, note="given up: too many peers took the process down")
+
+
+def in_process(group: Group, part: str, record: Path, ask: Ask) -> Optional[str]:
+    """Run one part in a process of its own; what went wrong, or None."""
+    limit = group.quick_s if ask.quick else group.limit_s
+    log = Path(ask.folder) / "log"
+    words = [sys.executable, str(Path(__file__).parent), "--part", group.name, part, str(record), "--ask", ask.text()]
+    with log.open("w") as out:
+        # A session of its own, so that whatever it started can be ended with it.
+        process = subprocess.Popen(  # noqa: S603  (this program)
+            words, env=environment.variables(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        except BaseException:
+            end(process)
+            raise
+        end(process)
+    if code == 0:
+        return None
+    last = " ".join(log.read_text(errors="replace").splitlines()[-1:])[-240:]
+    if code is None:
+        return f"cut off after {limit} s"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}: {last}"
+    return f"ended with {code}: {last}"
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a part and everything that it left behind in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(20)
+
+
+def crumb(folder: Path) -> str:
+    """Who was at it last."""
+    path = folder / BREADCRUMB
+    return path.read_text() if path.exists() else ""
+
+
+def recorded(record: Path) -> Iterator[Found]:
+    """What a part wrote, up to where it ended."""
+    for line in record.read_text().splitlines():
+        kind, fields = json.loads(line)
+        yield Row(**fields) if kind == "row" else Extra(**fields)
+
+
+def child(group: str, part: str, record: Path, ask: Ask) -> None:
+    """The process of one part."""
+    module = importlib.import_module(next(known.module for known in GROUPS if known.name == group))
+    with record.open("a") as lines:
+        for item in module.run(ask, part):
+            kind = "row" if isinstance(item, Row) else "extra"
+            lines.write(json.dumps([kind, dataclasses.asdict(item)]) + "\n")
+            lines.flush()
+    # Some peers' threads do not survive an orderly end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if shutil.which("git") is None:
+        print("no git: the commit is not known")
+    main()

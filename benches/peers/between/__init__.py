@@ -1,0 +1,198 @@
+"""Between two processes of one host: pull and push of shuffled blocks, every system in a pair of processes of its own.
+
+Each part is one operation in one kind of memory (``systems``). A pair moves the same list of blocks out of memory with
+the same bytes; the near process clocks the transfer alone. Pairs that burn a core while nobody asks anything of them
+are stopped outside their turns, so that they cost only themselves. Not for: single calls (``small``), or copies inside
+one process (``local``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from between.adapter import PULL, PUSH, Case
+from between.pair import Failed, Pair, Pattern, Process
+from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
+from rows import LIMIT, Row
+from turns import Entry, Ground, contest, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ask import Ask
+
+KIB = 1 << 10
+# How many blocks beside as many as fit into the memory.
+FEW = {
+    4 * KIB: (1, 64, 4096),
+    16 * KIB: (1, 64, 4096),
+    64 * KIB: (64,),
+    256 * KIB: (64,),
+    1024 * KIB: (1,),
+    2048 * KIB: (),
+}
+MOST = 16384
+QUICK = {16 * KIB: (64,), 256 * KIB: ()}
+SHORTEST_S = 0.01
+MOST_TIMES = 500
+TRIES = 3
+
+
+def parts(ask: Ask) -> list[str]:
+    """Both directions in every kind of memory."""
+    if ask.quick:
+        return [f"{PULL} {POOL}", f"{PUSH} {POOL}", f"{PULL} {REGISTERED}"]
+    return [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
+
+
+def run(ask: Ask, part: str) -> Iterator[Row]:
+    """All sizes of one part."""
+    op, kind = part.split()
+    pattern = Pattern(ask.mib << 20)
+    pairs = Pairs(ask, of_kind(kind), pattern)
+    try:
+        yield from pairs.failures(Row("between", part, ""))
+        for block, count in sizes(ask):
+            row = Row("between", part, "", block_bytes=block, blocks=count)
+            yield from pairs.cell(row, case_of(op, block, count, pattern.size))
+    finally:
+        pairs.end()
+
+
+def sizes(ask: Ask) -> Iterator[tuple[int, int]]:
+    """Block sizes and numbers of blocks."""
+    for block, few in (QUICK if ask.quick else FEW).items():
+        fit = (ask.mib << 20) // block
+        yield from ((block, count) for count in sorted({*(count for count in few if count < fit), min(fit, MOST)}))
+
+
+def case_of(op: str, block: int, count: int, size: int) -> Case:
+    """So many rows of each side, in no order."""
+    order = np.random.default_rng(block + count)
+    rows = size // block
+    return Case(op, block, order.permutation(rows)[:count], order.permutation(rows)[:count])
+
+
+class Pairs:
+    """The pairs of one part, all started and linked."""
+
+    def __init__(self, ask: Ask, peers: list[Peer], pattern: Pattern) -> None:
+        self.ask = ask
+        self.missing: list[tuple[Peer, str]] = []
+        self.pairs: list[Pair] = []
+        for peer in peers:
+            if not ask.wants(peer.asked_as):
+                continue
+            try:
+                pair = Pair(peer, pattern, ask.folder)
+            except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
+                self.missing.append((peer, reason(failure)))
+                continue
+            pair.rest()
+            self.pairs.append(pair)
+
+    def failures(self, row: Row) -> Iterator[Row]:
+        """Who did not start."""
+        for peer, why in self.missing:
+            yield Row(row.group, row.op, peer.system, peer.setting, note=why)
+
+    def cell(self, row: Row, case: Case) -> Iterator[Row]:
+        """One list of blocks: every pair, in turn."""
+        entries: list[Entry] = []
+        for pair in list(self.pairs):
+            found, why = self.ready(pair, case)
+            entries += found
+            if why:
+                yield dataclasses.replace(row, system=pair.peer.system, setting=pair.peer.setting, note=why)
+        ground = Ground(row, case.total / 1e9, wrong=lambda: None)
+        yield from contest(self.ask, ground, entries)
+        for pair in list(self.pairs):
+            self.after(pair, case)
+
+    def ready(self, pair: Pair, case: Case) -> tuple[list[Entry], str]:
+        """What a pair brings into a cell; or why it cannot, and then it is left out from here on."""
+        try:
+            return list(entries_of(pair, case)), ""
+        except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
+            self.drop(pair)
+            return [], reason(failure)
+
+    def after(self, pair: Pair, case: Case) -> None:
+        """Nothing else was written; and a pair that no longer answers is left out from here on."""
+        try:
+            pair.wake()
+            strays = pair.destination(case.op).do("strays")
+            pair.rest()
+        except Failed as gone:
+            print(f"{pair.peer.system}, {pair.peer.setting}: {gone}")
+            self.drop(pair)
+            return
+        assert not strays, f"{pair.peer.system}, {pair.peer.setting}, {case.count} x {case.block}: {strays}"
+
+    def drop(self, pair: Pair) -> None:
+        """Go on without it."""
+        pair.end()
+        self.pairs.remove(pair)
+
+    def end(self) -> None:
+        """Kill all of them."""
+        for pair in self.pairs:
+            pair.end()
+
+
+def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
+    """What a pair brings into a cell: one entry, or each loop of the limit."""
+    pair.wake()
+    settings = pair.lay(case)
+    target = pair.destination(case.op)
+    pair.rest()
+    for variant, threads in settings:
+        turn = Turn(pair, variant, 1 if pair.peer.once and case.op == PUSH else MOST_TIMES)
+        setting = pair.peer.setting
+        if pair.peer.system == LIMIT:
+            setting = f"{setting} {variant}"
+        yield Entry(
+            pair.peer.system,
+            turn.run,
+            setting,
+            threads or pair.peer.threads,
+            pair.peer.note,
+            before=partial(before, pair, target),
+            after=partial(after, pair, target),
+        )
+
+
+class Turn:
+    """One turn of a pair: small transfers are repeated until they take long enough to be clocked."""
+
+    def __init__(self, pair: Pair, variant: str, most: int) -> None:
+        self.pair, self.variant, self.times, self.most = pair, variant, 1, most
+
+    def run(self) -> float:
+        """Seconds of one transfer, by the near process's clock."""
+        for _ in range(TRIES):
+            took: float = self.pair.timed("go", self.variant, times=self.times)
+            enough = max(1, min(self.most, math.ceil(SHORTEST_S / took)))
+            if self.times * 2 >= enough:
+                break
+            self.times = enough
+        return took
+
+
+def before(pair: Pair, target: Process) -> None:
+    """Outside the clock."""
+    pair.wake()
+    target.do("poison")
+
+
+def after(pair: Pair, target: Process) -> None:
+    """Outside the clock: every byte is looked at."""
+    wrong = target.do("wrong")
+    pair.rest()
+    if wrong:
+        raise AssertionError(f"wrong bytes: {wrong}")

@@ -1,0 +1,192 @@
+"""What a system brings to be measured between two processes: one adapter a system, used on both sides.
+
+The near side asks for every transfer and is clocked; the far side owns what is pulled from and pushed to. Not for:
+processes and messages (``side``, ``pair``), or who is compared with whom (``systems``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from limit import Limit
+
+PULL, PUSH = "pull", "push"
+NEAR, FAR = "near", "far"
+THREADS = 2
+POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One list of blocks: rows of the source, rows of the destination, in units of a block."""
+
+    op: str
+    block: int
+    src: np.ndarray
+    dst: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """How many blocks."""
+        return len(self.src)
+
+    @property
+    def total(self) -> int:
+        """Bytes moved."""
+        return self.count * self.block
+
+    def moves(self, source: int, target: int) -> np.ndarray:
+        """(from, to) addresses, as the limit's loops take them."""
+        pairs = np.stack([self.src * self.block + source, self.dst * self.block + target], axis=1)
+        return np.ascontiguousarray(pairs.astype(np.uint64))
+
+    @property
+    def near_rows(self) -> np.ndarray:
+        """Rows of the near memory."""
+        return self.dst if self.op == PULL else self.src
+
+    @property
+    def far_rows(self) -> np.ndarray:
+        """Rows of the far memory."""
+        return self.src if self.op == PULL else self.dst
+
+
+class Adapter:
+    """One side of one system. A subclass fills in what its system needs; the rest is the same for all."""
+
+    verifies_near = False  # whether the near side can tell what arrived at the far one
+
+    def __init__(self, setting: str, role: str, size: int, limit: Limit, pattern: np.ndarray) -> None:
+        self.setting, self.role, self.size = setting, role, size
+        self.limit, self.pattern = limit, pattern
+        self.memory = np.zeros(0, dtype=np.int64)
+        self.touching_s = 0.0  # part of ``open`` that is no work of the system
+        self.open()
+
+    def plain(self, size: int) -> np.ndarray:
+        """Touched memory of the process."""
+        began = time.perf_counter()
+        words = plain(size)
+        self.touching_s += time.perf_counter() - began
+        return words
+
+    @classmethod
+    def load(cls) -> None:
+        """Import the system."""
+
+    def open(self) -> None:
+        """Start the system, with memory that it can move."""
+        raise NotImplementedError
+
+    def hello(self) -> Any:
+        """What the far side tells the near one, by any way that is not measured."""
+        raise NotImplementedError
+
+    def link(self, hello: Any) -> None:
+        """The near side reaches the far one."""
+        raise NotImplementedError
+
+    def relink(self, hello: Any) -> None:
+        """The near side reaches a far one that was started again."""
+        self.link(hello)
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """Seconds of each step that comes before the first transfer of so many blocks; nothing is moved."""
+        raise NotImplementedError
+
+    def lay(self, case: Case) -> None:
+        """Both sides, the far one first: cut the memory into blocks, where a system cuts it at all."""
+
+    def request(self, case: Case) -> Run:
+        """The transfer, with everything prepared that the system lets one prepare."""
+        raise NotImplementedError
+
+    def fresh(self, case: Case) -> Run:
+        """The transfer as a server asks for it: from lists of rows that nobody saw before."""
+        return self.request(case)
+
+    def variants(self, case: Case) -> list[tuple[str, int, Run]]:
+        """Setting, threads and transfer: one, except for the limit."""
+        return [("", 0, self.request(case))]
+
+    def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:
+        """The far side, until the near one is through with so many transfers, or it is over."""
+
+    # --- outside the clock ---
+
+    def is_destination(self, op: str) -> bool:
+        """Whether this side is the one to poison and check."""
+        return self.verifies_near == (self.role == NEAR) if op == PUSH else self.role == NEAR
+
+    def fill(self, op: str) -> None:
+        """The bytes that are moved."""
+        if not self.is_destination(op) and len(self.memory):
+            self.memory[:] = self.pattern
+
+    def poison_all(self) -> None:
+        """Before a case: every byte that could be written."""
+        self.memory[:] = POISON
+
+    def poison(self, case: Case) -> None:
+        """Before a turn: what is about to be written."""
+        self.limit.poison(self.checked(case), case.block)
+
+    def wrong(self, case: Case) -> str:
+        """After a turn: what is wrong with what was written."""
+        at = self.limit.differs(self.checked(case), case.block)
+        return "" if at < 0 else f"block {at} of {case.count}"
+
+    def strays(self, case: Case) -> str:
+        """After a case: what was written that nobody asked for."""
+        step, changed = 4 << 20, 0
+        for at in range(0, len(self.memory), step):
+            changed += int(np.count_nonzero(self.memory[at : at + step] != POISON))
+        allowed = case.total // 8
+        return "" if changed <= allowed else f"{changed - allowed} words written that nobody asked for"
+
+    def checked(self, case: Case) -> np.ndarray:
+        """(where the bytes should come from, where they should be)."""
+        return case.moves(address(self.pattern), address(self.memory))
+
+    def close(self) -> None:
+        """Stop, in order."""
+
+
+def address(words: np.ndarray) -> int:
+    """Where an array begins."""
+    return int(words.ctypes.data)
+
+
+def plain(size: int) -> np.ndarray:
+    """Memory of the process as ``malloc`` gives it: 4 KiB pages, unless the kernel hands out huge ones unasked."""
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    words = np.frombuffer(area, dtype=np.int64)
+    words[:: mmap.PAGESIZE // 8] = 0
+    return words
+
+
+def shared(descriptor: int, size: int) -> np.ndarray:
+    """The memory behind a descriptor, mapped by both."""
+    return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.int64)
+
+
+def memory_file(name: str, size: int) -> int:
+    """A descriptor of memory that other processes can map."""
+    descriptor = os.memfd_create(name, 0)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when the one that started it is gone."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

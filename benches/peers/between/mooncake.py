@@ -1,0 +1,85 @@
+"""Mooncake's transfer engine between two processes, over TCP: the only way that its CPU wheel has here.
+
+Not for: its store (``store``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from between.adapter import PULL, Adapter, Case, Run, address
+
+MOST = 1024  # requests a call; more fail, and spoil the calls after them
+
+
+class Engine(Adapter):
+    """One engine."""
+
+    @classmethod
+    def load(cls) -> None:
+        """Import it."""
+        import mooncake.engine  # noqa: F401, PLC0415  (timed)
+
+    def open(self) -> None:
+        """An engine that finds its peers by hand, with one region."""
+        from mooncake.engine import TransferEngine  # noqa: PLC0415  (timed by load)
+
+        self.engine = TransferEngine()
+        code = self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+        if code:
+            raise RuntimeError(f"initialize says {code}")
+        self.memory = self.plain(self.size)
+        code = self.engine.register_memory(address(self.memory), self.size)
+        if code:
+            raise RuntimeError(f"register_memory says {code}")
+
+    def hello(self) -> Any:
+        """Its port, and where its memory is."""
+        return self.engine.get_rpc_port(), address(self.memory)
+
+    def link(self, hello: Any) -> None:
+        """Nothing is asked of it before the first transfer, so this is one, of 8 bytes."""
+        port, self.there = hello
+        self.host = f"127.0.0.1:{port}"
+        code = self.engine.transfer_sync_read(self.host, address(self.memory), self.there, 8)
+        if code:
+            raise RuntimeError(f"transfer_sync_read says {code}")
+
+    def request(self, case: Case) -> Run:
+        """Calls of at most 1,024 blocks; the lists are made here."""
+        near = (case.near_rows * case.block + address(self.memory)).tolist()
+        there = (case.far_rows * case.block + self.there).tolist()
+        calls = []
+        for at in range(0, case.count, MOST):
+            mine, theirs = near[at : at + MOST], there[at : at + MOST]
+            calls.append((mine, theirs, [case.block] * len(mine)))
+        call = self.engine.batch_transfer_sync_read if case.op == PULL else self.engine.batch_transfer_sync_write
+        host = self.host
+
+        def run() -> None:
+            for mine, theirs, lengths in calls:
+                code = call(host, mine, theirs, lengths)
+                if code:
+                    raise RuntimeError(f"{call.__name__} says {code}")
+
+        return run
+
+    def fresh(self, case: Case) -> Run:
+        """The lists are made within the clock."""
+
+        def run() -> None:
+            self.request(case)()
+
+        return run
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """Its memory is registered in one piece; a call takes lists of addresses."""
+        began = time.perf_counter()
+        for base in (address(self.memory), self.there):
+            _ = [base + at * block for at in range(blocks)], [block] * blocks
+        return {"prepare": time.perf_counter() - began}
+
+    def close(self) -> None:
+        """In order."""
+        self.engine.unregister_memory(address(self.memory))

@@ -1,0 +1,146 @@
+"""NIXL between two processes: registered memory, a list of descriptors a side, one request.
+
+Not for: NIXL inside one process (``local.loopback``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+from between.adapter import NEAR, PULL, Adapter, Case, Run, address
+
+BATCH = 50  # polls between two looks at the pipe
+FAILED = "ERR"
+
+
+def api() -> Any:
+    """Its Python front; beside a CUDA build of torch the front itself refuses this wheel, so then the wheel's own."""
+    try:
+        return importlib.import_module("nixl._api")
+    except ImportError:
+        return importlib.import_module("nixl_cu12._api")
+
+
+class Nixl(Adapter):
+    """One agent."""
+
+    @classmethod
+    def load(cls) -> None:
+        """Import it."""
+        api()
+
+    @property
+    def threaded(self) -> bool:
+        """Whether its progress thread runs."""
+        return self.setting == "as it comes"
+
+    def open(self) -> None:
+        """An agent with one region."""
+        front, name = api(), f"{self.role}-side"
+        if self.threaded:
+            self.agent = front.nixl_agent(name, front.nixl_agent_config(backends=["UCX"]))
+        else:
+            self.agent = front.nixl_agent(name, front.nixl_agent_config(enable_prog_thread=False, backends=[]))
+            quick = {"ucx_error_handling_mode": "none"} if self.setting.startswith("tuned") else {}
+            self.agent.create_backend("UCX", quick)
+        self.memory = self.plain(self.size)
+        self.region = self.agent.register_memory([(address(self.memory), self.size, 0, "")], mem_type="DRAM")
+        self.handle: Any = None
+
+    def hello(self) -> Any:
+        """Its metadata, and where its memory is."""
+        return self.agent.get_agent_metadata(), address(self.memory)
+
+    def link(self, hello: Any) -> None:
+        """Load the metadata and connect."""
+        metadata, self.there = hello
+        self.remote = self.agent.add_remote_agent(metadata)
+        self.agent.make_connection(self.remote)
+
+    def relink(self, hello: Any) -> None:
+        """Forget the old agent, which had the same name."""
+        self.handle = None
+        self.agent.remove_remote_agent(self.remote)
+        self.link(hello)
+
+    def rows(self, base: int, rows: np.ndarray, block: int) -> np.ndarray:
+        """Descriptors."""
+        at = rows.astype(np.uint64) * np.uint64(block) + np.uint64(base)
+        return np.stack([at, np.full_like(at, block), np.zeros_like(at)], axis=1)
+
+    def request(self, case: Case) -> Run:
+        """Descriptors and request are made here; the transfer posts the request and polls for its end."""
+        self.release()
+        near = self.agent.get_xfer_descs(self.rows(address(self.memory), case.near_rows, case.block), mem_type="DRAM")
+        there = self.agent.get_xfer_descs(self.rows(self.there, case.far_rows, case.block), mem_type="DRAM")
+        operation = "READ" if case.op == PULL else "WRITE"
+        self.handle = self.agent.initialize_xfer(operation, near, there, self.remote)
+        agent, handle = self.agent, self.handle
+
+        def run() -> None:
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state == FAILED:
+                raise RuntimeError("check_xfer_state says ERR")
+
+        return run
+
+    def fresh(self, case: Case) -> Run:
+        """As servers do it: every block of both sides prepared once, a request by index for each transfer."""
+        self.release()
+        count = self.size // case.block
+        everything = np.arange(count)
+        near = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, case.block), mem_type="DRAM")
+        far = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, case.block), mem_type="DRAM")
+        operation = "READ" if case.op == PULL else "WRITE"
+        mine, theirs = case.near_rows.astype(np.int32), case.far_rows.astype(np.int32)
+        agent = self.agent
+
+        def run() -> None:
+            handle = agent.make_prepped_xfer(operation, near, mine, far, theirs)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
+            if state == FAILED:
+                raise RuntimeError("check_xfer_state says ERR")
+
+        return run
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """Both lists prepared, and a request over all of them."""
+        began = time.perf_counter()
+        everything = np.arange(blocks)
+        near = self.agent.prep_xfer_dlist("", self.rows(address(self.memory), everything, block), mem_type="DRAM")
+        far = self.agent.prep_xfer_dlist(self.remote, self.rows(self.there, everything, block), mem_type="DRAM")
+        listed = time.perf_counter()
+        which = everything.astype(np.int32)
+        handle = self.agent.make_prepped_xfer("READ", near, which, far, which)
+        asked = time.perf_counter()
+        for thing in (handle, near, far):
+            thing.release()
+        return {"prepare": listed - began, "request": asked - listed}
+
+    def release(self) -> None:
+        """Give the last request back."""
+        if self.handle is not None:
+            self.agent.release_xfer_handle(self.handle)
+            self.handle = None
+
+    def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: ARG002
+        """Drive its transport, where no thread does."""
+        while not over():
+            for _ in range(BATCH):
+                self.agent.get_new_notifs()
+
+    def close(self) -> None:
+        """In order."""
+        self.release()
+        if self.role == NEAR:
+            self.agent.remove_remote_agent(self.remote)
+        self.agent.deregister_memory(self.region)

@@ -1,0 +1,124 @@
+"""Ours between two processes: pools, registered memory and TCP, all one-sided.
+
+Not for: keys that are used up by their pull (``benches/transfer_latency.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address
+
+if TYPE_CHECKING:
+    from llm_datadist import Cache
+
+CLUSTERS = {"near": 1, FAR: 2}
+SLACK = 64 << 20
+
+
+class Ours(Adapter):
+    """One engine of the pair."""
+
+    @classmethod
+    def load(cls) -> None:
+        """Import it."""
+        import llm_datadist  # noqa: F401, PLC0415  (timed)
+
+    def open(self) -> None:
+        """An engine that listens; memory of its pool, or of the process."""
+        from llm_datadist import LLMDataDist, LLMRole  # noqa: PLC0415  (timed by load)
+
+        role = LLMRole.PROMPT if self.role == FAR else LLMRole.DECODER
+        self.dist = LLMDataDist(role, CLUSTERS[self.role])
+        registered = self.setting == "registered"
+        pool = SLACK if registered else self.size + SLACK
+        self.dist.init(
+            {
+                "llm.EnableCacheManager": "1",
+                "ge.exec.deviceId": "0",
+                "llm.MemPoolConfig": f'{{"memory_size": {pool}, "page_shift": 12}}',
+                "llm.EnableRemoteCacheAccessible": "1",
+                "llm.listenIpInfo": "127.0.0.1:0",
+                "llm.SyncKvCacheWaitTime": "20000",
+                "llm.CopyWorkers": str(THREADS),
+                "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
+            }
+        )
+        self.own = self.plain(self.size) if registered else None
+        self.cache: Cache
+        self.cut(1 << 20)
+
+    def cut(self, block: int) -> None:
+        """The memory as one tensor of blocks."""
+        from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
+
+        manager, key = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[self.role], 0)
+        desc = CacheDesc(1, [self.size // block, block // 2], DataType.DT_BF16)
+        if self.own is not None:
+            if self.memory.size:
+                manager.unregister_cache(self.cache.cache_id)
+            self.cache = manager.register_blocks_cache(desc, [address(self.own)], key)
+            self.memory = self.own
+        else:
+            if self.memory.size:
+                self.memory = np.zeros(0, dtype=np.int64)
+                manager.deallocate_blocks_cache(self.cache)
+            self.cache = manager.allocate_blocks_cache(desc, key)
+            self.memory = manager.tensor_views(self.cache)[0].numpy().reshape(-1).view(np.int64)
+        self.block = block
+
+    def hello(self) -> Any:
+        """Where it listens."""
+        return self.dist.listen_ip_info
+
+    def link(self, hello: Any) -> None:
+        """Link the clusters."""
+        from llm_datadist import LLMClusterInfo, LLMStatusCode  # noqa: PLC0415
+
+        self.info = info = LLMClusterInfo()
+        info.remote_cluster_id = CLUSTERS[FAR]
+        ip, port = hello.rsplit(":", 1)
+        info.append_local_ip_info("127.0.0.1", 0)
+        info.append_remote_ip_info(ip, int(port))
+        status, each = self.dist.link_clusters([info], 5000)
+        assert status == LLMStatusCode.LLM_SUCCESS, (status, each)
+
+    def relink(self, hello: Any) -> None:
+        """Drop what is left of the old link."""
+        self.dist.unlink_clusters([self.info], 2000)
+        self.link(hello)
+
+    def lay(self, case: Case) -> None:
+        """Blocks of the size that is moved."""
+        if self.block != case.block:
+            self.cut(case.block)
+
+    def request(self, case: Case) -> Run:
+        """One call; nothing can be prepared but the lists."""
+        from llm_datadist import BlocksCacheKey  # noqa: PLC0415
+
+        manager, key, cache = self.dist.cache_manager, BlocksCacheKey(CLUSTERS[FAR], 0), self.cache
+        src, dst = case.src.tolist(), case.dst.tolist()
+        if case.op == PULL:
+            return lambda: manager.pull_blocks(key, cache, src, dst)
+        return lambda: manager.push_blocks(key, cache, src, dst, tensor_num_per_layer=1)
+
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+        """A registered cache of so many blocks with a key: there is nothing else to do before a call."""
+        from llm_datadist import BlocksCacheKey, CacheDesc, DataType  # noqa: PLC0415
+
+        manager, memory = self.dist.cache_manager, self.plain(blocks * block)
+        began = time.perf_counter()
+        desc = CacheDesc(1, [blocks, block // 2], DataType.DT_BF16)
+        cache = manager.register_blocks_cache(desc, [address(memory)], BlocksCacheKey(CLUSTERS[self.role], 1))
+        took = time.perf_counter() - began
+        manager.unregister_cache(cache.cache_id)
+        return {"prepare": took}
+
+    def close(self) -> None:
+        """In order."""
+        self.memory = np.zeros(0, dtype=np.int64)
+        self.dist.finalize()

@@ -1,0 +1,147 @@
+"""Who is measured between two processes: each system in each of its settings, and what is fair to compare.
+
+``pool``: memory that the system may choose for itself, on one host. ``registered``: memory of the process, entered as
+it is. ``tcp``: what would also go between hosts, over the loopback. Not for: how a system is used (its adapter).
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from rows import LIMIT, OURS, Missing
+
+if TYPE_CHECKING:
+    from between.adapter import Adapter
+
+POOL, REGISTERED, TCP = "pool", "registered", "tcp"
+STORE_PORT = "LLM_DATADIST_BENCH_STORE_PORT"
+ADAPTERS = {
+    OURS: ("between.ours", "Ours"),
+    LIMIT: ("between.bare", "Bare"),
+    "nixl": ("between.nixl", "Nixl"),
+    "mooncake": ("between.mooncake", "Engine"),
+    "mooncake store": ("between.store", "Store"),
+    "ucxx": ("between.ucxx", "Ucxx"),
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One system in one setting."""
+
+    system: str
+    setting: str
+    environment: dict[str, str] = field(default_factory=dict)
+    attends: bool = False  # the far process has to be driven while the near one is at it
+    restless: bool = False  # a thread of it burns a core while nothing is asked: stopped outside its turns
+    once: bool = False  # the same push does nothing the second time, so it is not repeated within one turn
+    threads: int = 1
+    note: str = ""
+
+    @property
+    def asked_as(self) -> str:
+        """The name by which ``--systems`` knows it."""
+        return self.system.split()[0]
+
+
+NO_THREAD = "no progress thread: both processes poll while it is their turn"
+SHM = {"UCX_TLS": "posix,sysv,self,tcp"}
+TWO_SIDED = "two-sided: near asks by a message, far posts one tagged send a block, in the order that near expects them"
+AS_IT_COMES = "as it comes"
+
+PEERS = {
+    ("ours", POOL): Peer(OURS, POOL, threads=2, note="a request is planned within the clock"),
+    ("ours", REGISTERED): Peer(OURS, REGISTERED, threads=2, note="memory of the process, read by process id"),
+    ("ours", TCP): Peer(OURS, TCP, threads=2),
+    ("limit", POOL): Peer(LIMIT, "mapped", threads=2),
+    ("limit", REGISTERED): Peer(LIMIT, "process_vm", threads=2),
+    ("limit", TCP): Peer(LIMIT, "stream", attends=True, note="the same bytes in one piece, one stream"),
+    ("nixl", AS_IT_COMES): Peer(
+        "nixl", AS_IT_COMES, restless=True, note="its progress thread runs in both; request prepared outside the clock"
+    ),
+    ("nixl", "cma"): Peer(
+        "nixl", "no thread", attends=True, note=f"{NO_THREAD}; UCX's own choice of lanes; request prepared"
+    ),
+    ("nixl", "shm"): Peer(
+        "nixl", "tuned: shm, no errors", SHM, attends=True, note=f"{NO_THREAD}; no error handling; request prepared"
+    ),
+    ("nixl", TCP): Peer(
+        "nixl", "tcp, no thread", {"UCX_TLS": "tcp,self"}, attends=True, note=f"{NO_THREAD}; request prepared"
+    ),
+    ("mooncake", TCP): Peer("mooncake", "engine, tcp", note="1,024 blocks a call, its limit; its own threads"),
+    ("mooncake store", TCP): Peer(
+        "mooncake store",
+        "tcp",
+        once=True,
+        note="put and get of one object a block, far segment of the store; what was put is checked by getting it",
+    ),
+    ("ucxx", AS_IT_COMES): Peer("ucxx", AS_IT_COMES, attends=True, note=TWO_SIDED),
+    ("ucxx", "shm"): Peer("ucxx", "shm, no errors", {"UCX_TLS": "posix,sysv,self,tcp"}, attends=True, note=TWO_SIDED),
+    ("ucxx", "cma"): Peer("ucxx", "cma, no errors", {"UCX_TLS": "cma,self,tcp"}, attends=True, note=TWO_SIDED),
+    ("ucxx", TCP): Peer("ucxx", TCP, {"UCX_TLS": "tcp,self"}, attends=True, note=TWO_SIDED),
+}
+# Beside ours and the limit of the same kind.
+BESIDE = {
+    POOL: (
+        ("nixl", AS_IT_COMES),
+        ("nixl", "shm"),
+        ("mooncake", TCP),
+        ("mooncake store", TCP),
+        ("ucxx", AS_IT_COMES),
+        ("ucxx", "shm"),
+    ),
+    REGISTERED: (("nixl", AS_IT_COMES), ("nixl", "cma"), ("nixl", "shm"), ("ucxx", "cma")),
+    TCP: (("nixl", TCP), ("mooncake", TCP), ("mooncake store", TCP), ("ucxx", TCP)),
+}
+
+
+def of_kind(kind: str) -> list[Peer]:
+    """Everybody who is compared in one kind of memory: ours first, the limit last."""
+    return [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
+
+
+def adapter(system: str) -> type[Adapter]:
+    """The class that drives a system."""
+    module, name = ADAPTERS[system]
+    kind: type[Adapter] = getattr(importlib.import_module(module), name)
+    return kind
+
+
+def attendant(peer: Peer, folder: Path) -> Optional[subprocess.Popen[bytes]]:
+    """A third process that a system needs, if any: the master of the store."""
+    if peer.system != "mooncake store":
+        return None
+    found = Path(sys.prefix) / "bin" / "mooncake_master"
+    package = next(Path(sys.prefix).glob("lib/python*/site-packages/mooncake/mooncake_master"), found)
+    program = shutil.which(str(package))
+    if program is None:
+        raise Missing("not here: mooncake_master")
+    port, metrics = free_port(), free_port()
+    peer.environment[STORE_PORT] = str(port)
+    words = [program, "--rpc_port", str(port), "--metrics_port", str(metrics), "--enable_metric_reporting=false"]
+    with (folder / "mooncake-master.log").open("wb") as out:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)  # noqa: S603
+    until = time.monotonic() + 20
+    while time.monotonic() < until and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.05)
+    process.kill()
+    process.wait(20)
+    raise Missing("mooncake_master does not listen")
+
+
+def free_port() -> int:
+    """A port that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

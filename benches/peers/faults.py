@@ -1,0 +1,167 @@
+"""A far process that is killed or stopped, before a transfer or in the middle of one: what comes back, and when.
+
+And whether things go on afterwards: with a far process that is started again, or with the one that was stopped. Not
+for: our own faults in depth (``tests/test_peer_faults.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from between import case_of
+from between.adapter import FAR, PULL, Case
+from between.pair import Failed, Pair, Pattern
+from between.systems import PEERS, Peer
+from rows import LIMIT, Row
+from turns import reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ask import Ask
+
+BLOCK = 256 << 10
+CUT_S, QUICK_CUT_S = 60.0, 8.0
+WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # how long transfers have to go on after the fault to count as not minding it
+WARM_S = 0.4
+MANY = 10**6
+AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is done to the far process, and when."""
+
+    signal: signal.Signals
+    middle: bool
+
+    @property
+    def text(self) -> str:
+        """For the row."""
+        how = "killed" if self.signal == signal.SIGKILL else "stopped"
+        return f"far side {how} " + ("in the middle of a pull" if self.middle else "before a pull")
+
+
+FAULTS = [Fault(number, middle) for number in (signal.SIGKILL, signal.SIGSTOP) for middle in (False, True)]
+
+
+def parts(ask: Ask) -> list[str]:
+    """One for each system and setting."""
+    wanted = [f"{a}/{b}" for (a, b), peer in PEERS.items() if ask.wants(peer.asked_as) and peer.system != LIMIT]
+    return wanted[:1] if ask.quick else wanted
+
+
+def run(ask: Ask, part: str) -> Iterator[Row]:
+    """The four faults, two at once: none of them is quicker for having a core of its own."""
+    system, _, which = part.partition("/")
+    peer, pattern = PEERS[system, which], Pattern(ask.mib << 20)
+    # Each thread gets its own copy: the store writes its port there.
+    jobs = [
+        partial(one, ask, dataclasses.replace(peer, environment=dict(peer.environment)), pattern, f) for f in FAULTS
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(lambda job: job(), jobs)
+
+
+def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
+    """One fault on a pair of its own."""
+    row = Row("faults", fault.text, peer.system, peer.setting, unit="s")
+    try:
+        pair = Pair(peer, pattern, ask.folder)
+    except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
+        return dataclasses.replace(row, note=reason(failure))
+    cut = QUICK_CUT_S if ask.quick else CUT_S
+    case = case_of(PULL, BLOCK, pattern.size // BLOCK, pattern.size)
+    try:
+        transfer(pair, case)
+        seconds, said, alive = struck(pair, fault, cut, QUICK_WATCH_S if ask.quick else WATCH_S)
+        after, well = afterwards(pair, fault, case) if alive else ("the near side had to be killed", False)
+        note = f"{said}; {after}"
+        return dataclasses.replace(
+            row, median=seconds, low=seconds, high=seconds, samples=[seconds], verified=well, note=note
+        )
+    except Exception as failure:  # noqa: BLE001  (as above)
+        return dataclasses.replace(row, note=reason(failure))
+    finally:
+        pair.end()
+
+
+def transfer(pair: Pair, case: Case) -> None:
+    """One pull of everything, checked."""
+    pair.lay(case)
+    target = pair.destination(PULL)
+    target.do("poison")
+    pair.timed("go", "", times=1)
+    wrong = target.do("wrong")
+    if wrong:
+        raise AssertionError(f"wrong bytes: {wrong}")
+
+
+def struck(pair: Pair, fault: Fault, cut: float, watch: float) -> tuple[float, str, bool]:
+    """Seconds from the fault to the answer, what it was, and whether the near side can still be talked to."""
+    far, near = pair.both
+    pair.attended(MANY)
+    if fault.middle:
+        near.tell("until_it_fails", WARM_S + watch)
+        time.sleep(WARM_S)
+    at = time.monotonic()
+    far.signal(fault.signal)
+    if fault.signal == signal.SIGKILL:
+        far.process.wait(20)
+    if not fault.middle:
+        near.tell("until_it_fails", watch)
+    try:
+        said, when, times = near.answer(cut)
+    except Failed as gone:
+        taken = near.process.poll() is not None
+        text = str(gone) if taken else f"no answer within {cut:.0f} s, where it was cut off"
+        return (time.monotonic() - at if taken else cut), text, False
+    if not said:
+        return 0.0, f"does not mind: {times} pulls went on", True
+    return when - at, said, True
+
+
+def afterwards(pair: Pair, fault: Fault, case: Case) -> tuple[str, bool]:
+    """Whether a pull works again."""
+    far, _near = pair.both
+    again = "started again and linked again"
+    try:
+        if fault.signal == signal.SIGKILL:
+            far.end()
+            pair.far = pair.start(FAR)
+            _, hello = pair.far.do("hello")
+            relink(pair, hello)
+        else:
+            again = "let go on"
+            far.signal(signal.SIGCONT)
+            pair.over()
+            if not near_works(pair, case):
+                _, hello = far.do("hello")
+                relink(pair, hello)
+                again = "let go on and linked again"
+        transfer(pair, case)
+    except Exception as failure:  # noqa: BLE001  (whatever it is, it is the result)
+        return f"{again}: fails ({reason(failure)})", False
+    return f"{again}: a pull is right again", True
+
+
+def near_works(pair: Pair, case: Case) -> bool:
+    """Whether the old link still does it."""
+    try:
+        transfer(pair, case)
+    except Exception:  # noqa: BLE001  (then it is linked again)
+        return False
+    return True
+
+
+def relink(pair: Pair, hello: object) -> None:
+    """Reach the far side anew."""
+    _, near = pair.both
+    pair.attended(1)
+    near.do("relink", hello)
+    pair.over()

@@ -1,0 +1,95 @@
+"""The machine's limit: the loops of ``limit.c``, built with ``cc`` and called over the same list of blocks.
+
+Not for: deciding which loop is the limit of a cell (``turns``: the best by its median).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable
+
+import numpy as np
+
+from rows import LIMIT, Missing
+from turns import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KERNELS = ("memcpy", "stream", "stream4", "stream ahead")
+THREADS = 2
+POISON = 0xEE
+
+
+class Limit:
+    """The built loops. A list of blocks is an array of (source, destination) addresses, ``uint64``, shape (n, 2)."""
+
+    def __init__(self) -> None:
+        self._call = loaded()
+        self._call.limit_differs.restype = ctypes.c_int64
+
+    def copy(self, moves: np.ndarray, length: int, kernel: int, threads: int) -> None:
+        """Copy every block with one kernel."""
+        code = self._call.limit_copy(*listed(moves), ctypes.c_size_t(length), kernel, threads)
+        assert code == 0, os.strerror(code)
+
+    def differs(self, moves: np.ndarray, length: int) -> int:
+        """Which block of the list is not equal on both sides; -1: none."""
+        return int(self._call.limit_differs(*listed(moves), ctypes.c_size_t(length), THREADS))
+
+    def poison(self, moves: np.ndarray, length: int) -> None:
+        """Overwrite every destination, so that a block that is not copied is seen."""
+        code = self._call.limit_poison(*listed(moves), ctypes.c_size_t(length), POISON, THREADS)
+        assert code == 0, os.strerror(code)
+
+    def vm(self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False) -> None:
+        """The same through ``process_vm_readv`` or ``process_vm_writev``, so many blocks a system call."""
+        code = self._call.limit_vm(pid, *listed(moves), ctypes.c_size_t(length), ctypes.c_size_t(a_call), int(write))
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def collapse(self, address: int, size: int) -> None:
+        """Make huge pages of a range that was touched."""
+        code = self._call.limit_collapse(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        if code:
+            raise Missing(f"no huge pages: MADV_COLLAPSE says {errno.errorcode.get(code, code)}")
+
+    def entries(self, moves: np.ndarray, length: int) -> Iterator[Entry]:
+        """Every loop: each kernel, one thread and two, the list as it is and sorted by source."""
+        ordered = np.ascontiguousarray(moves[np.argsort(moves[:, 0], kind="stable")])
+        for kernel, name in enumerate(KERNELS):
+            for threads in range(1, THREADS + 1):
+                for which, blocks in (("", moves), (" sorted", ordered)):
+                    yield Entry(
+                        LIMIT, self._loop(blocks, length, kernel, threads), f"{name}{which} x{threads}", threads
+                    )
+
+    def _loop(self, moves: np.ndarray, length: int, kernel: int, threads: int) -> Callable[[], None]:
+        return lambda: self.copy(moves, length, kernel, threads)
+
+
+def listed(moves: np.ndarray) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    """How C sees the list."""
+    assert moves.dtype == np.uint64, moves.dtype
+    assert moves.ndim == 2, moves.shape
+    assert moves.shape[1] == 2, moves.shape
+    assert moves.flags.c_contiguous, "a list of blocks lies in one piece"
+    return ctypes.c_void_p(moves.ctypes.data), ctypes.c_size_t(len(moves))
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, built anew for each process: a fraction of a second."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise Missing("no C compiler (cc) for the limit's loops")
+    with tempfile.TemporaryDirectory(prefix="limit-") as folder:
+        source, library = Path(__file__).with_suffix(".c"), Path(folder) / "limit.so"
+        command = [compiler, "-O3", "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)]
+        subprocess.run(command, check=True, timeout=60)  # noqa: S603  (the compiler of this machine)
+        return ctypes.CDLL(str(library))  # what is mapped stays when its name is gone

@@ -1,0 +1,69 @@
+"""Inside one process: swap out, swap in and block copy of shuffled blocks, every system over the same memory.
+
+Each part is one operation with one number of tensors and one kind of page; each system has a file. Not for: two
+processes (``between``), or many small caches (``many``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from limit import Limit
+from local.bed import Bed
+from rows import OURS, Missing, Row
+from turns import Entry, Ground, contest, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ask import Ask
+
+OPS = ("swap_out", "swap_in", "copy_blocks")
+BLOCKS_KIB = (4, 16, 64, 256, 1024, 2048)
+QUICK_KIB = (16, 256)
+TENSORS = (1, 2, 80)
+SYSTEMS = ("ours", "limit", "numpy", "torch", "lmcache", "nixl")
+
+
+def parts(ask: Ask) -> list[str]:
+    """One process for each operation, number of tensors, and kind of page."""
+    if ask.quick:
+        return [f"{op} 2 4K" for op in OPS]
+    small = [f"{op} {tensors} 4K" for tensors in TENSORS for op in OPS]
+    return small + [f"{op} 2 huge" for op in OPS]
+
+
+def run(ask: Ask, part: str) -> Iterator[Row]:
+    """All block sizes of one part."""
+    op, tensors, pages = part.split()
+    limit = Limit()
+    for kib in QUICK_KIB if ask.quick else BLOCKS_KIB:
+        bed = Bed(op, int(tensors), kib << 10, ask.mib << 20)
+        row = bed.row(pages)
+        try:
+            if pages == "huge":
+                bed.collapse(limit)
+            yield from cell(ask, bed, row, limit)
+        except Missing as why:
+            yield dataclasses.replace(row, system=OURS, note=str(why))
+        finally:
+            bed.close()
+
+
+def cell(ask: Ask, bed: Bed, row: Row, limit: Limit) -> Iterator[Row]:
+    """One block size: every system that is here, in turn."""
+    entries: list[Entry] = []
+    for system in filter(ask.wants, SYSTEMS):
+        ask.breadcrumb(system)
+        try:
+            if system == "limit":
+                entries += limit.entries(bed.moves, bed.block)
+            else:
+                entries += import_module(f"local.{system}").entries(bed)
+        except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
+            yield dataclasses.replace(row, system=system, note=reason(failure))
+    ask.breadcrumb("")
+    ground = Ground(row, bed.bytes / 1e9, lambda: limit.poison(bed.moves, bed.block), lambda: bed.wrong(limit))
+    yield from contest(ask, ground, entries)

@@ -1,0 +1,127 @@
+"""The memory of one cell: two caches of one of our engines, filled, and the list of blocks that every system copies.
+
+All systems read and write these very tensors. Not for: what a system does with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+import numpy as np
+
+from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole, Placement
+from rows import Row
+
+if TYPE_CHECKING:
+    from limit import Limit
+
+THREADS = 2
+FEWEST_ROWS = 4
+WORD = 8
+
+
+class Bed:
+    """Caches of bfloat16, as many rows as make up the bytes of a round, and a shuffled mapping between them."""
+
+    def __init__(self, op: str, tensors: int, block: int, size: int) -> None:
+        self.op, self.block, self.num_tensors = op, block, tensors
+        rows = max(size // (tensors * block), FEWEST_ROWS)
+        self.bytes = rows * block * tensors
+        inside = op == "copy_blocks"  # from one half of a cache to the other
+        held = rows * 2 if inside else rows
+        self.engine = engine(held * block * tensors + (tensors << 16), host=not inside)
+        self.manager = self.engine.cache_manager
+        device = self._cache(held, Placement.DEVICE)
+        host = device if inside else self._cache(held, Placement.HOST)
+        self.src, self.dst = (host, device) if op == "swap_in" else (device, host)
+        order = np.random.default_rng(held)
+        if inside:
+            both = order.permutation(held)
+            self.src_rows, self.dst_rows = both[:rows], both[rows:]
+        else:
+            self.src_rows, self.dst_rows = order.permutation(rows), order.permutation(rows)
+        self.src_words, self.dst_words = self._words(self.src), self._words(self.dst)
+        for words in self.src_words:
+            fill(words, order)
+        if not inside:
+            for words in self.dst_words:
+                words[:] = -1  # touched before the clock starts
+        self.moves = self._moves()
+        self.contents = self._contents()
+
+    def _cache(self, rows: int, placement: Placement) -> Cache:
+        desc = CacheDesc(self.num_tensors, [rows, self.block // 2], DataType.DT_BF16, placement)
+        key = BlocksCacheKey(1, 0) if placement == Placement.DEVICE else None
+        return self.manager.allocate_blocks_cache(desc, key)
+
+    def _words(self, cache: Cache) -> list[np.ndarray]:
+        """Each tensor as rows of 64-bit words: the same memory."""
+        shape = (-1, self.block // WORD)
+        return [view.numpy().view(np.int64).reshape(shape) for view in self.manager.tensor_views(cache)]
+
+    def _contents(self) -> list[int]:
+        """The first word of every source block, as a sum: whether somebody wrote to a source."""
+        return [int(words[self.src_rows, 0].sum()) for words in self.src_words]
+
+    def _moves(self) -> np.ndarray:
+        """Every block as (source, destination): addresses, tensor after tensor."""
+        bases = np.array(list(zip(self.src.tensor_addrs, self.dst.tensor_addrs)), dtype=np.uint64)
+        rows = np.stack([self.src_rows, self.dst_rows], axis=1).astype(np.uint64) * np.uint64(self.block)
+        return np.ascontiguousarray((bases[:, None, :] + rows[None, :, :]).reshape(-1, 2))
+
+    def row(self, pages: str) -> Row:
+        """What every system's row says of this cell."""
+        return Row(
+            "local", self.op, "", "", self.block, len(self.moves) // self.num_tensors, self.num_tensors, pages=pages
+        )
+
+    def collapse(self, limit: Limit) -> None:
+        """Put all tensors into huge pages, for everybody."""
+        for words in (*self.src_words, *self.dst_words):
+            limit.collapse(words.ctypes.data, words.nbytes)
+
+    def wrong(self, limit: Limit) -> Optional[str]:
+        """What is wrong with the destination, or with a source that somebody wrote to."""
+        at = limit.differs(self.moves, self.block)
+        if at >= 0:
+            return f"block {at} of the list"
+        if self._contents() != self.contents:
+            return "the source has changed"
+        return None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.src_words, self.dst_words = [], []
+        self.engine.finalize()
+
+
+def reordered(bed: Bed, backwards: bool = False) -> np.ndarray:
+    """For each row of the destination, which row of the source it gets (backwards: which row its row goes to)."""
+    order = np.empty(len(bed.src_rows), dtype=np.int64)
+    if backwards:
+        order[bed.src_rows] = bed.dst_rows
+    else:
+        order[bed.dst_rows] = bed.src_rows
+    return order
+
+
+def engine(pool: int, host: bool) -> LLMDataDist:
+    """One of our engines, with as many threads as everybody gets."""
+    config = LLMConfig()
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = f'{{"memory_size": {pool}}}'
+    if host:
+        config.host_mem_pool_cfg = f'{{"memory_size": {pool}}}'
+    config.copy_workers = THREADS
+    options = config.generate_options()
+    if hasattr(LLMConfig, "huge_pages"):
+        # Small pages stay small in a series of small pages; in one of huge pages the bed merges them for everybody.
+        options["llm.HugePages"] = "off"
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(options)
+    return dist
+
+
+def fill(words: np.ndarray, order: np.random.Generator) -> None:
+    """Random contents."""
+    words[:] = order.integers(0, 2**63, size=words.shape, dtype=np.int64)

@@ -1,0 +1,72 @@
+"""torch, as a user would write it today: by index, block by block, all views in one call.
+
+Not for: devices; everything here lies in host memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from local.bed import THREADS, reordered
+from turns import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from local.bed import Bed
+
+
+def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
+    """The ways that people write this with torch, over the very tensors of the caches."""
+    torch.set_num_threads(THREADS)
+    words = list(zip(map(torch.from_numpy, bed.src_words), map(torch.from_numpy, bed.dst_words)))
+    halves = [(src.view(torch.bfloat16), dst.view(torch.bfloat16)) for src, dst in words]
+    sources, places = torch.from_numpy(bed.src_rows), torch.from_numpy(bed.dst_rows)
+    pairs = list(zip(sources.tolist(), places.tolist()))
+
+    def by_row() -> None:
+        for src, dst in halves:
+            for at, to in pairs:
+                dst[to].copy_(src[at])
+
+    def by_index() -> None:
+        for src, dst in words:
+            dst[places] = src[sources]
+
+    def select_bf16() -> None:
+        for src, dst in halves:
+            dst.index_copy_(0, places, src.index_select(0, sources))
+
+    def select_int64() -> None:
+        for src, dst in words:
+            dst.index_copy_(0, places, src.index_select(0, sources))
+
+    from_views = [src[at] for src, _ in halves for at, _ in pairs]
+    to_views = [dst[to] for _, dst in halves for _, to in pairs]
+    yield Entry("torch", by_row, "copy_ row by row, bfloat16", THREADS)
+    yield Entry("torch", by_index, "dst[di] = src[si], int64", THREADS)
+    yield Entry("torch", select_bf16, "index_copy_(index_select), bfloat16", THREADS)
+    yield Entry("torch", select_int64, "index_copy_(index_select), int64", THREADS)
+    yield Entry(
+        "torch",
+        lambda: torch._foreach_copy_(to_views, from_views),
+        "_foreach_copy_ of views, bfloat16",
+        THREADS,
+        note="the views are made before the clock starts",
+    )
+    if bed.op == "copy_blocks":
+        return
+    order = torch.from_numpy(reordered(bed))
+
+    def straight() -> None:
+        for src, dst in words:
+            torch.index_select(src, 0, order, out=dst)
+
+    yield Entry("torch", straight, "index_select(out=dst), int64", THREADS, note=WHOLE)
+
+
+WHOLE = (
+    "only where, as here, a whole tensor is written; the list is put in the destination's order before the clock starts"
+)

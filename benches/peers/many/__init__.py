@@ -1,0 +1,63 @@
+"""Many small caches: making and freeing them, making them reachable for a peer, and getting each by its key.
+
+A row is microseconds for one of them. Each operation is a part; each system has a file that offers what it can. Not
+for: moving much (``local``, ``between``), or how it grows with their number (``scale``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from many.scene import ALLOCATE, CHURN, GET, GET_ALL, PUT, PUT_ALL, REACH, REACH_ALL, Scene
+from turns import Entry, Ground, contest, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ask import Ask
+    from rows import Row
+
+COUNT = 10_000
+QUICK_COUNT = 1_000
+SYSTEMS = {
+    ALLOCATE: ("ours", "lmcache", "torch", "numpy"),
+    CHURN: ("ours", "lmcache", "torch", "numpy"),
+    REACH: ("ours", "nixl", "mooncake"),
+    REACH_ALL: ("ours", "nixl", "mooncake"),
+    PUT: ("ours", "mooncake", "lmcache"),
+    PUT_ALL: ("ours", "mooncake"),
+    GET: ("ours", "mooncake"),
+    GET_ALL: ("ours", "mooncake"),
+}
+
+
+def parts(ask: Ask) -> list[str]:
+    """One process for each operation and number of tensors."""
+    del ask
+    return [f"{op}|{tensors}" for op in SYSTEMS for tensors in ((1, 80) if op == ALLOCATE else (1,))]
+
+
+def run(ask: Ask, part: str) -> Iterator[Row]:
+    """Every system that can do it, in turn."""
+    op, tensors = part.split("|")
+    scene = Scene(op, int(tensors), QUICK_COUNT if ask.quick else COUNT, ask.rounds + 1)
+    row = scene.row()
+    entries: list[Entry] = []
+    try:
+        for system in filter(ask.wants, SYSTEMS[op]):
+            ask.breadcrumb(system)
+            try:
+                entries += import_module(f"many.{system}").entries(scene)
+            except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
+                yield dataclasses.replace(row, system=system, note=reason(failure))
+        # What is put and got is compared by the systems' own files; of an empty allocation nothing can be.
+        moves = op in (PUT, PUT_ALL, GET, GET_ALL)
+        yield from contest(ask, Ground(row, 1e6 / scene.count, wrong=fine if moves else None), entries)
+    finally:
+        scene.close()
+
+
+def fine() -> None:
+    """Nothing more to compare."""

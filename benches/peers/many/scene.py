@@ -1,0 +1,93 @@
+"""What all systems of one part do: how many, how large, in what order.
+
+Not for: how a system does it.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+from rows import Row
+
+ALLOCATE, CHURN = "allocate + free", "allocate + free, 256 live"
+REACH, REACH_ALL = "reachable, each", "reachable, one call"
+PUT, PUT_ALL = "put, each", "put, one call"
+GET, GET_ALL = "get, each", "get, one call"
+SIZE = 16 << 10
+SMALL = 1 << 10  # of a tensor where there are many
+OBJECT = 4 << 10
+LIVE = 256
+SIZES = [size << 10 for size in (4, 16, 64, 256)]
+TOLD_S = 60
+
+
+class Scene:
+    """One part: ``count`` things of ``size`` bytes in each of ``tensors``; each system has ``turns`` turns."""
+
+    def __init__(self, op: str, tensors: int, count: int, turns: int) -> None:
+        self.op, self.tensors, self.count, self.turns = op, tensors, count, turns
+        self.size = OBJECT if op in (PUT, PUT_ALL, GET, GET_ALL) else SIZE if tensors == 1 else SMALL
+        chance = random.Random(1)  # noqa: S311  (the same order in every run)
+        self.sizes = [chance.choice(SIZES) for _ in range(count)]
+        self.places = [chance.randrange(LIVE) for _ in range(count)]
+        self.ends: list[Callable[[], object]] = []
+        self.objects = np.random.default_rng(1).integers(0, 2**63, size=(count, OBJECT // 8), dtype=np.int64)
+
+    def row(self) -> Row:
+        """What every system's row says."""
+        size = 0 if self.op == CHURN else self.size
+        return Row("many", self.op, "", "", size, self.count, self.tensors, unit="us")
+
+    def pieces(self) -> np.ndarray:
+        """Memory of the caller's, in as many pieces as there are things."""
+        return np.ones((self.count, self.size // 8), dtype=np.int64)
+
+    def other(self, system: str) -> tuple[subprocess.Popen[str], str]:
+        """A second process of a system, and the line it says when it is ready; ended with the part."""
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("owner.py")),
+            system,
+            self.op,
+            str(self.count),
+            str(self.turns),
+        ]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        self.ends.append(lambda: ended(process))
+        assert process.stdout is not None
+        for line in process.stdout:  # ends with the process; the part has a time limit
+            if line.startswith(READY):
+                return process, line[len(READY) :].strip()
+        raise RuntimeError(f"the other process of {system} ended with {process.wait(TOLD_S)}")
+
+    def close(self) -> None:
+        """End what was started."""
+        for end in reversed(self.ends):
+            end()
+
+
+def checker(view: np.ndarray, objects: np.ndarray) -> Callable[[int], None]:
+    """Compares the first word of what arrived, which is its own in every object: cheap enough for within the clock."""
+    firsts = objects[:, 0].tolist()
+
+    def wrong(number: int) -> None:
+        if view[0] != firsts[number]:
+            raise ValueError(f"object {number} arrived wrong")
+
+    return wrong
+
+
+def ended(process: subprocess.Popen[Any]) -> None:
+    """End a process of a part."""
+    process.kill()
+    process.wait(20)
+
+
+READY = "ready "
+CHECKED = "The first word of each is compared within the clock"

@@ -1,0 +1,187 @@
+"""The figures as Markdown: JSON in, text out, nothing else.
+
+A group gets the tables that its rows give: one for each operation, a line for each system, a column for each size.
+Not for: measuring, or the picture (``picture``).
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import scale
+from rows import LIMIT, OURS, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+# Sections that are not made of rows: the name of the extra document, and what writes it.
+SECTIONS: dict[str, Callable[[Any], str]] = {"scale": scale.section}
+
+TITLES = {
+    "local": "Inside one process: swap and copy of shuffled blocks",
+    "between": "Between two processes: pull and push",
+    "small": "Latency of small requests, and preparing many segments",
+    "many": "Many small caches",
+    "standing": "Idle, start and memory",
+    "faults": "A peer that is killed or stopped",
+}
+GOAL = 0.95
+WIDE = 14
+HEAD = """# Beside the peers
+
+Written by `make bench-peers` from `peers.json`; not edited by hand. Every figure is a median; systems ran in turn (A B
+A B, who begins changes each round) over the same blocks, and what they wrote was compared byte for byte unless marked
+`?`. GB = 10^9 bytes, each byte moved counted once. In brackets: how many times as fast ours is; **bold** where the
+other is ahead. `limit`: the best hand-written loop over the same list of blocks; ours shows its share of it.
+
+![GB/s over block size, each system](peers.svg)
+"""
+
+
+def markdown(document: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The whole page."""
+    parts = [HEAD, *machine(document), *summary(rows)]
+    for name, its in groupby(rows, key=lambda row: row.group):
+        parts += [f"## {TITLES.get(name, name)}", said(document["groups"].get(name, {})), *tables(list(its))]
+    parts += [SECTIONS[name](extra) for name, extra in sorted(document["extra"].items()) if name in SECTIONS]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def machine(document: dict[str, Any]) -> Iterator[str]:
+    """Where it was measured."""
+    facts = document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts["versions"].items()))
+    huge = ", ".join(f"{name} {word}" for name, word in facts["huge pages"].items())
+    yield (
+        f"Machine: {facts['cores']} cores of {facts['processor']}, {facts['memory GiB']} GiB, {facts['system']}; "
+        f"huge pages: {huge}. {facts['thread budget']} threads for each system that can use them.\n\n"
+        f"Versions: {versions}. Statistics that peers send or keep are off: "
+        f"{', '.join(f'`{name}={value}`' for name, value in sorted(facts['telemetry'].items()))}."
+    )
+
+
+def said(moment: dict[str, Any]) -> str:
+    """When a group was measured, and how."""
+    if not moment:
+        return ""
+    quick = ", quick: few sizes and rounds" if moment["quick"] else ""
+    return f"Commit {moment['commit']}, {moment['when']}, {moment['rounds']} rounds{quick}."
+
+
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """What the issue asks about: who is ahead of us, where the limit is missed, what is not here."""
+    ahead = [row for row in rows if row.ratio is not None and row.ratio < 1 and row.system not in (OURS, LIMIT)]
+    lines = [
+        f"| {at(row)} | {named(row)} | {figure(row)} {row.unit} | {row.ratio:.2f} |"
+        for row in sorted(ahead, key=lambda row: row.ratio or 0.0)
+    ]
+    yield "## Rows where a peer is ahead"
+    yield table("| row | peer | its figure | times as fast ours is |", lines) if lines else "None."
+    short = [row for row in rows if row.system == OURS and row.limit_ratio is not None and row.limit_ratio < GOAL]
+    lines = [f"| {at(row)} | {figure(row)} {row.unit} | {row.limit_ratio:.2f} |" for row in short]
+    yield f"## Rows where we are under {GOAL} of the limit"
+    yield table("| row | ours | share of the limit |", lines) if lines else "None."
+    absent = [row for row in rows if row.median is None]
+    lines = unique(f"| {row.group} {row.op} | {named(row)} | {row.note} |" for row in absent)
+    if lines:
+        yield "## Not measured, and why"
+        yield table("| row | peer | reason |", lines)
+
+
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """A group's tables, each followed by what its rows have to say."""
+    sizes: dict[tuple[str, int, str, int], set[int]] = {}
+    for row in rows:
+        sizes.setdefault((row.op, row.tensors, row.pages, row.block_bytes), set()).add(row.blocks)
+
+    def apart(row: Row) -> tuple[Any, ...]:
+        """Rows of one table: the number of blocks is its own only where one size has several of them."""
+        mine = [several for key, several in sizes.items() if key[:3] == (row.op, row.tensors, row.pages)]
+        split = len(set().union(*mine)) * len(mine) > WIDE and any(len(several) > 1 for several in mine)
+        return (row.op, row.pages, row.tensors, row.blocks if split else 0, row.unit)
+
+    seen: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.median is not None:
+            seen.setdefault(apart(row), []).append(row)
+    for (op, pages, tensors, blocks, unit), its in seen.items():
+        words = [op, unit, f"{tensors} tensors" if tensors > 1 else "", f"{blocks:,} blocks" if blocks else ""]
+        words.append("huge pages" if pages == "huge" else "")
+        yield "### " + ", ".join(filter(None, words))
+        yield pivot(its)
+        yield notes(its)
+
+
+def pivot(rows: Sequence[Row]) -> str:
+    """A line for each system and setting, a column for each size."""
+    columns = sorted({(row.block_bytes, row.blocks) for row in rows})
+    several = len({size for size, _ in columns}) < len(columns)
+    heads = [size_of(size, blocks, several) for size, blocks in columns]
+    found: dict[str, dict[tuple[int, int], Row]] = {}
+    for row in rows:
+        name = LIMIT if row.system == LIMIT else named(row)
+        found.setdefault(name, {})[row.block_bytes, row.blocks] = row
+    order = sorted(found, key=lambda name: {OURS: 0, LIMIT: 1}.get(name.split(",")[0], 2))
+    lines = [f"| {name} | " + " | ".join(cell(found[name].get(column)) for column in columns) + " |" for name in order]
+    return table(f"| | {' | '.join(heads)} |", lines)
+
+
+def cell(row: Optional[Row]) -> str:
+    """One figure, with how it stands to ours."""
+    if row is None:
+        return "-"
+    text = figure(row) + ("?" if row.unit == "GB/s" and not row.verified else "")
+    if row.system == OURS:
+        return f"{text} (limit {row.limit_ratio:.2f})" if row.limit_ratio is not None else text
+    if row.system == LIMIT or row.ratio is None:
+        return text
+    text = f"{text} ({row.ratio:.2f})"
+    return f"**{text}**" if row.ratio < 1 else text
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """What has to be known beside the figures."""
+    return "\n".join(unique(f"- {named(row)}: {row.note}" for row in rows if row.note))
+
+
+def at(row: Row) -> str:
+    """The place of a row in words."""
+    words = [f"{row.group} {row.op}"]
+    if row.block_bytes or row.blocks:
+        words.append(size_of(row.block_bytes, row.blocks, several=row.blocks > 0))
+    words.append(f"{row.tensors} tensors" if row.tensors > 1 else "")
+    words.append("huge pages" if row.pages == "huge" else "")
+    return ", ".join(filter(None, words))
+
+
+def named(row: Row) -> str:
+    """A system with its setting."""
+    return f"{row.system}, {row.setting}" if row.setting else row.system
+
+
+def size_of(size: int, blocks: int, several: bool) -> str:
+    """The head of a column."""
+    text = f"{size >> 20} MiB" if size and size % 2**20 == 0 else f"{size >> 10} KiB" if size else ""
+    if several and blocks:
+        text = f"{blocks:,} x {text}" if text else f"{blocks:,}"
+    return text or "figure"
+
+
+def figure(row: Row) -> str:
+    """Three digits."""
+    assert row.median is not None
+    value = row.median
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def unique(lines: Iterable[str]) -> list[str]:
+    """Without repetitions, in order."""
+    return list(dict.fromkeys(lines))
+
+
+def table(head: str, lines: Sequence[str]) -> str:
+    """A Markdown table."""
+    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *lines])

@@ -1,0 +1,161 @@
+//! One call with many blocks: its time and the memory it needs while it runs.
+//!
+//! Not for: speed beside the limit of the machine (`copy`, `transfer`).
+
+use llm_datadist_core::{DataDist, Layers, Placement, PullRows, PushRows};
+
+use crate::Options;
+use crate::curve::{Curve, Report};
+use crate::far::Far;
+use crate::heap::Count;
+use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
+
+/// Blocks of the largest call.
+const MOST: u64 = 1 << 16;
+/// Blocks of one round at least, so that small calls are repeated.
+const LEAST: u64 = 1 << 12;
+
+/// An engine linked with an owner, and blocks on both sides.
+struct Bed {
+    engine: DataDist,
+    far: Far,
+    /// Twice as many as a call has, so that one half can be copied into the other.
+    near: Blocks,
+    host: Blocks,
+    bytes: u64,
+    most: u64,
+}
+
+/// What one curve calls: sources and destinations, both below the most blocks of a call.
+type Call = fn(&Bed, &[i64], &[i64]);
+
+impl Bed {
+    fn new(transport: &str, most: u64, bytes: u64) -> Bed {
+        let mut far = Far::start();
+        let peer = far.owner(transport, true, most, bytes, 0);
+        let mut config = config(1, transport, ((most * bytes) >> 20) * 2 + 2, 12);
+        config.host_pool = config.device_pool;
+        config.links.listen = None;
+        let engine = DataDist::open(config).unwrap();
+        engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
+        let near = Blocks::new(&engine, most * 2, bytes, Placement::Device, None);
+        let host = Blocks::new(&engine, most, bytes, Placement::Host, None);
+        near.fill();
+        host.poison();
+        Bed { engine, far, near, host, bytes, most }
+    }
+
+    fn copy(&self, from: &[i64], to: &[i64]) {
+        let beyond = self.most as i64;
+        let pairs: Vec<_> = from.iter().copied().zip(to.iter().map(|to| to + beyond)).collect();
+        self.engine.copy_blocks(&self.near.end, &pairs).unwrap();
+    }
+
+    fn swap(&self, from: &[i64], to: &[i64]) {
+        let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
+        self.engine.swap_blocks(&self.near.end, &self.host.end, &pairs).unwrap();
+    }
+
+    fn pull(&self, from: &[i64], to: &[i64]) {
+        let rows = PullRows::Blocks { far: from.to_vec(), near: to.to_vec() };
+        self.engine.pull(shared(), &self.near.end, &rows, Layers::ALL).unwrap();
+    }
+
+    fn push(&self, from: &[i64], to: &[i64]) {
+        let rows = PushRows::Blocks { near: from.to_vec(), far: to.to_vec() };
+        self.engine.push(&self.near.end, shared(), &rows, Layers::ALL).unwrap();
+    }
+}
+
+pub fn blocks(options: &Options, report: &mut Report) {
+    let most = *options.sizes(4, MOST).last().unwrap();
+    for bytes in [4096, 64] {
+        let bed = Bed::new("shm", most, bytes);
+        for (name, call) in [
+            ("copy_blocks", Bed::copy as Call),
+            ("swap_blocks", Bed::swap),
+            ("pull, shm", Bed::pull),
+            ("push, shm", Bed::push),
+        ] {
+            curve(&bed, name, call, options, report);
+        }
+        drop(bed);
+        let bed = Bed::new("tcp", most, bytes);
+        curve(&bed, "pull, tcp", Bed::pull, options, report);
+        if bytes == 64 {
+            held(bed, "tcp", options, report);
+            held(Bed::new("shm", most, bytes), "shm", options, report);
+        }
+    }
+}
+
+/// Time of a call; every destination of the last one is verified.
+fn curve(bed: &Bed, name: &str, call: Call, options: &Options, report: &mut Report) {
+    let name = format!("{name} of blocks of {} bytes", bed.bytes);
+    let mut curve =
+        Curve::new(name.as_str(), "us", "blocks of the call", "shuffled on both sides, one tensor");
+    let mut shuffle = Shuffle(46);
+    for size in options.sizes(4, MOST) {
+        let again = (LEAST / size).max(1) as usize;
+        let rounds = (0..=options.rounds()).map(|_| {
+            let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
+            let parts = from.chunks(size as usize).zip(to.chunks(size as usize)).take(again);
+            let count = parts.len();
+            let took = nanos(|| parts.for_each(|(from, to)| call(bed, from, to)));
+            took / 1e3 / count as f64
+        });
+        // The first warms up.
+        let times: Vec<f64> = rounds.skip(1).collect();
+        curve.add(size, times);
+    }
+    if name.starts_with("swap") {
+        let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
+        bed.near.fill();
+        bed.host.poison();
+        call(bed, &from, &to);
+        bed.host.verify(&from, &to);
+    }
+    if name.starts_with("pull") {
+        let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
+        bed.near.poison();
+        call(bed, &from, &to);
+        bed.near.verify(&from, &to);
+        bed.near.fill();
+    }
+    report.curve(&curve);
+}
+
+/// The most memory that calls hold beside the blocks themselves, on both sides.
+fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
+    const NOTE: &str = "the most bytes on the heap during the call, counted by the allocator";
+    let new = |name: String| Curve::new(name, "B", "blocks of the call", NOTE);
+    let mut copying = new("memory of a call of copy_blocks".into());
+    let mut pulling = new(format!("memory of a pull, {transport}"));
+    let mut answering = new(format!("memory of the owner during a pull, {transport}"));
+    let mut shuffle = Shuffle(47);
+    for size in options.sizes(4, MOST) {
+        let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
+        let (from, to) = (&from[..size as usize], &to[..size as usize]);
+        for (curve, call) in [(&mut copying, Bed::copy as Call), (&mut pulling, Bed::pull)] {
+            // What an engine keeps from its first calls is not of this one.
+            call(&bed, from, to);
+            bed.far.ask("count");
+            let count = Count::start();
+            call(&bed, from, to);
+            curve.add(size, vec![count.most().max(1) as f64]);
+            drop(count);
+            let there = bed.far.number("most");
+            if curve.name.starts_with("memory of a pull") {
+                answering.add(size, vec![there.max(1) as f64]);
+            }
+        }
+    }
+    if transport == "shm" {
+        report.curve(&copying);
+    }
+    report.curve(&pulling);
+    // Where memory is read in place the owner does nothing.
+    if transport == "tcp" {
+        report.curve(&answering);
+    }
+}

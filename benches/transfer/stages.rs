@@ -1,0 +1,137 @@
+//! Where a call with a long list spends its time beside the copy: each stage of a push of shuffled blocks, alone.
+//!
+//! In one process: the request is written and read, not sent. Under `valgrind --tool=callgrind` the functions below are
+//! the rows (`--only stages --lists 512 --calls 10`). Not for: copying (`speed`).
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use llm_datadist_core::check::{self, Far, Layers, Moves, PushRows, Side};
+use llm_datadist_core::desc::Geometry;
+use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::wire::{self, HEADER, Location, Request, Run, WireName, WirePlan};
+use llm_datadist_core::{CacheKind, DataDist, Placement};
+
+use crate::Options;
+use crate::hand::{Shuffle, median};
+use crate::memory::{config, desc};
+
+const LEN: u64 = 16 << 10;
+
+pub fn stages(options: &Options) {
+    // What an engine changes for its process, it changes here as well.
+    let _engine = DataDist::open(config(1, "shm", true, 0, 1)).unwrap();
+    println!("\nstages of a push of shuffled blocks, microseconds (page faults of all together)");
+    println!(
+        "{:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+        "blocks", "check", "plan", "write", "read", "take", "ends", "rows", "all", "bytes", "faults"
+    );
+    for &rows in &options.lists {
+        let mut shuffle = Shuffle(7);
+        let list = PushRows::Blocks { near: shuffle.order(rows), far: shuffle.order(rows) };
+        let geometry = Geometry::new(&desc(rows, LEN)).unwrap();
+        let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+        let mut times = vec![Vec::new(); 8];
+        let (mut bytes, mut faulted) = (0, Vec::new());
+        for call in 0..options.calls.min(300) + 3 {
+            let before = faults();
+            let (took, length) = push(side, &list);
+            bytes = length;
+            if call >= 3 {
+                faulted.push((faults() - before) as f64);
+                let all = took.iter().sum();
+                took.into_iter().chain([all]).zip(&mut times).for_each(|(took, times)| times.push(took));
+            }
+        }
+        print!("{rows:7}");
+        for times in &mut times {
+            print!(" {:8.1}", median(times) * 1e6);
+        }
+        println!(" {bytes:8} {:8.0}", median(&mut faulted));
+    }
+}
+
+/// Seconds of each stage, and the bytes of the request.
+fn push(side: Side, list: &PushRows) -> ([f64; 7], usize) {
+    let (mut took, mut at, mut stage) = ([0.0; 7], Instant::now(), 0);
+    let mut lap = || {
+        took[stage] = at.elapsed().as_secs_f64();
+        stage += 1;
+        at = Instant::now();
+    };
+    let mut moves = checked(side, list);
+    lap();
+    let plan = planned(&mut moves);
+    lap();
+    let frame = written(&plan);
+    lap();
+    let request = read(&frame[HEADER..]);
+    lap();
+    let there = taken(request);
+    lap();
+    ends(&there, side.geometry);
+    lap();
+    black_box(rows(&there, side.geometry));
+    lap();
+    drop((moves, plan, there));
+    (took, frame.len())
+}
+
+#[inline(never)]
+fn checked(side: Side, list: &PushRows) -> Moves {
+    let far = Far { side, row: 0, accessible: true };
+    check::push_near(side, list, Layers::ALL).unwrap();
+    check::push(side, far, list, Layers::ALL).unwrap()
+}
+
+#[inline(never)]
+fn planned(moves: &mut Moves) -> CopyPlan {
+    CopyPlan::moves(moves)
+}
+
+#[inline(never)]
+fn written(plan: &CopyPlan) -> Vec<u8> {
+    let source = Location::Region { region: 1, runs: vec![Run { start: 0, step: 0, count: 1 }] };
+    let request = Request::Fetch {
+        name: WireName::Blocks { model: 7 },
+        cache: 3,
+        plan: WirePlan::from(plan),
+        source,
+        num_tensors: 1,
+        tensor_bytes: plan.bytes(),
+        limit_ms: 1000,
+    };
+    wire::encode(&request).unwrap()
+}
+
+#[inline(never)]
+fn read(body: &[u8]) -> Request {
+    wire::decode(body).unwrap()
+}
+
+#[inline(never)]
+fn taken(request: Request) -> CopyPlan {
+    let Request::Fetch { plan, .. } = request else { panic!("another request") };
+    CopyPlan::try_from(plan).unwrap()
+}
+
+#[inline(never)]
+fn ends(plan: &CopyPlan, of: Geometry) {
+    let end = Some((of.num_tensors(), of.tensor_bytes()));
+    plan.check_ends(end, end).unwrap();
+}
+
+#[inline(never)]
+fn rows(plan: &CopyPlan, of: Geometry) -> Vec<u64> {
+    plan.dst_rows(of.row_bytes())
+}
+
+/// Pages this thread has been given so far.
+fn faults() -> i64 {
+    // SAFETY: `getrusage` fills what it is given.
+    unsafe {
+        let mut usage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+        usage.ru_minflt
+    }
+}

@@ -1,0 +1,183 @@
+//! Huge pages on request: which stretches of a mapping were touched, and having the kernel put them into huge pages.
+//!
+//! A unit is one huge page, aligned. The kernel (from 6.1 on) puts a unit into one huge page whatever the system's settings
+//! for its own doing, if something of it was touched, and commits all of it. Readers and writers meanwhile, of this process
+//! and of others, see the same bytes and wait for it at most. Not for: when it is worth doing (`merger`).
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::param::page_size;
+
+use super::region::HUGE_PAGE;
+use super::{Adopted, Region};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Not in every C library that this is built with.
+const MADV_COLLAPSE: libc::c_int = 25;
+/// Units of registered memory that are put into huge pages between two questions whether to go on.
+const UNITS_AT_ONCE: usize = 32;
+
+/// Why a unit was not put into a huge page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Somebody is using its pages: it may go better later.
+    Busy,
+    /// There is no huge page free, or the control group has no room.
+    NoMemory,
+    /// The kernel cannot, or may not: its error number.
+    Unable(i32),
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EBUSY | libc::EINTR) => Refusal::Busy,
+            Some(libc::ENOMEM) => Refusal::NoMemory,
+            other => Refusal::Unable(other.unwrap_or(0)),
+        }
+    }
+}
+
+impl Region {
+    /// Bytes of a unit.
+    pub const UNIT_BYTES: u64 = HUGE_PAGE as u64;
+
+    /// How many units it has; none if it is memory of a device.
+    #[must_use]
+    pub fn units(&self) -> u64 {
+        if self.host_addressable() { self.len().div_ceil(Self::UNIT_BYTES) } else { 0 }
+    }
+
+    /// Whether it is made of ordinary pages, which can be put into huge ones.
+    #[must_use]
+    pub fn merges(&self) -> bool {
+        self.ordinary().is_some()
+    }
+
+    /// The first unit from `from` on of which something was touched.
+    #[must_use]
+    pub fn touched_unit(&self, from: u64) -> Option<u64> {
+        // The offset of the descriptor moves, which nobody uses.
+        let start = from.checked_mul(Self::UNIT_BYTES)?;
+        let at = seek(self.ordinary()?, SeekFrom::Data(start)).ok()?;
+        Some(at / Self::UNIT_BYTES).filter(|&unit| unit < self.units())
+    }
+
+    /// Bytes of `unit` that are committed; 0 where the kernel does not say.
+    #[must_use]
+    pub fn touched_bytes(&self, unit: u64) -> u64 {
+        let mut pages = [0_u8; 512];
+        let Some(at) = self.unit_at(unit).filter(|_| HUGE_PAGE / page_size() <= pages.len()) else {
+            return 0;
+        };
+        // SAFETY: the unit lies in this region's mapping (`unit_at`), and there is a byte for each of its pages.
+        let told = unsafe { libc::mincore(at as *mut c_void, HUGE_PAGE, pages.as_mut_ptr().cast()) };
+        let resident = pages.iter().filter(|&&page| page & 1 == 1).count();
+        if told == 0 { (resident * page_size()) as u64 } else { 0 }
+    }
+
+    /// Puts `unit` into one huge page, all of it committed. Nothing happens, and that is no error, if it lies in one
+    /// already.
+    pub fn merge(&self, unit: u64) -> std::result::Result<(), Refusal> {
+        let at = self.unit_at(unit).ok_or(Refusal::Unable(libc::EINVAL))?;
+        Ok(merge(at, HUGE_PAGE)?)
+    }
+
+    /// Commits `unit`, in one huge page if the kernel gives it; if not, why. `Err` if the memory is not there.
+    pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), Refusal>> {
+        let Some(descriptor) = self.behind().filter(|_| unit < self.units()) else {
+            return Ok(Err(Refusal::Unable(libc::EINVAL)));
+        };
+        let from = unit * Self::UNIT_BYTES;
+        if self.merges() {
+            // A page of it is enough for the kernel to do the rest at once.
+            reserve(descriptor, from, page_size() as u64)?;
+        }
+        let merged = self.merge(unit);
+        if merged.is_err() {
+            reserve(descriptor, from, Self::UNIT_BYTES)?;
+        }
+        Ok(merged)
+    }
+
+    /// Where `unit` starts, if the region has it and is made of ordinary pages.
+    fn unit_at(&self, unit: u64) -> Option<usize> {
+        let inside = unit < self.units() && self.merges();
+        let at = unit.checked_mul(Self::UNIT_BYTES).and_then(|offset| self.base().checked_add(offset));
+        at.filter(|_| inside).and_then(|at| usize::try_from(at).ok())
+    }
+}
+
+impl Adopted {
+    /// Tells the kernel that huge pages are welcome under these addresses, and has it put what is there already into
+    /// them, unit by unit, as far as it can; how many bytes of it lie in huge pages now. `go_on` is asked now and then.
+    pub fn merge(&self, mut go_on: impl FnMut() -> Result<()>) -> Result<u64> {
+        let mut merged = 0;
+        for (start, end) in units_within(self.stretches()) {
+            // SAFETY: advice changes no contents, and the kernel reports addresses that are not mapped.
+            let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };
+            for (index, unit) in (start..end).step_by(HUGE_PAGE).enumerate() {
+                if index % UNITS_AT_ONCE == 0 {
+                    go_on()?;
+                }
+                merged += if merge(unit, HUGE_PAGE).is_ok() { HUGE_PAGE as u64 } else { 0 };
+            }
+        }
+        Ok(merged)
+    }
+
+    /// Its bytes as stretches of addresses, ascending and apart.
+    fn stretches(&self) -> Vec<(u64, u64)> {
+        let bytes = self.side().geometry.tensor_bytes();
+        let mut tensors: Vec<_> = self.addrs().iter().map(|&at| (at, at.saturating_add(bytes))).collect();
+        tensors.sort_unstable();
+        let mut apart: Vec<(u64, u64)> = Vec::new();
+        for (from, to) in tensors {
+            match apart.last_mut() {
+                Some((_, end)) if from <= *end => *end = to.max(*end),
+                _ => apart.push((from, to)),
+            }
+        }
+        apart
+    }
+}
+
+/// The whole units inside stretches of addresses. What shares a unit with anybody else's bytes is left alone.
+fn units_within(stretches: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usize)> {
+    stretches.into_iter().filter_map(|(from, to)| {
+        let (from, to) = (usize::try_from(from).ok()?, usize::try_from(to).ok()?);
+        let (first, end) = (from.checked_next_multiple_of(HUGE_PAGE)?, to / HUGE_PAGE * HUGE_PAGE);
+        Some((first, end)).filter(|(first, end)| first < end)
+    })
+}
+
+/// Has the kernel put whole units from `at` on into huge pages.
+fn merge(at: usize, len: usize) -> io::Result<()> {
+    // SAFETY: this advice changes no contents and no rights; the kernel reports addresses that are not mapped.
+    let refused = unsafe { libc::madvise(at as *mut c_void, len, MADV_COLLAPSE) };
+    if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Commits bytes of a region without touching them: where there is no memory this is an error, and a touch the end of the
+/// process.
+fn reserve(descriptor: BorrowedFd<'_>, from: u64, len: u64) -> Result<()> {
+    loop {
+        match fallocate(descriptor, FallocateFlags::empty(), from, len) {
+            Err(rustix::io::Errno::INTR) => {}
+            done => {
+                return done.map_err(|error| {
+                    Error::new(
+                        ErrorKind::OutOfMemory,
+                        "the pool could not be committed (huge_pages = \"eager\")",
+                    )
+                    .with("committed_up_to", from)
+                    .with("errno", error.raw_os_error())
+                    .because(io::Error::from(error))
+                });
+            }
+        }
+    }
+}

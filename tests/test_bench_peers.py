@@ -1,0 +1,375 @@
+"""The benchmark beside the peers: its harness from end to end with what the test environment has, its arithmetic, and
+the committed report.
+
+Speed is never asserted here: what is, is that what was copied was compared, that a peer which is missing, wrong, hangs
+or ends the process becomes a row with its reason, and that the pages say what the file says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "benches" / "peers"
+REPORT = ROOT / "docs" / "performance"
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the limit's loops")
+
+
+class Bench:
+    """The modules of the benchmark, which is a program and no package."""
+
+    def __init__(self) -> None:
+        self.before = set(sys.modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def program(self) -> Any:
+        """``__main__.py`` as a module."""
+        spec = importlib.util.spec_from_file_location("bench_peers_program", BENCH / "__main__.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.syspath_prepend(str(BENCH))
+    found = Bench()
+    yield found
+    for name in set(sys.modules) - found.before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCH)):
+            del sys.modules[name]
+
+
+def run(out: Path, *words: str, stand_ins: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Run the program; the file it wrote, and what it printed."""
+    paths = filter(None, [str(stand_ins or ""), os.environ.get("PYTHONPATH")])
+    done = subprocess.run(  # noqa: S603  (this program)
+        [sys.executable, str(BENCH), "--quick", "--rounds", "2", "--mib", "4", "--out", str(out), *words],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": ":".join(paths)},
+    )
+    return json.loads((out / "peers.json").read_text()), done.stdout + done.stderr
+
+
+def stand_in(folder: Path, name: str, body: str) -> Path:
+    """A package of this name that does ``body`` when it is imported."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(body)
+    return folder
+
+
+# --- the whole program
+
+
+def test_ours_the_limit_and_numpy_are_measured_compared_and_reported(tmp_path: Path) -> None:
+    document, _ = run(tmp_path, "--only", "local", "--systems", "numpy")
+    rows = document["rows"]
+    ops = {"swap_out", "swap_in", "copy_blocks"}
+    sizes = {16 << 10, 256 << 10}
+    for system in ("ours", "limit", "numpy"):
+        mine = [row for row in rows if row["system"] == system]
+        assert {(row["op"], row["block_bytes"]) for row in mine} == {(op, size) for op in ops for size in sizes}
+        assert all(row["verified"] and row["median"] > 0 and len(row["samples"]) in (1, 2) for row in mine), mine
+    for row in rows:
+        assert row["block_bytes"] * row["blocks"] * row["tensors"] == 4 << 20
+        beside = {it["system"]: it for it in rows if (it["op"], it["block_bytes"]) == (row["op"], row["block_bytes"])}
+        ours, limit = beside["ours"]["samples"], beside["limit"]["samples"]
+        assert row["limit_ratio"] == pytest.approx(
+            statistics.median(mine / best for mine, best in zip(row["samples"], limit)), rel=0.002
+        )
+        if row["system"] == "numpy":
+            assert row["ratio"] == pytest.approx(
+                statistics.median(own / mine for own, mine in zip(ours, row["samples"])), rel=0.002
+            )
+    group = document["groups"]["local"]
+    assert group["quick"] is True
+    assert re.fullmatch(r"[0-9a-f]{7,40}\+?|unknown", group["commit"])
+    assert document["environment"]["versions"]["numpy"] == np.__version__
+    assert document["environment"]["telemetry"]["LMCACHE_TRACK_USAGE"] == "false"
+    page = (tmp_path / "peers.md").read_text()
+    for text in ("| numpy, row by row |", "### swap_out, GB/s, 2 tensors", "| | 16 KiB | 256 KiB |"):
+        assert text in page
+    # A run of one group keeps the rows of the others.
+    kept, _ = run(tmp_path, "--only", "many", "--systems", "numpy")
+    assert [row for row in kept["rows"] if row["group"] == "local"] == rows
+    assert {row["op"] for row in kept["rows"] if row["group"] == "many" and row["system"] == "ours"} == {
+        "allocate + free",
+        "allocate + free, 256 live",
+        "reachable, each",
+        "reachable, one call",
+        "put, each",
+        "put, one call",
+        "get, each",
+        "get, one call",
+    }
+    assert all(row["median"] is not None for row in kept["rows"] if row["system"] in ("ours", "numpy"))
+
+
+def test_a_peer_that_is_not_here_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    ins = stand_in(tmp_path / "in", "nixl_cu12", "raise ImportError('libibverbs1 missing')")
+    document, _ = run(tmp_path / "out", "--only", "local", "--systems", "nixl", stand_ins=ins)
+    rows = [row for row in document["rows"] if row["system"] == "nixl"]
+    assert rows
+    for row in rows:
+        assert "median" not in row
+        assert row["note"] == "ImportError: libibverbs1 missing"
+    assert "| nixl | ImportError: libibverbs1 missing |" in (tmp_path / "out" / "peers.md").read_text()
+
+
+def test_a_peer_that_ends_the_process_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    ins = stand_in(tmp_path / "in", "nixl_cu12", "import os\nos.kill(os.getpid(), 11)")
+    document, said = run(tmp_path / "out", "--only", "local", "--systems", "nixl,numpy", stand_ins=ins)
+    fallen = [row for row in document["rows"] if row["system"] == "nixl"]
+    assert len(fallen) == 3  # one for each part, which was run again without it
+    assert all("took the process down: ended by SIGSEGV" in row["note"] for row in fallen)
+    assert sum(row["system"] == "numpy" and row.get("median", 0) > 0 for row in document["rows"]) >= 6
+    assert "nixl was at it" in said
+
+
+def test_a_part_that_hangs_is_cut_off_with_all_it_started(tmp_path: Path, bench: Bench) -> None:
+    body = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ntime.sleep(600)"
+    ins = stand_in(tmp_path / "in", "nixl_cu12", body)
+    program, record = bench.program(), tmp_path / "record"
+    record.touch()
+    ask = bench.ask.Ask(quick=True, rounds=1, systems=("nixl",), folder=str(tmp_path), mib=1)
+    group = bench.groups.Group("local", "local", 5, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(filter(None, [str(ins), os.environ.get("PYTHONPATH")])))
+        ended = program.in_process(group, "swap_out 2 4K", record, ask)
+    assert ended == "cut off after 5 s"
+    assert program.crumb(tmp_path) == "nixl"
+    child = int((tmp_path / "log").read_text().split()[-1])
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- systems in turn
+
+
+@pytest.fixture
+def ground(bench: Bench) -> Any:
+    row = bench.rows.Row("group", "op", "")
+    return bench.turns.Ground(row, 1.0, wrong=lambda: None)
+
+
+def contest(bench: Bench, ground: Any, entries: list[Any], rounds: int = 4) -> dict[str, Any]:
+    rows = bench.turns.contest(bench.ask.Ask(rounds=rounds), ground, entries)
+    return {f"{row.system} {row.setting}".strip(): row for row in rows}
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Callable[[float], Callable[[], None]]:
+    """A clock that only the systems move: ``clock(...)(2.0)`` takes two seconds."""
+    now = [0.0]
+    monkeypatch.setattr(bench.turns.time, "perf_counter", lambda: now[0])
+
+    def takes(seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            now[0] += seconds
+
+        return run
+
+    return takes
+
+
+def test_who_begins_changes_and_every_turn_is_poisoned_and_compared(bench: Bench, ground: Any) -> None:
+    happened: list[str] = []
+    entries = [
+        bench.turns.Entry(
+            name,
+            lambda name=name: happened.append(name),
+            before=lambda: happened.append("("),
+            after=lambda: happened.append(")"),
+        )
+        for name in ("ours", "b", "c")
+    ]
+    ground = dataclasses.replace(
+        ground, poison=lambda: happened.append("poison"), wrong=lambda: happened.append("compare")
+    )
+    contest(bench, ground, entries, rounds=2)
+    turn = ["(", "poison", "?", ")", "compare"]
+    order = ["ours", "b", "c", "b", "c", "ours", "c", "ours", "b"]
+    assert happened == [name if word == "?" else word for name in order for word in turn]
+
+
+def test_figures_of_a_contest(bench: Bench, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = clock(monkeypatch, bench)
+    entries = [
+        bench.turns.Entry("ours", takes(0.5), threads=2),
+        bench.turns.Entry("limit", takes(0.25), "fast"),
+        *(bench.turns.Entry("limit", takes(0.25 + 0.1 * more), f"slower {more}") for more in range(1, 7)),
+        bench.turns.Entry("peer", takes(1.0), note="said"),
+        bench.turns.Entry("far", takes(4.0)),
+    ]
+    rows = contest(bench, ground, entries)
+    assert set(rows) == {"ours", "limit fast", "peer", "far"}
+    assert (rows["ours"].median, rows["ours"].limit_ratio, rows["ours"].threads) == (2.0, 0.5, 2)
+    assert (rows["peer"].median, rows["peer"].ratio, rows["peer"].limit_ratio) == (1.0, 2.0, 0.25)
+    assert rows["peer"].note == "said"
+    assert rows["peer"].verified
+    assert len(rows["peer"].samples) == 4
+    # Who is far behind costs no more than two rounds.
+    assert rows["far"].samples == [0.25, 0.25]
+    assert rows["limit fast"].ratio is None
+
+
+def test_a_cost_is_better_when_it_is_less(bench: Bench) -> None:
+    row = bench.rows.Row("group", "op", "peer", unit="us")
+    done = bench.rows.measured(row, [4.0, 6.0, 8.0], [1.0, 2.0, 4.0])
+    assert (done.median, done.low, done.high, done.ratio) == (6.0, 4.0, 8.0, 3.0)
+    assert bench.rows.measured(row, [1.0], [2.0]).ratio == 0.5
+    assert bench.rows.measured(dataclasses.replace(row, unit="GB/s"), [1.0], [2.0]).ratio == 2.0
+
+
+def test_wrong_bytes_and_failures_have_a_reason_and_no_figure(bench: Bench, ground: Any) -> None:
+    turn = []
+
+    def fails() -> None:
+        raise RuntimeError("no route\n  to the peer")
+
+    entries = [
+        bench.turns.Entry("ours", lambda: turn.append("ours")),
+        bench.turns.Entry("liar", lambda: turn.append("liar")),
+        bench.turns.Entry("broken", fails, note="said"),
+    ]
+    ground = dataclasses.replace(ground, wrong=lambda: "block 3 of the list" if turn[-1] == "liar" else None)
+    rows = contest(bench, ground, entries)
+    assert (rows["liar"].median, rows["liar"].note) == (None, "wrong bytes: block 3 of the list")
+    assert (rows["broken"].median, rows["broken"].note) == (None, "RuntimeError: no route to the peer; said")
+    assert not rows["liar"].verified
+    assert rows["ours"].median > 0
+
+
+def test_what_is_written_is_read_again(bench: Bench, tmp_path: Path) -> None:
+    rows = [
+        bench.rows.measured(bench.rows.Row("g", "op", "peer", "s", 4096, 7, 2, "huge", 2), [1.0, 2.0], [3.0, 3.0]),
+        bench.rows.Row("g", "op", "other", note="not here"),
+    ]
+    (tmp_path / "f").write_text(bench.rows.written({"groups": {}}, rows))
+    assert bench.rows.read(tmp_path / "f") == ({"groups": {}}, rows)
+
+
+# --- the limit
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("length", [512, 4096, 12288])
+def test_the_loops_copy_the_list_and_nothing_else(bench: Bench, threads: int, length: int) -> None:
+    limit = bench.limit.Limit()
+    rows = 13
+    chance = np.random.default_rng(length + threads)
+    source = chance.integers(0, 256, (rows, length), dtype=np.uint8)
+    for kernel in range(len(bench.limit.KERNELS)):
+        base = np.full((rows + 1) * length + 64, 0x11, dtype=np.uint8)
+        skip = -base.ctypes.data % 64
+        place = base[skip : skip + rows * length].reshape(rows, length)
+        near, far = chance.permutation(rows)[:9], chance.permutation(rows)[:9]
+        expected = base.copy()
+        for one, other in zip(near.tolist(), far.tolist()):
+            expected[skip + other * length : skip + (other + 1) * length] = source[one]
+        moves = np.stack([source.ctypes.data + near * length, place.ctypes.data + far * length], axis=1)
+        moves = np.ascontiguousarray(moves.astype(np.uint64))
+        limit.copy(moves, length, kernel, threads)
+        assert (base == expected).all(), bench.limit.KERNELS[kernel]
+        assert limit.differs(moves, length) == -1
+        place[far[5], length - 1] ^= 1
+        assert limit.differs(moves, length) == 5
+        limit.poison(moves, length)
+        assert (place[far] == bench.limit.POISON).all()
+        assert (np.delete(place, far, axis=0) == 0x11).all()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_the_kernels_own_copy_moves_the_list(bench: Bench, write: bool) -> None:
+    limit = bench.limit.Limit()
+    source = np.random.default_rng(3).integers(0, 256, (10, 4096), dtype=np.uint8)
+    place = np.zeros_like(source)
+    at = np.arange(10, dtype=np.uint64) * np.uint64(4096)
+    moves = np.stack([at + np.uint64(source.ctypes.data), (at + np.uint64(place.ctypes.data))[::-1]], axis=1)
+    limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=3, write=write)
+    assert (place == source[::-1]).all()
+    moves[4, 0] = 8
+    with pytest.raises(OSError, match="Bad address"):
+        limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=1, write=write)
+
+
+def test_what_cannot_be_copied_is_refused(bench: Bench) -> None:
+    moves = np.zeros((0, 2), dtype=np.uint64)
+    with pytest.raises(AssertionError, match="Invalid argument"):
+        bench.limit.Limit().copy(moves, 100, 0, 1)
+
+
+# --- the pages
+
+
+def rendered(source: Path, out: Path) -> str:
+    words = [sys.executable, str(BENCH), "--render", "--source", str(source), "--out", str(out)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)  # noqa: S603  (this program)
+    return (out / "peers.md").read_text()
+
+
+def test_the_committed_page_says_what_the_committed_file_says(tmp_path: Path) -> None:
+    assert rendered(REPORT / "peers.json", tmp_path) == (REPORT / "peers.md").read_text()
+
+
+def test_the_readme_shows_the_picture() -> None:
+    links = re.findall(r"!\[[^\]]+\]\((docs/performance/peers\.(?:svg|png))\)", (ROOT / "README.md").read_text())
+    assert links
+    for name in (*links, "docs/performance/peers.svg"):
+        assert (ROOT / name).stat().st_size > 1000, name
+    assert "](performance/peers.md)" in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_page_names_who_is_ahead_who_is_not_here_and_where_the_limit_is_missed(bench: Bench) -> None:
+    row = bench.rows.Row("local", "swap_out", "ours", "", 16 << 10, 8, 2, verified=True)
+    beside = dataclasses.replace(row, system="peer", setting="tuned", note="polls")
+    rows = [
+        bench.rows.measured(row, [9.0], [9.0], [10.0]),
+        bench.rows.measured(beside, [12.0], [9.0], [10.0]),
+        dataclasses.replace(beside, system="gone", setting="", note="not here: libfabric"),
+        bench.rows.measured(dataclasses.replace(row, system="limit", setting="stream x2"), [10.0], [9.0], [10.0]),
+    ]
+    facts = {
+        "cores": 2,
+        "processor": "P",
+        "memory GiB": 4,
+        "system": "S",
+        "huge pages": {"anonymous": "madvise"},
+        "thread budget": 2,
+        "versions": {"peer": "1"},
+        "telemetry": {"X": "0"},
+    }
+    page = bench.report.markdown({"environment": facts, "groups": {}, "extra": {}}, rows)
+    assert "| local swap_out, 8 x 16 KiB, 2 tensors | peer, tuned | 12 GB/s | 0.75 |" in page
+    assert "| local swap_out, 8 x 16 KiB, 2 tensors | 9 GB/s | 0.90 |" in page
+    assert "| local swap_out | gone | not here: libfabric |" in page
+    assert "| ours | 9 (limit 0.90) |\n| limit | 10 |\n| peer, tuned | **12 (0.75)** |" in page
+    assert "- peer, tuned: polls" in page
+
+
+@pytest.mark.parametrize("name", ["requirements-peers.txt", "requirements-peers-nodeps.txt"])
+def test_the_peers_are_pinned(name: str) -> None:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    assert all(re.fullmatch(r"[a-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in lines), lines

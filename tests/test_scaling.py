@@ -1,0 +1,263 @@
+"""Slopes are named by their fits, the model of crowds agrees with what can be computed by hand, and the pages and the
+picture say what the committed figures say.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+
+import crowd_model
+import document
+import drawing
+import figures
+import fleet
+import pytest
+import slopes
+
+SIZES = [4**power for power in range(11)]
+
+
+def points(cost, noise=0.04):
+    """Costs at every size, off by as much as clocks are."""
+    dice = random.Random(7)  # noqa: S311  (a fixed play)
+    return [(size, cost(size) * (1 + noise * dice.uniform(-1, 1))) for size in SIZES]
+
+
+@pytest.mark.parametrize(
+    ("shape", "exponent", "cost"),
+    [
+        ("constant", 0.0, lambda _: 85.0),
+        ("logarithmic", 0.07, lambda size: 20 + 18 * math.log2(size)),
+        ("linear", 1.0, lambda size: 3.5 * size),
+        ("linear", 1.0, lambda size: 1200 + 0.31 * size),
+        ("quadratic", 2.0, lambda size: 50 + 0.002 * size * size),
+        ("power", 0.5, lambda size: 9 * math.sqrt(size)),
+        ("power", 1.5, lambda size: 0.1 * size**1.5),
+    ],
+)
+def test_a_slope_is_named_for_what_it_is(shape, exponent, cost):
+    found = slopes.named(points(cost))
+    assert found.shape == shape
+    assert found.exponent == pytest.approx(exponent, abs=0.06)
+    assert found.superlinear == (exponent > 1.15)
+    assert found.error < 0.05
+    assert ("SUPERLINEAR" in found.text("ns", "one")) == found.superlinear
+
+
+def test_a_linear_slope_says_what_one_more_costs():
+    found = slopes.named(points(lambda size: 1200 + 0.31 * size, noise=0))
+    assert found.fixed == pytest.approx(1200)
+    assert found.each == pytest.approx(0.31)
+    assert found.at(1_000_000) == pytest.approx(311_200)
+    assert found.text("us", "block") == "linear, 1,200 us and 0.31 us for each block"
+
+
+def test_a_fit_by_hand():
+    # 1/y = 1, 1/2, 1/4 and x/y = 1, 1, 1: sums aa = 21/16, ab = 7/4, bb = 3, a = 7/4, b = 3; across = 14/16.
+    assert slopes.relative([1, 2, 4], [1, 2, 4]) == pytest.approx((0, 1))
+    assert slopes.relative([0, 0, 0], [2, 2, 2]) == pytest.approx((2, 0))
+    # A line that would start below nothing starts at nothing, and costs what is nearest: the mean of 4 and 4.
+    fixed, each = slopes.relative([1, 10], [1, 40])
+    assert fixed == 0
+    assert each == pytest.approx((1 + 0.25) / (1 + 0.0625))
+
+
+def test_cost_that_falls_is_not_called_constant_or_linear():
+    found = slopes.named(points(lambda size: 900 * size**-0.4))
+    assert (found.shape, found.power) == ("power", pytest.approx(-0.4, abs=0.02))
+    assert found.text("ns", "one").startswith("falls")
+
+
+def test_what_hardly_grows_is_called_nearly_constant():
+    """From 100 to 180 over six decades, by steps, as a look-up that leaves one cache after the other."""
+    found = slopes.named([(size, 100 if size < 5000 else 180) for size in SIZES])
+    assert found.shape == "nearly constant"
+    assert found.text("ns", "one") == "nearly constant, 100 to 180 ns"
+    # Over two decades the same growth is worth a name.
+    assert slopes.named([(1, 100.0), (10, 140.0), (100, 180.0)]).shape == "logarithmic"
+
+
+def test_a_curve_that_is_like_no_shape_is_not_given_one():
+    found = slopes.named([(size, 10 if size < 5000 else 400) for size in SIZES])
+    assert found.error > slopes.UNLIKE
+    assert found.text("ns", "one").startswith("no simple shape, nearest")
+    assert found.text("ns", "one").endswith("from 10 to 400 ns")
+
+
+def test_one_odd_point_does_not_move_the_exponent():
+    curve = points(lambda size: 2.0 * size, noise=0)
+    curve[-2] = (curve[-2][0], curve[-2][1] * 5)
+    assert slopes.named(curve).exponent == pytest.approx(1.0, abs=0.35)
+    assert slopes.steepness(points(lambda size: 2.0 * size, noise=0)) == pytest.approx(1.0)
+
+
+def test_few_points_are_no_proof_of_a_shape():
+    """Of one point nothing is said but itself; of two, a constant or the power between them."""
+    assert slopes.named([(64, 110.0)]).text("ns", "one") == "constant, 110 ns"
+    assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
+    assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
+
+
+def test_growth_that_sets_in_late_shows_in_the_exponent():
+    """A fixed cost hides it from a fit over everything; the last two decades do not."""
+    found = slopes.named(points(lambda size: 1e6 + (size / 1000) ** 2, noise=0.01))
+    assert slopes.named(points(lambda _: 1e6)).exponent == pytest.approx(0, abs=0.05)
+    assert found.exponent > 0.02
+
+
+@pytest.mark.parametrize("wrong", [[], [(1, 0.0)], [(1, 1.0), (2, 0.0)], [(0, 1.0), (2, 1.0)]])
+def test_a_slope_of_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="needs points"):
+        slopes.named(wrong)
+
+
+# -- the model of crowds ---------------------------------------------------------------------------------------------
+
+
+def test_one_server_serves_one_after_another():
+    out = crowd_model.run(8, [crowd_model.Stage("core", 0.01)], {"core": 1}, rounds=2000)
+    assert out.rate == pytest.approx(100)
+    assert (out.p50, out.p99) == (pytest.approx(0.08), pytest.approx(0.08))
+    assert out.used["core"] == pytest.approx(1, abs=0.01)
+
+
+def test_servers_are_used_as_far_as_there_are_clients():
+    for clients, rate in ((1, 100), (2, 200), (3, 300), (4, 300)):
+        out = crowd_model.run(clients, [crowd_model.Stage("core", 0.01)], {"core": 3}, rounds=3000)
+        assert out.rate == pytest.approx(rate, rel=0.01)
+
+
+def test_a_wait_that_needs_nobody_is_shared_by_all():
+    stages = [crowd_model.Stage("", 0.03), crowd_model.Stage("core", 0.01)]
+    for clients, rate in ((1, 25), (2, 50), (4, 100), (9, 100)):
+        assert crowd_model.run(clients, stages, {"core": 1}, rounds=4000).rate == pytest.approx(rate, rel=0.01)
+
+
+def repairmen(clients, think, work, servers):
+    """The rate of a closed system of random times, from its balance equations: the naive twin."""
+    weights = [1.0]
+    for waiting in range(1, clients + 1):
+        arriving = (clients - waiting + 1) / think
+        leaving = min(waiting, servers) / work
+        weights.append(weights[-1] * arriving / leaving)
+    whole = sum(weights)
+    return sum(weight / whole * min(waiting, servers) / work for waiting, weight in enumerate(weights))
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_random_times_give_what_queueing_theory_says(clients, servers):
+    stages = [crowd_model.Stage("", 0.05, exact=False), crowd_model.Stage("core", 0.01, exact=False)]
+    out = crowd_model.run(clients, stages, {"core": servers}, rounds=40_000, seed=clients)
+    assert out.rate == pytest.approx(repairmen(clients, 0.05, 0.01, servers), rel=0.02)
+    # Little: clients = rate * time, all of it spent thinking, waiting or being served.
+    assert out.used["core"] == pytest.approx(out.rate * 0.01 / servers, rel=0.03)
+
+
+def test_a_crowd_of_nobody_is_refused():
+    for clients, stages, servers in (
+        (0, [crowd_model.Stage("a", 1.0)], {"a": 1}),
+        (1, [], {}),
+        (1, [crowd_model.Stage("a", 1.0)], {"a": 0}),
+    ):
+        with pytest.raises(ValueError, match="a crowd needs"):
+            crowd_model.run(clients, stages, servers)
+
+
+# -- the paper plan --------------------------------------------------------------------------------------------------
+
+
+def test_the_work_that_is_counted():
+    # 80 layers, keys and values, 8 heads of 128, two bytes each.
+    assert fleet.TOKEN == 80 * 2 * 8 * 128 * 2 == 327_680
+    assert fleet.PROMPT_BYTES == 1_342_177_280
+    assert (fleet.PIECE, fleet.PIECES) == (32 << 10, 40_960)
+    # Eight times half of 989.4 TFLOP/s, over two operations for each of 70.6e9 parameters and 4,096 tokens.
+    assert math.isclose(fleet.DEMAND, 3.9576e15 / 5.7835e14, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("file", "constant", "said"),
+    [
+        ("links/state.rs", "MOST_LINKS: usize = 4096;", "4,096"),
+        ("links/state.rs", "MOST_STRANGERS: usize = 256;", "256 strangers"),
+        ("links/link.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
+        ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
+        ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
+        ("links/threads.rs", "STACK: usize = 512 << 10;", "512 KiB of address space"),
+        ("transport/door.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
+        ("links/search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
+        ("mem/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),
+    ],
+)
+def test_the_limits_that_the_page_names_are_those_of_the_code(file, constant, said):
+    page = " ".join(document.PAGE.read_text().split())
+    assert constant in (figures.FOLDER.parents[1] / "crates" / "core" / "src" / file).read_text()
+    assert said in page
+    assert fleet.MOST_LINKS == 4096
+
+
+def committed():
+    """The figures that the pages were written from."""
+    source, found = figures.document()
+    return source, figures.Figures(found)
+
+
+def test_the_page_says_what_the_figures_say():
+    source, found = committed()
+    assert document.PAGE.read_text() == document.filled(document.PAGE.read_text(), found, source.name), (
+        "docs/scaling.md is behind its figures: python benches/scaling --write"
+    )
+
+
+def test_the_picture_is_that_of_the_figures():
+    _, found = committed()
+    picture = drawing.drawn(found)
+    assert (figures.FOLDER / "scale.svg").read_text() == picture, "python benches/scaling --write"
+    assert picture.count("<path") > 100
+    assert all(title in picture for title, _, _ in drawing.PANELS)
+
+
+def test_the_comparison_shows_every_curve(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(figures.FOLDER.parents[1] / "benches" / "peers"))
+    scale = importlib.import_module("scale")
+    _, written = figures.document()
+    section = scale.section(written)
+    assert all(f"| {curve['name']} |" in section for curve in written["curves"])
+    assert all(f"| {figure['name']} |" in section for figure in written["figures"])
+    scale.draw(written, tmp_path)
+    assert (tmp_path / "scale.svg").read_text() == (figures.FOLDER / "scale.svg").read_text()
+
+
+def test_every_curve_that_is_used_was_measured():
+    _, found = committed()
+    names = {name for _, _, names in drawing.PANELS for name in names}
+    assert names <= {curve.name for curve in found.curves}
+    assert all(len(curve.points) >= 2 for curve in found.curves)
+    for group in ("keys", "caches", "asked", "links", "blocks", "cores", "fan", "storm", "memory"):
+        assert any(curve.group == group for curve in found.curves), group
+
+
+def test_a_page_without_one_of_its_marks_is_refused():
+    _, found = committed()
+    with pytest.raises(ValueError, match="no marks for"):
+        document.filled("# Scaling\n", found, "scale.json")
+
+
+def test_the_largest_sizes_of_the_issue_were_reached():
+    """1,000,000 keys, 100,000 caches, 512 links, 65,536 blocks, two cores where there are two."""
+    _, found = committed()
+    if found.quick:
+        pytest.fail("the committed figures are those of a quick run")
+    for name, size in (
+        ("look up a key", 1_000_000),
+        ("find a cache by id", 100_000),
+        ("make one more link, shm", 512),
+        ("pull, shm of blocks of 4096 bytes", 65_536),
+        ("bytes pulled from one engine, tcp", 512),
+        ("all are linked again, tcp", 512),
+    ):
+        assert found.curve(name).points[-1][0] >= size, name
+        assert found.curve(name).points[0][0] == 1, name
