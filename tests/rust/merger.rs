@@ -39,7 +39,7 @@ fn merges() -> bool {
     }
     let file = memfd_create("probe", MemfdFlags::CLOEXEC).unwrap();
     let file = File::from(file);
-    file.write_all_at(&[1; UNIT], 0).unwrap();
+    file.write_all_at(&vec![1; UNIT], 0).unwrap();
     // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
     let held = unsafe {
         libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
@@ -198,10 +198,10 @@ fn nobody_sees_it_happen() {
 
     // The first half is only read.
     let readers = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
-        let (mut seen, mut step) = (0, 0);
+        let (mut seen, mut turn) = (0, 0);
         while !stop.load(Ordering::Relaxed) || seen == 0 {
-            step = (step * 5 + 4099) % (half / PAGE);
-            let at = (step * PAGE).min(half - BLOCK);
+            turn = (turn * 5 + 4099) % (half / PAGE);
+            let at = (turn * PAGE).min(half - BLOCK);
             let buffer = Buffer::new(BLOCK, |_| 0);
             by(&source(at), &Tensors::adopted(buffer.adopt(0, BLOCK)));
             let wrong = buffer
@@ -375,7 +375,7 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         unsafe { libc::madvise(at, len, libc::MADV_NOHUGEPAGE) };
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping just made.
-            unsafe { (at as usize as *mut u8).add(offset).write(pattern(6, 0, offset)) };
+            unsafe { ((at as usize + offset) as *mut u8).write(pattern(6, 0, offset)) };
         }
         // Four tensors that lie end to end, off every alignment, with other bytes around them.
         let first = at as u64 + 4096;
@@ -385,7 +385,7 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         huge.push(own_huge_bytes(at as u64, len));
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping, which nobody writes now.
-            let byte = unsafe { (at as usize as *const u8).add(offset).read() };
+            let byte = unsafe { ((at as usize + offset) as *const u8).read() };
             assert_eq!(byte, pattern(6, 0, offset));
         }
         engine.unregister(cache.id()).unwrap();
