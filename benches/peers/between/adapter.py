@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import numpy as np
 
+from rows import Missing
+
 if TYPE_CHECKING:
     from limit import Limit
 
@@ -22,6 +24,7 @@ PULL, PUSH = "pull", "push"
 NEAR, FAR = "near", "far"
 THREADS = 2
 HUGE_PAGE = 2 << 20
+TRIES = 5
 PRIVATE, MAP_FIXED, NO_ACCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10, 0
 HUGE = "LLM_DATADIST_BENCH_HUGE"  # set: all memory that is moved lies in huge pages
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
@@ -82,9 +85,19 @@ class Adapter:
         began = time.perf_counter()
         words = plain(size)
         if self.huge:
-            self.limit.collapse(address(words), size)
+            self.collapse(words)
         self.touching_s += time.perf_counter() - began
         return words
+
+    def collapse(self, words: np.ndarray, tries: int = TRIES) -> None:
+        """Put memory into huge pages; the kernel may have to be asked again while it has none or pages are in use."""
+        try:
+            self.limit.collapse(address(words), words.nbytes)
+        except Missing:
+            if tries <= 1:
+                raise
+            time.sleep(0.1)
+            self.collapse(words, tries - 1)
 
     @classmethod
     def load(cls) -> None:

@@ -31,7 +31,7 @@ class Bare(Adapter):
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
             if self.huge:
-                self.limit.collapse(address(self.memory), self.size)
+                self.collapse(self.memory)
         else:
             self.memory = self.plain(self.size)
         self.stream: Optional[socket.socket] = None
