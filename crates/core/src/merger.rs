@@ -3,7 +3,7 @@
 //! Copies get faster by it, reads of other processes through the kernel twice as fast, and a peer that maps a pool has one
 //! page to map where it had 512. It looks for work when much was moved or a link was made, on a thread that ends when there
 //! is nothing left, so that an idle engine has none (`the_merger_ends_when_there_is_nothing_left`). Only memory that is
-//! touched anyway is merged: a unit of which less than [`ENOUGH`] is in use stays as it is
+//! touched anyway is merged: a unit of which less than `ENOUGH` is in use stays as it is
 //! (`what_nobody_touched_stays_uncommitted`). What is to be
 //! committed ahead is committed and merged at once. Not for: registered memory, which is its owner's.
 
