@@ -199,10 +199,10 @@ fn nobody_sees_it_happen() {
 
     // The first half is only read.
     let checked = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
-        let (mut seen, mut step) = (0, 0);
+        let (mut seen, mut turn) = (0, 0);
         while !stop.load(Ordering::Relaxed) || seen == 0 {
-            step = (step * 5 + 4099) % (half / PAGE);
-            let at = (step * PAGE).min(half - BLOCK);
+            turn = (turn * 5 + 4099) % (half / PAGE);
+            let at = (turn * PAGE).min(half - BLOCK);
             let buffer = Buffer::new(BLOCK, |_| 0);
             by(&source(at), &Tensors::adopted(buffer.adopt(0, BLOCK)));
             let wrong = buffer
