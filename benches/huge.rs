@@ -173,7 +173,9 @@ fn link(near: &DataDist, far: &DataDist, linked: bool) {
     let limit = Duration::from_secs(5);
     let outcomes =
         if linked { near.link_clusters(&[peer], limit) } else { near.unlink_clusters(&[peer], limit, false) };
-    outcomes.into_iter().for_each(|outcome| outcome.unwrap());
+    for outcome in outcomes {
+        outcome.unwrap();
+    }
 }
 
 /// Pulls all blocks once; GB/s.
@@ -258,7 +260,9 @@ fn beside(options: &Options) {
             let engine = engine(1, options.mib, choice);
             let caches =
                 [Placement::Device, Placement::Host].map(|at| allocate(&engine, at, options.mib, block));
-            caches.iter().for_each(|cache| fill(cache, 6));
+            for cache in &caches {
+                fill(cache, 6);
+            }
             let ends = [0, 1].map(|at: usize| End::Managed(caches[at].id()));
             let blocks = (options.mib << 20) / block;
             let mut shuffle = Shuffle(0x1357_9BDF_0246_8ACE);

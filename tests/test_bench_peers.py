@@ -330,7 +330,7 @@ def rendered(source: Path, out: Path) -> str:
 
 
 def test_the_committed_page_says_what_the_committed_file_says(tmp_path: Path) -> None:
-    assert rendered(REPORT / "peers.json", tmp_path) == (REPORT / "peers.md").read_text()
+    assert rendered(REPORT / "peers.json", tmp_path / "new") == (REPORT / "peers.md").read_text()
 
 
 def test_the_readme_shows_the_picture() -> None:

@@ -131,3 +131,14 @@ def test_a_missing_system_is_said(between: Any, tmp_path: Path) -> None:
         pytest.skip("ucxx is here")
     with pytest.raises(between.rows.Missing, match="ucxx"):
         between.pair.Pair(between.systems.PEERS["ucxx", "tcp"], between.pair.Pattern(MEMORY), str(tmp_path))
+
+
+def test_a_late_answer_is_not_taken_for_another_one(between: Any, pair: Any, case: Any) -> None:
+    far, _ = pair.both
+    far.signal(signal.SIGSTOP)
+    far.tell("hello")
+    with pytest.raises(between.pair.Failed, match="still at it after 0 s"):
+        far.answer(0.1)
+    far.signal(signal.SIGCONT)
+    with pytest.raises(between.pair.Failed, match="the far side is still at something else"):
+        pair.lay(case)

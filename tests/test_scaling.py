@@ -80,10 +80,18 @@ def test_what_hardly_grows_is_called_nearly_constant():
 
 
 def test_a_curve_that_is_like_no_shape_is_not_given_one():
-    found = slopes.named([(size, 10 if size < 5000 else 400) for size in SIZES])
-    assert found.error > slopes.UNLIKE
-    assert found.text("ns", "one").startswith("no simple shape, nearest")
-    assert found.text("ns", "one").endswith("from 10 to 400 ns")
+    found = slopes.named([(size, 10 if size < 5000 else 40 * (size / 4096) ** 0.6) for size in SIZES])
+    assert found.worst > slopes.FAR_OFF
+    assert found.name == "no simple shape"
+    assert found.text("ns", "one") == "no simple shape, from 10 to 1,114 ns"
+
+
+def test_a_curve_that_changes_on_the_way_may_be_plain_at_the_end():
+    """Twice as steep up to 4,096 as from there on, where it is a line; and one that ends flat."""
+    found = slopes.named([(size, size**2 if size <= 4096 else 4096 * size) for size in SIZES])
+    assert found.text("ns", "one") == "linear at the end, from 1 to 4,294,967,296 ns"
+    flat = slopes.named([(size, min(size, 64)) for size in SIZES])
+    assert flat.text("ns", "one") == "constant at the end, from 1 to 64 ns"
 
 
 def test_one_odd_point_does_not_move_the_exponent():

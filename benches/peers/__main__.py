@@ -44,8 +44,8 @@ def main() -> None:
         child(group, part, Path(record), Ask.of(options.ask))
         return
     file = options.out / "peers.json"
+    options.out.mkdir(parents=True, exist_ok=True)
     if not options.render:
-        options.out.mkdir(parents=True, exist_ok=True)
         all_groups(options, file)
     document, rows = read(options.source or file)
     (options.out / "peers.md").write_text(report.markdown(document, rows))

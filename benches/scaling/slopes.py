@@ -27,6 +27,8 @@ UNLIKE, FAR_OFF = 0.25, 0.45
 # From this exponent on, over the last two decades, cost grows faster than size.
 SUPERLINEAR = 1.15
 DECADES = 2.0
+# What exponents are taken for a constant and for a line there: the exponent, and how far off it may be.
+ENDS = (("constant", 0.0, 0.1), ("linear", 1.0, 0.15))
 # How much closer a bare power must be than a shape that has a reason.
 PLAIN = 1.3
 
@@ -60,7 +62,9 @@ class Slope:
         # One odd point makes a constant no other shape.
         odd = self.shape != "constant" and self.worst > FAR_OFF
         if self.shape != "nearly constant" and (self.error > UNLIKE or odd):
-            return "no simple shape"
+            # What many workers, or other kernels, do in between: the end may still be plain.
+            plain = [shape for shape, power, off in ENDS if abs(self.exponent - power) <= off]
+            return f"{plain[0]} at the end" if plain else "no simple shape"
         if self.shape != "power":
             return self.shape
         return f"power {self.power:.2f}" if self.power > 0 else f"falls, power {self.power:.2f}"
@@ -69,8 +73,8 @@ class Slope:
         """In words."""
         ends = f"{digits(self.ends[0])} to {digits(self.ends[1])} {unit}"
         words = self.name
-        if words == "no simple shape":
-            words += f", nearest {self.shape}: from {ends}"
+        if words == "no simple shape" or words.endswith("at the end"):
+            words += f", from {ends}"
         elif words == "nearly constant":
             words += f", {ends}"
         elif words == "constant":

@@ -11,6 +11,7 @@ const CHILD: &str = "LLM_DATADIST_TEST_LISTS";
 
 /// Lists of a call with 32,768 blocks, again and again: once an engine was opened, their pages are not new each time.
 #[test]
+#[expect(clippy::print_stdout, reason = "how the child tells its parent")]
 fn lists_are_made_of_memory_that_was_used_before() {
     if let Ok(word) = std::env::var(CHILD) {
         if word == "opened" {

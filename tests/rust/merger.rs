@@ -39,7 +39,8 @@ fn merges() -> bool {
     }
     let file = memfd_create("probe", MemfdFlags::CLOEXEC).unwrap();
     let file = File::from(file);
-    file.write_all_at(&[1; UNIT], 0).unwrap();
+    file.set_len(UNIT as u64).unwrap();
+    file.write_all_at(&[1], 0).unwrap();
     // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
     let held = unsafe {
         libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
@@ -111,9 +112,9 @@ fn what_nobody_touched_stays_uncommitted() {
     let merger = Merger::new([region.clone()]);
     merger.look();
     ended(&merger);
-    let merged = merger.merged(&region);
-    assert_eq!(merged.errno, None);
-    assert_eq!(merged.bytes as usize, 5 * UNIT, "three, the one that is touched enough, and the last");
+    let report = merger.merged(&region);
+    assert_eq!(report.errno, None);
+    assert_eq!(report.bytes as usize, 5 * UNIT, "three, the one that is touched enough, and the last");
     assert_eq!(region.committed_bytes() as usize, 5 * UNIT + few, "an eighth of one unit more");
     assert_eq!(region.huge_bytes() as usize, 5 * UNIT, "the kernel says the same");
     assert_eq!(region.base() as usize, base);
@@ -197,11 +198,11 @@ fn nobody_sees_it_happen() {
     let stop = AtomicBool::new(false);
 
     // The first half is only read.
-    let readers = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
-        let (mut seen, mut step) = (0, 0);
+    let checked = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
+        let (mut seen, mut turn) = (0, 0);
         while !stop.load(Ordering::Relaxed) || seen == 0 {
-            step = (step * 5 + 4099) % (half / PAGE);
-            let at = (step * PAGE).min(half - BLOCK);
+            turn = (turn * 5 + 4099) % (half / PAGE);
+            let at = (turn * PAGE).min(half - BLOCK);
             let buffer = Buffer::new(BLOCK, |_| 0);
             by(&source(at), &Tensors::adopted(buffer.adopt(0, BLOCK)));
             let wrong = buffer
@@ -228,8 +229,8 @@ fn nobody_sees_it_happen() {
         let by_kernel = |from: &Tensors, to: &Tensors| {
             process.read(&[(from.window(0, 0, all).unwrap(), to.window(0, 0, all).unwrap())]).unwrap();
         };
-        let mapped = scope.spawn(move || readers(&mapped, &plain));
-        let asked = scope.spawn(move || readers(&asked, &by_kernel));
+        let mapped = scope.spawn(move || checked(&mapped, &plain));
+        let asked = scope.spawn(move || checked(&asked, &by_kernel));
         // The second half is written anew, in an order that meets the merger everywhere.
         let writer = scope.spawn(|| {
             let mut written = 0;
@@ -375,7 +376,7 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         unsafe { libc::madvise(at, len, libc::MADV_NOHUGEPAGE) };
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping just made.
-            unsafe { (at as usize as *mut u8).add(offset).write(pattern(6, 0, offset)) };
+            unsafe { ((at as usize + offset) as *mut u8).write(pattern(6, 0, offset)) };
         }
         // Four tensors that lie end to end, off every alignment, with other bytes around them.
         let first = at as u64 + 4096;
@@ -385,7 +386,7 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         huge.push(own_huge_bytes(at as u64, len));
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the mapping, which nobody writes now.
-            let byte = unsafe { (at as usize as *const u8).add(offset).read() };
+            let byte = unsafe { ((at as usize + offset) as *const u8).read() };
             assert_eq!(byte, pattern(6, 0, offset));
         }
         engine.unregister(cache.id()).unwrap();

@@ -68,7 +68,7 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x01\x01".to_vec();
+    let mut frame = b"LD\x02\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -152,7 +152,7 @@ fn a_length_beyond_the_limit_ends_the_stream() {
         (GREETING_LIMIT + 1, GREETING_LIMIT),
     ] {
         each(|_, _, near, far| {
-            let mut header = b"LD\x01\x01".to_vec();
+            let mut header = b"LD\x02\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&near).write_all(&header).unwrap();
             let error = far.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -183,7 +183,7 @@ fn the_longest_frame_passes() {
 fn a_length_alone_is_given_no_memory() {
     // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
     each(|_, _, near, far| {
-        let mut header = b"LD\x01\x01".to_vec();
+        let mut header = b"LD\x02\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&near).write_all(&header).unwrap();
@@ -657,6 +657,53 @@ fn windows_that_get_stuck_end_the_stream() {
     each(|_, _, near, far| {
         assert_eq!(kind_of(far.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
         assert!(!far.is_closed(), "nothing had come");
+        raw(&near).write_all(&[5; 999]).unwrap();
+        near.close();
+        let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
+    });
+}
+
+/// After how many bytes somebody who waits at `stream` is woken.
+#[allow(unsafe_code, reason = "an option of the socket that only the C library reads")]
+fn woken_at(stream: &Stream) -> i32 {
+    use std::os::fd::AsRawFd;
+    let (fd, mut value, mut size) = (stream.as_fd().as_raw_fd(), 0i32, size_of::<i32>() as libc::socklen_t);
+    let (at, len) = ((&raw mut value).cast(), &raw mut size);
+    // SAFETY: both outlive the call.
+    let got = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, at, len) };
+    assert_eq!(got, 0);
+    value
+}
+
+/// A large list over a network wakes its receiver for 256 KiB at a time, its end byte by byte, and leaves nothing behind.
+#[test]
+fn many_bytes_are_waited_for_together() {
+    const BYTES: usize = 1 << 20;
+    let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
+    each(|case, _, near, far| {
+        let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
+        let settled = |expected: i32| {
+            let until = Instant::now() + Duration::from_secs(10);
+            while woken_at(&far) != expected && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(woken_at(&far), expected);
+        };
+        let target = Cut::new(&[BYTES], 0, |_| 0);
+        thread::scope(|scope| {
+            let receiving = scope.spawn(|| far.receive_windows(&target.windows(), soon()));
+            settled(together);
+            raw(&near).write_all(&source.bytes()[..BYTES - 1]).unwrap();
+            settled(1);
+            raw(&near).write_all(&source.bytes()[BYTES - 1..]).unwrap();
+            receiving.join().unwrap().unwrap();
+        });
+        assert!(target.bytes() == source.bytes());
+        assert_eq!(woken_at(&far), 1);
+        assert_eq!(kind_of(far.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
+        assert_eq!((woken_at(&far), far.is_closed()), (1, false));
+        // Fewer than are waited for, and the end of the stream.
         raw(&near).write_all(&[5; 999]).unwrap();
         near.close();
         let error = far.receive_windows(&target.windows(), soon()).unwrap_err();

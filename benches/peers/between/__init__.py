@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ask import Ask
 
 KIB = 1 << 10
+SMALL_PAGES, HUGE_PAGES = "4K", "huge"
 # How many blocks beside as many as fit into the memory.
 FEW = {
     4 * KIB: (1, 64, 4096),
@@ -47,18 +48,22 @@ def parts(ask: Ask) -> list[str]:
     """Both directions in every kind of memory."""
     if ask.quick:
         return [f"{PULL} {POOL}", f"{PUSH} {POOL}", f"{PULL} {REGISTERED}"]
-    return [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
+    small = [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
+    return small + [f"{PULL} {kind} {HUGE_PAGES}" for kind in (POOL, REGISTERED)]
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
     """All sizes of one part."""
-    op, kind = part.split()
+    op, kind, *huge = part.split()
     pattern = Pattern(ask.mib << 20)
-    pairs = Pairs(ask, of_kind(kind), pattern)
+    pairs = Pairs(ask, of_kind(kind, bool(huge)), pattern)
+    plain = Row("between", f"{op} {kind}", "", pages=HUGE_PAGES if huge else SMALL_PAGES)
     try:
-        yield from pairs.failures(Row("between", part, ""))
+        yield from pairs.failures(plain)
         for block, count in sizes(ask):
-            row = Row("between", part, "", block_bytes=block, blocks=count)
+            if huge and count * block < pattern.size:
+                continue
+            row = dataclasses.replace(plain, block_bytes=block, blocks=count)
             yield from pairs.cell(row, case_of(op, block, count, pattern.size))
     finally:
         pairs.end()
@@ -99,7 +104,7 @@ class Pairs:
     def failures(self, row: Row) -> Iterator[Row]:
         """Who did not start."""
         for peer, why in self.missing:
-            yield Row(row.group, row.op, peer.system, peer.setting, note=why)
+            yield dataclasses.replace(row, system=peer.system, setting=peer.setting, note=why)
 
     def cell(self, row: Row, case: Case) -> Iterator[Row]:
         """One list of blocks: every pair, in turn."""
@@ -112,7 +117,9 @@ class Pairs:
         ground = Ground(row, case.total / 1e9, wrong=lambda: None)
         yield from contest(self.ask, ground, entries)
         for pair in list(self.pairs):
-            self.after(pair, case)
+            why = self.after(pair, case)
+            if why:
+                yield dataclasses.replace(row, system=pair.peer.system, setting=pair.peer.setting, note=why)
 
     def ready(self, pair: Pair, case: Case) -> tuple[list[Entry], str]:
         """What a pair brings into a cell; or why it cannot, and then it is left out from here on."""
@@ -122,17 +129,16 @@ class Pairs:
             self.drop(pair)
             return [], reason(failure)
 
-    def after(self, pair: Pair, case: Case) -> None:
-        """Nothing else was written; and a pair that no longer answers is left out from here on."""
+    def after(self, pair: Pair, case: Case) -> str:
+        """Nothing else was written, or else what; a pair that no longer answers is left out from here on."""
         try:
             pair.wake()
-            strays = pair.destination(case.op).do("strays")
+            strays: str = pair.destination(case.op).do("strays")
             pair.rest()
         except Failed as gone:
-            print(f"{pair.peer.system}, {pair.peer.setting}: {gone}")
             self.drop(pair)
-            return
-        assert not strays, f"{pair.peer.system}, {pair.peer.setting}, {case.count} x {case.block}: {strays}"
+            return f"left out from here on: {gone}"
+        return strays
 
     def drop(self, pair: Pair) -> None:
         """Go on without it."""

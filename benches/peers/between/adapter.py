@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import numpy as np
 
+from rows import Missing
+
 if TYPE_CHECKING:
     from limit import Limit
 
 PULL, PUSH = "pull", "push"
 NEAR, FAR = "near", "far"
 THREADS = 2
+HUGE_PAGE = 2 << 20
+TRIES = 5
+PRIVATE, MAP_FIXED, NO_ACCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10, 0
+HUGE = "LLM_DATADIST_BENCH_HUGE"  # set: all memory that is moved lies in huge pages
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
 
 Run = Callable[[], object]
@@ -70,6 +76,7 @@ class Adapter:
         self.setting, self.role, self.size = setting, role, size
         self.limit, self.pattern = limit, pattern
         self.memory = np.zeros(0, dtype=np.int64)
+        self.huge = HUGE in os.environ
         self.touching_s = 0.0  # part of ``open`` that is no work of the system
         self.open()
 
@@ -77,8 +84,20 @@ class Adapter:
         """Touched memory of the process."""
         began = time.perf_counter()
         words = plain(size)
+        if self.huge:
+            self.collapse(words)
         self.touching_s += time.perf_counter() - began
         return words
+
+    def collapse(self, words: np.ndarray, tries: int = TRIES) -> None:
+        """Put memory into huge pages; the kernel may have to be asked again while it has none or pages are in use."""
+        try:
+            self.limit.collapse(address(words), words.nbytes)
+        except Missing:
+            if tries <= 1:
+                raise
+            time.sleep(0.1)
+            self.collapse(words, tries - 1)
 
     @classmethod
     def load(cls) -> None:
@@ -176,8 +195,16 @@ def plain(size: int) -> np.ndarray:
 
 
 def shared(descriptor: int, size: int) -> np.ndarray:
-    """The memory behind a descriptor, mapped by both."""
-    return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.int64)
+    """The memory behind a descriptor, mapped by both, where huge pages can serve it; it stays mapped."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    room = call(None, size + HUGE_PAGE, NO_ACCESS, PRIVATE, -1, 0)
+    at = (room + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+    found = call(at, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, descriptor, 0)
+    if found != at:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(at))
 
 
 def memory_file(name: str, size: int) -> int:

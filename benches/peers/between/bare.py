@@ -30,6 +30,8 @@ class Bare(Adapter):
             self.descriptor = memory_file("far", self.size)
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
+            if self.huge:
+                self.collapse(self.memory)
         else:
             self.memory = self.plain(self.size)
         self.stream: Optional[socket.socket] = None
@@ -52,7 +54,7 @@ class Bare(Adapter):
             self.there = address(self.theirs)
         elif self.setting == "stream":
             self.stream = socket.create_connection(door, timeout=20)
-            self.stream.settimeout(20)
+            self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def request(self, case: Case) -> Run:
         """The first of the loops."""
@@ -100,6 +102,7 @@ class Bare(Adapter):
         """Far: the other end of the stream."""
         if self.stream is None:
             self.stream, _ = self.door.accept()
+            self.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.stream.settimeout(0.02)
         while not over():
             head = bytearray(HEAD.size)

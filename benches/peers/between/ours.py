@@ -35,18 +35,19 @@ class Ours(Adapter):
         self.dist = LLMDataDist(role, CLUSTERS[self.role])
         registered = self.setting == "registered"
         pool = SLACK if registered else self.size + SLACK
-        self.dist.init(
-            {
-                "llm.EnableCacheManager": "1",
-                "ge.exec.deviceId": "0",
-                "llm.MemPoolConfig": f'{{"memory_size": {pool}, "page_shift": 12}}',
-                "llm.EnableRemoteCacheAccessible": "1",
-                "llm.listenIpInfo": "127.0.0.1:0",
-                "llm.SyncKvCacheWaitTime": "20000",
-                "llm.CopyWorkers": str(THREADS),
-                "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
-            }
-        )
+        options = {
+            "llm.EnableCacheManager": "1",
+            "ge.exec.deviceId": "0",
+            "llm.MemPoolConfig": f'{{"memory_size": {pool}, "page_shift": 12}}',
+            "llm.EnableRemoteCacheAccessible": "1",
+            "llm.listenIpInfo": "127.0.0.1:0",
+            "llm.SyncKvCacheWaitTime": "20000",
+            "llm.CopyWorkers": str(THREADS),
+            "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
+            # Small pages stay small where everybody has small ones.
+            "llm.HugePages": "eager" if self.huge else "off",
+        }
+        self.dist.init(options)
         self.own = self.plain(self.size) if registered else None
         self.cache: Cache
         self.cut(1 << 20)

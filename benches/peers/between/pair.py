@@ -46,7 +46,8 @@ class Process:
     """One side."""
 
     def __init__(self, peer: Peer, role: str, pattern: Pattern, log: Path) -> None:
-        self.role, self.log, self.stopped = role, log, False
+        self.role, self.log = role, log
+        self.late = False  # its next answer would be one to an earlier message
         self.conn: Connection
         self.conn, theirs = Pipe()
         descriptors = [theirs.fileno(), pattern.descriptor]
@@ -69,6 +70,8 @@ class Process:
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Send a message without waiting."""
+        if self.late:
+            raise Failed(f"the {self.role} side is still at something else")
         try:
             self.conn.send((name, arguments))
         except OSError as gone:
@@ -78,6 +81,7 @@ class Process:
         """The answer to the last message."""
         if not self.conn.poll(limit_s):
             self.signal(signal.SIGUSR1)
+            self.late = True
             raise Failed(f"the {self.role} side was still at it after {limit_s:.0f} s")
         try:
             kind, value = self.conn.recv()
@@ -153,9 +157,10 @@ class Pair:
         self.took[FAR], hello = far.do("hello")
         self.took[NEAR], _ = near.do("hello")
         self.attended(1)
-        near.tell("link", hello)
-        self.took["link"] = near.answer()
-        self.over()
+        try:
+            self.took["link"] = near.do("link", hello)
+        finally:
+            self.over()
 
     @property
     def both(self) -> tuple[Process, Process]:
@@ -189,10 +194,10 @@ class Pair:
         """The near side transfers while the far side attends."""
         _, near = self.both
         self.attended(times)
-        near.tell(how, *arguments, times)
-        took = near.answer()
-        self.over()
-        return took
+        try:
+            return near.do(how, *arguments, times)
+        finally:
+            self.over()
 
     def destination(self, op: str) -> Process:
         """The side that is written and checked."""

@@ -6,6 +6,7 @@ it is. ``tcp``: what would also go between hosts, over the loopback. Not for: ho
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shutil
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from between.adapter import HUGE
 from rows import LIMIT, OURS, Missing
 
 if TYPE_CHECKING:
@@ -103,9 +105,11 @@ BESIDE = {
 }
 
 
-def of_kind(kind: str) -> list[Peer]:
+def of_kind(kind: str, huge: bool = False) -> list[Peer]:
     """Everybody who is compared in one kind of memory: ours first, the limit last."""
-    return [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
+    peers = [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
+    more = {HUGE: "1"} if huge else {}
+    return [dataclasses.replace(peer, environment={**peer.environment, **more}) for peer in peers]
 
 
 def adapter(system: str) -> type[Adapter]:

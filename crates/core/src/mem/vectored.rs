@@ -46,6 +46,17 @@ pub fn receive(fd: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Res
     })
 }
 
+/// Has whoever waits at `fd` be woken when so many bytes have arrived, instead of at the first. The end of the stream,
+/// and a full buffer, wake all the same.
+pub fn wake_at(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
+    let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    let size = libc::socklen_t::try_from(size_of_val(&value)).unwrap_or(0);
+    let at = (&raw const value).cast();
+    // SAFETY: the kernel reads `size` bytes of `value`, which outlives the call.
+    let set = unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, at, size) };
+    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// The first [`MOST`] stretches of memory after `skip` bytes.
 fn vectors(windows: &[Window<'_>], mut skip: u64) -> Vec<libc::iovec> {
     let mut vectors = Vec::with_capacity(windows.len().min(MOST));

@@ -21,13 +21,36 @@ pub enum Origin {
     Loose,
 }
 
+/// Dimensions; the usual few need no memory of their own.
+#[derive(Debug)]
+enum Shape {
+    Few(u8, [i64; FEW]),
+    Many(Box<[i64]>),
+}
+
+/// Most dimensions that are kept with the cache.
+const FEW: usize = 4;
+
+impl Shape {
+    fn of(dims: &[i64]) -> Self {
+        match u8::try_from(dims.len()) {
+            Ok(count) if dims.len() <= FEW => {
+                let mut few = [0; FEW];
+                few[..dims.len()].copy_from_slice(dims);
+                Shape::Few(count, few)
+            }
+            _ => Shape::Many(dims.into()),
+        }
+    }
+}
+
 /// A group of equal tensors under one name.
 #[derive(Debug)]
 pub struct Cache {
     id: CacheId,
     origin: Origin,
     side: Side,
-    shape: Box<[i64]>,
+    shape: Shape,
     data_type: DataType,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
@@ -54,7 +77,7 @@ impl Cache {
             id,
             origin,
             side,
-            shape: desc.shape.as_slice().into(),
+            shape: Shape::of(&desc.shape),
             data_type: desc.data_type,
             remote_accessible,
             tensors: Arc::new(tensors),
@@ -101,7 +124,10 @@ impl Cache {
     /// Dimensions of one tensor.
     #[must_use]
     pub fn shape(&self) -> &[i64] {
-        &self.shape
+        match &self.shape {
+            Shape::Few(count, dims) => &dims[..usize::from(*count)],
+            Shape::Many(dims) => dims,
+        }
     }
 
     /// Element type.

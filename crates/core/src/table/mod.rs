@@ -65,7 +65,39 @@ struct Slot {
     bound: u32,
     /// The key each row was given. Removing a key leaves it here, to save touching this list: an entry counts only if
     /// `keys` still leads from it to this row.
-    keys: Box<[Option<CacheKey>]>,
+    keys: RowKeys,
+}
+
+/// The keys of a cache's rows. One is the usual number, and needs no memory of its own: what is visited in random order
+/// costs by the piece.
+#[derive(Debug)]
+enum RowKeys {
+    One(Option<CacheKey>),
+    Many(Box<[Option<CacheKey>]>),
+}
+
+impl RowKeys {
+    fn of(keys: &[(u64, CacheKey)]) -> Self {
+        match keys {
+            [] => RowKeys::One(None),
+            &[(0, key)] => RowKeys::One(Some(key)),
+            keys => {
+                let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
+                let mut by_row = vec![None; usize::try_from(rows).unwrap_or(0)].into_boxed_slice();
+                for &(row, key) in keys {
+                    by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
+                }
+                RowKeys::Many(by_row)
+            }
+        }
+    }
+
+    fn all(&self) -> &[Option<CacheKey>] {
+        match self {
+            RowKeys::One(key) => std::slice::from_ref(key),
+            RowKeys::Many(keys) => keys,
+        }
+    }
 }
 
 /// How many of each a table holds.
@@ -125,11 +157,7 @@ impl Table {
         keys: &[(u64, CacheKey)],
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
-        let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
-        let mut by_row = vec![None; usize::try_from(rows).unwrap_or(0)].into_boxed_slice();
-        for &(row, key) in keys {
-            by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
-        }
+        let by_row = RowKeys::of(keys);
         // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
@@ -283,7 +311,7 @@ impl State {
     /// Removes a cache and all its keys.
     fn remove(&mut self, place: Place) -> Option<Slot> {
         let slot = self.take(place)?;
-        for (row, key) in slot.keys.iter().enumerate() {
+        for (row, key) in slot.keys.all().iter().enumerate() {
             if let Some(key) = key
                 && let Some(&(named, at)) = self.keys.get(key)
                 && (named, at as usize) == (place, row)

@@ -180,7 +180,7 @@ impl State {
     fn consumable(&self, place: Place, row: u32) -> Option<CacheKey> {
         let slot = self.slot(place)?;
         let allocated = slot.cache.origin() == Origin::Allocated && slot.cache.kind() == CacheKind::Batch;
-        let key = slot.keys.get(row as usize).copied().flatten().filter(|_| allocated)?;
+        let key = slot.keys.all().get(row as usize).copied().flatten().filter(|_| allocated)?;
         let live = self.keys.get(&key) == Some(&(place, row));
         (live && matches!(key, CacheKey::Request { .. })).then_some(key)
     }

@@ -37,6 +37,10 @@ pub type Received = (u8, Vec<u8>, Vec<OwnedFd>);
 /// Windows handed to one system call; the kernel takes no more, and the rest need not be looked at.
 const MOST_WINDOWS: usize = 1024;
 
+/// Bytes of windows that are waited for together over a network: one wake-up for each segment that arrives would cost more
+/// than copying it (docs/performance.md).
+const TOGETHER: u32 = 256 << 10;
+
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
 const CLOSED: u8 = 2;
@@ -255,6 +259,8 @@ impl Stream {
     }
 
     fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
+        let mut wakes = Wakes { stream: self, at: 1 };
+        let left: u64 = windows.iter().map(Window::len).sum();
         let mut transfer = Transfer::new(self, way, deadline);
         // Windows that are done leave the list, so that no step walks over them again.
         let (mut windows, mut skip) = (windows, 0);
@@ -263,6 +269,9 @@ impl Stream {
             if skip >= first.len() {
                 (windows, skip) = (&windows[1..], skip - first.len());
                 continue;
+            }
+            if way == Way::In && !self.about.carries_descriptors {
+                wakes.set(if left - *done < TOGETHER.into() { 1 } else { TOGETHER });
             }
             let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
             (skip, *done) = (skip + bytes, *done + bytes);
@@ -287,6 +296,27 @@ impl Stream {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;
         Error::new(ErrorKind::NotLinked, if ours { "this side closed the connection" } else { how })
+    }
+}
+
+/// After how many bytes a thread that waits to receive is woken; after the first again when this drops.
+struct Wakes<'a> {
+    stream: &'a Stream,
+    at: u32,
+}
+
+impl Wakes<'_> {
+    fn set(&mut self, bytes: u32) {
+        // Refused, whoever waits is woken more often.
+        if bytes != self.at && vectored::wake_at(self.stream.socket.as_fd(), bytes).is_ok() {
+            self.at = bytes;
+        }
+    }
+}
+
+impl Drop for Wakes<'_> {
+    fn drop(&mut self) {
+        self.set(1);
     }
 }
 
