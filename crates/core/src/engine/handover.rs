@@ -7,11 +7,14 @@
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::yield_now;
 
 use crate::id::Deadline;
 
 /// Looks before a stage sleeps: some ten microseconds, less than waking it costs both sides.
 const LOOKS: usize = 400;
+/// Looks before the core is offered to others.
+const YIELD: usize = 32;
 
 /// The counts of one pipeline. Every change is made before it is announced, and seen with all that came before it.
 #[derive(Debug, Default)]
@@ -75,11 +78,12 @@ impl HandOver {
 
     /// Whether `ready` came true in time.
     fn wait(&self, ready: impl Fn() -> bool, deadline: Option<Deadline>) -> bool {
-        for _ in 0..LOOKS {
+        for look in 1..=LOOKS {
             if ready() {
                 return true;
             }
-            spin_loop();
+            // The stage that is waited for may be kept from this very core.
+            if look % YIELD == 0 { yield_now() } else { spin_loop() }
         }
         let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         // Said before the last look: whoever changes something after it sees that somebody sleeps.
