@@ -6,6 +6,9 @@ One table per call: argument, bad value, expected. Values that only make sense w
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -482,3 +485,10 @@ def test_integers_of_other_kinds_are_judged_like_integers(bench: Bench) -> None:
     bench.manager.copy_cache(bench.other, bench.batch, Number(1), Number(2), Number(0), Number(16))
     bench.manager.copy_blocks(bench.blocks, {Number(0): [Number(1)]})
     assert CacheDesc(Number(1), [Number(2)], DataType.DT_INT8).size == 2
+
+
+def test_lists_are_read_under_the_lock_of_the_interpreter() -> None:
+    """`raw` reads items that it does not hold: without that lock another thread could change the list meanwhile."""
+    binding = Path(__file__).resolve().parents[1] / "crates" / "py" / "src" / "lib.rs"
+    assert re.findall(r"^#\[pymodule.*$", binding.read_text(), re.MULTILINE) == ["#[pymodule(gil_used = true)]"]
+    assert getattr(sys, "_is_gil_enabled", lambda: True)()

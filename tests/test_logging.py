@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import CacheKey, LLMException
+from llm_datadist import CacheKey, KvCacheManager, LLMDataDist, LLMException
+from llm_datadist.cache_manager import CacheManager
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -309,19 +310,33 @@ def test_the_level_may_change_at_any_time_and_by_any_logger_above(
 
 
 def test_a_logged_method_has_the_parameters_of_its_own(manager: Any) -> None:
-    for name, method in vars(type(manager)).items():
-        told = getattr(method, "__wrapped__", None)
-        if told is not None and inspect.isfunction(method):
-            assert (
-                inspect.signature(method, follow_wrapped=False).parameters.keys()
-                == inspect.signature(told).parameters.keys()
-            )
-            assert (method.__defaults__, method.__doc__, method.__qualname__) == (
-                told.__defaults__,
-                told.__doc__,
-                f"CacheManager.{name}",
-            )
+    for owner in (CacheManager, KvCacheManager, LLMDataDist):
+        seen = 0
+        for name, method in vars(owner).items():
+            told = getattr(method, "__wrapped__", None)
+            if told is not None and inspect.isfunction(method):
+                made = inspect.signature(method, follow_wrapped=False).parameters
+                own = inspect.signature(told).parameters
+                assert [(of.name, of.kind) for of in made.values()] == [(of.name, of.kind) for of in own.values()]
+                assert (method.__defaults__, method.__kwdefaults__) == (told.__defaults__, told.__kwdefaults__)
+                assert (method.__doc__, method.__qualname__) == (told.__doc__, f"{owner.__name__}.{name}")
+                seen += 1
+        assert seen > 0, owner
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'cache_key'"):
         manager.remove_cache_key()
     with pytest.raises(TypeError, match="unexpected keyword argument 'size_of'"):
         manager.push_cache(None, None, size_of=3)
+
+
+def test_parameters_that_would_be_lost_are_refused() -> None:
+    def named(self: Any, key: int, *, size: int = 1) -> None: ...
+
+    def any_number(self: Any, *keys: int) -> None: ...
+
+    def by_place(self: Any, key: int, /) -> None: ...
+
+    for method in (named, any_number, by_place):
+        with pytest.raises(
+            TypeError, match=f"parameters of .*{method.__name__} can be logged by position or name only"
+        ):
+            log.logged(method)

@@ -350,10 +350,11 @@ class CacheManager:
             dst_cache_key: the far slot, by cache id and slot.
             src_cache: continuous cache that is read.
             src_batch_index: batch slot read (uint32).
-            src_layer_range: layers read; ``None`` for all, then ``dst_layer_range`` too.
+            src_layer_range: layers read; ``None`` for all whole ones, then ``dst_layer_range`` too.
             dst_layer_range: layers written, as many.
             size: -1, the whole slot.
-            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
+                without ranges nothing is sent, and that is no error (python-api.md §7.14); say 1 for one tensor.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, without ``llm.EnableRemoteCacheAccessible``, a blocks cache, layers or
@@ -385,7 +386,7 @@ class CacheManager:
             dst_blocks: blocks written, at least one.
             src_layer_range: as for :meth:`push_cache`.
             dst_layer_range: as for :meth:`push_cache`.
-            tensor_num_per_layer: tensors of one layer (uint32, above 0).
+            tensor_num_per_layer: as for :meth:`push_cache`: with the default nothing of a cache of one tensor is sent.
 
         Raises:
             LLMException: as for :meth:`push_cache`; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of unlike

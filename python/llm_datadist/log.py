@@ -170,6 +170,9 @@ def logged(method: _Call) -> _Call:
 def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return what makes a function with the parameters of ``method``: by position or name, and any others by name."""
     code = method.__code__
+    if code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS:
+        msg = f"the parameters of {method.__qualname__} can be logged by position or name only"
+        raise TypeError(msg)
     names = list(code.co_varnames[: code.co_argcount])
     required = code.co_argcount - len(method.__defaults__ or ())
     parameters = names[:required] + [f"{name}=None" for name in names[required:]]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::check::Side;
 use llm_datadist_core::keys::Name;
-use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::plan::{CopyPlan, Span};
 use llm_datadist_core::wire::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
     Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
@@ -540,6 +540,43 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
         let (refused, peak) = heap::peak(work);
         assert!(refused);
         assert!(peak < 32 * frame.len(), "{peak} for {}", frame.len());
+    }
+}
+
+/// What is made of a plan once it was checked against the cache: the rows that are pinned.
+#[test]
+fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
+    const ROW: u64 = 4096;
+    // Blocks of a quarter, a whole and one and a half rows, in no order and read again and again.
+    let many: Vec<(u32, u32)> = (0..1u32 << 18).map(|k| (k * 77 % 251, k * 101 % 253)).collect();
+    for len in [ROW / 4, ROW, ROW * 3 / 2] {
+        let frame = wire::encode(&read(blocks(len, many.clone()))).unwrap();
+        let work = || {
+            let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
+            let plan = CopyPlan::try_from(plan).unwrap();
+            [plan.src_rows(ROW), plan.dst_rows(ROW)]
+        };
+        let ([read, written], peak) = heap::peak(work);
+        let rows = |first: u64, number: fn(&(u32, u32)) -> u32| -> Vec<u64> {
+            let starts = many.iter().map(|pair| first + len * u64::from(number(pair)));
+            let rows =
+                starts.flat_map(|start| [start / ROW, (start + len / 2) / ROW, (start + len - 1) / ROW]);
+            rows.collect::<std::collections::BTreeSet<u64>>().into_iter().collect()
+        };
+        assert_eq!((read, written), (rows(512, |pair| pair.0), rows(4096, |pair| pair.1)), "{len}");
+        // The pairs themselves, four times as wide as in the message, and little else.
+        assert!(peak < 6 * frame.len(), "{peak} for {} of {len}", frame.len());
+    }
+    // A few bytes that name a quarter of a million rows, sixteen times: what the rows take, not what was said.
+    let count = 1u64 << 18;
+    let step = 2 * ROW.cast_signed();
+    let span = Span { src: 0, dst: 0, len: 1, count, src_step: step, dst_step: -step };
+    let spans = (0..16).map(|k| Span { src: k, dst: k + 2 * ROW * (count - 1), ..span });
+    let plan = CopyPlan::from_parts(1, 0, 0, spans.map(|span| vec![span]).collect()).unwrap();
+    for rows in [CopyPlan::src_rows, CopyPlan::dst_rows] {
+        let (rows, peak) = heap::peak(|| rows(&plan, ROW));
+        assert!(rows.iter().copied().eq((0..count).map(|k| 2 * k)));
+        assert!(peak < 128 * rows.len(), "{peak} for {} rows", rows.len());
     }
 }
 

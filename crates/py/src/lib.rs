@@ -16,7 +16,11 @@ mod layerwise;
 mod links;
 mod local;
 mod near;
-#[expect(unsafe_code, reason = "unsafe room 3: DLPack capsules and the adoption of the caller's addresses")]
+#[expect(
+    unsafe_code,
+    reason = "unsafe room 3: DLPack capsules, the adoption of the caller's addresses, numbers read from lists that \
+              `gil_used` below keeps other threads from changing"
+)]
 mod raw;
 mod stats;
 mod task;
@@ -27,6 +31,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
+// `gil_used`: `raw` reads lists on the word that no other thread of the interpreter runs (`tests/test_bad_input.py`).
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]

@@ -211,7 +211,9 @@ unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
 }
 
 /// The items of a list, if all are plain integers of 64 bits; nothing else tells here what is wrong. No item is counted
-/// as referenced: nothing below runs code of Python, so the list keeps them (test: `tests/test_bad_input.py`).
+/// as referenced: nothing below runs code of Python, so the list keeps them (test: `tests/test_bad_input.py`). That holds
+/// because the module is one with `gil_used = true`, for dicts as well: without the interpreter's lock another thread
+/// could change the list meanwhile.
 pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Option<Vec<i64>> {
     let mut words = Vec::with_capacity(list.len());
     push_words(list, |word| words.push(word))?;

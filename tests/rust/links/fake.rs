@@ -2,12 +2,14 @@
 //!
 //! Not for: expectations.
 
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
 use llm_datadist_core::transport::{Address, Listener, Stream, Tcp, Transport};
 use llm_datadist_core::wire::{
-    self, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof, Purpose, Welcome,
+    self, Attach, Attached, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
+    Purpose, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
 use serde::Serialize;
@@ -49,6 +51,16 @@ pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcom
     mac.finalize().into_bytes().into()
 }
 
+/// Offers the engine at the other end the very memory that it offers.
+fn mirror(stream: &Stream) {
+    let (_, said, descriptors) = stream.receive_with(GREETING_LIMIT, soon()).unwrap().unwrap();
+    let offered: Attach = wire::decode(&said).unwrap();
+    let same: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+    stream.send_with(&wire::encode(&offered).unwrap(), &same, soon()).unwrap();
+    let _: Attached = hear(stream).unwrap();
+    say(stream, &Attached { mapped: Ok(()), registered: Err("not looked at".into()) });
+}
+
 /// A process that calls itself `cluster`.
 pub struct Fake {
     pub party: Party,
@@ -57,13 +69,24 @@ pub struct Fake {
 
 impl Fake {
     pub fn new(cluster: u64, instance: u64) -> Fake {
-        let listener = Tcp.listen(&Address::Tcp("127.0.0.1:0".parse().unwrap())).unwrap();
+        Fake::at(&Tcp, &Address::Tcp("127.0.0.1:0".parse().unwrap()), cluster, instance)
+    }
+
+    /// The same, heard at `address`.
+    pub fn at(transport: &dyn Transport, address: &Address, cluster: u64, instance: u64) -> Fake {
+        let listener = transport.listen(address).unwrap();
         Fake { party: Party { cluster, instance, remote_accessible: false }, listener }
     }
 
     pub fn address(&self) -> PeerAddress {
         let Address::Tcp(at) = self.listener.address() else { unreachable!("a port") };
         PeerAddress { cluster: ClusterId(self.party.cluster), remote: vec![at], local: vec![] }
+    }
+
+    /// What a neighbour who asked at a port is sent to.
+    pub fn local(&self) -> String {
+        let Address::Unix(name) = self.listener.address() else { unreachable!("a local socket") };
+        name
     }
 
     /// The next stream that comes.
@@ -94,6 +117,9 @@ impl Fake {
     pub fn linked(&self) -> Stream {
         let (stream, purpose) = self.greet();
         assert!(matches!(purpose, Purpose::Link { .. }));
+        if stream.carries_descriptors() {
+            mirror(&stream);
+        }
         say(&stream, &Control::Pong);
         stream
     }

@@ -6,8 +6,9 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::transport::{Address, Unix};
 use llm_datadist_core::wire::{
-    Challenge, Control, GREETING_LIMIT, HEADER, Hello, Proof, Purpose, Welcome, decode, encode,
+    Challenge, Control, GREETING_LIMIT, HEADER, Hello, Proof, Purpose, Request, Welcome, decode, encode,
 };
 use llm_datadist_core::{
     CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Layers, Mode, PeerAddress, Placement,
@@ -240,6 +241,34 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
         eventually("nothing at the impostor", || impostor.stats().links.is_empty());
         drop(peer.join().unwrap());
     });
+}
+
+/// The peer unlinks while it is asked to: what it was asked on ends, it takes no more words, and its goodbye is read late.
+#[test]
+fn a_goodbye_that_is_read_late_is_one() {
+    let near = open(config(1, Way::Shm), Way::Shm);
+    let at = Address::Unix(format!("llm-datadist-test-{}-late-goodbye", std::process::id()));
+    let (door, fake) = (Fake::new(2, 1), Fake::at(&Unix, &at, 2, 1));
+    thread::scope(|scope| {
+        let peer = scope.spawn(|| {
+            let sent_away = door.greet_with(Some(fake.local()));
+            let control = fake.linked();
+            let (call, purpose) = fake.greet();
+            assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
+            let asked: Request = hear(&call).unwrap();
+            // The engine notices that it can tell nothing any more only when it does.
+            rustix::net::shutdown(&control, rustix::net::Shutdown::Read).unwrap();
+            drop(call);
+            thread::sleep(Duration::from_millis(200));
+            say(&control, &Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+            (sent_away, control, asked)
+        });
+        near.link_clusters(&[door.address()], LONG).remove(0).unwrap();
+        near.unlink_clusters(&[door.address()], LONG, false).remove(0).unwrap();
+        let (_, _, asked) = peer.join().unwrap();
+        assert!(matches!(asked, Request::Unlink { .. }), "{asked:?}");
+    });
+    assert!(near.stats().links.is_empty());
 }
 
 /// The same port at another address, port 0 again, and nowhere.

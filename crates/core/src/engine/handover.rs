@@ -2,17 +2,19 @@
 //!
 //! Both stages go through the same pieces in the same order, so nothing but the two counts passes between them. Waking a
 //! thread costs several small blocks, and the other stage is mostly a moment behind: so whoever waits looks a few
-//! hundred times before it sleeps. Not for: the buffers, or what is in them (`ring`).
+//! hundred times before it sleeps. Every order of both stages: `tests/rust/loom_handover.rs`. Not for: the buffers, or what
+//! is in them (`ring`).
 
 use std::hint::spin_loop;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::PoisonError;
 use std::thread::yield_now;
 
 use crate::id::Deadline;
+use crate::sync::{AtomicBool, AtomicU64, AtomicUsize, Condvar, Mutex, Ordering, one_order};
 
-/// Looks before a stage sleeps: some ten microseconds, less than waking it costs both sides.
-const LOOKS: usize = 400;
+/// Looks before a stage sleeps: some ten microseconds, less than waking it costs both sides. The model checker has none,
+/// so that both stages sleep whenever they can.
+const LOOKS: usize = if cfg!(loom) { 0 } else { 400 };
 /// Looks before the core is offered to others.
 const YIELD: usize = 32;
 
@@ -88,6 +90,7 @@ impl HandOver {
         let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         // Said before the last look: whoever changes something after it sees that somebody sleeps.
         self.sleeping.fetch_add(1, Ordering::SeqCst);
+        one_order();
         let in_time = loop {
             if ready() {
                 break true;
@@ -103,6 +106,7 @@ impl HandOver {
     }
 
     fn wake(&self) {
+        one_order();
         if self.sleeping.load(Ordering::SeqCst) > 0 {
             // Held for a moment, so that nobody is between the last look and the sleep.
             drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
@@ -110,3 +114,7 @@ impl HandOver {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "../../../../tests/rust/loom_handover.rs"]
+mod loom_handover;

@@ -10,7 +10,7 @@ use hashbrown::HashMap;
 
 use super::calls::{self, Calls, MOST_CALLS};
 use super::dialer::Dialer;
-use super::far::Known;
+use super::far::{self, Known};
 use super::reach::Reach;
 use super::writes::Writes;
 use crate::counters::Counters;
@@ -24,8 +24,6 @@ use crate::wire::{self, Control};
 /// Streams on which one peer may call. It has [`MOST_CALLS`] at most; some that it has closed may not be noticed yet
 /// (`the_streams_of_one_peer_are_bounded`).
 const MOST_SERVED: usize = 2 * MOST_CALLS;
-/// Descriptions that are kept; beyond, all are forgotten, which costs one request each.
-const MOST_RECORDS: usize = 1 << 16;
 /// A message on the control stream that is not taken at once is given up: the peer is not reading.
 const CONTROL_LIMIT: Duration = Duration::from_millis(20);
 /// How long a peer that may be gone is given to answer.
@@ -279,6 +277,14 @@ impl Link {
         self.alive() && self.pongs.load(Ordering::SeqCst) != before
     }
 
+    /// Waits until it has ended, or `limit` has passed.
+    pub(super) fn ends(&self, limit: Deadline) {
+        let mut calls = self.locked();
+        while self.alive() && !limit.passed() {
+            calls = self.changed.wait_timeout(calls, limit.left()).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Notes the answer to a ping.
     pub(super) fn answered(&self) {
         self.pongs.fetch_add(1, Ordering::SeqCst);
@@ -346,9 +352,7 @@ impl Link {
     /// Keeps what is known of a far cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
         let mut records = self.recorded();
-        if records.len() >= MOST_RECORDS {
-            records.clear();
-        }
+        far::make_room(&mut records);
         records.insert(name, known);
     }
 

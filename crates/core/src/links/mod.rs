@@ -348,12 +348,16 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
 }
 
 /// What becomes of an unlink whose peer gave no answer: a link that has ended is one that is unlinked
-/// (`both_sides_may_unlink_at_once`).
+/// (`both_sides_may_unlink_at_once`, `a_goodbye_that_is_read_late_is_one`).
 #[cold]
 fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
     if error.kind() == ErrorKind::NotLinked {
         // What ended the call may be the peer's own unlink, whose goodbye comes by another stream: it is waited for.
-        link.answers(link::ANSWER_TIME.min(deadline.left()));
+        let limit = Deadline::after(link::ANSWER_TIME.min(deadline.left()));
+        // It may even be too late to ask, and the goodbye not read yet.
+        if !link.answers(limit.left()) {
+            link.ends(limit);
+        }
     }
     match error.kind() {
         ErrorKind::Timeout | ErrorKind::Interrupted => Err(error),

@@ -116,14 +116,15 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Whether the CPU can read one window and write the other, and both are equally long.
+/// Whether the CPU can read one window and write the other, and both are equally long, in bytes it can count.
 fn sound(copy: &Copy<'_>) -> bool {
-    copy.src.len() == copy.dst.len() && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
+    let equal = copy.src.len() == copy.dst.len() && usize::try_from(copy.src.len()).is_ok();
+    equal && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
 }
 
 /// One pair that is sound, with ordinary stores.
 fn plain(copy: &Copy<'_>) {
-    // A window lies in an address space, so its length fits.
+    // Sound pairs have a length that fits.
     let len = usize::try_from(copy.src.len()).unwrap_or(0);
     let (from, to) = (copy.src.addr() as *const u8, copy.dst.addr() as *mut u8);
     if copy.src.overlaps(&copy.dst) {

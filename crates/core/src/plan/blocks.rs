@@ -56,7 +56,8 @@ impl Blocks {
         Some((end(self.src, src)?, end(self.dst, dst)?))
     }
 
-    fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
+    /// The pieces, whole.
+    pub(super) fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
         let one = |&(src, dst): &(u32, u32)| Piece {
             src: self.src + u64::from(src) * self.len,
             dst: self.dst + u64::from(dst) * self.len,

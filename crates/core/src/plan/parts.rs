@@ -145,43 +145,92 @@ impl End {
         self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
     }
 
-    /// The rows of `blocks`, if each is one row.
-    fn rows(self, blocks: &Blocks, row_bytes: u64) -> Option<Vec<u64>> {
+    /// The rows of `blocks`, if they come in ascending order and each is one row.
+    fn ascending(self, blocks: &Blocks, row_bytes: u64) -> Option<Vec<u64>> {
         let first = self.of((blocks.src, blocks.dst));
-        if blocks.len != row_bytes || !first.is_multiple_of(row_bytes) {
+        let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        if blocks.len != row_bytes
+            || !first.is_multiple_of(row_bytes)
+            || !numbers().is_sorted_by(|a, b| a < b)
+        {
             return None;
         }
-        let first = first / row_bytes;
-        Some(each_once(blocks.pairs.iter().map(|&pair| first + u64::from(self.of(pair))).collect()))
+        Some(numbers().map(|number| first / row_bytes + number).collect())
+    }
+
+    /// The rows of `blocks` by a bit for each row, a fraction of the time and the memory of sorting them; `None` where
+    /// there are more words of bits than blocks, or a block may touch more than two rows.
+    fn dense(self, blocks: &Blocks, row_bytes: u64) -> Option<Vec<u64>> {
+        if blocks.len > row_bytes {
+            return None;
+        }
+        let words = self.of(blocks.reach()?).div_ceil(row_bytes).div_ceil(64);
+        let words = usize::try_from(words).ok().filter(|&words| words <= blocks.pairs.len())?;
+        let mut bits = vec![0u64; words];
+        let mut set = |row: u64| {
+            // None is beyond the reach, so every row has its word.
+            if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
+                *word |= 1 << (row % 64);
+            }
+        };
+        let first = self.of((blocks.src, blocks.dst));
+        let numbers = blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        if blocks.len == row_bytes && first.is_multiple_of(row_bytes) {
+            numbers.for_each(|number| set(first / row_bytes + number));
+        } else {
+            for start in numbers.map(|number| first + number * blocks.len) {
+                set(start / row_bytes);
+                set((start + (blocks.len - 1)) / row_bytes);
+            }
+        }
+        let mut rows = Vec::with_capacity(bits.iter().map(|word| word.count_ones() as usize).sum());
+        for (at, mut word) in (0u64..).step_by(64).zip(bits) {
+            while word != 0 {
+                rows.push(at + u64::from(word.trailing_zeros()));
+                word &= word - 1;
+            }
+        }
+        Some(rows)
     }
 }
 
-/// The same rows, ascending, each once.
-fn each_once(mut rows: Vec<u64>) -> Vec<u64> {
-    if rows.is_sorted_by(|a, b| a < b) {
-        return rows;
-    }
-    let words = rows.iter().fold(0, |most, &row| row.max(most)) / 64 + 1;
-    let Some(words) = usize::try_from(words).ok().filter(|&words| words <= rows.len()) else {
-        sort_by_number(&mut rows, |&row| row);
-        rows.dedup();
-        return rows;
-    };
-    // A bit for each row: a fraction of the time of sorting.
-    let mut bits = vec![0u64; words];
-    for row in rows.drain(..) {
-        // Every row has its word, or they would be sorted.
-        if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
-            *word |= 1 << (row % 64);
+/// Stretches of rows, first and last of each. Those that touch are joined before there are twice as many as are apart: so
+/// they take what the rows take, however many pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+struct Stretches {
+    all: Vec<(u64, u64)>,
+    /// How many there may be before they are joined.
+    most: usize,
+}
+
+impl Stretches {
+    /// Fewer are joined at the end.
+    const FEW: usize = 1024;
+
+    fn add(&mut self, first: u64, last: u64) {
+        match self.all.last_mut() {
+            // Lists are mostly sorted, and then nothing else is needed.
+            Some(before) if before.0 <= first && first <= before.1.saturating_add(1) => {
+                before.1 = before.1.max(last);
+            }
+            _ => {
+                if self.all.len() >= self.most {
+                    self.join();
+                    self.most = Self::FEW.max(2 * self.all.len());
+                }
+                self.all.push((first, last));
+            }
         }
     }
-    for (at, mut word) in (0u64..).step_by(64).zip(bits) {
-        while word != 0 {
-            rows.push(at + u64::from(word.trailing_zeros()));
-            word &= word - 1;
-        }
+
+    /// Sorts them, and joins those that touch.
+    fn join(&mut self) {
+        sort_by_number(&mut self.all, |&(first, _)| first);
+        self.all.dedup_by(|next, before| {
+            let touches = next.0 <= before.1.saturating_add(1);
+            before.1 = if touches { before.1.max(next.1) } else { before.1 };
+            touches
+        });
     }
-    rows
 }
 
 impl Span {
@@ -238,17 +287,20 @@ fn total(bytes: u64, tensors: u32) -> Result<()> {
 fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Vec<u64> {
     let row_bytes = row_bytes.max(1);
     if let [wave] = waves
-        && let Some(rows) = wave.blocks().and_then(|blocks| end.rows(blocks, row_bytes))
+        && let Some(blocks) = wave.blocks()
+        && let Some(rows) = end.ascending(blocks, row_bytes).or_else(|| end.dense(blocks, row_bytes))
     {
         return rows;
     }
-    let mut touched: Vec<(u64, u64)> = Vec::new();
+    let mut touched = Stretches { all: Vec::new(), most: Stretches::FEW };
+    let mut add = |start: u64, bytes: u64| touched.add(start / row_bytes, (start + (bytes - 1)) / row_bytes);
     for wave in waves {
+        if let Some(blocks) = wave.blocks() {
+            blocks.pieces().for_each(|piece| add(end.of((piece.src, piece.dst)), piece.len));
+            continue;
+        }
         for span in wave.spans().iter() {
             let (start, step) = end.start(span);
-            let mut add = |start: u64, bytes: u64| {
-                touched.push((start / row_bytes, (start + (bytes - 1)) / row_bytes));
-            };
             // Steps of at most a row leave out no row on the way.
             if step.unsigned_abs() <= row_bytes {
                 if let Some(range) = hull(start, step, span.count, span.len) {
@@ -259,14 +311,8 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Vec<u64> {
             }
         }
     }
-    sort_by_number(&mut touched, |&(first, _)| first);
-    let mut rows = Vec::new();
-    let mut next = 0;
-    for (first, last) in touched {
-        rows.extend(first.max(next)..=last);
-        next = next.max(last + 1);
-    }
-    rows
+    touched.join();
+    touched.all.into_iter().flat_map(|(first, last)| first..=last).collect()
 }
 
 /// Where piece `k` starts; plans keep this inside 64 bits.

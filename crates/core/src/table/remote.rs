@@ -85,13 +85,23 @@ impl Table {
         let mut found = vec![None; addrs.len()];
         let mut order: Vec<_> = (0..addrs.len()).collect();
         order.sort_unstable_by_key(|&at| addrs[at]);
+        // Most caches hold none: they are told apart by their ends, under the lock, and nothing is made of them.
+        let may_hold = |cache: &Cache| {
+            let ends =
+                cache.addrs().iter().fold((u64::MAX, 0), |(low, high), &at| (at.min(low), at.max(high)));
+            let first = order.partition_point(|&at| addrs[at] < ends.0);
+            let next = order.get(first).map(|&at| addrs[at]);
+            next.is_some_and(|next| next <= ends.1 || next - ends.1 < cache.geometry().tensor_bytes())
+        };
         for first in (0..).step_by(AT_ONCE) {
             let state = self.locked();
             let Some(slots) = state.slots.get(first..) else { break };
             let some = slots.iter().take(AT_ONCE).flatten();
-            let caches: Vec<_> = some.map(|slot| slot.cache.clone()).collect();
+            let some =
+                some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
+            let caches: Vec<_> = some.cloned().collect();
             drop(state);
-            for cache in caches.iter().filter(|cache| cache.remote_accessible()) {
+            for cache in &caches {
                 let bytes = cache.geometry().tensor_bytes();
                 for (tensor, &base) in (0..).zip(cache.addrs()) {
                     let first = order.partition_point(|&at| addrs[at] < base);
