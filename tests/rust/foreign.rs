@@ -25,7 +25,7 @@ use llm_datadist_core::plan::{CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, SwapInPath};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-use crate::bed::{Buffer, adopt, config, desc, pattern};
+use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
 
 const TENSORS: usize = 3;
 const ROWS: usize = 40;
@@ -334,7 +334,7 @@ fn refused_permission_is_told_apart() {
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(text.contains("STRANGER NotEnabled Some(\"1\")"), "{text}");
     } else if rustix::process::geteuid().is_root() {
-        eprintln!("skipped: nobody may not start this test binary, and root is refused nothing");
+        skipped("nobody may not start this test binary, and root is refused nothing");
     } else {
         let error = ForeignProcess::open(1, own_probe().unwrap()).unwrap_err();
         assert_eq!((error.kind(), error.fact("errno")), (ErrorKind::NotEnabled, Some("1")), "{error}");

@@ -15,7 +15,7 @@ use llm_datadist_core::transport::{
 use llm_datadist_core::wire::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::bed::{Buffer, pattern};
+use crate::bed::{Buffer, pattern, skipped};
 use crate::heap;
 
 /// Long enough for anything that works, short enough for a test that hangs.
@@ -49,7 +49,7 @@ fn cases() -> Vec<Case> {
     if std::net::TcpListener::bind("[::1]:0").is_ok() {
         cases.push(tcp("[::1]:0"));
     } else {
-        eprintln!("skipped: no IPv6 loopback here");
+        skipped("no IPv6 loopback here");
     }
     cases
 }

@@ -30,8 +30,8 @@ const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
 const TRIES: u8 = 8;
 /// Before units that were in use are tried again.
 const BETWEEN_TRIES: Duration = Duration::from_millis(100);
-/// No huge page was free, or memory is short: how long it leaves the region alone.
-const AFTER_NO_MEMORY: Duration = Duration::from_secs(60);
+/// No huge page was free, memory is short, or pages stayed in use: how long it leaves the region alone.
+const REST: Duration = Duration::from_secs(60);
 /// Memory that must be free, to merge at all.
 const SPARE: u64 = 256 << 20;
 /// How many units are merged between two looks at what is free.
@@ -84,7 +84,7 @@ struct Merging {
     /// How often each unit was tried, or [`DONE`]; as far as something was touched. Of one thread at a time.
     units: Mutex<Vec<u8>>,
     made: Instant,
-    /// There was no memory: milliseconds after `made` before which it rests.
+    /// Milliseconds after `made` before which it rests ([`REST`]).
     rests: AtomicU64,
 }
 
@@ -197,7 +197,7 @@ impl Shared {
         let mut pace = Pace { shared: self, spent: Duration::ZERO };
         loop {
             let mut left = false;
-            for region in self.regions.iter().filter(|region| region.able()) {
+            for region in self.regions.iter().filter(|region| region.able() && region.rested()) {
                 left |= region.walk(&mut pace) == Walk::Some;
             }
             if left && self.sleep(BETWEEN_TRIES) {
@@ -268,8 +268,13 @@ impl Merging {
     /// Whether a unit's worth was touched since the last walk. Asks the kernel one question.
     fn due(&self) -> bool {
         self.able()
-            && self.made.elapsed() >= Duration::from_millis(self.rests.load(Ordering::Relaxed))
+            && self.rested()
             && self.region.committed_bytes() >= self.seen.load(Ordering::Relaxed) + ENOUGH
+    }
+
+    /// Whether it is not left alone just now.
+    fn rested(&self) -> bool {
+        self.made.elapsed() >= Duration::from_millis(self.rests.load(Ordering::Relaxed))
     }
 
     /// Merges what is touched.
@@ -300,6 +305,10 @@ impl Merging {
                     Err(Refusal::Busy) if units[index] + 1 < TRIES => {
                         units[index] += 1;
                         ended = Walk::Some;
+                    }
+                    Err(Refusal::Busy) => {
+                        units[index] = 0;
+                        self.rest();
                     }
                     Err(Refusal::NoMemory) => {
                         self.rest();
@@ -352,8 +361,10 @@ impl Merging {
         }
     }
 
+    /// Leaves it alone for a while. Then it is gone through again, also if nothing was touched meanwhile.
     fn rest(&self) {
-        let until = u64::try_from((self.made.elapsed() + AFTER_NO_MEMORY).as_millis()).unwrap_or(u64::MAX);
+        self.seen.store(0, Ordering::Relaxed);
+        let until = u64::try_from((self.made.elapsed() + REST).as_millis()).unwrap_or(u64::MAX);
         self.rests.store(until, Ordering::Relaxed);
     }
 }
@@ -375,11 +386,100 @@ impl Work for Commit {
                     }
                     merging.done(&mut units[index], Region::UNIT_BYTES);
                 }
-                Err(refusal) => {
+                // What is reserved for it lies in huge pages as it is.
+                Err(refusal) if merging.region.merges() => {
                     merging.refused(refusal);
                 }
+                Err(_) => {}
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::pipe::{SpliceFlags, pipe, splice};
+
+    use super::*;
+    use crate::mem::Tensors;
+    use crate::mem::kernel::{Kernel, copy};
+
+    const UNITS: usize = 3;
+
+    /// Units of which all is touched.
+    fn touched() -> Arc<Region> {
+        let bytes = UNITS as u64 * Region::UNIT_BYTES;
+        let [from, to] = [(); 2].map(|()| Arc::new(Region::shared("test", bytes).unwrap()));
+        let [nothing, touched] =
+            [from, to.clone()].map(|region| Tensors::carved(region, [0], bytes, Box::new(())).unwrap());
+        let [nothing, touched] = [&nothing, &touched].map(|tensors| tensors.window(0, 0, bytes).unwrap());
+        copy(nothing, touched, Kernel::PLAIN).unwrap();
+        to
+    }
+
+    fn walked(merging: &Merging) -> Walk {
+        let shared = Shared::default();
+        merging.walk(&mut Pace { shared: &shared, spent: Duration::ZERO })
+    }
+
+    #[test]
+    fn what_rested_is_gone_through_again_though_nothing_was_touched_meanwhile() {
+        let region = touched();
+        let merging = Merging::new(region.clone());
+        assert!(merging.due());
+        merging.seen.store(region.committed_bytes(), Ordering::Relaxed);
+        assert!(!merging.due(), "nothing is new");
+        merging.rest();
+        assert!(!merging.due() && !merging.rested(), "it is left alone");
+        merging.rests.store(0, Ordering::Relaxed);
+        assert!(merging.due() && merging.rested());
+    }
+
+    #[test]
+    fn a_thread_leaves_alone_what_rests() {
+        let merging = Arc::new(Merging::new(touched()));
+        merging.rest();
+        let shared = Shared { regions: vec![merging.clone()], ..Shared::default() };
+        shared.work();
+        assert_eq!(merging.merged.load(Ordering::Relaxed), 0);
+        assert!(
+            merging.refusal.get().is_none() && merging.units.lock().unwrap().is_empty(),
+            "not even looked at"
+        );
+    }
+
+    #[test]
+    fn units_whose_pages_stay_in_use_are_tried_again_later() {
+        let region = touched();
+        // Pages that lie in a pipe are in use until it is read.
+        let (reader, writer) = pipe().unwrap();
+        let (mut from, file) = (Region::UNIT_BYTES, region.descriptor().unwrap());
+        assert_eq!(splice(file, Some(&mut from), writer, None, 4096, SpliceFlags::empty()), Ok(4096));
+        let merging = Merging::new(region.clone());
+        for _ in 1..TRIES {
+            if walked(&merging) != Walk::Some {
+                assert!(merging.refusal.get().is_some(), "only where this kernel never merges");
+                return;
+            }
+        }
+        assert!(merging.rested());
+        assert!(walked(&merging) == Walk::Whole && !merging.rested(), "enough for now");
+        assert_eq!(merging.merged.load(Ordering::Relaxed), (UNITS as u64 - 1) * Region::UNIT_BYTES);
+        drop(reader);
+        merging.rests.store(0, Ordering::Relaxed);
+        assert!(merging.due());
+        assert!(walked(&merging) == Walk::Whole && merging.rested());
+        assert_eq!(merging.merged.load(Ordering::Relaxed), UNITS as u64 * Region::UNIT_BYTES);
+    }
+
+    #[test]
+    fn memory_that_is_reserved_is_committed_and_no_refusal() {
+        let region = Arc::new(Region::shared("test", 4 * Region::UNIT_BYTES).unwrap().as_if_reserved());
+        assert!(!region.merges());
+        let merging = Arc::new(Merging::new(region.clone()));
+        Commit(merging.clone()).unit(0).unwrap();
+        assert_eq!(region.committed_bytes(), 4 * Region::UNIT_BYTES);
+        assert_eq!((merging.refusal.get(), merging.merged.load(Ordering::Relaxed)), (None, 0));
     }
 }

@@ -23,9 +23,9 @@ const UNITS_AT_ONCE: usize = 32;
 /// Why a unit was not put into a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Somebody is using its pages: it may go better later.
+    /// Somebody is using its pages: it may go better soon.
     Busy,
-    /// There is no huge page free, or the control group has no room.
+    /// There is no huge page free, or the control group has no room: trying again at once makes it look for some anew.
     NoMemory,
     /// The kernel cannot, or may not: its error number.
     Unable(i32),
@@ -34,8 +34,8 @@ pub enum Refusal {
 impl From<io::Error> for Refusal {
     fn from(error: io::Error) -> Self {
         match error.raw_os_error() {
-            Some(libc::EAGAIN | libc::EBUSY | libc::EINTR) => Refusal::Busy,
-            Some(libc::ENOMEM) => Refusal::NoMemory,
+            Some(libc::EAGAIN | libc::EINTR) => Refusal::Busy,
+            Some(libc::ENOMEM | libc::EBUSY) => Refusal::NoMemory,
             other => Refusal::Unable(other.unwrap_or(0)),
         }
     }

@@ -153,6 +153,13 @@ impl Region {
         mapping.map(|mapping| mapping.descriptor.as_fd())
     }
 
+    /// The same, told apart no more from memory that the administrator reserved: few machines have any.
+    #[cfg(test)]
+    pub(crate) fn as_if_reserved(mut self) -> Region {
+        self.mapping.as_mut().unwrap().huge = HugePages::Reserved;
+        self
+    }
+
     /// The descriptor, also where it must not be shared. Of whole huge pages.
     pub(super) fn behind(&self) -> Option<BorrowedFd<'_>> {
         self.mapping.as_ref().map(|mapping| mapping.descriptor.as_fd())
