@@ -168,6 +168,17 @@ def test_a_part_that_hangs_is_cut_off_with_all_it_started(tmp_path: Path, bench:
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
+def test_parts_that_were_asked_for_are_of_a_full_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, ran = bench.program(), []
+    monkeypatch.setattr(program, "whole_part", lambda _, part, ask: ran.append((part, ask.quick)) or ())
+    group, ask = bench.groups.GROUPS[0], bench.ask.Ask(quick=True)
+    for words in ([], ["huge"], ["in 1", "out 80"], ["nobody"]):
+        assert list(program.whole_group(group, ask, words)) == []
+    ops = ("swap_out", "swap_in", "copy_blocks")
+    assert ran[:6] == [(f"{op} 2 {pages}", True) for pages in ("4K", "huge") for op in ops]
+    assert ran[6:] == [("swap_in 1 4K", True), ("swap_out 80 4K", True)]
+
+
 # --- systems in turn
 
 

@@ -74,7 +74,8 @@ def said(moment: dict[str, Any]) -> str:
     if not moment:
         return ""
     quick = ", quick: few sizes and rounds" if moment["quick"] else ""
-    return f"Commit {moment['commit']}, {moment['when']}, {moment['rounds']} rounds{quick}."
+    rounds = f"{moment['rounds']} round{'s' if moment['rounds'] != 1 else ''}"
+    return f"Commit {moment['commit']}, {moment['when']}, {rounds}{quick}."
 
 
 def missing(document: dict[str, Any]) -> Iterator[str]:

@@ -188,7 +188,8 @@ def figure_of(caller: Caller, number: int, row: Row, ours: Optional[Caller], lim
     )
     if caller.failed:
         return dataclasses.replace(row, note=caller.failed)
-    row = measured(row, of(caller, number), ours and of(ours, number), limit and of(limit, number))
+    beside = [None if other is None else of(other, number) for other in (ours, limit)]
+    row = measured(row, of(caller, number), *beside)
     return dataclasses.replace(row, verified=True)
 
 

@@ -121,7 +121,9 @@ def get(scene: Scene) -> Iterator[Entry]:
     if scene.op == GET:
         yield Entry("mooncake", each, "store over tcp, get_into", before=clear, after=check, note=note)
     else:
-        yield Entry("mooncake", together, "store over tcp, batch_get_into", before=clear, after=check, note=note)
+        yield Entry(
+            "mooncake", together, "store over tcp, by name: batch_get_into", before=clear, after=check, note=note
+        )
 
 
 def owner(scene: Scene) -> str:

@@ -238,8 +238,8 @@ def get_all(scene: Scene) -> Iterator[Entry]:
     def check() -> None:
         arrived(view[mixed], scene.objects)
 
-    note = "pull_blocks: the objects are blocks of one cache, by number and not by name; they stay"
-    yield Entry(OURS, run, "by number", before=clear, after=check, note=note)
+    note = "the objects are blocks of one cache, by number and not by name; they stay"
+    yield Entry(OURS, run, "by number: pull_blocks", before=clear, after=check, note=note)
 
 
 def asking(scene: Scene) -> CacheManager:

@@ -16,7 +16,7 @@ import numpy as np
 from rows import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
 ALLOCATE, CHURN = "allocate + free", "allocate + free, 256 live"
 REACH, REACH_ALL = "reachable, each", "reachable in one call, as one cache or as pieces"
@@ -76,7 +76,7 @@ class Scene:
             end()
 
 
-def arrived(found: Sequence[np.ndarray], objects: np.ndarray) -> None:
+def arrived(found: Iterable[np.ndarray], objects: np.ndarray) -> None:
     """Compares all bytes of what arrived; outside the clock."""
     for number, (one, right) in enumerate(zip(found, objects)):
         if not np.array_equal(one, right):
