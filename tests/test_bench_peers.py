@@ -280,6 +280,20 @@ def test_the_limits_loops_are_looked_at_twice_before_some_go_on(
     assert turns == {"fast": 5, "0": 5, "1": 5, "2": 5, "3": 2, "4": 2, "5": 2, "ours": 4}
 
 
+def test_only_seconds_take_the_place_of_the_clock(bench: Bench, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = clock(monkeypatch, bench)
+    answers = {"ours": None, "elsewhere": 0.25, "views": [1, 2], "count": 7}
+    waits = takes(0.5)
+    entries = [bench.turns.Entry(name, lambda answer=answer: (waits(), answer)[1]) for name, answer in answers.items()]
+    rows = contest(bench, ground, entries)
+    assert {name: row.median for name, row in rows.items()} == {
+        "ours": 2.0,
+        "elsewhere": 4.0,
+        "views": 2.0,
+        "count": 2.0,
+    }
+
+
 def test_a_cost_is_better_when_it_is_less(bench: Bench) -> None:
     row = bench.rows.Row("group", "op", "peer", unit="us")
     done = bench.rows.measured(row, [4.0, 6.0, 8.0], [1.0, 2.0, 4.0])

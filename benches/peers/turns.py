@@ -34,8 +34,8 @@ class Entry:
     """One system in one setting, ready to go."""
 
     system: str
-    # The clock is around this call alone, unless it answers with the seconds that another process's clock says.
-    run: Callable[[], Optional[float]]
+    # The clock is around this call alone, unless it answers with seconds (a ``float``) that another process's clock says.
+    run: Callable[[], object]
     setting: str = ""
     threads: int = 1
     note: str = ""
@@ -89,7 +89,8 @@ def one_turn(ask: Ask, ground: Ground, entry: Entry) -> Optional[float]:
         ground.poison()
         began = time.perf_counter()
         said = entry.run()
-        took = time.perf_counter() - began if said is None else said
+        took = time.perf_counter() - began
+        took = said if isinstance(said, float) else took
         entry.after()
         wrong = ground.wrong() if ground.wrong else None
     except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
