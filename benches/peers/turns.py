@@ -34,7 +34,7 @@ class Entry:
     """One system in one setting, ready to go."""
 
     system: str
-    # The clock is around this call alone, unless it answers with seconds (a ``float``) that another process's clock says.
+    # The clock is around this call alone, unless it answers with a float: seconds by the clock of another process.
     run: Callable[[], object]
     setting: str = ""
     threads: int = 1
