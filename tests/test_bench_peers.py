@@ -389,17 +389,18 @@ def test_one_thread_alone_is_tried_where_it_can_win(bench: Bench, size: int, wan
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_the_kernels_own_copy_moves_the_list(bench: Bench, write: bool) -> None:
+@pytest.mark.parametrize("threads", [1, 2, 20])
+def test_the_kernels_own_copy_moves_the_list(bench: Bench, write: bool, threads: int) -> None:
     limit = bench.limit.Limit()
     source = np.random.default_rng(3).integers(0, 256, (10, 4096), dtype=np.uint8)
     place = np.zeros_like(source)
     at = np.arange(10, dtype=np.uint64) * np.uint64(4096)
     moves = np.stack([at + np.uint64(source.ctypes.data), (at + np.uint64(place.ctypes.data))[::-1]], axis=1)
-    limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=3, write=write)
+    limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=3, write=write, threads=threads)
     assert (place == source[::-1]).all()
     moves[4, 0] = 8
     with pytest.raises(OSError, match="Bad address"):
-        limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=1, write=write)
+        limit.vm(os.getpid(), np.ascontiguousarray(moves), 4096, a_call=1, write=write, threads=threads)
 
 
 def test_what_cannot_be_copied_is_refused(bench: Bench) -> None:

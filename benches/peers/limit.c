@@ -209,6 +209,16 @@ static void in_threads(void *(*work)(void *), struct share *shares, const struct
     }
 }
 
+/* The same work in several threads, of which this is one; each takes what the others have not. */
+static void run_in(int threads, void *(*work)(void *), void *job) {
+    pthread_t ids[MOST];
+    int started[MOST] = {0};
+    for (int t = 1; t < threads; t++) started[t] = pthread_create(&ids[t], NULL, work, job) == 0;
+    work(job);
+    for (int t = 1; t < threads; t++)
+        if (started[t]) pthread_join(ids[t], NULL);
+}
+
 /* Copies `count` blocks of `len` bytes (a multiple of 512, aligned to 32) with one kernel. */
 int limit_copy(const struct move *moves, size_t count, size_t len, int kernel, int threads) {
     if (threads < 1 || threads > MOST || kernel < 0 || kernel >= KERNELS || len == 0 || len % 512 != 0) return EINVAL;
@@ -217,12 +227,7 @@ int limit_copy(const struct move *moves, size_t count, size_t len, int kernel, i
     int split = threads > 1 && chunk < len;
     chunk = split ? (chunk + 511) / 512 * 512 : chunk / len > 0 ? chunk / len : 1;
     struct job job = {moves, count, len, chunk, kernel, split, 0};
-    pthread_t ids[MOST];
-    int started[MOST] = {0};
-    for (int t = 1; t < threads; t++) started[t] = pthread_create(&ids[t], NULL, copy_chunks, &job) == 0;
-    copy_chunks(&job);
-    for (int t = 1; t < threads; t++)
-        if (started[t]) pthread_join(ids[t], NULL);
+    run_in(threads, copy_chunks, &job);
     return 0;
 }
 
@@ -244,22 +249,47 @@ int limit_poison(const struct move *moves, size_t count, size_t len, int byte, i
     return 0;
 }
 
-/* The same copy by the kernel out of (or into) another process, `a_call` blocks a system call; an errno, or 0.
- * `src` and `dst` are as in the list: for a write the destinations are the other process's addresses. */
-int limit_vm(int pid, const struct move *moves, size_t count, size_t len, size_t a_call, int write) {
+/* A copy by the kernel that several threads are at. */
+struct far_job {
+    int pid, write;
+    const struct move *moves;
+    size_t count, len, a_call;
+    _Atomic size_t next; /* the first block that nobody has */
+    _Atomic int wrong;   /* an errno, or 0 */
+};
+
+/* One system call: `a_call` blocks. */
+static int vm_call(const struct far_job *job, size_t at) {
     struct iovec near[1024], far[1024];
-    if (a_call < 1 || a_call > 1024) return EINVAL;
-    for (size_t at = 0; at < count; at += a_call) {
-        size_t now = count - at < a_call ? count - at : a_call;
-        for (size_t i = 0; i < now; i++) {
-            near[i] = (struct iovec){(void *)(write ? moves[at + i].src : moves[at + i].dst), len};
-            far[i] = (struct iovec){(void *)(write ? moves[at + i].dst : moves[at + i].src), len};
-        }
-        ssize_t moved = write ? process_vm_writev(pid, near, now, far, now, 0) : process_vm_readv(pid, near, now, far, now, 0);
-        if (moved < 0) return errno;
-        if ((size_t)moved != now * len) return EIO; /* two GiB and more in one call: ask for fewer blocks a call */
+    size_t now = job->count - at < job->a_call ? job->count - at : job->a_call;
+    for (size_t i = 0; i < now; i++) {
+        const struct move *move = job->moves + at + i;
+        near[i] = (struct iovec){(void *)(job->write ? move->src : move->dst), job->len};
+        far[i] = (struct iovec){(void *)(job->write ? move->dst : move->src), job->len};
     }
-    return 0;
+    ssize_t moved = job->write ? process_vm_writev(job->pid, near, now, far, now, 0)
+                               : process_vm_readv(job->pid, near, now, far, now, 0);
+    if (moved < 0) return errno;
+    return (size_t)moved == now * job->len ? 0 : EIO; /* two GiB and more in one call: ask for fewer blocks a call */
+}
+
+static void *vm_calls(void *argument) {
+    struct far_job *job = argument;
+    for (size_t at; (at = atomic_fetch_add(&job->next, job->a_call)) < job->count && job->wrong == 0;) {
+        int wrong = vm_call(job, at);
+        if (wrong != 0) job->wrong = wrong;
+    }
+    return NULL;
+}
+
+/* The same copy by the kernel out of (or into) another process, at most `a_call` blocks a system call; an errno, or 0.
+ * `src` and `dst` are as in the list: for a write the destinations are the other process's addresses. */
+int limit_vm(int pid, const struct move *moves, size_t count, size_t len, size_t a_call, int write, int threads) {
+    if (a_call < 1 || a_call > 1024 || threads < 1 || threads > MOST) return EINVAL;
+    size_t fair = (count + (size_t)threads - 1) / (size_t)threads;
+    struct far_job job = {pid, write, moves, count, len, fair > 0 && fair < a_call ? fair : a_call, 0, 0};
+    run_in(threads, vm_calls, &job);
+    return job.wrong;
 }
 
 /* Makes huge pages of a touched range: 0, or an errno where the kernel will not. */

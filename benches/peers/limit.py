@@ -49,9 +49,12 @@ class Limit:
         code = self._call.limit_poison(*listed(moves), ctypes.c_size_t(length), POISON, THREADS)
         assert code == 0, os.strerror(code)
 
-    def vm(self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False) -> None:
+    def vm(
+        self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False, threads: int = 1
+    ) -> None:
         """The same through ``process_vm_readv`` or ``process_vm_writev``, so many blocks a system call."""
-        code = self._call.limit_vm(pid, *listed(moves), ctypes.c_size_t(length), ctypes.c_size_t(a_call), int(write))
+        size, most = ctypes.c_size_t(length), ctypes.c_size_t(a_call)
+        code = self._call.limit_vm(pid, *listed(moves), size, most, int(write), threads)
         if code:
             raise OSError(code, os.strerror(code))
 

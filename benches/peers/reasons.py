@@ -12,6 +12,10 @@ from typing import Optional
 
 REASONS: tuple[tuple[str, str], ...] = (
     (
+        "standing peak memory, near: *",
+        "the far pool is mapped, and its pages count here too; `memory of both, shared pages once` counts them once",
+    ),
+    (
         "many allocate + free*: numpy, empty",
         "`malloc` of one thread; ours makes a range that peers can reach, with a handle, its addresses and a key",
     ),
