@@ -248,6 +248,18 @@ def test_figures_of_a_contest(bench: Bench, ground: Any, monkeypatch: pytest.Mon
     assert rows["limit fast"].ratio is None
 
 
+def test_a_limit_that_fails_is_a_row_too(bench: Bench, ground: Any) -> None:
+    def fails() -> None:
+        raise OSError(1, "Operation not permitted")
+
+    entries = [bench.turns.Entry("limit", fails, name) for name in ("8 a call", "64 a call")]
+    rows = contest(bench, ground, [bench.turns.Entry("ours", lambda: None), *entries])
+    assert set(rows) == {"ours", "limit 8 a call"}
+    assert rows["limit 8 a call"].median is None
+    assert "Operation not permitted" in rows["limit 8 a call"].note
+    assert rows["ours"].limit_ratio is None
+
+
 def test_what_is_not_alike_has_no_ratio(bench: Bench, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     takes = clock(monkeypatch, bench)
     entries = [bench.turns.Entry("ours", takes(0.5)), bench.turns.Entry("peer", takes(1.0))]

@@ -164,13 +164,15 @@ def chosen(callers: list[Caller]) -> list[Caller]:
 
 def judged(callers: list[Caller], part: str, case: Case) -> Iterator[Row]:
     """Three figures of each, beside ours and the limit's loop that is best by its median."""
-    loops = [caller for caller in callers if caller.system == LIMIT and caller.found and not caller.failed]
-    limit = min(loops, key=lambda caller: statistics.median(of(caller, 0)), default=None)
+    loops = [caller for caller in callers if caller.system == LIMIT]
+    well = [caller for caller in loops if caller.found and not caller.failed]
+    limit = min(well, key=lambda caller: statistics.median(of(caller, 0)), default=None)
+    shown = limit or next(iter(loops), None)
     ours = next((caller for caller in callers if caller.system == OURS and not caller.failed), None)
     for number, figure in enumerate(FIGURES):
         row = Row("small", f"{part} {figure}", "", "", case.block, case.count, unit="us")
         for caller in callers:
-            if caller.system == LIMIT and caller is not limit:
+            if caller.system == LIMIT and caller is not shown:
                 continue
             yield figure_of(caller, number, row, ours, limit)
 

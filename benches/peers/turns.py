@@ -132,8 +132,10 @@ def judged(ground: Ground, entries: Sequence[Entry], seconds: dict[str, list[flo
     ours = next((speeds[entry.name] for entry in done if entry.system == OURS), None)
     loops = [entry for entry in done if entry.system == LIMIT]
     limit = min(loops, key=lambda entry: sorted(seconds[entry.name])[len(seconds[entry.name]) // 2], default=None)
+    # If none of the loops came through, the first says why.
+    shown = limit or next((entry for entry in entries if entry.system == LIMIT), None)
     for entry in entries:
-        if entry.system == LIMIT and entry is not limit:
+        if entry.system == LIMIT and entry is not shown:
             continue
         row = dataclasses.replace(
             ground.row, system=entry.system, setting=entry.setting, threads=entry.threads, note=entry.note
