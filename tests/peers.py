@@ -472,7 +472,7 @@ class End:
             native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.Role": "Prompt", **settings})
             self.many.append(native)
             desc = CacheDesc(1, [1, row_bytes], DataType.DT_UINT8, Placement.DEVICE)
-            _, (address,) = native.allocate_cache(desc, [CacheKey(cluster, 1)])
+            (address,) = native.allocate_cache(desc, [CacheKey(cluster, 1)]).tensor_addrs()
             _over(address, 1, row_bytes)[:] = pattern(cluster, 1, 1, row_bytes)[0]
             made.append((cluster, native.listening()))
         return made

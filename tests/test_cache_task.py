@@ -85,7 +85,7 @@ class Far:
         given = {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
         self.cluster = cluster
         self.native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.EnableCacheManager": "1", **given})
-        _, self.addrs = self.native.allocate_cache(desc(4, ROW, 2 * LAYERS), [])
+        self.addrs = self.native.allocate_cache(desc(4, ROW, 2 * LAYERS), []).tensor_addrs()
         self.tensors = [at(address, 4 * ROW).reshape(4, ROW) for address in self.addrs]
 
     def config(self, layers: range = range(LAYERS), row: int = 0, slot: int = 0) -> TransferConfig:
@@ -796,7 +796,7 @@ IN_ONE_PROCESS = """
              "llm.SyncKvCacheWaitTime": LIMIT}
     desc = CacheDesc(8, [4, 256], DataType.DT_INT8)
     far = _core.DataDist(LLMRole.PROMPT, 2, {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", **given})
-    _, addrs = far.allocate_cache(desc, [])
+    addrs = far.allocate_cache(desc, []).tensor_addrs()
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     dist.init(given)
     info = LLMClusterInfo()
