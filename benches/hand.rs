@@ -4,6 +4,7 @@
 
 #![allow(dead_code, reason = "each benchmark uses what it needs")]
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// A small generator, so that the list of blocks is the same in every run.
@@ -158,16 +159,25 @@ mod stores {
     }
 }
 
+/// What a thread takes at a time: whoever is through with it takes the next, so that none waits for a slower one.
+const CHUNK: usize = 512 << 10;
+
 /// Copies everything of `flat` with `threads` threads.
 pub fn loop_over(flat: &Flat, threads: usize, copy: Loop) {
-    std::thread::scope(|scope| {
-        let share = flat.moves.len().div_ceil(threads);
-        let mut parts = flat.moves.chunks(share);
-        let mine = parts.next().unwrap_or_default();
-        for part in parts {
-            scope.spawn(move || copy(part, flat.len));
+    let fair = flat.moves.len().div_ceil(threads).max(1);
+    let chunk = if threads == 1 { fair } else { fair.min((CHUNK / flat.len).max(1)) };
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let take = || flat.moves.chunks(chunk).nth(next.fetch_add(1, Ordering::Relaxed));
+        while let Some(some) = take() {
+            copy(some, flat.len);
         }
-        copy(mine, flat.len);
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
     });
 }
 

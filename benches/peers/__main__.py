@@ -26,7 +26,7 @@ import picture
 import report
 import scale
 from ask import BREADCRUMB, Ask
-from groups import GROUPS, Group
+from groups import GROUPS, QUICK_ROUNDS, Group
 from rows import LIMIT, OURS, Extra, Row, read, written
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def main() -> None:
     (options.out / "peers.md").write_text(report.markdown(document, rows))
     if "scale" in document["extra"]:
         scale.draw(document["extra"]["scale"], options.out)
-    said = picture.draw(rows, options.out)
+    brief = sorted(name for name, moment in document["groups"].items() if moment["quick"])
+    said = picture.draw(rows, options.out, f"quick run of {', '.join(brief)}" if brief else "")
     if said:
         print(said, flush=True)
 
@@ -63,11 +64,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds: minutes instead of tens of them")
     parser.add_argument("--only", default=",".join(names), help=f"groups: {','.join(names)}")
     parser.add_argument("--systems", default="", help="peers, beside ours and the limit; all by default")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5, or 2 when quick")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5 or 3, 2 when quick")
     parser.add_argument("--mib", type=int, default=256, help="moved in one round")
     parser.add_argument("--out", type=Path, default=environment.ROOT / "docs" / "performance")
     parser.add_argument("--render", action="store_true", help="measure nothing: write table and picture anew")
     parser.add_argument("--source", type=Path, help="render this peers.json instead of the one in --out")
+    parser.add_argument("--parts", default="", help="of a full run's parts those with one of these words: A,B")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--ask", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -81,17 +83,17 @@ def all_groups(options: argparse.Namespace, file: Path) -> None:
     """Measure the groups that were asked for, and write the file after each: what is cut short leaves some."""
     document, rows = read(file) if file.exists() else ({"groups": {}, "extra": {}}, [])
     document["environment"] = environment.described()
-    ask = Ask(
-        quick=options.quick,
-        rounds=options.rounds or (2 if options.quick else 5),
-        systems=tuple(filter(None, options.systems.split(","))),
-        mib=options.mib,
-    )
-    for group in GROUPS:
-        if group.name not in options.only.split(","):
-            continue
+    wanted = [group for group in GROUPS if group.name in options.only.split(",")]
+    announce([(group.name, group.about_s(options.quick, rounds_of(options, group))) for group in wanted])
+    for group in wanted:
+        ask = Ask(
+            quick=options.quick,
+            rounds=rounds_of(options, group),
+            systems=tuple(filter(None, options.systems.split(","))),
+            mib=options.mib,
+        )
         began = time.monotonic()
-        found = list(whole_group(group, ask))
+        found = list(whole_group(group, ask, [word for word in options.parts.split(",") if word]))
         rows = [row for row in rows if row.group != group.name]
         rows += [item for item in found if isinstance(item, Row)]
         document["extra"].update({item.name: item.value for item in found if isinstance(item, Extra)})
@@ -106,19 +108,31 @@ def all_groups(options: argparse.Namespace, file: Path) -> None:
         file.write_text(written(document, rows))
 
 
+def rounds_of(options: argparse.Namespace, group: Group) -> int:
+    """As asked for, or as many as the group is worth."""
+    return int(options.rounds or (QUICK_ROUNDS if options.quick else group.rounds))
+
+
+def announce(times: list[tuple[str, float]]) -> None:
+    """How long it will take about, with all peers here."""
+    for name, seconds in (*times, ("all", sum(seconds for _, seconds in times))):
+        print(f"{name:10} about {seconds / 60:4.1f} min", flush=True)
+
+
 def order(group: str) -> int:
     """Where a group stands in the file."""
     return [known.name for known in GROUPS].index(group)
 
 
-def whole_group(group: Group, ask: Ask) -> Iterator[Found]:
-    """Every part of a group, in turn."""
+def whole_group(group: Group, ask: Ask, words: list[str]) -> Iterator[Found]:
+    """Every part of a group, in turn; or of all there are in a full run those that have one of the words."""
     try:
-        parts = importlib.import_module(group.module).parts(ask)
+        listed = importlib.import_module(group.module).parts
+        known = listed(dataclasses.replace(ask, quick=ask.quick and not words))
     except ImportError as failure:
         yield Row(group.name, "all", OURS, note=f"not here: {failure}")
         return
-    for part in parts:
+    for part in (part for part in known if not words or any(word in part for word in words)):
         began = time.monotonic()
         yield from whole_part(group, part, ask)
         print(f"{group.name:10} {part:32} {time.monotonic() - began:6.1f} s", flush=True)

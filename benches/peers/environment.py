@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +32,8 @@ TELEMETRY = {
 # Less to read, and nothing of the peers' own choice of threads.
 QUIET = {"LMCACHE_LOG_LEVEL": "ERROR", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "MC_LOG_LEVEL": "ERROR"}
 THREADS = 2
-BUDGET = {name: str(THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+LIBRARIES = ("OMP", "MKL", "OPENBLAS", "NUMBA", "RAYON")
+BUDGET = {f"{name}_NUM_THREADS": str(THREADS) for name in LIBRARIES}
 
 # The distribution that carries each system.
 DISTRIBUTIONS = {
@@ -76,7 +78,7 @@ def described() -> dict[str, Any]:
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory GiB": round(int(memory["MemTotal"]) / 2**20, 1),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {release()}",
         "huge pages": {
             "anonymous": chosen(huge / "enabled"),
             "shared memory": chosen(huge / "shmem_enabled"),
@@ -86,6 +88,12 @@ def described() -> dict[str, Any]:
         "telemetry": TELEMETRY,
         "thread budget": THREADS,
     }
+
+
+def release() -> str:
+    """The numbers of the kernel's version; what a builder adds to them says nothing to others."""
+    found = re.match(r"[0-9.]*[0-9]", platform.release())
+    return found.group() if found else ""
 
 
 def moment() -> dict[str, str]:

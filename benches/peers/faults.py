@@ -30,7 +30,7 @@ CUT_S, QUICK_CUT_S = 60.0, 8.0
 WATCH_S, QUICK_WATCH_S = 3.0, 0.5  # how long transfers have to go on after the fault to count as not minding it
 WARM_S = 0.4
 MANY = 10**6
-AT_ONCE = 4
+BESIDE = "; clocked beside another pair of the same system whose far side is stopped"
 # These differ from a row that is there by the lane alone.
 SKIPPED = (("ucxx", "cma"), ("ucxx", TCP))
 
@@ -50,6 +50,7 @@ class Fault:
 
 
 FAULTS = [Fault(number, middle) for number in (signal.SIGKILL, signal.SIGSTOP) for middle in (False, True)]
+KILLS = 2  # of them come first
 
 
 def parts(ask: Ask) -> list[str]:
@@ -60,15 +61,17 @@ def parts(ask: Ask) -> list[str]:
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
-    """The four faults at once: none of them is quicker for having a core of its own."""
+    """A kill has the machine to itself; a stopped side takes none of it, so those two, which may last, go together."""
     system, _, which = part.partition("/")
     peer, pattern = PEERS[system, which], Pattern(ask.mib << 20)
     # Each thread gets its own copy: the store writes its port there.
     jobs = [
         partial(one, ask, dataclasses.replace(peer, environment=dict(peer.environment)), pattern, f) for f in FAULTS
     ]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(lambda job: job(), jobs)
+    for job in jobs[:KILLS]:
+        yield job()
+    with ThreadPoolExecutor(len(jobs) - KILLS) as pool:
+        yield from pool.map(lambda job: job(), jobs[KILLS:])
 
 
 def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
@@ -84,7 +87,7 @@ def one(ask: Ask, peer: Peer, pattern: Pattern, fault: Fault) -> Row:
         transfer(pair, case)
         seconds, said, alive = struck(pair, fault, cut, QUICK_WATCH_S if ask.quick else WATCH_S)
         after, well = afterwards(pair, fault, case) if alive else ("the near side had to be killed", False)
-        note = f"{said}; {after}"
+        note = f"{said}; {after}" + ("" if fault.signal == signal.SIGKILL else BESIDE)
         return dataclasses.replace(
             row, median=seconds, low=seconds, high=seconds, samples=[seconds], verified=well, note=note
         )

@@ -22,8 +22,9 @@ from turns import Entry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KERNELS = ("memcpy", "stream", "stream4", "stream ahead")
+KERNELS = ("memcpy", "stream", "stream4", "stream ahead", "stream4 ahead")
 THREADS = 2
+MANY_BYTES = 32 << 20  # from here on one thread alone was never the fastest
 POISON = 0xEE
 
 
@@ -48,9 +49,12 @@ class Limit:
         code = self._call.limit_poison(*listed(moves), ctypes.c_size_t(length), POISON, THREADS)
         assert code == 0, os.strerror(code)
 
-    def vm(self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False) -> None:
+    def vm(
+        self, pid: int, moves: np.ndarray, length: int, a_call: int = 64, write: bool = False, threads: int = 1
+    ) -> None:
         """The same through ``process_vm_readv`` or ``process_vm_writev``, so many blocks a system call."""
-        code = self._call.limit_vm(pid, *listed(moves), ctypes.c_size_t(length), ctypes.c_size_t(a_call), int(write))
+        size, most = ctypes.c_size_t(length), ctypes.c_size_t(a_call)
+        code = self._call.limit_vm(pid, *listed(moves), size, most, int(write), threads)
         if code:
             raise OSError(code, os.strerror(code))
 
@@ -61,11 +65,13 @@ class Limit:
             raise Missing(f"no huge pages: MADV_COLLAPSE says {errno.errorcode.get(code, code)}")
 
     def entries(self, moves: np.ndarray, length: int) -> Iterator[Entry]:
-        """Every loop: each kernel, one thread and two, the list as it is and sorted by source."""
+        """Every loop: each kernel, one thread (of few bytes) and two, the list as it is and sorted by source."""
         ordered = np.ascontiguousarray(moves[np.argsort(moves[:, 0], kind="stable")])
+        fewest = THREADS if len(moves) * length >= MANY_BYTES else 1
+        lists = [("", moves), (" sorted", ordered)][: 2 if len(moves) > 1 else 1]
         for kernel, name in enumerate(KERNELS):
-            for threads in range(1, THREADS + 1):
-                for which, blocks in (("", moves), (" sorted", ordered)):
+            for threads in range(fewest, THREADS + 1):
+                for which, blocks in lists:
                     yield Entry(
                         LIMIT, self._loop(blocks, length, kernel, threads), f"{name}{which} x{threads}", threads
                     )

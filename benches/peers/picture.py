@@ -23,8 +23,8 @@ PANELS = (
 )
 
 
-def draw(rows: Sequence[Row], folder: Path) -> str:
-    """Write the picture; what there is to say about it, if anything."""
+def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
+    """Write the picture, with what it must not be taken for; what there is to say about it, if anything."""
     try:
         import matplotlib as mpl  # noqa: PLC0415  (only where it is installed)
     except ImportError:
@@ -42,6 +42,8 @@ def draw(rows: Sequence[Row], folder: Path) -> str:
     for axis, (title, lines) in zip(axes[0], shown):
         panel(axis, title, lines)
     axes[0][0].set_ylabel("GB/s")
+    if caveat:
+        figure.suptitle(caveat, fontsize=8)
     figure.savefig(folder / "peers.svg", metadata={"Date": None})
     figure.savefig(folder / "peers.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -86,7 +88,7 @@ STYLE: dict[str, dict[str, Any]] = {
 COLOURS = {
     "nixl": "tab:blue",
     "mooncake": "tab:green",
-    "mooncake-store": "tab:olive",
+    "mooncake store": "tab:olive",
     "ucxx": "tab:purple",
     "lmcache": "tab:brown",
     "torch": "tab:orange",

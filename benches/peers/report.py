@@ -7,9 +7,10 @@ Not for: measuring, or the picture (``picture``).
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import scale
+from reasons import reason_of
 from rows import LIMIT, OURS, Row
 
 if TYPE_CHECKING:
@@ -26,14 +27,21 @@ TITLES = {
     "standing": "Idle, start and memory",
     "faults": "A peer that is killed or stopped",
 }
+SELVES = (OURS, LIMIT)
 GOAL = 0.95
 WIDE = 14
+PASSED = 1.02
+NO_REASON = "**no reason yet**"
+# Operations that move bytes, beside those in GB/s: what they wrote can be compared.
+MOVING = ("pull ", "push ", "put", "get", "ask for and move")
 HEAD = """# Beside the peers
 
 Written by `make bench-peers` from `peers.json`; not edited by hand. Every figure is a median; systems ran in turn (A B
-A B, who begins changes each round) over the same blocks, and what they wrote was compared byte for byte unless marked
-`?`. GB = 10^9 bytes, each byte moved counted once. In brackets: how many times as fast ours is; **bold** where the
-other is ahead. `limit`: the best hand-written loop over the same list of blocks; ours shows its share of it.
+A B, who begins changes each round) over the same blocks. GB = 10^9 bytes, each byte moved counted once. What is written
+is poisoned before each turn and compared byte for byte after it, unless the figure is marked `?`; of small requests,
+which are clocked call by call, what the last call of a turn wrote is compared. In brackets: how many times as fast ours
+is; **bold** where the other is ahead. `limit`: the best hand-written loop over the same list of blocks; ours shows its
+share of it.
 
 ![GB/s over block size, each system](peers.svg)
 """
@@ -41,7 +49,7 @@ other is ahead. `limit`: the best hand-written loop over the same list of blocks
 
 def markdown(document: dict[str, Any], rows: Sequence[Row]) -> str:
     """The whole page."""
-    parts = [HEAD, *machine(document), *summary(rows)]
+    parts = [HEAD, *machine(document), *missing(document), *summary(rows)]
     for name, its in groupby(rows, key=lambda row: row.group):
         parts += [f"## {TITLES.get(name, name)}", said(document["groups"].get(name, {})), *tables(list(its))]
     parts += [SECTIONS[name](extra) for name, extra in sorted(document["extra"].items()) if name in SECTIONS]
@@ -66,22 +74,57 @@ def said(moment: dict[str, Any]) -> str:
     if not moment:
         return ""
     quick = ", quick: few sizes and rounds" if moment["quick"] else ""
-    return f"Commit {moment['commit']}, {moment['when']}, {moment['rounds']} rounds{quick}."
+    rounds = f"{moment['rounds']} round{'s' if moment['rounds'] != 1 else ''}"
+    return f"Commit {moment['commit']}, {moment['when']}, {rounds}{quick}."
+
+
+def missing(document: dict[str, Any]) -> Iterator[str]:
+    """Groups that no run has measured yet."""
+    names = [name for name in TITLES if name not in document["groups"]]
+    if names:
+        yield f"Not measured yet: {', '.join(names)}."
+
+
+class Behind(NamedTuple):
+    """A row that does not reach the goal: what was done, who or what is better, and how ours stands to it."""
+
+    row: Row
+    who: str
+    ratio: float
+
+    @property
+    def reason(self) -> Optional[str]:
+        """What is written down about it."""
+        return reason_of(at(self.row), self.who)
+
+
+def behind(rows: Sequence[Row]) -> list[Behind]:
+    """Where a peer is ahead of us, and where we are under the goal of the limit; worst first."""
+    peers = [Behind(row, named(row), row.ratio) for row in rows if row.ratio is not None and row.system not in SELVES]
+    limits = [Behind(row, LIMIT, row.limit_ratio) for row in rows if row.system == OURS and row.limit_ratio is not None]
+    found = [it for it in peers if it.ratio < 1] + [it for it in limits if it.ratio < GOAL]
+    return sorted(found, key=lambda it: it.ratio)
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """What the issue asks about: who is ahead of us, where the limit is missed, what is not here."""
-    ahead = [row for row in rows if row.ratio is not None and row.ratio < 1 and row.system not in (OURS, LIMIT)]
+    """What the issue asks about: where we are behind and why, where the limit is none, what is not here."""
+    found = behind(rows)
+    bare = sum(it.reason is None for it in found)
+    yield f"## Where we are behind, or under {GOAL} of the limit"
     lines = [
-        f"| {at(row)} | {named(row)} | {figure(row)} {row.unit} | {row.ratio:.2f} |"
-        for row in sorted(ahead, key=lambda row: row.ratio or 0.0)
+        f"| {it.row.group} | {it.row.op} | {place(it.row)} | {it.who} | {it.ratio:.2f} | {it.reason or NO_REASON} |"
+        for it in found
     ]
-    yield "## Rows where a peer is ahead"
-    yield table("| row | peer | its figure | times as fast ours is |", lines) if lines else "None."
-    short = [row for row in rows if row.system == OURS and row.limit_ratio is not None and row.limit_ratio < GOAL]
-    lines = [f"| {at(row)} | {figure(row)} {row.unit} | {row.limit_ratio:.2f} |" for row in short]
-    yield f"## Rows where we are under {GOAL} of the limit"
-    yield table("| row | ours | share of the limit |", lines) if lines else "None."
+    if lines:
+        yield f"{len(found)} rows, {bare} of them without a reason so far (`benches/peers/reasons.py`)."
+        yield table("| group | operation | blocks | behind | times as fast ours is | reason |", lines)
+    else:
+        yield "Nowhere."
+    past = [row for row in rows if row.system == OURS and row.limit_ratio is not None and row.limit_ratio > PASSED]
+    lines = [f"| {at(row)} | {figure(row)} {row.unit} | {row.limit_ratio:.2f} |" for row in past]
+    if lines:
+        yield f"## Where ours passes the limit by more than {PASSED - 1:.0%}: no hand-written loop is the limit there"
+        yield table("| row | ours | share of the limit |", lines)
     absent = [row for row in rows if row.median is None]
     lines = unique(f"| {row.group} {row.op} | {named(row)} | {row.note} |" for row in absent)
     if lines:
@@ -131,7 +174,7 @@ def cell(row: Optional[Row]) -> str:
     """One figure, with how it stands to ours."""
     if row is None:
         return "-"
-    text = figure(row) + ("?" if row.unit == "GB/s" and not row.verified else "")
+    text = figure(row) + ("?" if moves(row) and not row.verified else "")
     if row.system == OURS:
         return f"{text} (limit {row.limit_ratio:.2f})" if row.limit_ratio is not None else text
     if row.system == LIMIT or row.ratio is None:
@@ -147,12 +190,20 @@ def notes(rows: Sequence[Row]) -> str:
 
 def at(row: Row) -> str:
     """The place of a row in words."""
-    words = [f"{row.group} {row.op}"]
-    if row.block_bytes or row.blocks:
-        words.append(size_of(row.block_bytes, row.blocks, several=row.blocks > 0))
+    return ", ".join(filter(None, [f"{row.group} {row.op}", place(row)]))
+
+
+def place(row: Row) -> str:
+    """How many blocks of what size, in what memory."""
+    words = [size_of(row.block_bytes, row.blocks, several=row.blocks > 0)] if row.block_bytes or row.blocks else []
     words.append(f"{row.tensors} tensors" if row.tensors > 1 else "")
     words.append("huge pages" if row.pages == "huge" else "")
     return ", ".join(filter(None, words))
+
+
+def moves(row: Row) -> bool:
+    """Whether there is something to compare."""
+    return row.unit == "GB/s" or row.op.startswith(MOVING)
 
 
 def named(row: Row) -> str:

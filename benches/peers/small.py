@@ -1,18 +1,21 @@
 """Small requests between two processes: how long one call takes, and what 15,000 segments cost before the first.
 
-Every call is clocked alone, back to back, over the same rows: median, 99th of a hundred and slowest. Not for:
-throughput (``between``), or calls with pauses between them (``benches/transfer_latency.py``).
+Every call is clocked alone, back to back, over the same rows: median, 99th of a hundred and slowest; what the last
+call of a turn wrote is compared. Not for: throughput (``between``), or calls with pauses between them
+(``benches/transfer_latency.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from typing import TYPE_CHECKING, Optional
 
 from between import Pairs, case_of
 from between.adapter import PULL, PUSH, Case
 from between.pair import Pair, Pattern
-from between.systems import POOL, REGISTERED, TCP, of_kind
+from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
 from rows import LIMIT, OURS, Row, measured
 from turns import reason
 
@@ -25,7 +28,9 @@ MEMORY = 64 << 20
 CELLS = ((4 << 10, 1), (16 << 10, 1), (16 << 10, 64))
 FIGURES = ("p50", "p99", "slowest")
 CALLS, QUICK_CALLS = 1000, 100  # a round
+FIRST = 20  # of a turn while nothing is known of a system
 LONGEST_S = 0.6
+LOOKS, BEST = 2, 2  # turns that decide which of the limit's loops go on, and how many do
 SEGMENTS, SEGMENT = 15_000, 4 << 10
 PREPARE = "prepare"
 
@@ -55,19 +60,27 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
 
 @dataclasses.dataclass
 class Caller:
-    """One pair with one way to ask."""
+    """One pair with one way to ask; of the limit's pair, one of its loops."""
 
     pair: Pair
-    fresh: bool
-    calls: int = 20
+    fresh: bool = False
+    variant: str = ""
+    threads: int = 0
+    calls: int = FIRST
     found: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
+    warm: float = math.inf
     failed: str = ""
 
     @property
+    def system(self) -> str:
+        """Whose pair it is."""
+        return self.pair.peer.system
+
+    @property
     def setting(self) -> str:
-        """Named apart only where the two ways differ."""
-        peer = self.pair.peer
-        return f"{peer.setting}, request made" if self.fresh else peer.setting
+        """Named apart where the ways differ."""
+        setting = f"{self.pair.peer.setting} {self.variant}".strip()
+        return f"{setting}, request made" if self.fresh else setting
 
     def round(self, case: Case, most: int, keep: bool) -> None:
         """One turn, unless it failed before."""
@@ -80,69 +93,105 @@ class Caller:
             return
         if keep:
             self.found.append(took)
+        else:
+            self.warm = min(self.warm, took[0])
 
     def turn(self, case: Case, most: int) -> tuple[float, ...]:
-        """So many calls, checked afterwards."""
+        """So many calls, and a look at what the last of them wrote."""
         pair = self.pair
         pair.wake()
         try:
-            variant = pair.lay(case, self.fresh)[0][0]
+            pair.lay_once(case, self.fresh)
             target = pair.destination(case.op)
             target.do("poison")
-            took: tuple[float, ...] = pair.timed("each", variant, times=self.calls)
+            took: tuple[float, ...] = pair.timed("each", self.variant, times=self.calls)
             wrong = target.do("wrong")
             assert not wrong, f"wrong bytes: {wrong}"
         finally:
             pair.rest()
-        self.calls = max(20, min(most, int(LONGEST_S / max(took[0], 1e-7))))
+        self.calls = max(FIRST, min(most, int(LONGEST_S / max(took[0], 1e-7))))
         return took
 
 
 def latency(ask: Ask, pairs: Pairs, part: str, case: Case) -> Iterator[Row]:
     """One size: every pair in turn, three figures each."""
-    callers = callers_of(pairs, case.op)
+    place = Row("small", part, "", block_bytes=case.block, blocks=case.count)
     for pair in pairs.pairs:
         if pair.peer.once and case.op == PUSH:
             note = "not clocked call by call: a key can be put once"
-            yield Row("small", part, pair.peer.system, pair.peer.setting, case.block, case.count, note=note)
-    for round_ in range(ask.rounds + 1):
-        for turn in range(len(callers)):
-            callers[(turn + round_) % len(callers)].round(case, QUICK_CALLS if ask.quick else CALLS, keep=round_ > 0)
-    for number, figure in enumerate(FIGURES):
+            yield dataclasses.replace(place, system=pair.peer.system, setting=pair.peer.setting, note=note)
+    most = QUICK_CALLS if ask.quick else CALLS
+    callers, failures = callers_of(pairs, case)
+    for peer, why in failures:
+        yield dataclasses.replace(place, system=peer.system, setting=peer.setting, note=why)
+    for look in range(LOOKS):
         for caller in callers:
-            yield judged(callers, caller, number, Row("small", f"{part} {figure}", "", unit="us"), case)
+            if look == 0 or caller.system == LIMIT:
+                caller.round(case, most, keep=False)
+    callers = chosen(callers)
+    for round_ in range(ask.rounds):
+        for turn in range(len(callers)):
+            callers[(turn + round_) % len(callers)].round(case, most, keep=True)
+    yield from judged(callers, part, case)
 
 
-def callers_of(pairs: Pairs, op: str) -> list[Caller]:
-    """Every pair that can repeat a call; one that prepares requests also with a request for each call."""
-    able = [pair for pair in pairs.pairs if not (pair.peer.once and op == PUSH)]
-    both = {True: (False, True), False: (False,)}
-    return [Caller(pair, fresh) for pair in able for fresh in both[pair.peer.system == "nixl"]]
+def callers_of(pairs: Pairs, case: Case) -> tuple[list[Caller], list[tuple[Peer, str]]]:
+    """Every pair that can repeat a call, and who cannot be asked; NIXL also with a request made for each call."""
+    callers: list[Caller] = []
+    failures: list[tuple[Peer, str]] = []
+    for pair in pairs.pairs:
+        if pair.peer.once and case.op == PUSH:
+            continue
+        pair.wake()
+        try:
+            ways = pair.lay_once(case, fresh=False)
+        except Exception as failure:  # noqa: BLE001  (a peer that fails is a row with its reason)
+            failures.append((pair.peer, reason(failure)))
+            continue
+        finally:
+            pair.rest()
+        callers += [Caller(pair, variant=variant, threads=threads) for variant, threads in ways]
+        if pair.peer.system == "nixl":
+            callers.append(Caller(pair, fresh=True))
+    return callers, failures
 
 
-def judged(callers: list[Caller], caller: Caller, number: int, row: Row, case: Case) -> Row:
-    """One figure of one pair, beside ours and the limit's."""
+def chosen(callers: list[Caller]) -> list[Caller]:
+    """All but the limit's slower loops."""
+    loops = sorted((caller for caller in callers if caller.system == LIMIT), key=lambda caller: caller.warm)
+    return [caller for caller in callers if caller not in loops[BEST:]]
+
+
+def judged(callers: list[Caller], part: str, case: Case) -> Iterator[Row]:
+    """Three figures of each, beside ours and the limit's loop that is best by its median."""
+    loops = [caller for caller in callers if caller.system == LIMIT]
+    well = [caller for caller in loops if caller.found and not caller.failed]
+    limit = min(well, key=lambda caller: statistics.median(of(caller, 0)), default=None)
+    shown = limit or next(iter(loops), None)
+    ours = next((caller for caller in callers if caller.system == OURS and not caller.failed), None)
+    for number, figure in enumerate(FIGURES):
+        row = Row("small", f"{part} {figure}", "", "", case.block, case.count, unit="us")
+        for caller in callers:
+            if caller.system == LIMIT and caller is not shown:
+                continue
+            yield figure_of(caller, number, row, ours, limit)
+
+
+def figure_of(caller: Caller, number: int, row: Row, ours: Optional[Caller], limit: Optional[Caller]) -> Row:
+    """One figure of one caller."""
     peer = caller.pair.peer
     note = peer.note.replace("request prepared outside the clock", "").replace("request prepared", "").rstrip("; ")
     if peer.system == "nixl":
         note = f"{note}; " + (
             "request made by index for each call" if caller.fresh else "one prepared request, posted again"
         )
-    if peer.system == LIMIT:
-        note = "the first of its loops"
     row = dataclasses.replace(
-        row,
-        system=peer.system,
-        setting=caller.setting,
-        block_bytes=case.block,
-        blocks=case.count,
-        threads=peer.threads,
-        note=note,
+        row, system=peer.system, setting=caller.setting, threads=caller.threads or peer.threads, note=note
     )
     if caller.failed:
         return dataclasses.replace(row, note=caller.failed)
-    samples = of(caller, number)
-    row = measured(row, samples, of_system(callers, OURS, number), of_system(callers, LIMIT, number))
+    beside = [None if other is None else of(other, number) for other in (ours, limit)]
+    row = measured(row, of(caller, number), *beside)
     return dataclasses.replace(row, verified=True)
 
 
@@ -151,18 +200,20 @@ def of(caller: Caller, number: int) -> list[float]:
     return [took[number] * 1e6 for took in caller.found]
 
 
-def of_system(callers: list[Caller], system: str, number: int) -> Optional[list[float]]:
-    """The same of ours or the limit."""
-    found = [of(caller, number) for caller in callers if caller.pair.peer.system == system and not caller.failed]
-    return found[0] if found else None
-
-
 # --- before the first call ---
 
 STEPS = {
     "prepare": "prepare 15,000 segments",
     "request": "make a request over them",
     "transfer": "ask for and move them",
+}
+# What a system does before its first call is its own, and the steps are not compared with each other.
+PREPARED = {
+    OURS: "one registration of one contiguous piece as a cache of 15,000 rows: the same time for any number of them",
+    "nixl": "2 x 15,000 descriptors; the memory was registered before the clock starts",
+    "mooncake": "lists of 15,000 addresses and lengths of both sides; the memory was registered in one piece before",
+    "mooncake store": "15,000 names and addresses; the objects were put before the clock starts",
+    "ucxx": "15,000 views and tags on the near side; the far side needs as many",
 }
 
 
@@ -193,8 +244,10 @@ def prepare(ask: Ask, pairs: Pairs) -> Iterator[Row]:
         if name in failed:
             yield dataclasses.replace(row, note=failed[name])
         for step, samples in found.get(name, {}).items():
-            made = measured(dataclasses.replace(row, op=STEPS[step]), samples, ours.get(step))
-            yield dataclasses.replace(made, verified=step == "transfer")
+            moved = step == "transfer"
+            row = dataclasses.replace(row, op=STEPS[step], note=pair.peer.note if moved else PREPARED[pair.peer.system])
+            made = measured(row, samples, ours.get(step) if moved else None)
+            yield dataclasses.replace(made, verified=moved)
 
 
 def prepared(pair: Pair, case: Case) -> dict[str, float]:

@@ -159,4 +159,4 @@ def judged(peers: dict[str, Peer], figures: dict[str, dict[str, list[float]]], f
             if figure not in figures[key]:
                 continue
             beside = ours.get(figure) if peer.system not in (OURS, LIMIT) else None
-            yield dataclasses.replace(measured(row, figures[key][figure], beside), verified=True)
+            yield measured(row, figures[key][figure], beside)

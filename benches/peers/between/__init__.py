@@ -38,6 +38,7 @@ FEW = {
     2048 * KIB: (),
 }
 MOST = 16384
+HUGE = (16 * KIB, 256 * KIB, 1024 * KIB)  # of the series of huge pages
 QUICK = {16 * KIB: (64,), 256 * KIB: ()}
 SHORTEST_S = 0.01
 MOST_TIMES = 500
@@ -61,7 +62,7 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
     try:
         yield from pairs.failures(plain)
         for block, count in sizes(ask):
-            if huge and count * block < pattern.size:
+            if huge and (count * block < pattern.size or block not in HUGE):
                 continue
             row = dataclasses.replace(plain, block_bytes=block, blocks=count)
             yield from pairs.cell(row, case_of(op, block, count, pattern.size))

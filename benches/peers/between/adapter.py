@@ -131,7 +131,10 @@ class Adapter:
         raise NotImplementedError
 
     def fresh(self, case: Case) -> Run:
-        """The transfer as a server asks for it: from lists of rows that nobody saw before."""
+        """The transfer of rows that nobody saw before.
+
+        The lists and names that it takes are made here; what the system makes of them is made within the clock.
+        """
         return self.request(case)
 
     def variants(self, case: Case) -> list[tuple[str, int, Run]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -37,7 +36,6 @@ class Bare(Adapter):
         self.stream: Optional[socket.socket] = None
         if self.setting == "stream" and self.role == FAR:
             self.door = socket.create_server(("127.0.0.1", 0))
-        self.pool = ThreadPoolExecutor(THREADS)
 
     def hello(self) -> Any:
         """How the near side gets at the memory."""
@@ -68,23 +66,15 @@ class Bare(Adapter):
             return [(entry.setting, entry.threads, entry.run) for entry in self.limit.entries(moves, case.block)]
         if self.setting == "stream":
             return [(f"{piece >> 10} KiB a call", 1, partial(self.asked, case, piece)) for piece in PIECES]
-        found: list[tuple[str, int, Run]] = []
-        for a_call in A_CALL:
-            for threads in range(1, THREADS + 1):
-                shares = np.array_split(moves, threads) if case.count > 1 else [moves]
-                shares = [np.ascontiguousarray(share) for share in shares]
-                found.append((f"{a_call} a call x{threads}", threads, partial(self.vm, shares, case, a_call)))
-        return found
-
-    def vm(self, shares: list[np.ndarray], case: Case, a_call: int) -> None:
-        """Each share by a thread of its own; the system call runs without the interpreter's lock."""
-        rest = [
-            self.pool.submit(self.limit.vm, self.pid, share, case.block, a_call, case.op != PULL)
-            for share in shares[1:]
+        return [
+            (f"{a_call} a call x{threads}", threads, partial(self.vm, moves, case, a_call, threads))
+            for a_call in A_CALL
+            for threads in range(1, THREADS + 1)
         ]
-        self.limit.vm(self.pid, shares[0], case.block, a_call, case.op != PULL)
-        for share in rest:
-            share.result()
+
+    def vm(self, moves: np.ndarray, case: Case, a_call: int, threads: int) -> None:
+        """Whoever is through with a call makes the next."""
+        self.limit.vm(self.pid, moves, case.block, a_call, case.op != PULL, threads)
 
     # --- the bare stream: the same number of bytes, in one piece, from the beginning of the memory ---
 

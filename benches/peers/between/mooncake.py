@@ -65,14 +65,6 @@ class Engine(Adapter):
 
         return run
 
-    def fresh(self, case: Case) -> Run:
-        """The lists are made within the clock."""
-
-        def run() -> None:
-            self.request(case)()
-
-        return run
-
     def prepared(self, blocks: int, block: int) -> dict[str, float]:
         """Its memory is registered in one piece; a call takes lists of addresses."""
         began = time.perf_counter()

@@ -95,16 +95,6 @@ class Store(Adapter):
 
         return run
 
-    def fresh(self, case: Case) -> Run:
-        """The keys and addresses are made within the clock. A key can be put once only, so not for a push."""
-        if case.op != PULL:
-            return self.request(case)
-
-        def run() -> None:
-            self.request(case)()
-
-        return run
-
     def poison(self, case: Case) -> None:
         """A put needs its keys to be free."""
         if case.op == PULL:

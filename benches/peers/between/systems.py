@@ -78,12 +78,17 @@ PEERS = {
     ("nixl", TCP): Peer(
         "nixl", "tcp, no thread", {"UCX_TLS": "tcp,self"}, attends=True, note=f"{NO_THREAD}; request prepared"
     ),
-    ("mooncake", TCP): Peer("mooncake", "engine, tcp", note="1,024 blocks a call, its limit; its own threads"),
+    ("mooncake", TCP): Peer(
+        "mooncake",
+        "engine, tcp",
+        note="over tcp, the only way of its CPU wheel; 1,024 blocks a call, its limit; its own threads",
+    ),
     ("mooncake store", TCP): Peer(
         "mooncake store",
         "tcp",
         once=True,
-        note="put and get of one object a block, far segment of the store; what was put is checked by getting it",
+        note="over tcp, the only way of its CPU wheel; put and get of one object a block, far segment of the store; "
+        "what was put is checked by getting it",
     ),
     ("ucxx", AS_IT_COMES): Peer("ucxx", AS_IT_COMES, attends=True, note=TWO_SIDED),
     ("ucxx", "shm"): Peer("ucxx", "shm, no errors", {"UCX_TLS": "posix,sysv,self,tcp"}, attends=True, note=TWO_SIDED),

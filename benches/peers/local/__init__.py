@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from ask import Ask
 
 OPS = ("swap_out", "swap_in", "copy_blocks")
-BLOCKS_KIB = (4, 16, 64, 256, 1024, 2048)
+# By the number of tensors and the kind of page: all sizes once, and those that tell something in the other series.
+BLOCKS_KIB = {
+    (1, "4K"): (16, 256),
+    (2, "4K"): (4, 16, 64, 256, 1024, 2048),
+    (80, "4K"): (4, 16, 64, 256),
+    (2, "huge"): (16, 64, 1024),
+}
 QUICK_KIB = (16, 256)
-TENSORS = (1, 2, 80)
 SYSTEMS = ("ours", "limit", "numpy", "torch", "lmcache", "nixl")
 
 
@@ -31,15 +36,14 @@ def parts(ask: Ask) -> list[str]:
     """One process for each operation, number of tensors, and kind of page."""
     if ask.quick:
         return [f"{op} 2 4K" for op in OPS]
-    small = [f"{op} {tensors} 4K" for tensors in TENSORS for op in OPS]
-    return small + [f"{op} 2 huge" for op in OPS]
+    return [f"{op} {tensors} {pages}" for tensors, pages in BLOCKS_KIB for op in OPS]
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
     """All block sizes of one part."""
     op, tensors, pages = part.split()
     limit = Limit()
-    for kib in QUICK_KIB if ask.quick else BLOCKS_KIB:
+    for kib in QUICK_KIB if ask.quick else BLOCKS_KIB[int(tensors), pages]:
         bed = Bed(op, int(tensors), kib << 10, ask.mib << 20)
         row = bed.row(pages)
         try:

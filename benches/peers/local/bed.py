@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 THREADS = 2
 FEWEST_ROWS = 4
+POOL_PAGE = 64 << 10
 WORD = 8
 
 
@@ -25,7 +26,9 @@ class Bed:
 
     def __init__(self, op: str, tensors: int, block: int, size: int) -> None:
         self.op, self.block, self.num_tensors = op, block, tensors
-        rows = max(size // (tensors * block), FEWEST_ROWS)
+        # Whole pages of the pool: then the tensors lie side by side, as LMCache's chunks need them.
+        whole = max(POOL_PAGE // block, 1)
+        rows = max(size // (tensors * block) // whole * whole, whole, FEWEST_ROWS)
         self.bytes = rows * block * tensors
         inside = op == "copy_blocks"  # from one half of a cache to the other
         held = rows * 2 if inside else rows

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from local.bed import THREADS, reordered
+from local.torch import within_budget
 from rows import Missing
 from turns import Entry
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 TOKENS = 16  # of a block, as serving engines have it
 CHUNK = 256  # tokens of a chunk, as it comes
 NOTE = (
-    "a paged cache to chunks in order (swap out) or back; the list is put in the chunks' order before the clock "
-    "starts; its allocator and index are not in the figure"
+    "a paged cache to chunks in order (swap out) or back; the chunks and the list in their order are made before the "
+    "clock starts; its allocator and index are not in the figure"
 )
 
 
@@ -37,7 +38,7 @@ def entries(bed: Bed) -> Iterator[Entry]:
         raise Missing("has no copy inside a cache")
     if not hasattr(lmcache, "device_ops"):
         raise Missing("its transfer needs torch and numba")
-    torch.set_num_threads(THREADS)
+    within_budget()
     out = bed.op == "swap_out"
     paged_words, kept_words = (bed.src_words, bed.dst_words) if out else (bed.dst_words, bed.src_words)
     kept_rows = len(kept_words[0])
@@ -53,10 +54,10 @@ def entries(bed: Bed) -> Iterator[Entry]:
     shape.kv_size, shape.nl, shape.nb, shape.bs = 1, bed.num_tensors, len(paged_words[0]), TOKENS
     shape.nh, shape.hs, shape.element_size, shape.block_stride_elems = 1, hidden, 2, 0
 
-    def call(tokens: int) -> None:
+    def call(chunks: list[torch.Tensor], tokens: int) -> None:
         lmcache.device_ops.multi_layer_block_kv_transfer(
             paged,
-            list(kept.split(tokens, dim=1)),
+            chunks,
             order,
             "cpu",
             TransferDirection.D2H if out else TransferDirection.H2D,
@@ -66,6 +67,7 @@ def entries(bed: Bed) -> Iterator[Entry]:
             0,
         )
 
-    yield Entry("lmcache", lambda: call(CHUNK), f"chunks of {CHUNK} tokens", THREADS, note=NOTE)
+    chunks, whole_chunk = list(kept.split(CHUNK, dim=1)), [kept]
+    yield Entry("lmcache", lambda: call(chunks, CHUNK), f"chunks of {CHUNK} tokens", THREADS, note=NOTE)
     if kept_rows * TOKENS > CHUNK:
-        yield Entry("lmcache", lambda: call(kept_rows * TOKENS), "one chunk", THREADS, note=NOTE)
+        yield Entry("lmcache", lambda: call(whole_chunk, kept_rows * TOKENS), "one chunk", THREADS, note=NOTE)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
     """The ways that people write this with torch, over the very tensors of the caches."""
-    torch.set_num_threads(THREADS)
+    within_budget()
     words = list(zip(map(torch.from_numpy, bed.src_words), map(torch.from_numpy, bed.dst_words)))
     halves = [(src.view(torch.bfloat16), dst.view(torch.bfloat16)) for src, dst in words]
     sources, places = torch.from_numpy(bed.src_rows), torch.from_numpy(bed.dst_rows)
@@ -65,6 +65,13 @@ def entries(bed: Bed) -> Iterator[Entry]:  # noqa: C901  (one way after another)
             torch.index_select(src, 0, order, out=dst)
 
     yield Entry("torch", straight, "index_select(out=dst), int64", THREADS, note=WHOLE)
+
+
+def within_budget() -> None:
+    """As many threads as everybody gets; those between operations can be set once in a process."""
+    torch.set_num_threads(THREADS)
+    if torch.get_num_interop_threads() != THREADS:
+        torch.set_num_interop_threads(THREADS)
 
 
 WHOLE = (

@@ -10,7 +10,7 @@ import dataclasses
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from many.scene import ALLOCATE, CHURN, GET, GET_ALL, PUT, PUT_ALL, REACH, REACH_ALL, Scene
+from many.scene import ALLOCATE, CHURN, GET, GET_ALL, PUT, PUT_ALL, REACH, REACH_ALL, UNLIKE, Scene
 from turns import Entry, Ground, contest, reason
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def run(ask: Ask, part: str) -> Iterator[Row]:
             except Exception as failure:  # noqa: BLE001  (a peer that is not here is a row with its reason)
                 yield dataclasses.replace(row, system=system, note=reason(failure))
         # What is put and got is compared by the systems' own files; of an empty allocation nothing can be.
-        moves = op in (PUT, PUT_ALL, GET, GET_ALL)
-        yield from contest(ask, Ground(row, 1e6 / scene.count, wrong=fine if moves else None), entries)
+        wrong = fine if op in (PUT, PUT_ALL, GET, GET_ALL) else None
+        yield from contest(ask, Ground(row, 1e6 / scene.count, wrong=wrong, alike=op not in UNLIKE), entries)
     finally:
         scene.close()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from many.scene import CHECKED, GET, GET_ALL, OBJECT, PUT, PUT_ALL, REACH, REACH_ALL, Scene, checker, ended
+from many.scene import GET, GET_ALL, OBJECT, PUT, PUT_ALL, REACH, REACH_ALL, Scene, arrived, ended
 from rows import Missing
 from turns import Entry
 
@@ -86,9 +86,9 @@ def put(scene: Scene) -> Iterator[Entry]:
             raise RuntimeError(f"remove_all removed {removed} of {scene.count} objects")
 
     if scene.op == PUT:
-        yield Entry("mooncake", each, "store, put_from", after=undo, note=NOTE)
+        yield Entry("mooncake", each, "store over tcp, put_from", after=undo, note=NOTE)
     else:
-        yield Entry("mooncake", together, "store, batch_put_from", after=undo, note=NOTE)
+        yield Entry("mooncake", together, "store over tcp, batch_put_from", after=undo, note=NOTE)
 
 
 def get(scene: Scene) -> Iterator[Entry]:
@@ -100,28 +100,30 @@ def get(scene: Scene) -> Iterator[Entry]:
     names = [str(number) for number in range(scene.count)]
     addresses = [int(words.ctypes.data) for words in places]
     sizes = [OBJECT] * scene.count
-    wrong = [checker(words, scene.objects) for words in places]
 
     def each() -> None:
-        for number, (name, address) in enumerate(zip(names, addresses)):
+        for name, address in zip(names, addresses):
             if store.get_into(name, address, OBJECT) != OBJECT:
-                raise ValueError(f"get_into says no for object {number}")
-            wrong[number](number)
+                raise ValueError(f"get_into says no for object {name}")
 
     def together() -> None:
         for code in store.batch_get_into(names, addresses, sizes):
             if code != OBJECT:
                 raise ValueError(f"batch_get_into says {code}")
-        for number in range(scene.count):
-            wrong[number](number)
 
     def clear() -> None:
         places.fill(0)
 
+    def check() -> None:
+        arrived(places, scene.objects)
+
+    note = f"the object stays; {TCP}"
     if scene.op == GET:
-        yield Entry("mooncake", each, "store, get_into", before=clear, note=f"the object stays. {CHECKED}")
+        yield Entry("mooncake", each, "store over tcp, get_into", before=clear, after=check, note=note)
     else:
-        yield Entry("mooncake", together, "store, batch_get_into", before=clear, note=f"the object stays. {CHECKED}")
+        yield Entry(
+            "mooncake", together, "store over tcp, by name: batch_get_into", before=clear, after=check, note=note
+        )
 
 
 def owner(scene: Scene) -> str:
@@ -176,6 +178,7 @@ def checked(code: int, name: str) -> None:
         raise RuntimeError(f"{name} says {code}")
 
 
-NOTE = "into a segment of the same process, by way of its master"
+TCP = "its CPU wheel has no other way than tcp, also on one host"
+NOTE = f"into a segment of the same process, by way of its master; {TCP}"
 HELD: list[Any] = []
 WAYS = {REACH: reach, REACH_ALL: reach, PUT: put, PUT_ALL: put, GET: get, GET_ALL: get}

@@ -23,7 +23,6 @@ from llm_datadist import (
 )
 from many.scene import (
     ALLOCATE,
-    CHECKED,
     CHURN,
     GET,
     GET_ALL,
@@ -34,7 +33,7 @@ from many.scene import (
     REACH_ALL,
     SIZES,
     Scene,
-    checker,
+    arrived,
 )
 from rows import OURS
 from turns import Entry
@@ -71,7 +70,7 @@ def entries(scene: Scene) -> Iterator[Entry]:
 
 
 def ready(scene: Scene, listen: str = "") -> CacheManager:
-    """The manager of an engine with a pool large enough, touched once as a serving node's is."""
+    """The manager of an engine with a pool large enough; the round that does not count touches what it writes."""
     pool = max(scene.count * max(scene.size, PAGE) * scene.tensors, LIVE * SIZES[-1]) + (64 << 20)
     dist = opened(OWNER, pool, listen)
     scene.ends.append(dist.finalize)
@@ -143,7 +142,12 @@ def reach_all(scene: Scene) -> Iterator[Entry]:
         cache = manager.register_blocks_cache(what, addresses, BlocksCacheKey(OWNER, 0))
         manager.unregister_cache(cache.cache_id)
 
-    yield Entry(OURS, run, note="register_blocks_cache: the pieces are the tensors of one cache with one key; and back")
+    yield Entry(
+        OURS,
+        run,
+        "tensors of one cache",
+        note="register_blocks_cache: the pieces are the tensors of one cache with one key; and back",
+    )
 
 
 def put(scene: Scene) -> Iterator[Entry]:
@@ -195,18 +199,25 @@ def put_all(scene: Scene) -> Iterator[Entry]:
 def get(scene: Scene) -> Iterator[Entry]:
     """Pull each by its key from another process; the owner lets go of it, so every turn has keys of its own."""
     manager = asking(scene)
-    near = manager.allocate_cache(desc(1, scene.size))
-    view = manager.tensor_views(near)[0].numpy().view(np.int64)[0]
+    what = desc(1, scene.size)
+    places = [manager.allocate_cache(what) for _ in range(scene.count)]
+    views = [manager.tensor_views(place)[0].numpy().view(np.int64)[0] for place in places]
     turns = iter(range(scene.turns))
-    wrong = checker(view, scene.objects)
     keys = [names(scene, turn) for turn in range(scene.turns)]
 
-    def run() -> None:
-        for number, key in enumerate(keys[next(turns)]):
-            manager.pull_cache(key, near)
-            wrong(number)
+    def clear() -> None:
+        for view in views:
+            view.fill(-1)
 
-    yield Entry(OURS, run, note=f"pull_cache by request key; the key is used up, as the contract says. {CHECKED}")
+    def run() -> None:
+        for key, place in zip(keys[next(turns)], places):
+            manager.pull_cache(key, place)
+
+    def check() -> None:
+        arrived(views, scene.objects)
+
+    note = "pull_cache by request key; the key is used up, as the contract says"
+    yield Entry(OURS, run, before=clear, after=check, note=note)
 
 
 def get_all(scene: Scene) -> Iterator[Entry]:
@@ -217,18 +228,18 @@ def get_all(scene: Scene) -> Iterator[Entry]:
     key, every = BlocksCacheKey(OWNER, 0), list(range(scene.count))
     mixed = np.random.default_rng(2).permutation(scene.count)
     places = mixed.tolist()
-    wrong = [checker(view[place], scene.objects) for place in places]
 
     def clear() -> None:
         view.fill(-1)
 
     def run() -> None:
         manager.pull_blocks(key, near, every, places)
-        for number in range(scene.count):
-            wrong[number](number)
 
-    note = f"pull_blocks: the objects are blocks of one cache, by number and not by name; they stay. {CHECKED}"
-    yield Entry(OURS, run, before=clear, note=note)
+    def check() -> None:
+        arrived(view[mixed], scene.objects)
+
+    note = "the objects are blocks of one cache, by number and not by name; they stay"
+    yield Entry(OURS, run, "by number: pull_blocks", before=clear, after=check, note=note)
 
 
 def asking(scene: Scene) -> CacheManager:
