@@ -475,7 +475,8 @@ mod tests {
 
     #[test]
     fn memory_that_is_reserved_is_committed_and_no_refusal() {
-        let region = Arc::new(Region::shared("test", 4 * Region::UNIT_BYTES).unwrap().as_if_reserved());
+        let region =
+            Arc::new(Region::shared("test", 4 * Region::UNIT_BYTES).unwrap().made_of_reserved_pages());
         assert!(!region.merges());
         let merging = Arc::new(Merging::new(region.clone()));
         Commit(merging.clone()).unit(0).unwrap();

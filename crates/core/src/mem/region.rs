@@ -155,7 +155,7 @@ impl Region {
 
     /// The same, told apart no more from memory that the administrator reserved: few machines have any.
     #[cfg(test)]
-    pub(crate) fn as_if_reserved(mut self) -> Region {
+    pub(crate) fn made_of_reserved_pages(mut self) -> Region {
         self.mapping.as_mut().unwrap().huge = HugePages::Reserved;
         self
     }
