@@ -12,6 +12,7 @@ import pytest
 
 from llm_datadist import CacheKey, KvCacheManager, LLMDataDist, LLMException
 from llm_datadist.cache_manager import CacheManager
+from llm_datadist.log import logged
 from llm_datadist.utils import log
 from memory import desc, run_fresh
 
@@ -339,4 +340,4 @@ def test_parameters_that_would_be_lost_are_refused() -> None:
         with pytest.raises(
             TypeError, match=f"parameters of .*{method.__name__} can be logged by position or name only"
         ):
-            log.logged(method)
+            logged(method)

@@ -191,7 +191,7 @@ def test_the_work_that_is_counted():
     [
         ("links/state.rs", "MOST_LINKS: usize = 4096;", "4,096"),
         ("links/state.rs", "MOST_STRANGERS: usize = 256;", "256 strangers"),
-        ("links/link.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
+        ("links/far.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
         ("links/threads.rs", "STACK: usize = 512 << 10;", "512 KiB of address space"),
