@@ -115,6 +115,11 @@ def test_a_wrong_byte_and_a_stray_one_are_found(between: Any, case: Any) -> None
         def open(self) -> None:
             self.memory = self.plain(self.size)
 
+        def hello(self) -> Any:
+            raise AssertionError("nobody is linked with")
+
+        link = request = hello
+
     pattern = np.arange(MEMORY // 8, dtype=np.int64)
     side = Tampered("", "near", MEMORY, between.limit.Limit(), pattern)
     side.poison_all()

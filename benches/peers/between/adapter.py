@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
@@ -67,7 +68,7 @@ class Case:
         return self.src if self.op == PULL else self.dst
 
 
-class Adapter:
+class Adapter(ABC):
     """One side of one system. A subclass fills in what its system needs; the rest is the same for all."""
 
     verifies_near = False  # whether the near side can tell what arrived at the far one
@@ -99,36 +100,36 @@ class Adapter:
             time.sleep(0.1)
             self.collapse(words, tries - 1)
 
-    @classmethod
+    @classmethod  # noqa: B027  (not every system needs it)
     def load(cls) -> None:
         """Import the system."""
 
+    @abstractmethod
     def open(self) -> None:
         """Start the system, with memory that it can move."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hello(self) -> Any:
         """What the far side tells the near one, by any way that is not measured."""
-        raise NotImplementedError
 
+    @abstractmethod
     def link(self, hello: Any) -> None:
         """The near side reaches the far one."""
-        raise NotImplementedError
 
     def relink(self, hello: Any) -> None:
         """The near side reaches a far one that was started again."""
         self.link(hello)
 
-    def prepared(self, blocks: int, block: int) -> dict[str, float]:
+    def prepared(self, blocks: int, block: int) -> dict[str, float]:  # noqa: ARG002  (those that prepare use them)
         """Seconds of each step that comes before the first transfer of so many blocks; nothing is moved."""
-        raise NotImplementedError
+        raise Missing("it prepares nothing before a transfer")
 
-    def lay(self, case: Case) -> None:
+    def lay(self, case: Case) -> None:  # noqa: B027  (not every system needs it)
         """Both sides, the far one first: cut the memory into blocks, where a system cuts it at all."""
 
+    @abstractmethod
     def request(self, case: Case) -> Run:
         """The transfer, with everything prepared that the system lets one prepare."""
-        raise NotImplementedError
 
     def fresh(self, case: Case) -> Run:
         """The transfer of rows that nobody saw before.
@@ -141,7 +142,7 @@ class Adapter:
         """Setting, threads and transfer: one, except for the limit."""
         return [("", 0, self.request(case))]
 
-    def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:
+    def attend(self, case: Optional[Case], times: int, over: Callable[[], bool]) -> None:  # noqa: B027  (not every system needs it)
         """The far side, until the near one is through with so many transfers, or it is over."""
 
     # --- outside the clock ---
@@ -180,7 +181,7 @@ class Adapter:
         """(where the bytes should come from, where they should be)."""
         return case.moves(address(self.pattern), address(self.memory))
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (not every system needs it)
         """Stop, in order."""
 
 
