@@ -19,7 +19,7 @@ use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
-use crate::wire::{Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot, WirePlan};
+use crate::wire::{Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
 
 /// After a description the next request of the same call comes within microseconds: it is watched for before the thread
 /// sleeps. Elsewhere a thread that waits uses no CPU.
@@ -101,9 +101,9 @@ impl Call<'_> {
                 let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
                 self.read(&call, plan, from, to)
             }
-            Request::Write { name, cache, plan, from, to, limit_ms } => {
+            Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
                 let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
-                self.write(&call, plan, from, to)
+                self.write(&call, plan, (from, to), ahead)
             }
             Request::Locate { addrs, limit_ms } => self.told(limit(limit_ms), || self.locate(&addrs)),
             Request::Ping { limit_ms } => self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
@@ -204,8 +204,9 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Takes bytes into a cache.
-    fn write(&self, call: &Wanted, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+    /// Takes bytes into a cache: those that have come with the request (`ahead`), or those that it then asks for.
+    fn write(&self, call: &Wanted, plan: WirePlan, (from, to): (u64, u64), ahead: bool) -> Result<(), Ended> {
+        let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(None, Some(ends(cache.geometry())))?;
@@ -214,17 +215,38 @@ impl Call<'_> {
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
-        let Some((plan, cache, pin)) = self.begin(begun, to.saturating_sub(from), call.deadline)? else {
-            return Err(Ended::Refused);
+        let begun = if ahead {
+            self.come(begun, bytes, call.deadline)
+        } else {
+            self.begin(begun, bytes, call.deadline)
         };
+        let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         let progress = Progress::default();
         let (engine, tensors) = (&self.cluster.engine, cache.tensors());
         let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
-        self.cluster.stats.travelled(Op::Served, to - from);
-        self.cluster.merger.moved(to - from);
-        self.reply(&Reply::Done { bytes: to - from }, call.deadline)
+        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.merger.moved(bytes);
+        self.reply(&Reply::Done { bytes }, call.deadline)
+    }
+
+    /// Says why bytes that have come unasked are not taken, once they are out of the way; `None` then.
+    fn come<T>(&self, begun: Result<Option<T>>, bytes: u64, deadline: Deadline) -> Result<Option<T>, Ended> {
+        if bytes > MOST_AHEAD {
+            // A peer of this version sends no such request: what follows it is not worth reading.
+            let error = too_far_ahead(bytes);
+            self.reply(&Reply::failed(&error), deadline)?;
+            return Err(Ended::Broken(error));
+        }
+        let reply = match begun {
+            Ok(Some(begun)) => return Ok(Some(begun)),
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
+        };
+        self.stream.pass_over(bytes, deadline).map_err(Ended::Broken)?;
+        self.reply(&reply, deadline)?;
+        Ok(None)
     }
 
     /// Says that the bytes may come or follow, or why not; `None` if they do not.
@@ -312,6 +334,12 @@ fn ends(geometry: Geometry) -> (u32, u64) {
 fn nowhere(at: usize, addr: u64) -> Error {
     let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
     Error::new(ErrorKind::InvalidArgument, text)
+}
+
+#[cold]
+fn too_far_ahead(bytes: u64) -> Error {
+    let text = "more bytes came with a request than may come unasked";
+    Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)
 }
 
 /// What the caller has left, by this side's clock.

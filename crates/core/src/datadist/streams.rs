@@ -13,13 +13,17 @@ use crate::engine::{Progress, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::keys::Name;
-use crate::links::{Known, Lease, Link, limit_ms, reply};
-use crate::plan::CopyPlan;
+use crate::links::{Known, Lease, Link, limit_ms, reply, say_before};
+use crate::plan::{CopyPlan, Wave};
 use crate::table::Cache;
-use crate::wire::{Reply, Request, WirePlan};
+use crate::wire::{MOST_AHEAD, Reply, Request, WirePlan};
 
 /// Below this one part is as fast: what a stream moves while another is being asked for.
 const PART: u64 = 8 << 20;
+
+/// Pieces of a plan behind which bytes may follow unasked: its request takes a few KiB at most, which the receiver has to
+/// hold beside them (`MOST_AHEAD`).
+const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
 pub(super) struct Streams {
@@ -84,22 +88,35 @@ impl Streams {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// One request, the bytes, and the word that they are in place.
+    /// One request, the bytes, and the word that they are in place. Few bytes follow the request unasked: one way there
+    /// and one back, instead of two (docs/performance/log.md).
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
+        let pieces: u64 = self.plan.waves().iter().map(Wave::count).sum();
+        let ahead = bytes <= MOST_AHEAD && pieces <= MOST_PIECES;
         let request = Request::Write {
             name: self.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::from(&*self.plan),
             from: range.start,
             to: range.end,
+            ahead,
             limit_ms: limit_ms(self.deadline),
         };
-        let sent = self.ready(&request, bytes, |lease| {
+        let moved = |lease: &Lease<'_>| {
             self.cluster.engine.send(&self.plan, range, self.near.tensors(), lease.stream(), self.deadline)
-        })?;
-        let Some(mut lease) = sent else { return Ok(Moved::Stale) };
-        match reply(&lease, self.deadline).map_err(|error| self.late_or(error))? {
+        };
+        let (mut lease, answer) = if ahead {
+            let lease = self.link.lease(self.deadline)?;
+            let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));
+            let answer = self.link.heard(&lease, self.deadline, said);
+            (lease, answer)
+        } else {
+            let Some(lease) = self.ready(&request, bytes, moved)? else { return Ok(Moved::Stale) };
+            let answer = reply(&lease, self.deadline);
+            (lease, answer)
+        };
+        match answer.map_err(|error| self.late_or(error))? {
             Reply::Done { .. } => {
                 lease.whole = true;
                 Ok(Moved::Bytes(bytes))

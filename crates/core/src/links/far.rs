@@ -141,9 +141,19 @@ impl Link {
 
     /// Sends `request` on the stream of `lease` and waits for the reply.
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let (stream, started) = (lease.stream(), Instant::now());
-        let asked = talk::say(stream, request, deadline);
-        let reply = asked.and_then(|()| reply(lease, deadline)).map_err(|error| self.why_or(error));
+        let said = || talk::say(lease.stream(), request, deadline);
+        self.heard(lease, deadline, said).map_err(|error| self.why_or(error))
+    }
+
+    /// Waits for the reply to what `said` says on the stream of `lease`.
+    pub(crate) fn heard(
+        &self,
+        lease: &Lease<'_>,
+        deadline: Deadline,
+        said: impl FnOnce() -> Result<()>,
+    ) -> Result<Reply> {
+        let started = Instant::now();
+        let reply = said().and_then(|()| reply(lease, deadline));
         self.requests().count(started.elapsed(), reply.is_ok());
         if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
             self.requests().moved(bytes);

@@ -33,7 +33,7 @@ pub use link::{Kind, Link, Peer};
 pub(crate) use calls::Lease;
 pub(crate) use far::{Known, SAID_BY, limit_ms, reply};
 pub(crate) use reach::location;
-pub(crate) use talk::{hear_next, say};
+pub(crate) use talk::{hear_next, say, say_before};
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;

@@ -18,6 +18,11 @@ pub(crate) fn say<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline
     stream.send(&wire::encode(message)?, deadline)
 }
 
+/// Sends one message behind which bytes of a cache follow at once.
+pub(crate) fn say_before<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
+    stream.send_before(&wire::encode(message)?, deadline)
+}
+
 /// Receives one message of at most `limit` bytes; a refusal in its place is the error it carries. Watches the stream for
 /// `patience` before it sleeps.
 pub(crate) fn hear<T: DeserializeOwned>(

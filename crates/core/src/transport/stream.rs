@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -19,7 +20,7 @@ use rustix::net::{
 };
 
 use super::faults::Running;
-use super::transfer::{Moved, Transfer, Way};
+use super::transfer::{Moved, Transfer, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::mem::{Kept, Window, vectored};
@@ -40,6 +41,9 @@ const MOST_WINDOWS: usize = 1024;
 /// Bytes of windows that are waited for together over a network: one wake-up for each segment that arrives would cost more
 /// than copying it (docs/performance.md).
 const TOGETHER: u32 = 256 << 10;
+
+/// Bytes that nobody wants, received at once.
+const FORGOTTEN: usize = 4 << 10;
 
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
@@ -119,14 +123,14 @@ impl Stream {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
-    /// Whether the peer has closed its end and left nothing unread: nobody waits for an answer any more.
+    /// Whether the peer has closed its end: nobody waits for an answer any more, whatever is still unread
+    /// (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
     #[must_use]
     pub fn abandoned(&self) -> bool {
-        let peeked = recv(&self.socket, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-        match peeked {
-            Ok((_, 0)) => true,
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => self.is_closed(),
-            Err(_) => true,
+        let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+        match poll(&mut socket, Some(&timespec(Duration::ZERO))) {
+            Ok(0) | Err(Errno::INTR) => self.is_closed(),
+            _ => true,
         }
     }
 
@@ -152,7 +156,12 @@ impl Stream {
 
     /// Sends one frame.
     pub fn send(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
-        self.send_from(frame, 0, deadline)
+        self.send_from(frame, 0, SendFlags::empty(), deadline)
+    }
+
+    /// Sends one frame behind which windows follow at once: both may leave together.
+    pub fn send_before(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
+        self.send_from(frame, 0, SendFlags::MORE, deadline)
     }
 
     /// Sends one frame with copies of `descriptors`.
@@ -169,14 +178,14 @@ impl Stream {
         // The first bytes that leave take them along; what is left of the frame follows on its own.
         let mut transfer = Transfer::new(self, Way::Out, deadline);
         let first = transfer.next(0, || self.push_with(frame, descriptors))?;
-        self.send_from(frame, first, deadline)
+        self.send_from(frame, first, SendFlags::empty(), deadline)
     }
 
-    fn send_from(&self, frame: &[u8], from: usize, deadline: Deadline) -> Result<()> {
+    fn send_from(&self, frame: &[u8], from: usize, flags: SendFlags, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
-            sent += transfer.next(sent as u64, || self.push(&frame[sent..]))?;
+            sent += transfer.next(sent as u64, || self.push(&frame[sent..], flags))?;
         }
         Ok(())
     }
@@ -258,6 +267,17 @@ impl Stream {
         self.windows(windows, Way::In, deadline, done)
     }
 
+    /// Receives `bytes` and forgets them.
+    pub fn pass_over(&self, bytes: u64, deadline: Deadline) -> Result<()> {
+        let mut transfer = Transfer::new(self, Way::In, deadline);
+        let (mut scratch, mut done) = ([0; FORGOTTEN], 0);
+        while done < bytes {
+            let most = usize::try_from(bytes - done).map_or(FORGOTTEN, |left| left.min(FORGOTTEN));
+            done += transfer.next(done, || self.pull(&mut scratch[..most]))? as u64;
+        }
+        Ok(())
+    }
+
     fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
@@ -322,10 +342,10 @@ impl Drop for Wakes<'_> {
 
 /// The system calls, none of which sleeps.
 impl Stream {
-    fn push(&self, bytes: &[u8]) -> io::Result<Moved> {
+    fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<Moved> {
         let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
         let bytes = self.faults.garbled(&bytes[..most]);
-        let sent = outcome(send(&self.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
+        let sent = outcome(send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
         Ok(self.faults.passed(Way::Out, sent))
     }
 

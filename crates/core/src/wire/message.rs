@@ -175,6 +175,9 @@ pub enum Request {
         from: u64,
         /// End of the byte positions.
         to: u64,
+        /// Whether the bytes follow at once, at most [`MOST_AHEAD`](super::MOST_AHEAD); else a [`Reply::Ready`] asks for
+        /// them.
+        ahead: bool,
         /// What is left of the deadline.
         limit_ms: u64,
     },

@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The version of everything but the header and the refusal.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
@@ -34,6 +34,10 @@ pub const REFUSAL: u8 = 255;
 pub const GREETING_LIMIT: usize = 4 << 10;
 /// Longest body of any frame.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
+
+/// Most bytes of a cache that follow a [`Request::Write`] unasked. With a request of [`GREETING_LIMIT`] they fit the least
+/// window that Linux opens, so that a side that was stopped finds behind them that the caller has gone.
+pub const MOST_AHEAD: u64 = 48 << 10;
 
 const MAGIC: [u8; 2] = *b"LD";
 
