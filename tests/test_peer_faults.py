@@ -313,6 +313,29 @@ def test_a_one_sided_pull_from_a_stopped_peer_ends(ends: Ends, transport: str) -
         far.go_on()
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("rows", [4, 12, 40], ids=["40 KB", "120 KB", "400 KB"])
+def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: Ends, transport: str, rows: int) -> None:
+    """Also where request and bytes lay before the peer all the time."""
+    near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=400)
+    far.allocate("f", rows, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
+    near.allocate("n", rows, 5000, 2, blocks=True, seed=2)
+    near.allocate("again", rows, 5000, 2, blocks=True)
+    assert code(near.pull_blocks, by_blocks(2), "again", range(rows), range(rows)) == OK
+    far.stop()
+    try:
+        told, seconds, _ = near.timed("push_blocks", by_blocks(2), "n", range(rows), range(rows))
+    finally:
+        far.go_on()
+    assert told == TIMEOUT
+    assert seconds < 0.4 + GRACE
+    time.sleep(0.2)
+    assert equal(far.read("f"), pattern(1, 2, rows, 5000)), "a push of which nobody waited for the end"
+    assert eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, 8)
+    assert code(near.push_blocks, by_blocks(2), "n", range(rows), range(rows)) == OK
+    assert equal(far.read("f"), pattern(2, 2, rows, 5000))
+
+
 def test_calls_from_many_threads_to_a_stopped_peer_all_end(ends: Ends) -> None:
     near, far = ends.pair(llm__SyncKvCacheWaitTime=500)
     owned(far)

@@ -2,6 +2,7 @@
 //!
 //! Not for: real processes that die (`tests/test_peer_faults.py`).
 
+mod ahead;
 mod broken;
 mod communicators;
 pub mod fake;

@@ -68,7 +68,7 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x02\x01".to_vec();
+    let mut frame = b"LD\x03\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -152,7 +152,7 @@ fn a_length_beyond_the_limit_ends_the_stream() {
         (GREETING_LIMIT + 1, GREETING_LIMIT),
     ] {
         each(|_, _, near, far| {
-            let mut header = b"LD\x02\x01".to_vec();
+            let mut header = b"LD\x03\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&near).write_all(&header).unwrap();
             let error = far.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -183,7 +183,7 @@ fn the_longest_frame_passes() {
 fn a_length_alone_is_given_no_memory() {
     // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
     each(|_, _, near, far| {
-        let mut header = b"LD\x02\x01".to_vec();
+        let mut header = b"LD\x03\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&near).write_all(&header).unwrap();
@@ -708,6 +708,43 @@ fn many_bytes_are_waited_for_together() {
         near.close();
         let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
+    });
+}
+
+/// Bytes that came along with a frame, and that nobody wants, are not taken for the next.
+#[test]
+fn what_nobody_wants_is_passed_over() {
+    let source = Cut::new(&[9, 8182, 1], 3, |at| pattern(7, 0, at));
+    each(|_, _, near, far| {
+        near.send_before(&frame(b"before"), soon()).unwrap();
+        near.send_windows(&source.windows(), soon()).unwrap();
+        near.send(&frame(b"behind"), soon()).unwrap();
+        assert_eq!(body(&far), b"before");
+        far.pass_over(8192, soon()).unwrap();
+        assert_eq!(body(&far), b"behind");
+        far.pass_over(0, soon()).unwrap();
+        assert_eq!(kind_of(far.pass_over(1, short())), ErrorKind::Timeout);
+        assert!(!far.is_closed(), "nothing was read");
+        raw(&near).write_all(&[5; 999]).unwrap();
+        near.close();
+        let error = far.pass_over(1000, soon()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
+    });
+}
+
+#[test]
+fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
+    each(|_, _, near, far| {
+        assert!(!far.abandoned());
+        near.send(&frame(&[7; 40_000]), soon()).unwrap();
+        assert!(!far.abandoned() && !near.abandoned());
+        near.close();
+        let until = Instant::now() + Duration::from_secs(20);
+        while !far.abandoned() && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(far.abandoned() && near.abandoned());
+        assert_eq!(body(&far), [7; 40_000], "what it left is there all the same");
     });
 }
 

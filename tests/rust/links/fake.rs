@@ -130,23 +130,23 @@ impl Fake {
     }
 
     pub fn dial_with(&self, engine: &DataDist, token: &[u8], purpose: Purpose) -> Result<Stream> {
-        self.welcomed(engine, token, purpose, "elsewhere".into()).map(|(stream, _)| stream)
+        self.welcomed((engine, &Tcp), token, purpose, "elsewhere".into()).map(|(stream, _)| stream)
     }
 
     /// The local socket that `engine` sends a neighbour to.
     pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
         let purpose = Purpose::Link { link: 1, comm: None, probe_local: true };
-        self.welcomed(engine, b"", purpose, host).unwrap().1.local
+        self.welcomed((engine, &Tcp), b"", purpose, host).unwrap().1.local
     }
 
     fn welcomed(
         &self,
-        engine: &DataDist,
+        (engine, over): (&DataDist, &dyn Transport),
         token: &[u8],
         purpose: Purpose,
         host: String,
     ) -> Result<(Stream, Welcome)> {
-        let stream = Tcp.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
+        let stream = over.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
         let asked = Some(engine.config().cluster.0);
         let hello = Hello { purpose, from: self.party, asked, host, nonce: [3; 16] };
         let frame = wire::encode(&hello)?;
@@ -165,6 +165,18 @@ impl Fake {
             Control::Pong => Ok(stream),
             other => panic!("{other:?} for a word that the link is made"),
         }
+    }
+
+    /// A link to `engine` over `transport`, and a stream of it to call on: control, call.
+    pub fn calling(&self, engine: &DataDist, over: &dyn Transport, id: u64) -> (Stream, Stream) {
+        let dial = |purpose| self.welcomed((engine, over), b"", purpose, "elsewhere".into()).unwrap().0;
+        let control = dial(Purpose::Link { link: id, comm: None, probe_local: false });
+        if control.carries_descriptors() {
+            mirror(&control);
+        }
+        let told: Control = hear(&control).unwrap();
+        assert_eq!(told, Control::Pong);
+        (control, dial(Purpose::Call { link: id, reverse: false }))
     }
 
     /// A stream of that link, to call on.

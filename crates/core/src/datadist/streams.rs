@@ -21,8 +21,11 @@ use crate::wire::{MOST_AHEAD, Reply, Request, WirePlan};
 /// Below this one part is as fast: what a stream moves while another is being asked for.
 const PART: u64 = 8 << 20;
 
-/// Pieces of a plan behind which bytes may follow unasked: its request takes a few KiB at most, which the receiver has to
-/// hold beside them (`MOST_AHEAD`).
+/// Most bytes that follow a request unasked to another host, and inside one ([`MOST_AHEAD`]). With a request of
+/// [`MOST_PIECES`] they fit the least window that Linux opens there: a side that was stopped, and goes on, finds behind them
+/// that the caller has gone (`tests/test_peer_faults.py`).
+const AHEAD: u64 = 48 << 10;
+/// Most pieces in one tensor of a plan behind which bytes follow unasked: its request takes a few KiB.
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
@@ -79,21 +82,24 @@ impl Streams {
             to: range.end,
             limit_ms: limit_ms(self.deadline),
         };
-        let received = self.ready(&request, bytes, |lease| {
+        let mut lease = self.link.lease(self.deadline)?;
+        let received = self.ready(&mut lease, &request, bytes, |lease| {
             let (engine, tensors) = (&self.cluster.engine, self.near.tensors());
             engine.receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
         })?;
-        let Some(mut lease) = received else { return Ok(Moved::Stale) };
+        if !received {
+            return Ok(Moved::Stale);
+        }
         lease.whole = true;
         Ok(Moved::Bytes(bytes))
     }
 
     /// One request, the bytes, and the word that they are in place. Few bytes follow the request unasked: one way there
-    /// and one back, instead of two (docs/performance/log.md).
+    /// and back instead of two (`few_bytes_follow_their_request`).
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
-        let pieces: u64 = self.plan.waves().iter().map(Wave::count).sum();
-        let ahead = bytes <= MOST_AHEAD && pieces <= MOST_PIECES;
+        let mut lease = self.link.lease(self.deadline)?;
+        let ahead = self.ahead(&lease, bytes);
         let request = Request::Write {
             name: self.name.into(),
             cache: self.known.cache.0,
@@ -103,18 +109,18 @@ impl Streams {
             ahead,
             limit_ms: limit_ms(self.deadline),
         };
+        let near = self.near.tensors();
         let moved = |lease: &Lease<'_>| {
-            self.cluster.engine.send(&self.plan, range, self.near.tensors(), lease.stream(), self.deadline)
+            self.cluster.engine.send(&self.plan, range, near, lease.stream(), self.deadline)
         };
-        let (mut lease, answer) = if ahead {
-            let lease = self.link.lease(self.deadline)?;
+        let answer = if ahead {
             let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));
-            let answer = self.link.heard(&lease, self.deadline, said);
-            (lease, answer)
+            self.link.heard(&lease, self.deadline, said)
         } else {
-            let Some(lease) = self.ready(&request, bytes, moved)? else { return Ok(Moved::Stale) };
-            let answer = reply(&lease, self.deadline);
-            (lease, answer)
+            if !self.ready(&mut lease, &request, bytes, moved)? {
+                return Ok(Moved::Stale);
+            }
+            reply(&lease, self.deadline)
         };
         match answer.map_err(|error| self.late_or(error))? {
             Reply::Done { .. } => {
@@ -125,20 +131,26 @@ impl Streams {
         }
     }
 
-    /// Asks, and moves the `bytes` once the peer is ready for them; `None` if its cache is not what it was.
+    /// Whether `bytes` of the plan may follow their request unasked.
+    fn ahead(&self, lease: &Lease<'_>, bytes: u64) -> bool {
+        let most = if lease.stream().same_host() { MOST_AHEAD } else { AHEAD };
+        bytes <= most && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
+    }
+
+    /// Asks, and moves the `bytes` once the peer is ready for them; `false` if its cache is not what it was.
     fn ready(
         &self,
+        lease: &mut Lease<'_>,
         request: &Request,
         bytes: u64,
         moved: impl FnOnce(&Lease<'_>) -> Result<()>,
-    ) -> Result<Option<Lease<'_>>> {
-        let mut lease = self.link.lease(self.deadline)?;
-        match self.link.exchange(&lease, request, self.deadline)? {
+    ) -> Result<bool> {
+        match self.link.exchange(lease, request, self.deadline)? {
             Reply::Ready { bytes: ready } if ready == bytes => {}
-            other => return self.stale(&mut lease, other).map(|()| None),
+            other => return self.stale(lease, other).map(|()| false),
         }
-        moved(&lease).map_err(|error| self.late_or(error))?;
-        Ok(Some(lease))
+        moved(lease).map_err(|error| self.late_or(error))?;
+        Ok(true)
     }
 
     /// The error of a stream that failed: that time was up, if the peer was only the first to notice.

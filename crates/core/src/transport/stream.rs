@@ -45,6 +45,9 @@ const TOGETHER: u32 = 256 << 10;
 /// Bytes that nobody wants, received at once.
 const FORGOTTEN: usize = 4 << 10;
 
+/// How long the first bytes of windows are looked for before the thread sleeps: about one hand-over between two processes.
+const PATIENCE: Duration = Duration::from_micros(60);
+
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
 const CLOSED: u8 = 2;
@@ -282,6 +285,9 @@ impl Stream {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transfer = Transfer::new(self, way, deadline);
+        if way == Way::In {
+            transfer.patience = PATIENCE.min(deadline.left());
+        }
         // Windows that are done leave the list, so that no step walks over them again.
         let (mut windows, mut skip) = (windows, 0);
         *done = 0;

@@ -35,9 +35,8 @@ pub const GREETING_LIMIT: usize = 4 << 10;
 /// Longest body of any frame.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
-/// Most bytes of a cache that follow a [`Request::Write`] unasked. With a request of [`GREETING_LIMIT`] they fit the least
-/// window that Linux opens, so that a side that was stopped finds behind them that the caller has gone.
-pub const MOST_AHEAD: u64 = 48 << 10;
+/// Most bytes of a cache that follow a [`Request::Write`] unasked.
+pub const MOST_AHEAD: u64 = 128 << 10;
 
 const MAGIC: [u8; 2] = *b"LD";
 
