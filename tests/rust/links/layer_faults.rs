@@ -19,7 +19,7 @@ use llm_datadist_core::{
     TransportChoice,
 };
 
-use super::fake::{Fake, hear, say};
+use super::fake::{Fake, hear, say, soon};
 use super::{
     Held, LONG, Pair, WAYS, Way, address, config, eventually, link, of, open, request, row, times, unlink,
 };
@@ -715,6 +715,9 @@ fn a_peer_that_lies_about_addresses() {
             scope.spawn(|| {
                 let (stream, _) = fake.greet();
                 while let Ok(request) = hear::<Request>(&stream) {
+                    if let Request::Write { ahead: true, from, to, .. } = request {
+                        stream.pass_over(to - from, soon()).unwrap();
+                    }
                     let reply = match request {
                         Request::Locate { .. } => told.clone(),
                         Request::Describe { .. } => Reply::Described(record(1, 200)),

@@ -21,10 +21,6 @@ use crate::wire::{MOST_AHEAD, Reply, Request, WirePlan};
 /// Below this one part is as fast: what a stream moves while another is being asked for.
 const PART: u64 = 8 << 20;
 
-/// Most bytes that follow a request unasked to another host, and inside one ([`MOST_AHEAD`]). With a request of
-/// [`MOST_PIECES`] they fit the least window that Linux opens there: a side that was stopped, and goes on, finds behind them
-/// that the caller has gone (`tests/test_peer_faults.py`).
-const AHEAD: u64 = 48 << 10;
 /// Most pieces in one tensor of a plan behind which bytes follow unasked: its request takes a few KiB.
 const MOST_PIECES: u64 = 128;
 
@@ -99,7 +95,7 @@ impl Streams {
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
         let mut lease = self.link.lease(self.deadline)?;
-        let ahead = self.ahead(&lease, bytes);
+        let ahead = self.ahead(bytes);
         let request = Request::Write {
             name: self.name.into(),
             cache: self.known.cache.0,
@@ -132,9 +128,8 @@ impl Streams {
     }
 
     /// Whether `bytes` of the plan may follow their request unasked.
-    fn ahead(&self, lease: &Lease<'_>, bytes: u64) -> bool {
-        let most = if lease.stream().same_host() { MOST_AHEAD } else { AHEAD };
-        bytes <= most && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
+    fn ahead(&self, bytes: u64) -> bool {
+        bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
     }
 
     /// Asks, and moves the `bytes` once the peer is ready for them; `false` if its cache is not what it was.

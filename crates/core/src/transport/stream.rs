@@ -45,7 +45,10 @@ const TOGETHER: u32 = 256 << 10;
 /// Bytes that nobody wants, received at once.
 const FORGOTTEN: usize = 4 << 10;
 
-/// How long the first bytes of windows are looked for before the thread sleeps: about one hand-over between two processes.
+/// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps. With more the sender is slowed
+/// down by a receiver that keeps asking (docs/performance/log.md).
+const FEW: u64 = 48 << 10;
+/// About one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 
 const OPEN: u8 = 0;
@@ -285,7 +288,7 @@ impl Stream {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transfer = Transfer::new(self, way, deadline);
-        if way == Way::In {
+        if way == Way::In && left <= FEW {
             transfer.patience = PATIENCE.min(deadline.left());
         }
         // Windows that are done leave the list, so that no step walks over them again.
