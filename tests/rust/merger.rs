@@ -59,7 +59,7 @@ fn reserve() -> u64 {
 
 /// Whether this kernel puts pages of shared memory into huge ones when asked, and only then. Asked without the engine. A
 /// kernel that has nothing to say against it must.
-fn merges() -> bool {
+pub(crate) fn merges() -> bool {
     if let Some(why) = excused() {
         skipped(why);
         return false;
@@ -110,7 +110,7 @@ fn read(region: &Region, at: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-fn ended(merger: &Merger) {
+pub(crate) fn ended(merger: &Merger) {
     let until = Instant::now() + Duration::from_secs(30);
     while merger.running() {
         assert!(Instant::now() < until, "the merger never ended");
