@@ -286,6 +286,48 @@ def test_transfers_between_processes_go_on_while_both_merge(transport: str) -> N
         assert equal(near.read("all"), list(theirs)), f"after {done} rounds"
 
 
+def units_of(end: Any, name: str, size: int) -> int:
+    """Bytes of the whole huge pages inside the one tensor of a cache."""
+    start = end.addresses(name)[0]
+    return int((start + size) // HUGE * HUGE - -(-start // HUGE) * HUGE)
+
+
+@needs_merging
+@pytest.mark.parametrize(("word", "transport"), [("auto", "auto"), ("off", "auto"), ("auto", "tcp")])
+def test_registered_memory_is_merged_once_a_peer_reads_it_through_the_kernel(word: str, transport: str) -> None:
+    rows, row_bytes = 40, 1 << 20
+    size = rows * row_bytes
+    given = {"accessible": True, "llm__LinkTransport": transport, "llm__HugePages": word}
+    with Ends() as ends:
+        near, peer = ends.near(peer_options(**given)), ends.peer(peer_options(**given))
+        peer.register("c", rows, row_bytes, 1, blocks=True, keys=[by_blocks(2)], seed=1)
+        near.register("c", rows, row_bytes, 1, blocks=True, seed=2)
+        linked(near, peer)
+        assert near.stats()["registered_merged_bytes"] == peer.stats()["registered_merged_bytes"] == 0, "nobody read it"
+        ours, theirs = (pattern(seed, 1, rows, row_bytes)[0] for seed in (2, 1))
+        merging = word == "auto" and transport == "auto"
+
+        def merged_of(end: Any, other: Any) -> None:
+            wanted = units_of(end, "c", size) if merging else 0
+            before = other.stats()["registered_merged_bytes"]
+            assert awaited(lambda: end.stats()["registered_merged_bytes"] >= wanted), end.stats()
+            assert end.stats()["registered_merged_bytes"] == wanted
+            assert other.stats()["registered_merged_bytes"] == before, "what nobody reads is left alone"
+
+        near.pull_blocks(by_blocks(2), "c", [3, 1], [0, 7])
+        ours[[0, 7]] = theirs[[3, 1]]
+        merged_of(peer, near)
+        near.push_blocks(by_blocks(2), "c", [5, 4, 2], [9, 8, 1], tensor_num_per_layer=1)
+        theirs[[9, 8, 1]] = ours[[5, 4, 2]]
+        merged_of(near, peer)
+        near.pull_blocks(by_blocks(2), "c", list(range(20, 40)), list(range(20)))
+        ours[:20] = theirs[20:40]
+        assert equal(near.read("c"), [ours])
+        assert equal(peer.read("c"), [theirs])
+        near.unregister("c")
+        peer.unregister("c")
+
+
 def both(manager: Any, peer: Any) -> tuple[int, int]:
     """Bytes of the device pools of this process and the peer that were merged."""
     return merged(manager)["device"], peer.stats()["pools"]["device"]["merged_bytes"]

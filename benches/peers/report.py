@@ -31,6 +31,7 @@ SELVES = (OURS, LIMIT)
 GOAL = 0.95
 WIDE = 14
 PASSED = 1.02
+PAGES = {"huge": "huge pages", "auto": "pages left to each system"}
 NO_REASON = "**no reason yet**"
 # Operations that move bytes, beside those in GB/s: what they wrote can be compared.
 MOVING = ("pull ", "push ", "put", "get", "ask for and move")
@@ -150,7 +151,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
             seen.setdefault(apart(row), []).append(row)
     for (op, pages, tensors, blocks, unit), its in seen.items():
         words = [op, unit, f"{tensors} tensors" if tensors > 1 else "", f"{blocks:,} blocks" if blocks else ""]
-        words.append("huge pages" if pages == "huge" else "")
+        words.append(PAGES.get(pages, ""))
         yield "### " + ", ".join(filter(None, words))
         yield pivot(its)
         yield notes(its)
@@ -197,7 +198,7 @@ def place(row: Row) -> str:
     """How many blocks of what size, in what memory."""
     words = [size_of(row.block_bytes, row.blocks, several=row.blocks > 0)] if row.block_bytes or row.blocks else []
     words.append(f"{row.tensors} tensors" if row.tensors > 1 else "")
-    words.append("huge pages" if row.pages == "huge" else "")
+    words.append(PAGES.get(row.pages, ""))
     return ", ".join(filter(None, words))
 
 

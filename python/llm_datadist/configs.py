@@ -387,8 +387,9 @@ class LlmConfig:
         "llm.HugePages",
         str,
         _core.check_huge_pages,
-        'Whether memory is put into huge pages: ``"auto"`` (what pools have touched, in the background), ``"off"``, or '
-        '``"eager"`` (pools whole and committed by ``init``, registered memory when it is registered) (own option).',
+        'Whether memory is put into huge pages: ``"auto"`` (in the background: what pools have touched, and registered '
+        'memory that is there and that a peer reads through the kernel), ``"off"``, or ``"eager"`` (pools whole and '
+        "committed by ``init``, registered memory when it is registered) (own option).",
     )
     link_token = _Token(
         "llm.LinkToken",

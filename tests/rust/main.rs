@@ -46,6 +46,8 @@ mod landing;
 #[cfg(not(loom))]
 mod layerwise_check;
 #[cfg(not(loom))]
+mod lent;
+#[cfg(not(loom))]
 mod links;
 #[cfg(not(loom))]
 mod lists;

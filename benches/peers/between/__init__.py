@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from between.adapter import PULL, PUSH, Case
+from between.adapter import AUTO, HUGE, PAGES, PULL, PUSH, Case
 from between.pair import Failed, Pair, Pattern, Process
 from between.systems import POOL, REGISTERED, TCP, Peer, of_kind
 from rows import LIMIT, Row
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ask import Ask
 
 KIB = 1 << 10
-SMALL_PAGES, HUGE_PAGES = "4K", "huge"
+SMALL_PAGES = "4K"
 # How many blocks beside as many as fit into the memory.
 FEW = {
     4 * KIB: (1, 64, 4096),
@@ -38,7 +38,7 @@ FEW = {
     2048 * KIB: (),
 }
 MOST = 16384
-HUGE = (16 * KIB, 256 * KIB, 1024 * KIB)  # of the series of huge pages
+OTHER_PAGES = (16 * KIB, 256 * KIB, 1024 * KIB)  # of the series of other pages
 QUICK = {16 * KIB: (64,), 256 * KIB: ()}
 SHORTEST_S = 0.01
 MOST_TIMES = 500
@@ -50,19 +50,19 @@ def parts(ask: Ask) -> list[str]:
     if ask.quick:
         return [f"{PULL} {POOL}", f"{PUSH} {POOL}", f"{PULL} {REGISTERED}"]
     small = [f"{op} {kind}" for kind in (POOL, REGISTERED, TCP) for op in (PULL, PUSH)]
-    return small + [f"{PULL} {kind} {HUGE_PAGES}" for kind in (POOL, REGISTERED)]
+    return [*small, f"{PULL} {POOL} {HUGE}", f"{PULL} {REGISTERED} {HUGE}", f"{PULL} {REGISTERED} {AUTO}"]
 
 
 def run(ask: Ask, part: str) -> Iterator[Row]:
     """All sizes of one part."""
-    op, kind, *huge = part.split()
+    op, kind, pages = [*part.split(), ""][:3]
     pattern = Pattern(ask.mib << 20)
-    pairs = Pairs(ask, of_kind(kind, bool(huge)), pattern)
-    plain = Row("between", f"{op} {kind}", "", pages=HUGE_PAGES if huge else SMALL_PAGES)
+    pairs = Pairs(ask, of_kind(kind, pages), pattern)
+    plain = Row("between", f"{op} {kind}", "", pages=pages or SMALL_PAGES)
     try:
         yield from pairs.failures(plain)
         for block, count in sizes(ask):
-            if huge and (count * block < pattern.size or block not in HUGE):
+            if pages and (count * block < pattern.size or block not in OTHER_PAGES):
                 continue
             row = dataclasses.replace(plain, block_bytes=block, blocks=count)
             yield from pairs.cell(row, case_of(op, block, count, pattern.size))
@@ -156,6 +156,8 @@ def entries_of(pair: Pair, case: Case) -> Iterator[Entry]:
     """What a pair brings into a cell: one entry, or each loop of the limit."""
     pair.wake()
     settings = pair.lay(case)
+    if pair.peer.environment.get(PAGES) == AUTO:
+        pair.settle(settings[0][0])
     target = pair.destination(case.op)
     pair.rest()
     for variant, threads in settings:

@@ -27,7 +27,8 @@ THREADS = 2
 HUGE_PAGE = 2 << 20
 TRIES = 5
 PRIVATE, MAP_FIXED, NO_ACCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10, 0
-HUGE = "LLM_DATADIST_BENCH_HUGE"  # set: all memory that is moved lies in huge pages
+PAGES = "LLM_DATADIST_BENCH_PAGES"  # of the memory that is moved: small ones unless it says otherwise
+HUGE, AUTO = "huge", "auto"  # all of it in huge pages; as the system leaves what the process gives it
 POISON = np.int64(np.uint64(0xEEEEEEEEEEEEEEEE).astype(np.int64))
 
 Run = Callable[[], object]
@@ -77,7 +78,7 @@ class Adapter(ABC):
         self.setting, self.role, self.size = setting, role, size
         self.limit, self.pattern = limit, pattern
         self.memory = np.zeros(0, dtype=np.int64)
-        self.huge = HUGE in os.environ
+        self.pages = os.environ.get(PAGES, "")
         self.touching_s = 0.0  # part of ``open`` that is no work of the system
         self.open()
 
@@ -85,7 +86,7 @@ class Adapter(ABC):
         """Touched memory of the process."""
         began = time.perf_counter()
         words = plain(size)
-        if self.huge:
+        if self.pages == HUGE:
             self.collapse(words)
         self.touching_s += time.perf_counter() - began
         return words
@@ -180,6 +181,9 @@ class Adapter(ABC):
     def checked(self, case: Case) -> np.ndarray:
         """(where the bytes should come from, where they should be)."""
         return case.moves(address(self.pattern), address(self.memory))
+
+    def settle(self) -> None:  # noqa: B027  (not every system needs it)
+        """Wait, within bounds, for what the system does in the background once it was used."""
 
     def close(self) -> None:  # noqa: B027  (not every system needs it)
         """Stop, in order."""

@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address, memory_file, shared
+from between.adapter import FAR, HUGE, PULL, THREADS, Adapter, Case, Run, address, memory_file, shared
 
 A_CALL = (8, 64, 512)
 PIECES = (256 << 10, 1 << 20, 4 << 20)
@@ -29,7 +29,7 @@ class Bare(Adapter):
             self.descriptor = memory_file("far", self.size)
             self.memory = shared(self.descriptor, self.size)
             self.memory[:: 4096 // 8] = 0
-            if self.huge:
+            if self.pages == HUGE:
                 self.collapse(self.memory)
         else:
             self.memory = self.plain(self.size)

@@ -5,18 +5,21 @@ Not for: keys that are used up by their pull (``benches/transfer_latency.py``).
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from between.adapter import FAR, PULL, THREADS, Adapter, Case, Run, address
+from between.adapter import AUTO, FAR, HUGE, PULL, THREADS, Adapter, Case, Run, address
 
 if TYPE_CHECKING:
     from llm_datadist import Cache
 
 CLUSTERS = {"near": 1, FAR: 2}
 SLACK = 64 << 20
+SETTLED_S = 15.0
 
 
 class Ours(Adapter):
@@ -45,7 +48,7 @@ class Ours(Adapter):
             "llm.CopyWorkers": str(THREADS),
             "llm.LinkTransport": "tcp" if self.setting == "tcp" else "shm",
             # Small pages stay small where everybody has small ones.
-            "llm.HugePages": "eager" if self.huge else "off",
+            "llm.HugePages": {HUGE: "eager", AUTO: "auto"}.get(self.pages, "off"),
         }
         self.dist.init(options)
         self.own = self.plain(self.size) if registered else None
@@ -119,7 +122,24 @@ class Ours(Adapter):
         manager.unregister_cache(cache.cache_id)
         return {"prepare": took}
 
+    def settle(self) -> None:
+        """The thread that merges pages has ended."""
+        until = time.monotonic() + SETTLED_S
+        while merging():
+            if time.monotonic() > until:
+                raise RuntimeError(f"it was still merging after {SETTLED_S:.0f} s")
+            time.sleep(0.01)
+
     def close(self) -> None:
         """In order."""
         self.memory = np.zeros(0, dtype=np.int64)
         self.dist.finalize()
+
+
+def merging() -> bool:
+    """Whether the engine's thread that merges is there."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if name.read_text() == "llm-merge\n":
+                return True
+    return False

@@ -192,6 +192,12 @@ class Pair:
         found: list[tuple[str, int]] = near.do("ask", fresh)
         return found
 
+    def settle(self, variant: str) -> None:
+        """Used once, and both sides done with what they do in the background for it."""
+        self.timed("go", variant, times=1)
+        for side in self.both:
+            side.do("settle")
+
     def lay_once(self, case: Case, fresh: bool) -> list[tuple[str, int]]:
         """The same, unless both are ready for it since the last time."""
         if self.laid is None or self.laid[0] is not case or self.laid[1] != fresh:

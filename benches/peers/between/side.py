@@ -129,6 +129,10 @@ class Side:
         """Whether the next message is there."""
         return self.conn.poll(0)
 
+    def settle(self) -> None:
+        """Nothing is under way in the background any more."""
+        self.adapter.settle()
+
     def destination(self, op: str) -> bool:
         """Whether poison and check are asked of this side."""
         return self.adapter.is_destination(op)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from between.adapter import HUGE
+from between.adapter import AUTO, HUGE, PAGES
 from rows import LIMIT, OURS, Missing
 
 if TYPE_CHECKING:
@@ -110,11 +110,17 @@ BESIDE = {
 }
 
 
-def of_kind(kind: str, huge: bool = False) -> list[Peer]:
-    """Everybody who is compared in one kind of memory: ours first, the limit last."""
+def of_kind(kind: str, pages: str = "") -> list[Peer]:
+    """Everybody who is compared in one kind of memory: ours first, the limit last.
+
+    Where each system has its own way with pages (``AUTO``) the limit is that of huge ones, which nobody can beat.
+    """
     peers = [PEERS["ours", kind], *(PEERS[name] for name in BESIDE[kind]), PEERS["limit", kind]]
-    more = {HUGE: "1"} if huge else {}
-    return [dataclasses.replace(peer, environment={**peer.environment, **more}) for peer in peers]
+    way = {LIMIT: HUGE} if pages == AUTO else {}
+    return [
+        dataclasses.replace(peer, environment={**peer.environment, PAGES: way.get(peer.system, pages)})
+        for peer in peers
+    ]
 
 
 def adapter(system: str) -> type[Adapter]:

@@ -106,6 +106,15 @@ impl Cluster {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
+    /// Notes that a peer which can read what lies at `place` is told of it: if it does that through the kernel, and the
+    /// memory is registered, it is worth huge pages.
+    pub fn told_of(&self, cache: &Cache, place: &Whereabouts) {
+        let through_kernel = cache.origin() == Origin::Registered && matches!(place, Whereabouts::Process(_));
+        if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {
+            self.merger.look();
+        }
+    }
+
     /// Where another process finds the tensors of `cache`.
     #[must_use]
     pub fn whereabouts(&self, cache: &Cache) -> Whereabouts {

@@ -144,8 +144,12 @@ impl Call<'_> {
         let mut record = Record::new(place, cache.id(), found.row, cache.side());
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
-        if record.accessible && self.link.reach().is_some() {
-            record.location = location(self.cluster.whereabouts(cache));
+        if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
+            let place = self.cluster.whereabouts(cache);
+            if reach.seen(&place) {
+                self.cluster.told_of(cache, &place);
+            }
+            record.location = location(place);
             // The peer is about to read it, perhaps in place, which nobody here would see.
             self.cluster.merger.moved(cache.geometry().bytes());
         }

@@ -91,6 +91,9 @@ pub struct Snapshot {
     pub swap_in_ring: u64,
     /// Bytes of device memory the swap-in ring holds.
     pub ring_bytes: u64,
+    /// Bytes of registered memory that were put into huge pages for peers, or found there; also of what was unregistered
+    /// since.
+    pub registered_merged_bytes: u64,
     /// Bytes copied with ordinary stores.
     pub plain_bytes: u64,
     /// Bytes copied with streaming stores.

@@ -35,7 +35,7 @@ pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<
     dict.set_item("swap_in", swap_in)?;
     let links = snapshot.links.iter().map(|state| link(py, state));
     dict.set_item("links", links.collect::<PyResult<Vec<_>>>()?)?;
-    fields!(dict, snapshot, ring_bytes plain_bytes streaming_bytes copy_workers);
+    fields!(dict, snapshot, registered_merged_bytes ring_bytes plain_bytes streaming_bytes copy_workers);
     Ok(dict)
 }
 

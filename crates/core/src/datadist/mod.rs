@@ -164,6 +164,7 @@ impl DataDist {
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Register, || {
             let Some(cache) = self.cluster.table.unregister(id) else { return Ok(()) };
+            self.cluster.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
             self.cluster.table.left(id);
             Ok(())
@@ -247,6 +248,7 @@ impl DataDist {
             swap_in_direct,
             swap_in_ring,
             ring_bytes: self.cluster.engine.ring_bytes(),
+            registered_merged_bytes: self.cluster.merger.lent_bytes(),
             plain_bytes,
             streaming_bytes,
             copy_workers: self.cluster.engine.workers() as u64,

@@ -307,6 +307,7 @@ impl Call<'_> {
     fn taken(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let whereabouts = self.cluster.whereabouts(&self.near);
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
+            self.cluster.told_of(&self.near, &whereabouts);
             let geometry = self.near.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),

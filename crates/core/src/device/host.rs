@@ -20,6 +20,11 @@ impl Device for HostDevice {
 }
 
 impl Copier for HostDevice {
+    /// A unit of the most bytes in blocks of 4 KiB: what follows a batch is not read ahead of, and each ends with a fence.
+    fn batch(&self) -> usize {
+        128
+    }
+
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         kernel::copy_all(batch, kernel)
     }

@@ -125,15 +125,18 @@ impl Work for DirectWave {
         let mapped = self.copying.src.reach().foreign();
         let faults = (learns && mapped && tuner.learns(self.total)).then(page_faults);
         let started = Instant::now();
-        let mut batch = Vec::with_capacity(most.min(plan.num_tensors() as usize * 2).max(4));
-        for (tensor, piece) in plan.waves()[self.wave].across_tensors(from, to) {
+        // The first and the last may be cut.
+        let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
+        let mut batch = Vec::with_capacity(most.min(about));
+        plan.waves()[self.wave].across_tensors(from, to).try_for_each(|(tensor, piece)| {
             let (src, dst) = (self.copying.source(tensor, piece)?, self.copying.target(tensor, piece)?);
             batch.push(Copy { src, dst });
             if batch.len() == most {
                 copier.copy(&batch, kernel)?;
                 batch.clear();
             }
-        }
+            Ok(())
+        })?;
         copier.copy(&batch, kernel)?;
         let took = started.elapsed();
         if learns && faults.is_none_or(|faults| faults == page_faults()) {

@@ -5,20 +5,29 @@
 //! and of others, see the same bytes and wait for it at most. Not for: when it is worth doing (`merger`).
 
 use std::ffi::c_void;
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use rustix::param::page_size;
 
 use super::region::HUGE_PAGE;
-use super::{Adopted, Region};
+use super::{Adopted, Region, Tensors};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Not in every C library that this is built with.
 const MADV_COLLAPSE: libc::c_int = 25;
 /// Units of registered memory that are put into huge pages between two questions whether to go on.
 const UNITS_AT_ONCE: usize = 32;
+
+/// Pages of a unit whose pages [`OwnPages`] tells apart.
+const UNIT_PAGES: usize = 512;
+/// A page is there; is a file's or shared memory; is mapped by this process alone (the kernel's admin-guide/mm/pagemap.rst).
+const PRESENT: u64 = 1 << 63;
+const FILE: u64 = 1 << 61;
+const EXCLUSIVE: u64 = 1 << 56;
 
 /// Why a unit was not put into a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +125,7 @@ impl Adopted {
     /// them, unit by unit, as far as it can; how many bytes of it lie in huge pages now. `go_on` is asked now and then.
     pub fn merge(&self, mut go_on: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
-        for (start, end) in units_within(self.stretches()) {
+        for (start, end) in units_within(stretches(self.addrs(), self.side().geometry.tensor_bytes())) {
             // SAFETY: advice changes no contents, and the kernel reports addresses that are not mapped.
             let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };
             for (index, unit) in (start..end).step_by(HUGE_PAGE).enumerate() {
@@ -128,21 +137,57 @@ impl Adopted {
         }
         Ok(merged)
     }
+}
 
-    /// Its bytes as stretches of addresses, ascending and apart.
-    fn stretches(&self) -> Vec<(u64, u64)> {
-        let bytes = self.side().geometry.tensor_bytes();
-        let mut tensors: Vec<_> = self.addrs().iter().map(|&at| (at, at.saturating_add(bytes))).collect();
-        tensors.sort_unstable();
-        let mut apart: Vec<(u64, u64)> = Vec::new();
-        for (from, to) in tensors {
-            match apart.last_mut() {
-                Some((_, end)) if from <= *end => *end = to.max(*end),
-                _ => apart.push((from, to)),
-            }
-        }
-        apart
+impl Tensors {
+    /// Addresses of the whole units inside the caller's memory; none if it is not the caller's.
+    #[must_use]
+    pub fn lent_units(&self) -> Vec<u64> {
+        let addrs = if self.adopted_here() { self.addrs() } else { &[] };
+        let spans = units_within(stretches(addrs, self.tensor_bytes()));
+        spans.flat_map(|(from, to)| (from..to).step_by(HUGE_PAGE)).map(|at| at as u64).collect()
     }
+}
+
+/// What the kernel says about every page of this process.
+#[derive(Debug)]
+pub struct OwnPages(File);
+
+impl OwnPages {
+    /// None where the kernel does not say.
+    #[must_use]
+    pub fn open() -> Option<OwnPages> {
+        let known = HUGE_PAGE / page_size() == UNIT_PAGES;
+        File::open("/proc/self/pagemap").ok().filter(|_| known).map(OwnPages)
+    }
+
+    /// Puts the unit at `at` into one huge page if that commits nothing: all of its pages are there, are no file's and
+    /// nobody else's. `None` if not: a page that was read and never written is the kernel's, one of before a fork is shared.
+    #[must_use]
+    pub fn merge(&self, at: u64) -> Option<std::result::Result<(), Refusal>> {
+        let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;
+        let mut entries = [0_u8; UNIT_PAGES * 8];
+        self.0.read_exact_at(&mut entries, at / page_size() as u64 * 8).ok()?;
+        let (entries, _) = entries.as_chunks::<8>();
+        let own = |entry: &[u8; 8]| {
+            u64::from_ne_bytes(*entry) & (PRESENT | FILE | EXCLUSIVE) == PRESENT | EXCLUSIVE
+        };
+        entries.iter().all(own).then(|| Ok(merge(from, HUGE_PAGE)?))
+    }
+}
+
+/// The bytes of equal tensors as stretches of addresses, ascending and apart.
+fn stretches(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
+    let mut tensors: Vec<_> = addrs.iter().map(|&at| (at, at.saturating_add(bytes))).collect();
+    tensors.sort_unstable();
+    let mut apart: Vec<(u64, u64)> = Vec::new();
+    for (from, to) in tensors {
+        match apart.last_mut() {
+            Some((_, end)) if from <= *end => *end = to.max(*end),
+            _ => apart.push((from, to)),
+        }
+    }
+    apart
 }
 
 /// The whole units inside stretches of addresses. What shares a unit with anybody else's bytes is left alone.

@@ -33,7 +33,7 @@ pub mod vectored;
 pub use credentials::peer_process;
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
-pub use huge::Refusal;
+pub use huge::{OwnPages, Refusal};
 pub use identity::{remember_process, this_process};
 pub use limits::{usable_bytes, usable_under};
 pub use lists::keep_lists;

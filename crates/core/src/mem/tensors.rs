@@ -162,6 +162,11 @@ impl Tensors {
         }
     }
 
+    /// Whether they are the caller's memory, in this process.
+    pub(super) fn adopted_here(&self) -> bool {
+        matches!(self.memory, Memory::Adopted(_))
+    }
+
     /// Whether the CPU can dereference the addresses, to read at least.
     #[must_use]
     pub fn host_addressable(&self) -> bool {

@@ -75,9 +75,8 @@ impl Blocks {
 /// The waves of `pairs` of blocks, with the result of copying one after the other in the order given. All of them lie
 /// in a tensor.
 pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, ends: Ends) -> Vec<Wave> {
-    let free = ends == Ends::TwoCaches && written_once(&pairs);
-    let levels =
-        if free || !order::order_matters(&pairs, ends) { vec![pairs] } else { order::levels(&pairs, ends) };
+    let free = apart(&pairs, ends) || !order::order_matters(&pairs, ends);
+    let levels = if free { vec![pairs] } else { order::levels(&pairs, ends) };
     let wave = |mut pairs: Vec<(u32, u32)>| {
         by_source(&mut pairs);
         let scattered = scattered(&pairs);
@@ -91,22 +90,24 @@ pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, en
     levels.into_iter().map(wave).collect()
 }
 
-/// Whether no block is written twice, of those that lie near each other; `false` if that takes a longer look.
-fn written_once(pairs: &[(u32, u32)]) -> bool {
+/// Whether no block is written twice or, in one cache, read and written, of those that lie near each other; `false` also if
+/// that takes a longer look.
+fn apart(pairs: &[(u32, u32)], ends: Ends) -> bool {
     let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
     let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
         return false;
     };
-    let (mut bits, mut twice) = (vec![0u64; words + 1], 0);
+    let (mut bits, mut met) = (vec![0u64; words + 1], 0);
     for &(_, dst) in pairs {
         // None is above `most`, so every one has its bit.
         if let Some(word) = bits.get_mut(dst as usize / 64) {
             let bit = 1 << (dst % 64);
-            twice |= *word & bit;
+            met |= *word & bit;
             *word |= bit;
         }
     }
-    twice == 0
+    let written = |src: u32| bits.get(src as usize / 64).is_some_and(|word| word >> (src % 64) & 1 != 0);
+    met == 0 && (ends == Ends::TwoCaches || !pairs.iter().fold(false, |any, &(src, _)| any | written(src)))
 }
 
 /// Sorts pairs by where they read, those that read the same block by where they write.
@@ -135,8 +136,14 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) {
     if !once {
         return order::by_source(pairs);
     }
-    pairs.clear();
-    pairs.extend((0..).zip(to).filter(|&(_, dst)| dst != NOWHERE));
+    // Every place is written, the next over it where nothing was there: no branch on what cannot be guessed.
+    let mut filled = 0;
+    for (src, dst) in (0..).zip(to) {
+        if let Some(place) = pairs.get_mut(filled) {
+            *place = (src, dst);
+        }
+        filled += usize::from(dst != NOWHERE);
+    }
 }
 
 /// Whether joining would leave nearly as many.

@@ -52,18 +52,20 @@ impl CopyPlan {
     /// Whole blocks, with the result of copying the pairs one after the other in the order given.
     #[must_use]
     pub fn blocks(request: &BlockPairs, ends: Ends) -> Self {
-        let (len, mut pairs) = (request.block_bytes, request.pairs.clone());
-        if ends == Ends::OneCache {
-            pairs.retain(|&(src, dst)| src != dst);
-        }
-        let any = pairs.iter().fold(0, |any, &(src, dst)| any | src | dst);
+        let len = request.block_bytes;
+        let moved = |&(src, dst): &(u64, u64)| ends == Ends::TwoCaches || src != dst;
+        let any = request.pairs.iter().fold(0, |any, &(src, dst)| any | src | dst);
         let waves = if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let pairs = pairs.into_iter().map(|(src, dst)| (src as u32, dst as u32)).collect();
+            let mut pairs: Vec<_> =
+                request.pairs.iter().map(|&(src, dst)| (src as u32, dst as u32)).collect();
+            if !request.pairs.iter().all(moved) {
+                pairs.retain(|(src, dst)| src != dst);
+            }
             blocks::waves(len, (0, 0), pairs, ends)
         } else {
             let piece = |&(src, dst): &(u64, u64)| Piece { src: src * len, dst: dst * len, len };
-            in_order(pairs, ends, piece)
+            in_order(request.pairs.iter().copied().filter(moved).collect(), ends, piece)
         };
         Self::new(request.num_tensors, waves)
     }

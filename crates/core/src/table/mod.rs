@@ -8,6 +8,7 @@
 mod cache;
 mod pin;
 mod remote;
+mod shards;
 
 pub use cache::{Cache, Origin};
 pub use pin::{Pin, RowUse, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
@@ -16,6 +17,7 @@ pub use remote::{Found, Spot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hashbrown::HashMap;
+use shards::Shards;
 
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind};
@@ -44,9 +46,9 @@ struct State {
     /// Which tensors of a key's slot peers have pulled, while some are missing.
     pulled: HashMap<CacheKey, remote::Pulled>,
     last_id: i64,
-    ids: HashMap<CacheId, Place>,
+    ids: Shards<CacheId, Place>,
     /// The place of its cache, and the row in it.
-    keys: HashMap<CacheKey, (Place, u32)>,
+    keys: Shards<CacheKey, (Place, u32)>,
     slots: Vec<Option<Slot>>,
     free: Vec<Place>,
     /// Registered caches that left and may still be in use: for those that wait for the end of that, and nobody else.
@@ -117,8 +119,8 @@ impl Table {
             generations,
             pulled: HashMap::new(),
             last_id: 0,
-            ids: HashMap::new(),
-            keys: HashMap::new(),
+            ids: Shards::new(),
+            keys: Shards::new(),
             slots: Vec::new(),
             free: Vec::new(),
             leaving: HashMap::new(),

@@ -1,0 +1,110 @@
+//! A hash map that grows a little at a time: many small tables, of which each doubles by itself.
+//!
+//! One large table moves every entry when it doubles, 48 ms for a million of them, and whoever needs the cache table waits
+//! meanwhile. Here a step is a 64th of that (`cargo bench --bench scale -- --only keys`). A look-up hashes once, as before. Not
+//! for: threads; whoever uses it holds a lock.
+
+use std::hash::{BuildHasher, Hash};
+
+use hashbrown::DefaultHashBuilder;
+use hashbrown::hash_table::HashTable;
+
+/// Enough that a step is below a millisecond for a million entries.
+const SHARDS: usize = 64;
+/// The small tables look at the lowest bits of a hash, and at the highest seven.
+const CHOICE: u32 = 48;
+
+/// Keys, each with a value.
+#[derive(Debug)]
+pub(super) struct Shards<K, V> {
+    tables: Box<[HashTable<(K, V)>]>,
+    len: usize,
+    hashes: DefaultHashBuilder,
+}
+
+impl<K: Eq + Hash, V> Shards<K, V> {
+    pub(super) fn new() -> Self {
+        let tables = (0..SHARDS).map(|_| HashTable::new()).collect();
+        Shards { tables, len: 0, hashes: DefaultHashBuilder::default() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn get(&self, key: &K) -> Option<&V> {
+        let hash = self.hashes.hash_one(key);
+        self.tables[shard(hash)].find(hash, |(found, _)| found == key).map(|(_, value)| value)
+    }
+
+    /// Puts a value in, in place of the one that was there.
+    pub(super) fn insert(&mut self, key: K, value: V) {
+        let hash = self.hashes.hash_one(&key);
+        let table = &mut self.tables[shard(hash)];
+        if let Some(there) = table.find_mut(hash, |(found, _)| *found == key) {
+            there.1 = value;
+            return;
+        }
+        table.insert_unique(hash, (key, value), |(found, _)| self.hashes.hash_one(found));
+        self.len += 1;
+    }
+
+    pub(super) fn remove(&mut self, key: &K) -> Option<V> {
+        let hash = self.hashes.hash_one(key);
+        let entry = self.tables[shard(hash)].find_entry(hash, |(found, _)| found == key).ok()?;
+        self.len -= 1;
+        Some(entry.remove().0.1)
+    }
+
+    pub(super) fn values(&self) -> impl Iterator<Item = &V> {
+        self.tables.iter().flat_map(|table| table.iter().map(|(_, value)| value))
+    }
+}
+
+fn shard(hash: u64) -> usize {
+    (hash >> CHOICE) as usize % SHARDS
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn it_is_a_map(steps in prop::collection::vec((0_u16..400, any::<u8>(), 0..3), 0..2000)) {
+            let (mut shards, mut twin) = (Shards::new(), HashMap::new());
+            for (key, value, what) in steps {
+                if what == 0 {
+                    prop_assert_eq!(shards.remove(&key), twin.remove(&key));
+                } else {
+                    shards.insert(key, value);
+                    twin.insert(key, value);
+                }
+                prop_assert_eq!(shards.get(&key), twin.get(&key));
+                prop_assert_eq!(shards.len(), twin.len());
+            }
+            let sorted = |mut values: Vec<u8>| {
+                values.sort_unstable();
+                values
+            };
+            prop_assert_eq!(
+                sorted(shards.values().copied().collect()),
+                sorted(twin.values().copied().collect())
+            );
+        }
+    }
+
+    #[test]
+    fn no_table_is_much_larger_than_the_others() {
+        let mut shards = Shards::new();
+        for key in 0..64_000_u64 {
+            shards.insert(key, ());
+        }
+        let sizes: Vec<_> = shards.tables.iter().map(HashTable::len).collect();
+        assert!(sizes.iter().all(|size| (700..1300).contains(size)), "{sizes:?}");
+    }
+}
