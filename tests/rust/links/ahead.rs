@@ -212,7 +212,7 @@ fn few_bytes_follow_their_request() {
             placement: Placement::Device,
         };
         // Not in a row, so that they do not become one.
-        let rows: Vec<i64> = (0..count as i64).map(|row| row * row % 7 % 2 + 2 * row).collect();
+        let rows: Vec<i64> = (0..i64::from(count)).map(|row| row * row % 7 % 2 + 2 * row).collect();
         let expected: Vec<u8> = own
             .iter()
             .flat_map(|tensor| {
