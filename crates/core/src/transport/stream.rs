@@ -45,11 +45,13 @@ const TOGETHER: u32 = 256 << 10;
 /// Bytes that nobody wants, received at once.
 const FORGOTTEN: usize = 4 << 10;
 
-/// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps. With more the sender is slowed
-/// down by a receiver that keeps asking (docs/performance/log.md).
+/// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps, wherever they come from.
 const FEW: u64 = 48 << 10;
 /// About one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
+/// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain. A receiver that
+/// sleeps in between is woken on the core of the sender, and then both have half of it (docs/performance/log.md).
+const LOOKS: u8 = 8;
 
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
@@ -288,7 +290,8 @@ impl Stream {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transfer = Transfer::new(self, way, deadline);
-        if way == Way::In && left <= FEW {
+        let mut looks = if way == Way::In && self.about.same_host { LOOKS } else { 0 };
+        if looks > 0 || (way == Way::In && left <= FEW) {
             transfer.patience = PATIENCE.min(deadline.left());
         }
         // Windows that are done leave the list, so that no step walks over them again.
@@ -300,9 +303,13 @@ impl Stream {
                 continue;
             }
             if way == Way::In && !self.about.carries_descriptors {
-                wakes.set(if left - *done < TOGETHER.into() { 1 } else { TOGETHER });
+                wakes.set(if looks > 0 || left - *done < TOGETHER.into() { 1 } else { TOGETHER });
             }
             let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
+            if looks > 0 && transfer.looked_in_vain() {
+                looks -= 1;
+                transfer.patience = if looks > 0 { transfer.patience } else { Duration::ZERO };
+            }
             (skip, *done) = (skip + bytes, *done + bytes);
         }
         Ok(())

@@ -93,6 +93,11 @@ impl<'a> Transfer<'a> {
         self.deadline.waiting(self.doing())
     }
 
+    /// Whether the last step was slept for although it was looked for first. The next one is looked for again.
+    pub(super) fn looked_in_vain(&mut self) -> bool {
+        self.since.take().is_some_and(|since| since.elapsed() >= self.patience)
+    }
+
     fn doing(&self) -> &'static str {
         match self.way {
             Way::In => "waiting for bytes of the peer",
