@@ -34,6 +34,8 @@ pub(super) struct Transfer<'a> {
     deadline: Deadline,
     /// How long its first bytes are looked for without sleeping.
     pub(super) patience: Duration,
+    /// It has slept since it was last asked whether it had to.
+    slept: bool,
     /// When it first found nothing.
     since: Option<Instant>,
     /// When it last asked whether to go on.
@@ -45,7 +47,7 @@ impl<'a> Transfer<'a> {
     const ASK: Duration = Duration::from_millis(100);
 
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transfer { stream, way, deadline, patience: Duration::ZERO, since: None, asked: None }
+        Transfer { stream, way, deadline, patience: Duration::ZERO, slept: false, since: None, asked: None }
     }
 
     /// How many bytes the next step moves; the end of the stream is an error.
@@ -93,9 +95,10 @@ impl<'a> Transfer<'a> {
         self.deadline.waiting(self.doing())
     }
 
-    /// Whether the last step was slept for although it was looked for first. The next one is looked for again.
+    /// Whether it slept for the last step, although it looked for it first. The next one is looked for again.
     pub(super) fn looked_in_vain(&mut self) -> bool {
-        self.since.take().is_some_and(|since| since.elapsed() >= self.patience)
+        self.since = None;
+        std::mem::take(&mut self.slept)
     }
 
     fn doing(&self) -> &'static str {
@@ -121,6 +124,7 @@ impl<'a> Transfer<'a> {
             Way::In => PollFlags::IN,
             Way::Out => PollFlags::OUT,
         };
+        self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
         match poll(&mut socket, Some(&timespec(self.deadline.nap()))) {
             // A stalled stream would find the same again and again.
