@@ -69,6 +69,7 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/pe
 
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: docs/performance (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
+	.venv-peers/bin/python -m compileall -q python/llm_datadist # as pip does for everybody else
 	.venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers

@@ -3,6 +3,7 @@
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
+mod apart;
 mod handover;
 mod progress;
 mod ring;

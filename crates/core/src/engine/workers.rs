@@ -7,7 +7,9 @@
 use std::sync::{Arc, PoisonError};
 use std::thread::{Builder, JoinHandle, current};
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuilder, current_thread_index};
+
+use super::apart::Apart;
 
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
@@ -26,6 +28,7 @@ pub struct Workers {
     /// `None` only while dropping.
     pool: Option<ThreadPool>,
     threads: Vec<JoinHandle<()>>,
+    apart: Arc<Apart>,
     count: usize,
 }
 
@@ -36,9 +39,10 @@ impl Workers {
         let refused =
             |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
         let mut threads = Vec::new();
+        // One at least, for tasks that are spawned: the ring drains on a set of its own.
+        let helpers = count.saturating_sub(1).max(1);
         let pool = ThreadPoolBuilder::new()
-            // One at least, for tasks that are spawned: the ring drains on a set of its own.
-            .num_threads(count.saturating_sub(1).max(1))
+            .num_threads(helpers)
             .spawn_handler(|thread| {
                 let named = Builder::new().name(format!("llm-copy-{}", thread.index()));
                 threads.push(named.spawn(|| thread.run())?);
@@ -48,7 +52,7 @@ impl Workers {
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
-        Ok(Workers { pool: Some(pool), threads, count })
+        Ok(Workers { pool: Some(pool), threads, apart: Arc::new(Apart::new(helpers)), count })
     }
 
     /// How many work at most on one job.
@@ -75,9 +79,15 @@ impl Workers {
             state: Mutex::new(State { work: Some(work), inside: 0, failure: None }),
             left: Condvar::new(),
         });
+        if units > 1 {
+            self.apart.make_room();
+        }
         for _ in 1..self.count.min(units) {
-            let job = job.clone();
-            self.spawn(move || job.help());
+            let (job, apart) = (job.clone(), self.apart.clone());
+            self.spawn(move || {
+                apart.seen(current_thread_index().unwrap_or(usize::MAX));
+                job.help();
+            });
         }
         // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
         let closing = Closing(&job);
