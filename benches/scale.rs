@@ -100,6 +100,8 @@ fn main() {
     }
     let options = options();
     let parts: [(&str, Part); 9] = [
+        // First: threads of the others may give memory back while it counts.
+        ("memory", table::memory),
         ("keys", table::keys),
         ("caches", table::caches),
         ("asked", links::asked),
@@ -108,7 +110,6 @@ fn main() {
         ("cores", cores::cores),
         ("fan", crowd::fan),
         ("storm", crowd::storm),
-        ("memory", table::memory),
     ];
     let mut report = Report::default();
     for (name, part) in parts {
