@@ -467,11 +467,15 @@ def test_the_page_names_where_we_are_behind_and_why_and_who_is_not_here(
         bench.rows.measured(dataclasses.replace(row, block_bytes=4096), [10.3], [10.3], [10.0]),
         bench.rows.measured(dataclasses.replace(row, block_bytes=8192), [9.6], [9.6], [10.0]),
     ]
-    reasons = (("local swap_in*", "another"), ("local swap_out, 8 x 16 KiB, 2 tensors: peer, *", "it polls"))
+    presumed = bench.reasons.PRESUMED + "it polls"
+    reasons = (("local swap_in*", "another"), ("local swap_out, 8 x 16 KiB, 2 tensors: peer, *", presumed))
     monkeypatch.setattr(bench.reasons, "REASONS", (*reasons, ("*peer*", "too late")))
     page = bench.report.markdown({"environment": FACTS, "groups": {}, "extra": {}}, rows)
     assert "2 rows, 1 of them without a reason so far" in page
-    assert "| local | swap_out | 8 x 16 KiB, 2 tensors | peer, tuned | 0.75 | it polls |" in page
+    assert "1 with one that is presumed and not profiled" in page
+    assert (
+        "| local | swap_out | 8 x 16 KiB, 2 tensors | peer, tuned | 0.75 | presumed, not profiled: it polls |" in page
+    )
     assert "| local | swap_out | 8 x 16 KiB, 2 tensors | limit | 0.90 | **no reason yet** |" in page
     assert page.index("## Where we are behind") < page.index("## Inside one process")
     assert "more than 2%" in page

@@ -2,7 +2,8 @@
 
 A pattern is matched (``fnmatch``) with the row in words as the report writes it, then a colon and the system that it is
 behind: ``many allocate + free, 10,000 x 16 KiB: numpy, empty``, or ``: limit``. The first that matches counts. How each
-was found is in ``docs/performance/log.md``. Not for: finding such rows (``report``).
+was found is in ``docs/performance/log.md``; what begins with ``PRESUMED`` was not profiled and may be wrong. Not for:
+finding such rows (``report``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Optional
 
+PRESUMED = "presumed, not profiled: "
 ASKED = (
     "a push on one host is a read by the far side, so that no process writes into another (docs/links.md): "
     "two messages between two threads, some 8 us"
@@ -20,25 +22,25 @@ BY_PAGE = (
     "shared memory that both fill and empty does not ask it. Where each system may do what it likes about "
     "pages ours is ahead (`pages left to each system`)"
 )
-PREPARED = (
+PREPARED = PRESUMED + (
     "its request is prepared outside the clock, ours is checked and planned within it; with its request made "
     "within the clock ours is ahead (`small`)"
 )
-POLLED = "both of its processes poll, ours sleep: a wake-up for each message"
-ONE_CORE = (
+POLLED = PRESUMED + "both of its processes poll, ours sleep: a wake-up for each message"
+ONE_CORE = PRESUMED + (
     "two cores for two processes: while the kernel keeps both threads on one of them a stream moves 2.2 GB/s, "
     "on two 4.6, ours and the bare one alike; processes that poll are moved apart sooner, and burn both"
 )
-WORST = "the worst of all calls of a turn: a thread waited for its core once; p99 is what is typical"
-STATES = (
+WORST = PRESUMED + "the worst of all calls of a turn: a thread waited for its core once; p99 is what is typical"
+STATES = PRESUMED + (
     "the memory here has two states, 21 - 26 and 34 - 39 GB/s, and each pair of processes has memory of its "
     "own: the same row is 0.61 in one run and 0.99 in the next"
 )
-BESIDE = (
+BESIDE = PRESUMED + (
     "lists, checks, order and pins come beside the copy, 0.6 of 12 ms for 32,768 blocks; the loop has its "
     "addresses ready"
 )
-WOKEN = "0.1 to 1 ms in all, of which the second thread sleeps 50 to 100 us, and lists, order and pins take 5 %"
+WOKEN = PRESUMED + "the second thread's wake-up, 50 to 100 us (none below 512 KiB), and lists, order and pins"
 MALLOC = "`malloc` of one thread; ours makes a range that peers can reach, with a handle, its addresses and a key"
 
 REASONS: tuple[tuple[str, str], ...] = (
@@ -47,11 +49,19 @@ REASONS: tuple[tuple[str, str], ...] = (
         "standing peak memory, near: *",
         "the far pool is mapped, and its pages count here too; `memory of both, shared pages once` counts them once",
     ),
-    ("standing peak memory, far: mooncake store*", "its far side holds the bytes, and nothing to move them with"),
-    ("standing open*: mooncake*", "0.2 ms: pools, workers and a listener are made as well"),
-    ("standing link: mooncake*", "0.1 ms: the greeting proves a token and hands over the pools' descriptors"),
+    (
+        "standing peak memory, far: mooncake store*",
+        PRESUMED + "its far side holds the bytes, and nothing to move them with",
+    ),
+    ("standing open*: mooncake*", PRESUMED + "0.2 ms: pools, workers and a listener are made as well"),
+    (
+        "standing link: mooncake*",
+        PRESUMED + "0.1 ms: the greeting proves a token and hands over the pools' descriptors",
+    ),
     ("many allocate + free*: numpy, empty", MALLOC),
     ("many allocate + free*: torch, empty", MALLOC),
+    ("local copy_blocks, *256 KiB*: limit", STATES),
+    ("local swap_*64 KiB*: limit", STATES),
     (
         "local copy_blocks*: limit",
         (
@@ -88,7 +98,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("between * registered, 4,096 x *: limit", WOKEN),
     ("between * registered, 64 x *: limit", WOKEN),
     ("small * registered*: limit", WOKEN),
-    ("between * registered*: limit", f"{BESIDE}. From 64 KiB on: {STATES}"),
+    ("between * registered*: limit", BESIDE),
     ("small pull tcp*", POLLED),
     ("between pull tcp, 1 x 4 KiB: *", POLLED),
     ("between pull tcp*", ONE_CORE),

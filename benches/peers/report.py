@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
 import scale
-from reasons import reason_of
+from reasons import PRESUMED, reason_of
 from rows import LIMIT, OURS, Row
 
 if TYPE_CHECKING:
@@ -111,13 +111,17 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """What the issue asks about: where we are behind and why, where the limit is none, what is not here."""
     found = behind(rows)
     bare = sum(it.reason is None for it in found)
+    presumed = sum((it.reason or "").startswith(PRESUMED) for it in found)
     yield f"## Where we are behind, or under {GOAL} of the limit"
     lines = [
         f"| {it.row.group} | {it.row.op} | {place(it.row)} | {it.who} | {it.ratio:.2f} | {it.reason or NO_REASON} |"
         for it in found
     ]
     if lines:
-        yield f"{len(found)} rows, {bare} of them without a reason so far (`benches/peers/reasons.py`)."
+        yield (
+            f"{len(found)} rows, {bare} of them without a reason so far (`benches/peers/reasons.py`), "
+            f"{presumed} with one that is presumed and not profiled."
+        )
         yield table("| group | operation | blocks | behind | times as fast ours is | reason |", lines)
     else:
         yield "Nowhere."

@@ -49,8 +49,8 @@ const FORGOTTEN: usize = 4 << 10;
 const FEW: u64 = 48 << 10;
 /// About one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
-/// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain. A receiver that
-/// sleeps in between is woken on the core of the sender, and then both have half of it (docs/performance/log.md).
+/// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain. Pushes
+/// gain by it (docs/performance/log.md); presumably a receiver that sleeps is woken on the core of the sender.
 const LOOKS: u8 = 8;
 
 const OPEN: u8 = 0;
