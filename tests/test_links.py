@@ -107,7 +107,7 @@ def test_a_dead_address_fails_at_once_whatever_the_limit(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LD\x03\x01\xff\xff\xff\xff", b"\0" * 5000]
+    "words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LD\x04\x01\xff\xff\xff\xff", b"\0" * 5000]
 )
 def test_a_listener_that_talks_nonsense_is_no_link(ends: Ends, words: bytes) -> None:
     near = ends.near()

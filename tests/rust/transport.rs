@@ -67,8 +67,11 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
     }
 }
 
+/// Bytes of the line that stands before many.
+const LEAD: usize = 64;
+
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x03\x01".to_vec();
+    let mut frame = b"LD\x04\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -152,7 +155,7 @@ fn a_length_beyond_the_limit_ends_the_stream() {
         (GREETING_LIMIT + 1, GREETING_LIMIT),
     ] {
         each(|_, _, near, far| {
-            let mut header = b"LD\x03\x01".to_vec();
+            let mut header = b"LD\x04\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&near).write_all(&header).unwrap();
             let error = far.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -183,7 +186,7 @@ fn the_longest_frame_passes() {
 fn a_length_alone_is_given_no_memory() {
     // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
     each(|_, _, near, far| {
-        let mut header = b"LD\x03\x01".to_vec();
+        let mut header = b"LD\x04\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&near).write_all(&header).unwrap();
@@ -682,6 +685,7 @@ fn woken_at(stream: &Stream) -> i32 {
 fn many_bytes_are_waited_for_together() {
     const BYTES: usize = 1 << 20;
     let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
+    let sendable = [vec![0; LEAD], source.bytes()].concat();
     each(|case, _, near, far| {
         let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
         let settled = |expected: i32| {
@@ -697,15 +701,15 @@ fn many_bytes_are_waited_for_together() {
             // Each byte comes after a look for it; now and then the receiver may not have looked yet.
             let mut sent = 0;
             while woken_at(&far) != together && sent < 2000 {
-                raw(&near).write_all(&source.bytes()[sent..=sent]).unwrap();
+                raw(&near).write_all(&sendable[sent..=sent]).unwrap();
                 sent += 1;
                 thread::sleep(Duration::from_millis(1));
             }
             assert!(together == 1 || sent >= 8, "it gave up after {sent}");
             settled(together);
-            raw(&near).write_all(&source.bytes()[sent..BYTES - 1]).unwrap();
+            raw(&near).write_all(&sendable[sent..LEAD + BYTES - 1]).unwrap();
             settled(1);
-            raw(&near).write_all(&source.bytes()[BYTES - 1..]).unwrap();
+            raw(&near).write_all(&sendable[LEAD + BYTES - 1..]).unwrap();
             receiving.join().unwrap().unwrap();
         });
         assert!(target.bytes() == source.bytes());
@@ -717,6 +721,35 @@ fn many_bytes_are_waited_for_together() {
         near.close();
         let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
+    });
+}
+
+/// Before many bytes stands a line of zeros, so that blocks do not lie where the kernel copies slowly; before few, nothing.
+#[test]
+fn many_bytes_have_a_line_of_zeros_before_them() {
+    for (bytes, lead) in [(48 << 10, 0), ((48 << 10) + 1, LEAD), (3 << 20, LEAD)] {
+        let source = Cut::new(&[1000, bytes - 1000], 3, |at| pattern(9, 0, at) | 1);
+        each(|_, _, near, far| {
+            let mut got = vec![0; lead + bytes];
+            thread::scope(|scope| {
+                scope.spawn(|| near.send_windows(&source.windows(), soon()).unwrap());
+                raw(&far).read_exact(&mut got).unwrap();
+            });
+            assert!(got[..lead].iter().all(|&byte| byte == 0));
+            assert!(got[lead..] == source.bytes());
+        });
+    }
+}
+
+/// The line alone is half of what was to come.
+#[test]
+fn a_line_of_zeros_with_nothing_behind_it_ends_the_stream() {
+    let target = Cut::new(&[1 << 20], 0, |_| 0);
+    each(|_, _, near, far| {
+        raw(&near).write_all(&[0; LEAD]).unwrap();
+        let error = far.receive_windows(&target.windows(), short()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::Timeout, Some("64")));
+        assert!(far.is_closed());
     });
 }
 

@@ -339,20 +339,20 @@ fn what_strangers_say_is_refused() {
     let cases: [(&[u8], bool); 7] = [
         (b"GET / HTTP/1.1\r\n\r\n", true),
         (b"LD\x01\x01\x04\0\0\0abcd", true),
-        (b"LD\x03\x01\x00\0\0\0", true),
-        (b"LD\x03\x01\xFF\xFF\xFF\xFF", true),
-        (b"LD\x03\x07\x01\0\0\0x", true),
-        (b"LD\x03\x01\x04\0\0\0\xFF\xFF\xFF\xFF", true),
-        (b"LD\x03\xFF\x04\0\0\0\x01\0\0\0", true),
+        (b"LD\x04\x01\x00\0\0\0", true),
+        (b"LD\x04\x01\xFF\xFF\xFF\xFF", true),
+        (b"LD\x04\x07\x01\0\0\0x", true),
+        (b"LD\x04\x01\x04\0\0\0\xFF\xFF\xFF\xFF", true),
+        (b"LD\x04\xFF\x04\0\0\0\x01\0\0\0", true),
     ];
     for (said, refused) in cases {
         let mut stream = TcpStream::connect(at).unwrap();
         stream.write_all(said).unwrap();
         let answer = rest(&mut stream);
-        assert_eq!(answer.starts_with(b"LD\x03\xFF"), refused, "{said:?}: {answer:?}");
+        assert_eq!(answer.starts_with(b"LD\x04\xFF"), refused, "{said:?}: {answer:?}");
     }
     // Half a frame, and the end.
-    for said in [&b""[..], b"L", b"LD\x03\x01\x04", b"LD\x03\x01\x10\0\0\0abc"] {
+    for said in [&b""[..], b"L", b"LD\x04\x01\x04", b"LD\x04\x01\x10\0\0\0abc"] {
         let mut stream = TcpStream::connect(at).unwrap();
         stream.write_all(said).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();

@@ -47,6 +47,12 @@ const FORGOTTEN: usize = 4 << 10;
 
 /// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps, wherever they come from.
 const FEW: u64 = 48 << 10;
+
+/// Zeros that stand before more windows than [`FEW`]. The kernel copies into pages of its own, and some processors do
+/// that at a fifth of their speed where the copy lies a few bytes further into its page than the original
+/// (docs/performance/log.md). A line of the cache before each call keeps page-aligned blocks out of that, and what has
+/// drifted into it out of it the next time.
+const LEAD: [u8; 64] = [0; 64];
 /// About one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 /// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain. Pushes
@@ -294,6 +300,7 @@ impl Stream {
         if looks > 0 || (way == Way::In && left <= FEW) {
             transfer.patience = PATIENCE.min(deadline.left());
         }
+        let lead = if left > FEW { self.lead(&mut transfer, way)? } else { 0 };
         // Windows that are done leave the list, so that no step walks over them again.
         let (mut windows, mut skip) = (windows, 0);
         *done = 0;
@@ -305,7 +312,7 @@ impl Stream {
             if way == Way::In && !self.about.carries_descriptors {
                 wakes.set(if looks > 0 || left - *done < TOGETHER.into() { 1 } else { TOGETHER });
             }
-            let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
+            let bytes = transfer.next(lead + *done, || self.step_windows(windows, skip, way))? as u64;
             if looks > 0 && transfer.looked_in_vain() {
                 looks -= 1;
                 transfer.patience = if looks > 0 { transfer.patience } else { Duration::ZERO };
@@ -313,6 +320,18 @@ impl Stream {
             (skip, *done) = (skip + bytes, *done + bytes);
         }
         Ok(())
+    }
+
+    /// Sends what stands before windows, together with them, or takes it away; how many bytes that was.
+    fn lead(&self, transfer: &mut Transfer<'_>, way: Way) -> Result<u64> {
+        let (mut lead, mut done) = (LEAD, 0);
+        while done < LEAD.len() {
+            done += transfer.next(done as u64, || match way {
+                Way::Out => self.push(&lead[done..], SendFlags::MORE),
+                Way::In => self.pull(&mut lead[done..]),
+            })?;
+        }
+        Ok(done as u64)
     }
 
     /// The stream ended where more had to come.

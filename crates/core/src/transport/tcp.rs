@@ -18,8 +18,9 @@ use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreacha
 use crate::error::{Error, Result};
 use crate::id::Deadline;
 
-/// Bytes a connection inside one host may hold (`docs/performance.md`).
-const LOOPBACK_BUFFER: usize = 1 << 20;
+/// Bytes that a connection inside one host may hold for its receiver, and for its sender (docs/performance/log.md).
+const LOOPBACK_RECEIVES: usize = 1 << 20;
+const LOOPBACK_SENDS: usize = 256 << 10;
 
 /// Streams between hosts.
 #[derive(Clone, Copy, Debug, Default)]
@@ -97,9 +98,10 @@ fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Res
     sockopt::set_tcp_nodelay(&socket, true)?;
     let same_host = same_host(near.ip(), far.ip());
     if same_host {
-        // Over the loopback the kernel's own choice grows until the receiver no longer finds its bytes in a cache, and
+        // Over the loopback the kernel's own choice grows until neither side finds the bytes in a cache any more, and
         // packets are dropped. Between hosts it knows best.
-        sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_BUFFER)?;
+        sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_RECEIVES)?;
+        sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
     }
     let about =
         About { peer: Address::Tcp(far).to_string(), same_host, carries_descriptors: false, peer_pid: None };
