@@ -36,10 +36,10 @@ class Group:
 QUICK_ROUNDS = 2
 GROUPS = (
     Group("local", "local", limit_s=420, quick_s=60, full_about_s=480, quick_about_s=35),
-    Group("between", "between", limit_s=420, quick_s=60, rounds=3, full_about_s=660, quick_about_s=75),
-    Group("small", "small", limit_s=240, quick_s=60, rounds=3, full_about_s=210, quick_about_s=45),
+    Group("between", "between", limit_s=420, quick_s=60, full_about_s=920, quick_about_s=75),
+    Group("small", "small", limit_s=240, quick_s=60, full_about_s=290, quick_about_s=45),
     Group("many", "many", limit_s=240, quick_s=60, full_about_s=200, quick_about_s=40),
-    Group("standing", "standing", limit_s=240, quick_s=60, rounds=3, full_about_s=90, quick_about_s=30),
+    Group("standing", "standing", limit_s=240, quick_s=60, full_about_s=125, quick_about_s=30),
     Group("faults", "faults", limit_s=600, quick_s=120, rounds=1, full_about_s=480, quick_about_s=20),
     Group("scale", "scale", limit_s=900, quick_s=120, rounds=1, full_about_s=240, quick_about_s=50),
 )

@@ -14,7 +14,7 @@ use crate::engine::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
-use crate::links::{Answer, Link, hear_next, location, say};
+use crate::links::{Answer, Link, hear_next, location, say, say_before};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
@@ -198,13 +198,16 @@ impl Call<'_> {
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
-        let Some((plan, cache, _pin)) = self.begin(begun, to.saturating_sub(from), call.deadline)? else {
+        let bytes = to.saturating_sub(from);
+        // The bytes leave with the word that they follow: one packet less to wait for, where they are few.
+        let say = if bytes > 0 { say_before } else { say };
+        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
             return Err(Ended::Refused);
         };
         let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
-        self.cluster.stats.travelled(Op::Served, to - from);
-        self.cluster.merger.moved(to - from);
+        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.merger.moved(bytes);
         Ok(())
     }
 
@@ -222,7 +225,7 @@ impl Call<'_> {
         let begun = if ahead {
             self.come(begun, bytes, call.deadline)
         } else {
-            self.begin(begun, bytes, call.deadline)
+            self.begin(begun, bytes, call.deadline, say)
         };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         let progress = Progress::default();
@@ -253,15 +256,24 @@ impl Call<'_> {
         Ok(None)
     }
 
-    /// Says that the bytes may come or follow, or why not; `None` if they do not.
-    fn begin<T>(&self, begun: Result<Option<T>>, bytes: u64, deadline: Deadline) -> Result<Option<T>, Ended> {
-        let (reply, begun) = match begun {
-            Ok(Some(begun)) => (Reply::Ready { bytes }, Some(begun)),
-            Ok(None) => (Reply::Stale, None),
-            Err(error) => (Reply::failed(&error), None),
+    /// Has `ready` say that the bytes may come or follow, or says why not; `None` if they do not.
+    fn begin<T>(
+        &self,
+        begun: Result<Option<T>>,
+        bytes: u64,
+        deadline: Deadline,
+        ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
+    ) -> Result<Option<T>, Ended> {
+        let reply = match begun {
+            Ok(Some(begun)) => {
+                let said = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                return said.map(|()| Some(begun)).map_err(Ended::Broken);
+            }
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
         };
         self.reply(&reply, deadline)?;
-        Ok(begun)
+        Ok(None)
     }
 
     /// Reads bytes of the peer's memory into a cache.

@@ -13,7 +13,7 @@ use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
 use crate::mem::kernel::Kernel;
-use crate::mem::{Tensors, Window, page_faults};
+use crate::mem::{Tensors, Window, faulted};
 use crate::plan::{CopyPlan, Piece};
 
 /// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
@@ -123,7 +123,7 @@ impl Work for DirectWave {
         // A mapping of another process is filled page by page at the first touch, which says nothing about kernels. What
         // is too small to learn from is not asked about: that takes longer than copying a block.
         let mapped = self.copying.src.reach().foreign();
-        let faults = (learns && mapped && tuner.learns(self.total)).then(page_faults);
+        let asks = learns && mapped && tuner.learns(self.total);
         let started = Instant::now();
         // The first and the last may be cut.
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
@@ -139,7 +139,7 @@ impl Work for DirectWave {
         })?;
         copier.copy(&batch, kernel)?;
         let took = started.elapsed();
-        if learns && faults.is_none_or(|faults| faults == page_faults()) {
+        if learns && !(asks && faulted()) {
             tuner.learn(self.total, self.piece, kernel, to - from, took);
         } else if learns {
             tuner.count(kernel, to - from);

@@ -37,7 +37,7 @@ pub use huge::{OwnPages, Refusal};
 pub use identity::{remember_process, this_process};
 pub use limits::{usable_bytes, usable_under};
 pub use lists::keep_lists;
-pub use page_faults::page_faults;
+pub use page_faults::{faulted, page_faults};
 pub use process::{ForeignProcess, Probe, allow_readers, own_probe};
 pub use region::{HugePages, Region};
 pub use sockets::{Kept, abandon};
