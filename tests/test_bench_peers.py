@@ -509,9 +509,9 @@ def test_every_committed_row_behind_has_its_reason(bench: Bench) -> None:
     assert [text for text, it in zip(lack, bare) if it.row.group in full] == []
 
 
-def test_a_full_run_takes_forty_minutes_at_most(bench: Bench) -> None:
+def test_a_full_run_takes_fifty_minutes_at_most(bench: Bench) -> None:
     groups, quick = bench.groups.GROUPS, bench.groups.QUICK_ROUNDS
-    assert sum(group.about_s(False, group.rounds) for group in groups) <= 40 * 60
+    assert sum(group.about_s(False, group.rounds) for group in groups) <= 50 * 60
     assert sum(group.about_s(True, quick) for group in groups) <= 5 * 60
     # More rounds take longer, and each of them as long as the others.
     one = groups[0]

@@ -64,7 +64,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few sizes and rounds: minutes instead of tens of them")
     parser.add_argument("--only", default=",".join(names), help=f"groups: {','.join(names)}")
     parser.add_argument("--systems", default="", help="peers, beside ours and the limit; all by default")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5 (faults and scale 1), 2 when quick")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5, of faults 1; 2 when quick")
     parser.add_argument("--mib", type=int, default=256, help="moved in one round")
     parser.add_argument("--out", type=Path, default=environment.ROOT / "docs" / "performance")
     parser.add_argument("--render", action="store_true", help="measure nothing: write table and picture anew")

@@ -13,34 +13,74 @@ from typing import Optional
 
 PRESUMED = "presumed, not profiled: "
 ASKED = (
-    "a push on one host is a read by the far side, so that no process writes into another (docs/links.md): "
-    "two messages between two threads, some 8 us"
+    "a push on one host is a read by the far side, so that no process writes into another (docs/links.md): two "
+    "messages between two threads, some 8 us"
 )
 ONE_SIDED = f"{ASKED}; its caller writes into the far process's memory itself, or both of its processes poll"
 BY_PAGE = (
-    "the kernel copies page by page and finds and pins each (66 % and 20 % of the time, `perf`); a ring of "
-    "shared memory that both fill and empty does not ask it. Where each system may do what it likes about "
-    "pages ours is ahead (`pages left to each system`)"
+    "the kernel copies page by page and finds and pins each (66 % and 20 % of the time, `perf`); a ring of shared "
+    "memory that both fill and empty does not ask it. Where each system may do what it likes about pages ours is "
+    "ahead (`pages left to each system`)"
 )
-PREPARED = PRESUMED + (
-    "its request is prepared outside the clock, ours is checked and planned within it; with its request made "
-    "within the clock ours is ahead (`small`)"
+PREPARED = (
+    "its request is prepared outside the clock, ours is made within it: of 4.8 us 48 % are the system call that "
+    "both make, 26 % Python, 17 % check and plan (`perf`); with its request made within the clock ours is ahead "
+    "(`small`)"
 )
-POLLED = PRESUMED + "both of its processes poll, ours sleep: a wake-up for each message"
-ONE_CORE = PRESUMED + (
-    "two cores for two processes: while the kernel keeps both threads on one of them a stream moves 2.2 GB/s, "
-    "on two 4.6, ours and the bare one alike; processes that poll are moved apart sooner, and burn both"
+PACKETS = (
+    "traced: no side sleeps in a typical call; the time is one packet each way, 6 to 8 us each, and Python. A peer "
+    "that is ahead has both its processes poll; p99 is one wake-up"
 )
-WORST = PRESUMED + "the worst of all calls of a turn: a thread waited for its core once; p99 is what is typical"
-STATES = PRESUMED + (
-    "the memory here has two states, 21 - 26 and 34 - 39 GB/s, and each pair of processes has memory of its "
-    "own: the same row is 0.61 in one run and 0.99 in the next"
+RANDOM = (
+    "4 KiB pieces that lie anywhere: 64 % of the time of either thread is the kernel's copy of them (`perf`); the "
+    "bare stream moves one piece in a row"
 )
-BESIDE = PRESUMED + (
-    "lists, checks, order and pins come beside the copy, 0.6 of 12 ms for 32,768 blocks; the loop has its "
-    "addresses ready"
+ONE_CORE = (
+    "traced: after a pause both threads take turns on one core for 98 % of the time, each woken on the core of the "
+    "other while the second is idle, which the loopback asks of the scheduler; between hosts there is no such"
 )
-WOKEN = PRESUMED + "the second thread's wake-up, 50 to 100 us (none below 512 KiB), and lists, order and pins"
+SENDER = (
+    "traced, 256 MiB after a pause: both threads run at once for 60 to 88 % of the time and the sender alone for "
+    "the rest; it is in the kernel's copy (`perf`), whose speed moves with the memory's, rounds from 2 to 6 GB/s on"
+    " both sides"
+)
+WORST = (
+    "the worst of all calls of a turn. Traced: who else ran on the core (the machine's watch over memory up to 4 "
+    "ms, its agents up to 3.6 ms), a timer interrupt (70 to 180 us), a stopped core that came late (100 to 300 us a"
+    " wake-up); who needs two threads for a call meets them more often"
+)
+LOCAL = (
+    "256 MiB of 16 KiB blocks: 92 % of the caller's time and 96 % of the worker's are in the copy loops (`perf`), "
+    "the rest lists, plan and pins; which loop is learned while copying, two of them half of the time each; two "
+    "threads get 18 - 24 or 29 - 34 GB/s of this memory, changing by the round (a loop of its own)"
+)
+OPEN = (
+    "timed: 0.66 of 0.87 ms are the first use of the library's code in a process, a second open takes 0.21; "
+    "`strace`: three threads, three memory files, two listeners"
+)
+TENSORS = (
+    "finding and checking each piece between the kernel's calls, 2.8 % of the time (`perf`); and the memory's speed"
+    " changes by the round"
+)
+STATES = (
+    "92 to 95 % of the time of both threads is in the copy loops, the rest lists, plan, pins and pieces (`perf`); "
+    "and two threads get 18 - 24 or 29 - 34 GB/s of this memory, changing by the minute (a loop of its own)"
+)
+BESIDE = (
+    "256 MiB of 16 KiB blocks: 92 % of the time of both threads is in the copy loops, 16 MiB of 4 KiB: 72 % "
+    "(`perf`); the rest are lists, plan, pins and finding pieces, and the second thread comes 0.1 to 0.35 ms late "
+    "(traced); the loop has its addresses ready"
+)
+KERNEL = (
+    "92 to 94 % of the time of both threads is in `process_vm_readv`, which the limit calls as well (`perf`), the "
+    "rest is lists, plan and Python; the second thread comes 0.05 to 0.35 ms late (traced), and the memory's speed "
+    "changes by the minute"
+)
+WOKEN = (
+    "traced: the second thread starts 45 to 350 us after the call, by how long its core had been stopped; of few "
+    "blocks one thread copies (64 x 4 KiB of pools: 64 % in the copy loop, 29 % lists, order and pieces; "
+    "registered: 72 % in the system call; `perf`)"
+)
 MALLOC = "`malloc` of one thread; ours makes a range that peers can reach, with a handle, its addresses and a key"
 
 REASONS: tuple[tuple[str, str], ...] = (
@@ -51,58 +91,50 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "standing peak memory, far: mooncake store*",
-        PRESUMED + "its far side holds the bytes, and nothing to move them with",
+        "a bare process that maps the same memory has 159.3 MiB (`limit`), ours 2.7 more; theirs is below the bare one",
     ),
-    ("standing open*: mooncake*", PRESUMED + "0.2 ms: pools, workers and a listener are made as well"),
     (
-        "standing link: mooncake*",
-        PRESUMED + "0.1 ms: the greeting proves a token and hands over the pools' descriptors",
+        "standing open*: mooncake*",
+        OPEN,
     ),
     ("many allocate + free*: numpy, empty", MALLOC),
     ("many allocate + free*: torch, empty", MALLOC),
-    ("local copy_blocks, *256 KiB*: limit", STATES),
-    ("local swap_*64 KiB*: limit", STATES),
     (
-        "local copy_blocks*: limit",
+        "local * 32,768 x 4 KiB*: limit",
         (
-            "32,768 blocks of 4 KiB: 1.2 of 14 ms are not copying, on one thread (lists out of a dict of "
-            "lists 0.55, order 0.33, pins 0.32); with longer blocks it is a quarter of that and less"
-        ),
-    ),
-    (
-        "local swap_* 32,768 x 4 KiB*: limit",
-        (
-            "0.6 of 12 ms are not copying, on one thread: lists 0.12, check and order 0.2, pins 0.3; finding "
-            "each piece costs 2.7 % more"
+            "of 12 to 14 ms 0.6 (swaps) to 1.2 (`copy_blocks`) are not copying, on one thread: lists 0.12 - 0.55, "
+            "check and order 0.2 - 0.33, pins 0.3 (`perf`); finding each piece costs 2.7 % more; and the memory's "
+            "speed changes by the round"
         ),
     ),
     (
         "local *80 tensors*: limit",
-        "finding and checking each piece between the kernel's calls: 2.8 % of the time; the copy itself is level",
+        TENSORS,
     ),
-    (
-        "local swap_*: limit",
-        "0.3 to 0.7 of 13 ms are lists, order and pins; and the memory has two states here, for both",
-    ),
+    ("local *: limit", LOCAL),
+    ("small push tcp*", PACKETS),
+    ("small pull tcp*", PACKETS),
+    ("between * tcp, 1 x 4 KiB: *", PACKETS),
+    ("between * tcp, 1 x 16 KiB: *", PACKETS),
+    ("between * tcp, * x 4 KiB: *", RANDOM),
+    ("between * tcp, 64 x *", ONE_CORE),
+    ("between * tcp, 4,096 x 16 KiB*", ONE_CORE),
+    ("between * tcp, *", SENDER),
     ("* push registered*: nixl*", ONE_SIDED),
     ("* push pool*: nixl*", ONE_SIDED),
     ("* push *: ucxx*", ONE_SIDED),
-    ("small push tcp*", POLLED),
     ("small push *: limit", f"{ASKED}; the bare loop writes without asking"),
-    ("between push tcp*", ONE_CORE),
     ("between push *, 1 x *: limit", f"{ASKED}; the bare loop writes without asking"),
     ("between push *, 64 x *: limit", f"{ASKED}; the bare loop writes without asking"),
     ("* pull registered*, 1 x 1 MiB: nixl*", BY_PAGE),
     ("* pull registered*, 1 x *: nixl*", PREPARED),
     ("between pull registered*: nixl, tuned: shm*", BY_PAGE),
-    ("between * registered, 4,096 x *: limit", WOKEN),
+    ("small pull registered*, 64 x *: nixl, tuned: shm*", BY_PAGE),
+    ("between * registered, 4,096 x *: limit", KERNEL),
     ("between * registered, 64 x *: limit", WOKEN),
     ("small * registered*: limit", WOKEN),
-    ("between * registered*: limit", BESIDE),
-    ("small pull tcp*", POLLED),
-    ("between pull tcp, 1 x 4 KiB: *", POLLED),
-    ("between pull tcp*", ONE_CORE),
-    ("between * pool, 4,096 x * 4 KiB*: limit", WOKEN),
+    ("between * registered*: limit", KERNEL),
+    ("between * pool, * x 16 KiB*: limit", BESIDE),
     ("between * pool, 64 x *: limit", WOKEN),
     ("between * pool, * x 4 KiB: limit", BESIDE),
     ("between * pool*: limit", STATES),

@@ -3,6 +3,8 @@
 //! Judged by a twin that looks at every byte. Not for: sockets (`transport`) or other processes (`foreign`).
 
 use std::collections::BTreeSet;
+use std::io::Read;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +12,7 @@ use llm_datadist_core::check::BlockPairs;
 use llm_datadist_core::device::DeviceSet;
 use llm_datadist_core::engine::{Arrived, CopyEngine, Progress};
 use llm_datadist_core::mem::Tensors;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{CopyPlan, Ends, Span};
 use llm_datadist_core::transport::{Address, Fault, Faults, Local, Stream, Transport};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
@@ -180,6 +182,51 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     let (near, _far) = pair("progress");
     let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &near, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
+}
+
+/// Where zeros stand follows from the number of bytes alone, so that the sides may cut their pieces as they like.
+#[test]
+fn zeros_stand_before_each_stretch_however_it_is_cut() {
+    const BLOCK: usize = 4096;
+    for (blocks, from) in [(12, 0), (13, 0), (13, 100), (1024, 0), (1037, 0), (2100, 5000)] {
+        let bytes = blocks * BLOCK;
+        // One piece a block, read backwards; and one piece for all of them.
+        let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
+        let pieces = CopyPlan::blocks(
+            &BlockPairs { pairs: backwards, block_bytes: BLOCK as u64, num_tensors: 1 },
+            Ends::TwoCaches,
+        );
+        let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
+        let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
+        let (_kept, src) = memory(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
+        // In the order of the plan.
+        let order: Vec<u8> = pieces
+            .pieces(0, bytes as u64)
+            .flat_map(|(_, piece)| piece.src..piece.src + piece.len)
+            .map(|at| pattern(4, 0, at as usize) | 1)
+            .collect();
+        let mut wanted = Vec::new();
+        for stretch in order[from..].chunks(4 << 20) {
+            let left = bytes - from - (wanted.len() / ((4 << 20) + 64)) * (4 << 20);
+            wanted.extend(vec![0; if left > 48 << 10 { 64 } else { 0 }]);
+            wanted.extend(stretch);
+        }
+        let range = from as u64..bytes as u64;
+        let (near, far) = pair("progress");
+        let mut got = vec![1; wanted.len()];
+        std::thread::scope(|scope| {
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
+            let mut far = std::fs::File::from(far.as_fd().try_clone_to_owned().unwrap());
+            far.read_exact(&mut got).unwrap();
+        });
+        assert!(got == wanted, "{blocks} blocks from {from}");
+        let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
+        std::thread::scope(|scope| {
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
+            engine().receive(&whole, range.clone(), &dst, &far, soon(), &Progress::default()).unwrap();
+        });
+        assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::mem::{Tensors, Window};
 use llm_datadist_core::transport::{
-    Address, Fault, Faults, Faulty, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport, Unix,
+    Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport, Unix,
 };
 use llm_datadist_core::wire::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
@@ -66,9 +66,6 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
         judge(&case, &*listener, near, far);
     }
 }
-
-/// Bytes of the line that stands before many.
-const LEAD: usize = 64;
 
 fn frame(body: &[u8]) -> Vec<u8> {
     let mut frame = b"LD\x04\x01".to_vec();
@@ -685,7 +682,6 @@ fn woken_at(stream: &Stream) -> i32 {
 fn many_bytes_are_waited_for_together() {
     const BYTES: usize = 1 << 20;
     let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
-    let sendable = [vec![0; LEAD], source.bytes()].concat();
     each(|case, _, near, far| {
         let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
         let settled = |expected: i32| {
@@ -701,15 +697,15 @@ fn many_bytes_are_waited_for_together() {
             // Each byte comes after a look for it; now and then the receiver may not have looked yet.
             let mut sent = 0;
             while woken_at(&far) != together && sent < 2000 {
-                raw(&near).write_all(&sendable[sent..=sent]).unwrap();
+                raw(&near).write_all(&source.bytes()[sent..=sent]).unwrap();
                 sent += 1;
                 thread::sleep(Duration::from_millis(1));
             }
             assert!(together == 1 || sent >= 8, "it gave up after {sent}");
             settled(together);
-            raw(&near).write_all(&sendable[sent..LEAD + BYTES - 1]).unwrap();
+            raw(&near).write_all(&source.bytes()[sent..BYTES - 1]).unwrap();
             settled(1);
-            raw(&near).write_all(&sendable[LEAD + BYTES - 1..]).unwrap();
+            raw(&near).write_all(&source.bytes()[BYTES - 1..]).unwrap();
             receiving.join().unwrap().unwrap();
         });
         assert!(target.bytes() == source.bytes());
@@ -724,31 +720,26 @@ fn many_bytes_are_waited_for_together() {
     });
 }
 
-/// Before many bytes stands a line of zeros, so that blocks do not lie where the kernel copies slowly; before few, nothing.
+/// A lead is zeros, and no part of what stands behind it.
 #[test]
-fn many_bytes_have_a_line_of_zeros_before_them() {
-    for (bytes, lead) in [(48 << 10, 0), ((48 << 10) + 1, LEAD), (3 << 20, LEAD)] {
-        let source = Cut::new(&[1000, bytes - 1000], 3, |at| pattern(9, 0, at) | 1);
-        each(|_, _, near, far| {
-            let mut got = vec![0; lead + bytes];
-            thread::scope(|scope| {
-                scope.spawn(|| near.send_windows(&source.windows(), soon()).unwrap());
-                raw(&far).read_exact(&mut got).unwrap();
-            });
-            assert!(got[..lead].iter().all(|&byte| byte == 0));
-            assert!(got[lead..] == source.bytes());
-        });
-    }
-}
-
-/// The line alone is half of what was to come.
-#[test]
-fn a_line_of_zeros_with_nothing_behind_it_ends_the_stream() {
-    let target = Cut::new(&[1 << 20], 0, |_| 0);
+fn a_lead_is_taken_away() {
+    let source = Cut::new(&[1000, 70_000], 3, |at| pattern(9, 0, at) | 1);
     each(|_, _, near, far| {
-        raw(&near).write_all(&[0; LEAD]).unwrap();
-        let error = far.receive_windows(&target.windows(), short()).unwrap_err();
-        assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::Timeout, Some("64")));
+        let target = Cut::new(&[71_000], 0, |_| 0);
+        near.send_lead(soon()).unwrap();
+        near.send_windows(&source.windows(), soon()).unwrap();
+        far.receive_lead(soon()).unwrap();
+        far.receive_windows(&target.windows(), soon()).unwrap();
+        assert!(target.bytes() == source.bytes());
+        near.send_lead(soon()).unwrap();
+        near.send(&frame(b"behind"), soon()).unwrap();
+        let mut raw_lead = [1; LEAD];
+        raw(&far).read_exact(&mut raw_lead).unwrap();
+        assert_eq!((raw_lead, body(&far).as_slice()), ([0; LEAD], &b"behind"[..]));
+        // Half of one.
+        raw(&near).write_all(&[0; LEAD - 1]).unwrap();
+        let error = far.receive_lead(short()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::Timeout, Some("63")));
         assert!(far.is_closed());
     });
 }

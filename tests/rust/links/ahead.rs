@@ -238,6 +238,9 @@ fn few_bytes_follow_their_request() {
                     let take = || {
                         let tensors = Tensors::adopted(got.adopt(0, expected.len()));
                         let all = tensors.window(0, 0, expected.len() as u64).unwrap();
+                        if expected.len() as u64 > MOST_AHEAD {
+                            call.receive_lead(soon()).unwrap();
+                        }
                         call.receive_windows(&[all], soon()).unwrap();
                         assert!(got.read(0, expected.len()) == expected, "other bytes");
                     };

@@ -1,7 +1,7 @@
 //! A stretch of a plan over a socket: the sender's windows go out in the order of the plan, the receiver's take them in.
 //!
-//! Both sides count along the same plan, so nothing but the bytes travels, and nothing is copied in between
-//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Not for:
+//! Both sides count along the same plan, so nothing travels but the bytes, and zeros at places that follow from their number
+//! alone (`transport::LEAD`); nothing is copied in between (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Not for:
 //! agreeing on the plan (`wire`, `peer`).
 
 use std::ops::Range;
@@ -12,12 +12,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::mem::{Access, Reach, Tensors, Window};
 use crate::plan::{CopyPlan, Piece};
-use crate::transport::Stream;
+use crate::transport::{STRETCH, Stream, leads};
 
 /// Windows of one call of the stream.
 const WINDOWS: usize = 256;
-/// Bytes of one call: what a failure makes doubtful, and what is reported at once.
-const BYTES: u64 = 4 << 20;
 
 impl CopyEngine {
     /// Whether tensors can be read into a socket, asked before anything is promised.
@@ -44,7 +42,9 @@ impl CopyEngine {
         Self::can_send(src)?;
         let sent = Progress::default();
         let window = |index, piece| wave::source(plan, src, index, piece);
-        in_batches(plan, range, &sent, deadline, window, |windows, _| stream.send_windows(windows, deadline))
+        let lead = || stream.send_lead(deadline);
+        let moved = |windows: &[Window<'_>], _: &mut u64| stream.send_windows(windows, deadline);
+        in_batches(plan, range, &sent, deadline, window, lead, moved)
     }
 
     /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
@@ -59,19 +59,21 @@ impl CopyEngine {
     ) -> Result<()> {
         Self::can_receive(dst)?;
         let window = |index, piece| wave::target(plan, dst, index, piece);
-        in_batches(plan, range, progress, deadline, window, |windows, done| {
-            stream.receive_counted(windows, deadline, done)
-        })
+        let lead = || stream.receive_lead(deadline);
+        let moved = |windows: &[Window<'_>], done: &mut u64| stream.receive_counted(windows, deadline, done);
+        in_batches(plan, range, progress, deadline, window, lead, moved)
     }
 }
 
-/// Cuts `range` into batches of windows, moves one after the other, and reports each.
+/// Cuts `range` into batches of windows, none across the end of a stretch, moves one after the other, and reports each: what a
+/// failure makes doubtful. `lead` comes before each stretch that has one.
 fn in_batches<'a>(
     plan: &CopyPlan,
     range: Range<u64>,
     progress: &Progress,
     deadline: Deadline,
     window: impl Fn(usize, Piece) -> Result<Window<'a>>,
+    lead: impl Fn() -> Result<()>,
     moved: impl Fn(&[Window<'a>], &mut u64) -> Result<()>,
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
@@ -85,7 +87,9 @@ fn in_batches<'a>(
     while at < range.end {
         batch.clear();
         let mut end = at;
-        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(BYTES))).take(WINDOWS) {
+        let into = at - range.start;
+        let stretch = STRETCH - into % STRETCH;
+        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(stretch))).take(WINDOWS) {
             batch.push(window(index, piece)?);
             end += piece.len;
         }
@@ -95,8 +99,9 @@ fn in_batches<'a>(
         // A socket that always has bytes, or room for them, never waits: the question is asked here.
         let in_time =
             if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
+        let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });
         let mut done = 0;
-        if let Err(error) = in_time.and_then(|()| moved(&batch, &mut done)) {
+        if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);
             return Err(so_far(error, progress, of_bytes));
         }

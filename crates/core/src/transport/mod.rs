@@ -17,6 +17,7 @@ mod stream;
 mod tcp;
 mod transfer;
 mod unix;
+mod windows;
 
 #[cfg(feature = "testing")]
 pub use faults::{Fault, Faults, Faulty};
@@ -24,6 +25,7 @@ pub use local::Local;
 pub use stream::{MAX_DESCRIPTORS, Received, Stream};
 pub use tcp::Tcp;
 pub use unix::Unix;
+pub use windows::{LEAD, STRETCH, leads};
 
 use std::fmt;
 use std::net::SocketAddr;

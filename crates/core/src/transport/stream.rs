@@ -23,7 +23,7 @@ use super::faults::Running;
 use super::transfer::{Moved, Transfer, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
-use crate::mem::{Kept, Window, vectored};
+use crate::mem::Kept;
 use crate::wire::{HEADER, Header};
 
 /// Most descriptors that travel with one frame.
@@ -35,30 +35,6 @@ const FIRST_STEP: usize = 64 << 10;
 /// Kind, body and descriptors of one frame.
 pub type Received = (u8, Vec<u8>, Vec<OwnedFd>);
 
-/// Windows handed to one system call; the kernel takes no more, and the rest need not be looked at.
-const MOST_WINDOWS: usize = 1024;
-
-/// Bytes of windows that are waited for together over a network: one wake-up for each segment that arrives would cost more
-/// than copying it (docs/performance.md).
-const TOGETHER: u32 = 256 << 10;
-
-/// Bytes that nobody wants, received at once.
-const FORGOTTEN: usize = 4 << 10;
-
-/// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps, wherever they come from.
-const FEW: u64 = 48 << 10;
-
-/// Zeros that stand before more windows than [`FEW`]. The kernel copies into pages of its own, and some processors do
-/// that at a fifth of their speed where the copy lies a few bytes further into its page than the original
-/// (docs/performance/log.md). A line of the cache before each call keeps page-aligned blocks out of that, and what has
-/// drifted into it out of it the next time.
-const LEAD: [u8; 64] = [0; 64];
-/// About one hand-over between two processes.
-const PATIENCE: Duration = Duration::from_micros(60);
-/// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain. Pushes
-/// gain by it (docs/performance/log.md); presumably a receiver that sleeps is woken on the core of the sender.
-const LOOKS: u8 = 8;
-
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
 const CLOSED: u8 = 2;
@@ -67,11 +43,11 @@ const CLOSED: u8 = 2;
 #[derive(Debug)]
 pub struct Stream {
     _kept: Kept,
-    socket: OwnedFd,
-    about: About,
+    pub(super) socket: OwnedFd,
+    pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
-    faults: Running,
+    pub(super) faults: Running,
 }
 
 /// What a transport knows about a connection it made.
@@ -195,7 +171,13 @@ impl Stream {
         self.send_from(frame, first, SendFlags::empty(), deadline)
     }
 
-    fn send_from(&self, frame: &[u8], from: usize, flags: SendFlags, deadline: Deadline) -> Result<()> {
+    pub(super) fn send_from(
+        &self,
+        frame: &[u8],
+        from: usize,
+        flags: SendFlags,
+        deadline: Deadline,
+    ) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::Out, deadline);
         let mut sent = from;
         while sent < frame.len() {
@@ -266,74 +248,6 @@ impl Stream {
         Ok(Some((header.kind, body)))
     }
 
-    /// Sends the bytes of `windows`, one after the other, from where they are.
-    pub fn send_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
-        self.windows(windows, Way::Out, deadline, &mut 0)
-    }
-
-    /// Receives as many bytes as `windows` hold, one after the other, to where they belong.
-    pub fn receive_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
-        self.windows(windows, Way::In, deadline, &mut 0)
-    }
-
-    /// As [`receive_windows`](Self::receive_windows); `done` says how many bytes are in place, also after a failure.
-    pub fn receive_counted(&self, windows: &[Window<'_>], deadline: Deadline, done: &mut u64) -> Result<()> {
-        self.windows(windows, Way::In, deadline, done)
-    }
-
-    /// Receives `bytes` and forgets them.
-    pub fn pass_over(&self, bytes: u64, deadline: Deadline) -> Result<()> {
-        let mut transfer = Transfer::new(self, Way::In, deadline);
-        let (mut scratch, mut done) = ([0; FORGOTTEN], 0);
-        while done < bytes {
-            let most = usize::try_from(bytes - done).map_or(FORGOTTEN, |left| left.min(FORGOTTEN));
-            done += transfer.next(done, || self.pull(&mut scratch[..most]))? as u64;
-        }
-        Ok(())
-    }
-
-    fn windows(&self, windows: &[Window<'_>], way: Way, deadline: Deadline, done: &mut u64) -> Result<()> {
-        let mut wakes = Wakes { stream: self, at: 1 };
-        let left: u64 = windows.iter().map(Window::len).sum();
-        let mut transfer = Transfer::new(self, way, deadline);
-        let mut looks = if way == Way::In && self.about.same_host { LOOKS } else { 0 };
-        if looks > 0 || (way == Way::In && left <= FEW) {
-            transfer.patience = PATIENCE.min(deadline.left());
-        }
-        let lead = if left > FEW { self.lead(&mut transfer, way)? } else { 0 };
-        // Windows that are done leave the list, so that no step walks over them again.
-        let (mut windows, mut skip) = (windows, 0);
-        *done = 0;
-        while let Some(first) = windows.first() {
-            if skip >= first.len() {
-                (windows, skip) = (&windows[1..], skip - first.len());
-                continue;
-            }
-            if way == Way::In && !self.about.carries_descriptors {
-                wakes.set(if looks > 0 || left - *done < TOGETHER.into() { 1 } else { TOGETHER });
-            }
-            let bytes = transfer.next(lead + *done, || self.step_windows(windows, skip, way))? as u64;
-            if looks > 0 && transfer.looked_in_vain() {
-                looks -= 1;
-                transfer.patience = if looks > 0 { transfer.patience } else { Duration::ZERO };
-            }
-            (skip, *done) = (skip + bytes, *done + bytes);
-        }
-        Ok(())
-    }
-
-    /// Sends what stands before windows, together with them, or takes it away; how many bytes that was.
-    fn lead(&self, transfer: &mut Transfer<'_>, way: Way) -> Result<u64> {
-        let (mut lead, mut done) = (LEAD, 0);
-        while done < LEAD.len() {
-            done += transfer.next(done as u64, || match way {
-                Way::Out => self.push(&lead[done..], SendFlags::MORE),
-                Way::In => self.pull(&mut lead[done..]),
-            })?;
-        }
-        Ok(done as u64)
-    }
-
     /// The stream ended where more had to come.
     #[cold]
     pub(super) fn ended(&self, done: u64) -> Error {
@@ -351,27 +265,6 @@ impl Stream {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;
         Error::new(ErrorKind::NotLinked, if ours { "this side closed the connection" } else { how })
-    }
-}
-
-/// After how many bytes a thread that waits to receive is woken; after the first again when this drops.
-struct Wakes<'a> {
-    stream: &'a Stream,
-    at: u32,
-}
-
-impl Wakes<'_> {
-    fn set(&mut self, bytes: u32) {
-        // Refused, whoever waits is woken more often.
-        if bytes != self.at && vectored::wake_at(self.stream.socket.as_fd(), bytes).is_ok() {
-            self.at = bytes;
-        }
-    }
-}
-
-impl Drop for Wakes<'_> {
-    fn drop(&mut self) {
-        self.set(1);
     }
 }
 
@@ -397,7 +290,7 @@ impl Stream {
         Ok(self.faults.passed(Way::Out, sent))
     }
 
-    fn pull(&self, rest: &mut [u8]) -> io::Result<Moved> {
+    pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<Moved> {
         let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
         let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
         self.faults.garble(rest, &got);
@@ -423,24 +316,6 @@ impl Stream {
         let got = message.map(|message| message.bytes);
         self.faults.garble(rest, &got);
         Ok(self.faults.passed(Way::In, received(got)?))
-    }
-
-    fn step_windows(&self, windows: &[Window<'_>], skip: u64, way: Way) -> io::Result<Moved> {
-        let lens = windows.iter().map(Window::len);
-        let Some(most) = self.faults.allow_windows(way, lens, skip)? else { return Ok(Moved::NotYet) };
-        let (socket, windows) = (self.socket.as_fd(), &windows[..most.min(MOST_WINDOWS)]);
-        let result = match way {
-            Way::Out => vectored::send(socket, windows, skip),
-            Way::In => vectored::receive(socket, windows, skip),
-        };
-        let moved = match result {
-            Ok(0) if way == Way::In => Moved::Ended,
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(bytes) => Moved::Bytes(bytes),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Moved::NotYet,
-            Err(error) => return Err(error),
-        };
-        Ok(self.faults.passed(way, moved))
     }
 }
 
