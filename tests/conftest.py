@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
@@ -25,6 +26,10 @@ PAGE_SHIFT = 12
 PAGE = 1 << PAGE_SHIFT
 POOL = 2 << 20
 THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
+
+# A shell without job control starts what runs in its background deaf to Ctrl-C, and so would be every child of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "short",
