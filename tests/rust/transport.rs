@@ -742,6 +742,14 @@ fn a_lead_is_taken_away() {
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::Timeout, Some("63")));
         assert!(far.is_closed());
     });
+    each(|_, _, near, far| {
+        let mut none = [0; LEAD];
+        none[LEAD - 1] = 1;
+        raw(&near).write_all(&none).unwrap();
+        let error = far.receive_lead(soon()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("peer")), (ErrorKind::NotLinked, Some(far.peer())), "{error}");
+        assert!(error.to_string().contains("zeros") && far.is_closed(), "{error}");
+    });
 }
 
 /// Bytes that came along with a frame, and that nobody wants, are not taken for the next.

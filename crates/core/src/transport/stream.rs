@@ -261,7 +261,7 @@ impl Stream {
         told.because(error)
     }
 
-    fn over(&self, how: &str) -> Error {
+    pub(super) fn over(&self, how: &str) -> Error {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;
         Error::new(ErrorKind::NotLinked, if ours { "this side closed the connection" } else { how })

@@ -69,7 +69,7 @@ impl Stream {
         self.send_from(&[0; LEAD], 0, SendFlags::MORE, deadline)
     }
 
-    /// Takes a [`LEAD`] away.
+    /// Takes a [`LEAD`] away; what is none ends the stream.
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         if self.about.same_host {
@@ -79,7 +79,11 @@ impl Stream {
         while done < LEAD {
             done += transfer.next(done as u64, || self.pull(&mut lead[done..]))?;
         }
-        Ok(())
+        if lead == [0; LEAD] {
+            return Ok(());
+        }
+        // Whoever counts otherwise has sent bytes of a cache here.
+        Err(self.over("the peer sent other bytes where zeros belong").with("peer", self.peer()))
     }
 
     /// Receives `bytes` and forgets them.
