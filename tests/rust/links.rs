@@ -13,6 +13,7 @@ mod mended;
 mod pull;
 mod push;
 mod races;
+mod trust;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -229,7 +230,7 @@ impl Held {
 fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     let started = Instant::now();
     while !there() {
-        assert!(started.elapsed() < LONG, "{what} did not come about");
+        assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", bed::logged());
         std::thread::sleep(Duration::from_millis(2));
     }
 }

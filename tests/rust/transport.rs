@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::mem::{Tensors, Window};
 use llm_datadist_core::transport::{
-    Accepted, Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport, Unix,
+    Accepted, Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport,
+    Unix,
 };
 use llm_datadist_core::wire::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};

@@ -21,7 +21,6 @@ use crate::table::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_
 use crate::transport::Stream;
 use crate::wire::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
 
-
 /// The memory of a peer is read straight; the ring is for host memory that a device cannot read.
 const STAGED: Staging = Staging { path: crate::config::SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
@@ -80,23 +79,30 @@ struct Call<'a> {
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         match request {
-            Request::Describe { name, limit_ms } => self.told(self.limit(limit_ms), || self.describe(name.into())),
-            Request::Consume { name, cache, first, count, limit_ms } => self.told(self.limit(limit_ms), || {
-                self.wanted()?;
-                self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
-                Ok(Reply::Done { bytes: 0 })
-            }),
+            Request::Describe { name, limit_ms } => {
+                self.told(self.limit(limit_ms), || self.describe(name.into()))
+            }
+            Request::Consume { name, cache, first, count, limit_ms } => {
+                self.told(self.limit(limit_ms), || {
+                    self.wanted()?;
+                    self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
+                    Ok(Reply::Done { bytes: 0 })
+                })
+            }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.told(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.read(&call, plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.write(&call, plan, (from, to), ahead)
             }
             Request::Locate { addrs, limit_ms } => self.told(self.limit(limit_ms), || self.locate(&addrs)),

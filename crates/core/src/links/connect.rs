@@ -2,8 +2,8 @@
 //!
 //! Not for: what is said in a greeting (`greeting`), or the side that accepts (`accept`).
 
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::dialer::Dialer;

@@ -2,7 +2,7 @@
 //!
 //! It sleeps until one of its descriptors is readable or the next heartbeat is due, and waits for no peer: what has arrived
 //! of a message is kept until the rest comes, and a peer that does not take what it is sent has lost its link
-//! (`a_peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). Not for: calls (`server`), or steps that may
+//! (`peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). Not for: calls (`server`), or steps that may
 //! take a while (`accept::Work`).
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -272,8 +272,9 @@ impl Watched {
     /// Takes the messages that are there; if one says goodbye, returns why, and whether the link was unlinked.
     fn hear(&mut self, shared: &Arc<Shared>) -> Result<Option<(String, bool)>> {
         let link = &self.link;
-        let gone =
-            || Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended");
+        let gone = || {
+            Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
+        };
         // One at a time: who says much is heard again after the others.
         let (kind, body) = match self.inbox.take(link.control(), GREETING_LIMIT)? {
             Arrival::Frame((kind, body, _)) => (kind, body),

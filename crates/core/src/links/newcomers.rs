@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::accept::{Newcomer, Next, Work};
 use super::Shared;
+use super::accept::{Newcomer, Next, Work};
 use super::greeting::GREETING_TIME;
 use super::poller::{Poller, Watching};
 use super::refusals::{Reason, Refusal};
@@ -124,13 +124,7 @@ impl Newcomers {
         }
     }
 
-    fn go_on(
-        &mut self,
-        shared: &Arc<Shared>,
-        poller: &Poller,
-        number: u64,
-        next: Result<Next, Refusal>,
-    ) {
+    fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
         match next {
             Ok(Next::Wait(newcomer)) => self.wait(shared, poller, number, newcomer),
             Ok(Next::Proven(newcomer)) => {

@@ -117,7 +117,9 @@ impl AsFd for Bell {
 
 #[cold]
 fn system(text: &str, errno: Errno) -> Error {
-    Error::new(ErrorKind::System, text).with("errno", errno.raw_os_error()).because(std::io::Error::from(errno))
+    Error::new(ErrorKind::System, text)
+        .with("errno", errno.raw_os_error())
+        .because(std::io::Error::from(errno))
 }
 
 #[cfg(test)]

@@ -116,7 +116,11 @@ impl Refusals {
         for last in all.iter_mut().flatten().filter(|last| last.more > 0) {
             let left = INTERVAL.saturating_sub(now.saturating_duration_since(last.when));
             if left.is_zero() {
-                let also = if last.more > 1 { format!(" (and {} more like it)", last.more - 1) } else { String::new() };
+                let also = if last.more > 1 {
+                    format!(" (and {} more like it)", last.more - 1)
+                } else {
+                    String::new()
+                };
                 lines.push(std::mem::take(&mut last.line) + &also);
                 (last.when, last.more) = (now, 0);
             } else {

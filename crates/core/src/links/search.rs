@@ -72,7 +72,7 @@ impl Communicator {
     }
 
     /// Tells members of this host that dial this one that it is there now, in case they came first and rest between two
-    /// tries (`member_that_waits_for_another_is_woken_when_it_comes`).
+    /// tries (`whoever_knocks_ends_the_rest`).
     fn knock(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let config = &shared.cluster.config.links;
         if config.transport == TransportChoice::Tcp {
@@ -137,8 +137,8 @@ impl Communicator {
     /// Tries the addresses at which a member may be.
     fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<Arc<Link>> {
         let config = &shared.cluster.config.links;
-        let local =
-            (config.transport != TransportChoice::Tcp).then(|| self.local_address(end, config.token.as_ref()));
+        let local = (config.transport != TransportChoice::Tcp)
+            .then(|| self.local_address(end, config.token.as_ref()));
         let comm = self.at(end);
         let mut first = None;
         for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
@@ -197,5 +197,48 @@ impl Communicator {
         let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
         let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
         format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+    use crate::wire::Comm;
+
+    #[test]
+    fn whoever_knocks_ends_the_rest() {
+        let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
+        let progress = Progress {
+            missing: vec![ClusterId(1)],
+            met: vec![],
+            doors: vec![],
+            status: CommStatus::Preparing,
+            left: false,
+            looking: true,
+            knocked: false,
+            why: BTreeMap::new(),
+        };
+        let hour = Duration::from_secs(3600);
+        let waiting = Communicator {
+            id: 1,
+            comm,
+            own: ClusterId(2),
+            ends: vec![],
+            limit: hour,
+            one_try: hour,
+            progress: Mutex::new(progress),
+            changed: Condvar::new(),
+        };
+        assert!(!waiting.rest(Duration::ZERO), "nobody has come");
+        // Before the rest, as well as in the middle of it.
+        waiting.knocked();
+        assert!(waiting.rest(hour));
+        std::thread::scope(|scope| {
+            let rested = scope.spawn(|| waiting.rest(hour));
+            waiting.knocked();
+            assert!(rested.join().unwrap());
+        });
     }
 }

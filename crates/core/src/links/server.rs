@@ -3,7 +3,7 @@
 //! A stream on which nobody calls costs a descriptor. When a request arrives, the kernel wakes one thread, which answers it
 //! while another waits in its place; threads that nobody needs end. A peer that keeps threads busy takes none from others:
 //! each link has one place of its own, and [`SHARED`] more belong to all of them
-//! (`a_peer_that_stalls_keeps_no_other_waiting`). Not for: what peers may ask (`peer`), or control messages (`control`).
+//! (`peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting`). Not for: what peers may ask (`peer`), or control messages (`control`).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

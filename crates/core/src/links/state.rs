@@ -75,7 +75,8 @@ impl State {
         if entries.links.values().flatten().filter(incoming).count() < self.limits.incoming {
             return Ok(());
         }
-        let text = "peers have made too many links; a higher limit of open files (ulimit -n) makes room for more";
+        let text =
+            "peers have made too many links; a higher limit of open files (ulimit -n) makes room for more";
         let error = Error::new(ErrorKind::LinkFailed, text).with("limit", self.limits.incoming);
         Err(Refusal::new(Reason::Full, error))
     }

@@ -50,7 +50,16 @@ impl<'a> Transfer<'a> {
     const ASK: Duration = Duration::from_millis(100);
 
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transfer { stream, way, deadline, patience: Duration::ZERO, slept: false, since: None, asked: None, unpaced: 0 }
+        Transfer {
+            stream,
+            way,
+            deadline,
+            patience: Duration::ZERO,
+            slept: false,
+            since: None,
+            asked: None,
+            unpaced: 0,
+        }
     }
 
     /// How many bytes the next step moves; the end of the stream is an error.
