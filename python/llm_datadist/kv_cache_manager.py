@@ -132,7 +132,7 @@ def _per_device(addrs: Union[list[int], list[list[int]]], num_tensors: int) -> l
         else:
             flat.append(element)
         mixed = bool(flat and nested)
-        raise_if_true(mixed, "the elements of addrs should be consistent: all of them int, or all list")
+        raise_if_true(mixed, "addrs mixes int and list; entries should be consistent (an address per tensor, or a list per device)")
     if flat:
         _one_per_tensor(flat, num_tensors)
     return nested or [flat]

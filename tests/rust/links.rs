@@ -29,6 +29,7 @@ use llm_datadist_core::{
 };
 
 use crate::bed::{self, Own};
+use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -115,6 +116,7 @@ fn config(cluster: u64, way: Way) -> Config {
 }
 
 fn open(config: Config, way: Way) -> DataDist {
+    log::collect();
     DataDist::open_over(config, DeviceSet::host_only(), way.transports()).unwrap()
 }
 
@@ -262,7 +264,7 @@ fn each(judge: impl Fn(Way, bool, &Pair, Ends)) {
             for engine in [&pair.near, &pair.far] {
                 let links = engine.stats().links;
                 assert_eq!(links.len(), 1);
-                assert_eq!(links[0].pools == "mapped", way.shares(), "{:?}", engine.notes());
+                assert_eq!(links[0].pools == "mapped", way.shares(), "{way:?}");
             }
         }
     }

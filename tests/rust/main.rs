@@ -51,6 +51,8 @@ mod lent;
 mod links;
 #[cfg(not(loom))]
 mod lists;
+#[cfg(not(loom))]
+mod log;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]

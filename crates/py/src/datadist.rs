@@ -404,11 +404,10 @@ impl DataDist {
         self.engine.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
     }
 
-    /// Logs what became of links since the last time. An engine that is closed has nothing to say.
+    /// Hands the engine's lines to the log before a call returns, so that the reason of what it says is there.
+    #[expect(clippy::unused_self, reason = "of this engine or any other")]
     fn report(&self, py: Python<'_>) -> PyResult<()> {
-        let Some(notes) = self.engine.notes(py) else { return Ok(()) };
-        let front = Front::get(py)?;
-        notes.into_iter().try_for_each(|note| front.log_info.call1(py, (note,)).map(drop))
+        Front::get(py)?.drain_log.call0(py).map(drop)
     }
 
     /// Pulls, and logs what became of links if that fails.

@@ -227,11 +227,6 @@ impl Links {
     pub(crate) fn states(&self) -> Vec<LinkState> {
         self.shared.state.states()
     }
-
-    /// Lines for the log since the last call.
-    pub(crate) fn notes(&self) -> Vec<String> {
-        self.shared.state.notes()
-    }
 }
 
 impl Drop for Links {

@@ -20,8 +20,6 @@ use crate::transport::Stream;
 const MOST_STRANGERS: usize = 256;
 /// Links of one engine, far above what anybody makes (python-api.md §16 names 512).
 const MOST_LINKS: usize = 4096;
-/// Lines that are kept for the log; the oldest go first.
-const MOST_NOTES: usize = 256;
 /// Broken links whose reason is kept.
 const MOST_BROKEN: usize = 1024;
 
@@ -46,7 +44,6 @@ struct Entries {
     quiet: bool,
     /// And whether they have proved that they know the token: those are left alone.
     strangers: VecDeque<(Arc<Stream>, bool)>,
-    notes: VecDeque<String>,
 }
 
 /// The right to link one cluster; others who want to wait for it.
@@ -312,17 +309,10 @@ impl State {
         self.changed.notify_all();
     }
 
-    /// A line for the log.
+    /// Logs what became of a link.
+    #[expect(clippy::unused_self, clippy::needless_pass_by_value, reason = "its callers become events of their own")]
     pub(super) fn note(&self, line: String) {
-        let mut entries = self.locked();
-        if entries.notes.len() == MOST_NOTES {
-            entries.notes.pop_front();
-        }
-        entries.notes.push_back(line);
-    }
-
-    pub(super) fn notes(&self) -> Vec<String> {
-        self.locked().notes.drain(..).collect()
+        tracing::info!(target: "llm_datadist::links", "{line}");
     }
 
     /// Every link as it is now.
