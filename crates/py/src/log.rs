@@ -16,6 +16,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use llm_datadist_core::{Level, Line, Sink, install_log};
 use pyo3::prelude::*;
 
+use crate::front::Front;
+
 /// Lines that wait at most; the oldest go first, and are counted (`test_log_that_nobody_reads_is_bounded`).
 const MOST: usize = 1024;
 /// How many forks within forks have a log.
@@ -96,6 +98,11 @@ pub(crate) fn install() {
     ONCE.call_once(|| {
         install_log(ToPython);
     });
+}
+
+/// Hands the lines that wait to Python's logging, so that the reasons of what a call says are there when it returns.
+pub(crate) fn drain(py: Python<'_>) -> PyResult<()> {
+    Front::get(py)?.drain_log.call0(py).map(drop)
 }
 
 /// Starts to wake whoever reads the descriptor that is returned, which is theirs to close; `None` after too many forks.
