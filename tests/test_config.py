@@ -224,7 +224,7 @@ def test_a_device_list_names_a_device() -> None:
     """An empty list is refused when it is set, and one that was emptied since when the options are made."""
     config = LLMConfig()
     for empty in ([], ()):
-        with pytest.raises(LLMException, match="device_id=.* names no device") as caught:
+        with pytest.raises(LLMException, match="names no device") as caught:
             config.device_id = empty
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
     assert config.device_id is None

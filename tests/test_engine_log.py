@@ -11,13 +11,14 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMException, _core, engine_log
 from memory import UserTensors, desc, run_fresh
-from peers import Ends, by_blocks, options
+from peers import Ends, options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +123,7 @@ def test_lines_about_a_call_are_there_when_it_returns(collector: Collector) -> N
         assert any("cluster 2" in of.getMessage() for of in of_the_engine), "no waiting"
 
 
-def test_by_default_warnings_are_hidden_and_asked_for_shown(start: Any) -> None:
+def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
     code = """
     from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
     import array
@@ -143,14 +144,14 @@ def test_by_default_warnings_are_hidden_and_asked_for_shown(start: Any) -> None:
 
 def test_the_thread_lives_as_long_as_the_engine(start: Callable[..., LLMDataDist]) -> None:
     assert not named("llm-log")
-    files = len(os.listdir("/proc/self/fd"))
+    files = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         dist = start()
         (thread,) = named("llm-log")
         assert thread.daemon
         dist.finalize()
         assert not named("llm-log")
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
 def test_lines_of_a_failing_init_are_there_and_the_thread_is_not(start: Callable[..., LLMDataDist]) -> None:

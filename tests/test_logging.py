@@ -53,16 +53,17 @@ def test_logger_is_the_standard_one_and_cached() -> None:
 
 # What a program does before or after the first use of the package, and what then becomes of the three lines below: how
 # often each is shown by the package's own handler, and by the program's.
+BASIC = "logging.basicConfig(stream=sys.stdout, format='program %(message)s')"
 CONFIGURED = {
     "nothing": ("", "", {"own": ["error"], "program": []}),
     "basicConfig before": (
-        "logging.basicConfig(stream=sys.stdout, format='program %(message)s')",
+        BASIC,
         "",
         {"own": [], "program": ["error"]},
     ),
     "basicConfig after": (
         "",
-        "logging.basicConfig(stream=sys.stdout, format='program %(message)s')",
+        BASIC,
         {"own": [], "program": ["error"]},
     ),
     "a level before": (
@@ -71,8 +72,7 @@ CONFIGURED = {
         {"own": ["info", "warning", "error"], "program": []},
     ),
     "a level and basicConfig before": (
-        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING)\n"
-        "logging.basicConfig(stream=sys.stdout, format='program %(message)s')",
+        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING); " + BASIC,
         "",
         {"own": [], "program": ["warning", "error"]},
     ),
@@ -92,8 +92,7 @@ CONFIGURED = {
         {"own": ["error"], "program": ["error"]},
     ),
     "no propagation": (
-        "logging.basicConfig(stream=sys.stdout, format='program %(message)s')\n"
-        "logging.getLogger('LLM_DATADIST').propagate = False",
+        BASIC + "; logging.getLogger('LLM_DATADIST').propagate = False",
         "",
         {"own": ["error"], "program": []},
     ),

@@ -5,9 +5,14 @@ Each test is a process of its own, because a broken import cannot be undone.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from memory import run_fresh
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SUBINTERPRETER = """
 try:
@@ -58,8 +63,8 @@ def works():
 
 
 @pytest.mark.parametrize("order", ["main first", "subinterpreter first", "between engines"])
-def test_import_in_subinterpreter_is_refused_and_main_goes_on(order: str, tmp_path: object) -> None:
-    path = f"{tmp_path}/said"
+def test_import_in_subinterpreter_is_refused_and_main_goes_on(order: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "said")
     steps = {
         "main first": "import llm_datadist; in_subinterpreter(path); in_subinterpreter(path); works()",
         "subinterpreter first": "in_subinterpreter(path); in_subinterpreter(path); works()",
@@ -75,8 +80,7 @@ def test_import_in_subinterpreter_is_refused_and_main_goes_on(order: str, tmp_pa
     if out.strip() == "none":
         pytest.skip("this Python cannot create subinterpreters")
     assert out.strip().splitlines()[-1] == "fine"
-    with open(path, encoding="utf-8") as file:
-        said = file.read().splitlines()
+    said = (tmp_path / "said").read_text(encoding="utf-8").splitlines()
     assert len(said) == 2
     for line in said:
         assert "llm_datadist cannot be imported in a subinterpreter" in line

@@ -13,6 +13,7 @@ from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache
 from llm_datadist.layerwise import LayerSynchronizer
+from llm_datadist.stats import Stats
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
@@ -121,8 +122,8 @@ class DataDist:
     def close(self) -> None:
         """End the engine. Calls under way end normally; memory that views show stays until they go."""
 
-    def stats(self) -> dict[str, Any]:
-        """Every counter as a nested dict: bytes, nanoseconds, numbers of calls and of caches."""
+    def stats(self) -> Stats:
+        """Every counter."""
 
     def listening(self) -> str | None:
         """Where peers are listened for, as ``ip:port`` with the port that was taken."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
 from llm_datadist import _core, engine_log, layerwise, log
 from llm_datadist.cache_manager import CacheManager
@@ -21,6 +21,7 @@ from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
 if TYPE_CHECKING:
     from llm_datadist.configs import LLMClusterInfo
+    from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
 
@@ -95,8 +96,8 @@ class LLMDataDist:
             options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
                 ``llm.ClusterInfo`` is stored back (python-api.md §17.48). Where one is absent, the
                 environment is asked: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
-                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) where
-                ``link_total_time`` is 0.
+                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``. Where
+                ``link_total_time`` is 0, ``HCCL_CONNECT_TIMEOUT`` (seconds) counts.
 
         Raises:
             TypeError: ``options`` is no dict, or an option no text.
@@ -414,8 +415,8 @@ class LLMDataDist:
         raise_if_false(self._role == LLMRole.DECODER, "check_link_status is for the decoder, not for {}", self._role)
         native.check_link(remote_cluster_id)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, links, calls with their times in nanoseconds, bytes moved.
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field.
 
         Raises:
             RuntimeError: not initialised.

@@ -40,7 +40,7 @@ def drain() -> None:
         lock.release()
 
 
-def _hand_over(level: int, target: str, text: str, file: str, line: int, thread: str, time: float) -> None:  # noqa: PLR0913
+def _hand_over(level: int, target: str, text: str, file: str, line: int, thread: str, time: float) -> None:
     logger = log.get_logger()
     if not logger.isEnabledFor(level):
         return
@@ -53,7 +53,7 @@ def _hand_over(level: int, target: str, text: str, file: str, line: int, thread:
 
 def start() -> None:
     """Start the thread ``llm-log``, if there is none. Where that fails, calls still hand over what waits."""
-    global _thread, _descriptor  # noqa: PLW0603  (one thread in a process)
+    global _thread, _descriptor
     with _lock:
         if _thread is not None:
             return
@@ -77,7 +77,7 @@ def start() -> None:
 
 def stop() -> None:
     """Hand over what waits and end the thread ``llm-log``."""
-    global _thread, _descriptor  # noqa: PLW0603  (one thread in a process)
+    global _thread, _descriptor
     with _lock:
         thread, _thread, _descriptor = _thread, None, None
         _core.close_log()

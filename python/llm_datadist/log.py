@@ -1,8 +1,7 @@
 """The log of the package (python-api.md §15): one lazy logger, and a decorator that logs a call's start and success.
 
-Not for: deciding what is an error. Logging is configured through the standard :mod:`logging` module. A level that the
-program has not set comes from ``ASCEND_GLOBAL_LOG_LEVEL`` (0 debug, 1 info, 2 warning, 3 error; error when unset), which
-is read once.
+Not for: deciding what is an error. Logging is configured through the standard :mod:`logging` module. If the program has
+set no level, ``ASCEND_GLOBAL_LOG_LEVEL`` does (0 debug, 1 info, 2 warning, 3 error; error when unset); it is read once.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ def get_logger() -> logging.Logger:
     return _logger or _make_logger()
 
 
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  (no type argument at run time before Python 3.11)
+# The class takes no type argument at run time before Python 3.11.
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """The package's handler, which steps back once the root logger has one, so that no line comes twice."""
 
     def filter(self, record: logging.LogRecord) -> Any:
