@@ -85,7 +85,11 @@ fn broken_by(near: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> 
         _ => 0,
     };
     let table: [(&'static str, bool, Vec<String>); 5] = [
-        ("13 slot", (blocks || one_block) && row != 0, words(&[&format!("src_batch_index {row} != 0 while src is blocks")])),
+        (
+            "13 slot",
+            (blocks || one_block) && row != 0,
+            words(&[&format!("src_batch_index {row} != 0 while src is blocks")]),
+        ),
         (
             "one block",
             one_block && far_row != 0,

@@ -74,6 +74,8 @@ mod stats;
 #[cfg(not(loom))]
 mod table;
 #[cfg(not(loom))]
+mod token_file;
+#[cfg(not(loom))]
 mod transfer;
 #[cfg(not(loom))]
 mod transport;

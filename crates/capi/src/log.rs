@@ -29,8 +29,7 @@ thread_local! {
 }
 
 /// The numbers that C has for levels.
-const LEVELS: [(i32, Level); 4] =
-    [(1, Level::ERROR), (2, Level::WARN), (3, Level::INFO), (4, Level::DEBUG)];
+const LEVELS: [(i32, Level); 4] = [(1, Level::ERROR), (2, Level::WARN), (3, Level::INFO), (4, Level::DEBUG)];
 
 /// Sends the engine's lines here from now on.
 pub(crate) fn install() {

@@ -219,8 +219,8 @@ fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfi
 
 fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
     let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
-    let value: Value = json(text)
-        .map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
+    let value: Value =
+        json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
     let Value::Object(fields) = value else {
         return Err(invalid("the pool configuration must be one JSON object".into()));
     };

@@ -310,7 +310,11 @@ impl State {
     }
 
     /// Logs what became of a link.
-    #[expect(clippy::unused_self, clippy::needless_pass_by_value, reason = "its callers become events of their own")]
+    #[expect(
+        clippy::unused_self,
+        clippy::needless_pass_by_value,
+        reason = "its callers become events of their own"
+    )]
     pub(super) fn note(&self, line: String) {
         tracing::info!(target: "llm_datadist::links", "{line}");
     }
