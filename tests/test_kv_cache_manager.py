@@ -619,6 +619,8 @@ def test_transfer_cache_async_checks_in_order(prompt: KvCacheManager) -> None:
         expected.judge(caught.value)
         assert text.lower() in str(caught.value).lower(), caught.value
     assert prompt.transfer_cache_async(cache, Ready(), []).synchronize() == LLMStatusCode.LLM_SUCCESS
+    blocks = prompt.allocate_blocks_cache(desc())
+    assert prompt.transfer_cache_async(blocks, Ready(), [to]).get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
     unlinked = prompt.transfer_cache_async(cache, Ready(), [to])
     assert unlinked.get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
 
