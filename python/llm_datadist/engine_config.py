@@ -13,7 +13,7 @@ import socket
 from typing import Any, Optional
 
 from llm_datadist import _core, log
-from llm_datadist.configs import LLMRole, trans_str_ip
+from llm_datadist.configs import LLMRole, read_json, trans_str_ip
 from llm_datadist.status import raise_if_false
 
 __all__ = ["ClusterConfig", "EngineConfig"]
@@ -122,7 +122,7 @@ def listens_at(cluster_info: str) -> Optional[str]:
         LLMException: ``LLM_PARAM_INVALID``, a text that is no such description.
     """
     try:
-        info = json.loads(cluster_info)
+        info = read_json(cluster_info)
         listeners = info.get("listen_ip_info") or []
         if not listeners:
             return None

@@ -530,6 +530,7 @@ fn link_options() {
         pin_limit: Duration::from_secs(600),
         listen: Some("127.0.0.1:0".parse().unwrap()),
         token: Some(Token::new("sixteen letters!")),
+        token_file: None,
         accept_remote: true,
         heartbeat: Duration::from_millis(250),
         silence: Duration::from_millis(500),
@@ -633,6 +634,53 @@ fn a_token_never_shows() {
                     "{text}"
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn token_comes_from_an_option_or_from_a_file() {
+    let file = read(&[("llm.LinkTokenFile", "/run/secrets/token")]).unwrap().links;
+    assert!(file.token.is_none());
+    assert_eq!(file.token_file, Some("/run/secrets/token".into()), "named, and not opened here");
+    let both = read(&[("llm.LinkTokenFile", "/run/secrets/token"), ("llm.LinkToken", "sixteen letters!")]);
+    refused(both, &["llm.LinkToken and llm.LinkTokenFile are both given"]);
+    for path in ["", "a\0b"] {
+        refused(read(&[("llm.LinkTokenFile", path)]), &["link_token_file", "is not a path"]);
+    }
+}
+
+/// Everything that reads JSON refuses what is nested deeper than 64 levels, and says so. Nothing runs out of stack.
+#[test]
+fn deep_json_is_refused_like_other_malformed_json() {
+    let nested = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
+    let objects = |levels: usize| format!("{}1{}", "{\"a\":".repeat(levels), "}".repeat(levels));
+    let texts =
+        [nested(65), objects(65), nested(100_000), "[{\"a\":".repeat(100_000), "[".repeat(10_000_000)];
+    type Reader = fn(&str) -> Result<()>;
+    let readers: [(&str, Reader); 5] = [
+        ("mem_pool_cfg", |text| read(&[("llm.MemPoolConfig", text)]).map(drop)),
+        ("host_mem_pool_cfg", |text| read(&[("llm.HostMemPoolConfig", text)]).map(drop)),
+        ("rank_hosts", |text| check::rank_hosts(text).map(drop)),
+        ("llm.BufPoolCfg", |text| check::cpp::buffer_pool(text).map(drop)),
+        ("rank_table", |text| {
+            let clusters = [(ClusterId(1), 0), (ClusterId(2), 1)];
+            check::ranks::ends(text, &clusters, ClusterId(1), &LinkConfig::default()).map(drop)
+        }),
+    ];
+    for (name, reader) in readers {
+        for text in &texts {
+            let error = reader(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let shown = error.to_string();
+            assert!(shown.contains("nested deeper than 64 levels") && shown.contains(name), "{shown}");
+            assert!(shown.len() < 2000, "{} bytes", shown.len());
+        }
+        // 64 levels are read, and refused for what they say; brackets inside of a text do not count.
+        let deep_text = format!("[{:?}]", "[".repeat(1000));
+        for text in [nested(64), objects(64), deep_text, r#"["\\\"[[", "\\"]"#.into()] {
+            let shown = reader(&text).unwrap_err().to_string();
+            assert!(!shown.contains("nested deeper"), "{shown}");
         }
     }
 }

@@ -51,6 +51,8 @@ mod lent;
 mod links;
 #[cfg(not(loom))]
 mod lists;
+#[cfg(not(loom))]
+mod log;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]
@@ -71,6 +73,8 @@ mod region;
 mod stats;
 #[cfg(not(loom))]
 mod table;
+#[cfg(not(loom))]
+mod token_file;
 #[cfg(not(loom))]
 mod transfer;
 #[cfg(not(loom))]

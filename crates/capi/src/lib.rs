@@ -19,6 +19,7 @@
 pub mod abi;
 mod calls;
 mod door;
+mod log;
 
 #[cfg(test)]
 #[path = "../../../tests/rust_capi/mod.rs"]

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::id::ClusterId;
@@ -181,6 +182,10 @@ pub struct LinkConfig {
     pub listen: Option<SocketAddr>,
     /// What a peer must prove to know, and this side proves.
     pub token: Option<Token>,
+    /// A file that holds the token instead. `DataDist::open` reads it, once; the rules are those of [`token_file`].
+    ///
+    /// [`token_file`]: crate::token_file
+    pub token_file: Option<PathBuf>,
     /// Whether peers are admitted without any proof where no token is set: everybody who can reach a listener.
     pub accept_remote: bool,
     /// How often a link that is silent is tried.
@@ -211,6 +216,7 @@ impl Default for LinkConfig {
         LinkConfig {
             listen: None,
             token: None,
+            token_file: None,
             accept_remote: false,
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(5),

@@ -115,6 +115,7 @@ pub mod id;
 pub mod keys;
 mod lanes;
 pub mod links;
+pub mod log;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
 pub mod merger;
@@ -128,6 +129,7 @@ pub mod table;
 pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod token_file;
 pub mod transport;
 pub mod wire;
 
@@ -145,6 +147,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use id::{CacheId, ClusterId, Deadline};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use links::{CommStatus, PeerAddress};
+pub use log::{Level, Line, Sink, install as install_log};
 pub use mem::{Access, Adopted, abandon as abandon_sockets, remember_process, this_process};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;

@@ -251,6 +251,13 @@ pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> 
     checked(arg_value.py(), check::link_token(&text).map(drop))
 }
 
+/// A path; `init` reads the file.
+#[pyfunction]
+pub(crate) fn check_link_token_file(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    let text = convert::text("link_token_file", arg_value)?;
+    checked(arg_value.py(), check::link_token_file(&text).map(drop))
+}
+
 /// Milliseconds: 1 to an hour.
 #[pyfunction]
 pub(crate) fn check_link_heartbeat(arg_value: &Any<'_>) -> PyResult<()> {

@@ -12,11 +12,26 @@ use std::sync::Arc;
 
 use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
 use pyo3::Borrowed;
+use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::door::Held;
+
+/// Refuses every interpreter but the first of the process: the classes of this module exist once in a process, so a
+/// second interpreter would replace what the first one works with (`tests/test_subinterpreter.py`).
+pub(crate) fn main_interpreter_only() -> PyResult<()> {
+    // SAFETY: the caller is attached to an interpreter, because it runs the start of a module.
+    let interpreter = unsafe { ffi::PyInterpreterState_Get() };
+    // SAFETY: the interpreter of this thread, so it lives.
+    if unsafe { ffi::PyInterpreterState_GetID(interpreter) } == 0 {
+        return Ok(());
+    }
+    Err(PyImportError::new_err(
+        "llm_datadist cannot be imported in a subinterpreter; use it in the main interpreter, or in a process of its own",
+    ))
+}
 
 /// Takes the caller's word, given by calling a register function of the public API, that `addrs` are tensors of `desc`
 /// which stay valid, readable and writable for as long as the cache is registered or its handle lives.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::json::json;
 use super::options;
 use super::values::{self, clipped, decimal, one_of};
 use super::{ExtParam, Side};
@@ -94,8 +95,7 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
     let invalid = |reason: String| {
         Error::new(ErrorKind::InvalidArgument, format!("{BUFFERS}: {reason}")).with("text", clipped(text))
     };
-    let read: Value =
-        serde_json::from_str(text).map_err(|error| invalid("not JSON".into()).because(error))?;
+    let read: Value = json(text).map_err(|error| invalid("not JSON".into()).because(error))?;
     let Value::Object(fields) = read else { return Err(invalid("not a JSON object".into())) };
     let number = |fields: &serde_json::Map<String, Value>, name: &str| {
         let found = fields.get(name);

@@ -6,7 +6,7 @@ use super::layerwise::LayerRows;
 use super::pieces::{Move, Pieces};
 use super::transfer::{Far, Moves, cut, equal_blocks, far_row, reachable};
 use super::{Side, batch_cache, blocks_cache, row};
-use crate::desc::Geometry;
+use crate::desc::{CacheKind, Geometry};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Far memory that a tensor of this side goes to.
@@ -30,7 +30,11 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
         reachable("the far cache", far.accessible)?;
         match rows {
             LayerRows::Slot => {
-                batch_cache("the far cache", far.side.kind)?;
+                match (near.kind, far.side.kind) {
+                    (CacheKind::Batch, kind) => batch_cache("the far cache", kind)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, far.side.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Batch) => {}
+                }
                 far_row(far, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {

@@ -4,11 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Fewest characters of a token: what is shorter can be guessed.
 const TOKEN_CHARACTERS: usize = 16;
@@ -85,6 +87,15 @@ pub fn link_token(text: &str) -> Result<Token> {
     }
 }
 
+/// `link_token_file`: a path.
+pub fn link_token_file(text: &str) -> Result<PathBuf> {
+    if text.is_empty() || text.contains('\0') {
+        let text = format!("link_token_file={:?} is not a path", clipped(text));
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    Ok(PathBuf::from(text))
+}
+
 /// `link_heartbeat`: milliseconds, up to an hour.
 pub fn link_heartbeat(value: i64) -> Result<()> {
     within("link_heartbeat", value, 1, 3_600_000)
@@ -123,7 +134,7 @@ pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
         let value = format!("{:?}", clipped(text));
         Error::argument("rank_hosts", value, format_args!("a JSON object of name: \"ip:port\"; {reason}"))
     };
-    let hosts: Value = serde_json::from_str(text).map_err(|error| invalid("not JSON").because(error))?;
+    let hosts: Value = json(text).map_err(|error| invalid("not JSON").because(error))?;
     let Value::Object(hosts) = hosts else { return Err(invalid("not an object")) };
     let host = |(name, host): (String, Value)| {
         let reason = || format!("{:?} is {}", clipped(&name), clipped(&host.to_string()));

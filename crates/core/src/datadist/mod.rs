@@ -30,6 +30,7 @@ use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::table::{Cache, pin, unpinned};
 use crate::task::Task;
+use crate::token_file;
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -75,7 +76,9 @@ impl DataDist {
         Self::open_with(config, devices, transports)
     }
 
-    fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+    fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        config.links.token = token_file::token(&config.links)?;
+        config.links.token_file = None;
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {

@@ -14,6 +14,7 @@ pub use cache::{Cache, Origin};
 pub use pin::{Pin, RowUse, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
 pub use remote::{Found, Spot};
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hashbrown::HashMap;
@@ -169,6 +170,7 @@ impl Table {
             let text = format!("{key} already names a live cache");
             return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
         }
+        let replaced = state.replaced(keys);
         for &(_, key) in keys {
             released.extend(state.unbind(key));
         }
@@ -182,6 +184,9 @@ impl Table {
             state.keys.insert(key, (place, u32::try_from(row).unwrap_or(u32::MAX)));
         }
         drop(state);
+        for (old, (key, count)) in replaced {
+            warn_of_replacement(id, old, key, count);
+        }
         Ok(cache)
     }
 
@@ -285,6 +290,17 @@ impl State {
         Some((self.slot(place)?, row))
     }
 
+    /// The caches that `keys` name now: of each, the first such key and how many there are.
+    fn replaced(&self, keys: &[(u64, CacheKey)]) -> BTreeMap<CacheId, (CacheKey, usize)> {
+        let mut replaced = BTreeMap::new();
+        for &(_, key) in keys {
+            if let Some((other, _)) = self.named(key) {
+                replaced.entry(other.cache.id()).or_insert((key, 0)).1 += 1;
+            }
+        }
+        replaced
+    }
+
     fn place(&mut self, slot: Slot) -> Place {
         if let Some(place) = self.free.pop() {
             self.slots[place as usize] = Some(slot);
@@ -338,6 +354,19 @@ impl State {
         self.free.push(place);
         Some(slot)
     }
+}
+
+/// Two caches under one key are nearly always a mistake: peers that ask for the key get the later one.
+#[cold]
+fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: usize) {
+    let more = if count > 1 { format!(" and {} more keys", count - 1) } else { String::new() };
+    tracing::warn!(
+        target: "llm_datadist::table",
+        cache_id = cache_id.0,
+        replaced_cache_id = old.0,
+        "a cache was registered under {key}{more}, which named another live cache: peers that ask for the key now get \
+         the new cache"
+    );
 }
 
 #[cold]
