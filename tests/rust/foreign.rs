@@ -168,7 +168,7 @@ fn soon() -> Deadline {
 
 fn blocks(pairs: &[(u64, u64)]) -> CopyPlan {
     let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
-    CopyPlan::blocks(&request, Ends::TwoCaches)
+    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
 }
 
 /// Far blocks to near ones, some written twice, so that there are waves.

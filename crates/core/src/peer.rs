@@ -12,6 +12,7 @@ use crate::cluster::Cluster;
 use crate::desc::Geometry;
 use crate::engine::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::links::{Answer, Link, hear_next, location, say, say_before};
@@ -26,6 +27,8 @@ use crate::wire::{Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Req
 const PATIENCE: Duration = Duration::from_micros(60);
 /// A caller may leave this side's rows pinned, while it does not take its bytes, for no longer than this.
 const LONGEST: Duration = Duration::from_secs(600);
+/// How long a peer may take to read that there was no memory for its request, whose own limit was not read.
+const ANSWER_MS: u64 = 5000;
 /// A stream is idle until its link ends: the wait for a request has no limit of its own, the keeper's is what ends it.
 const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
@@ -46,10 +49,19 @@ impl Answers {
 impl Answer for Answers {
     fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<()> {
         let mut patience = Duration::ZERO;
-        while let Some(request) =
-            hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))?
-        {
+        loop {
+            let heard = hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER));
             patience = PATIENCE;
+            let request = match heard {
+                Ok(Some(request)) => request,
+                Ok(None) => return Ok(()),
+                // It was read to its end: the peer is told, and its next request may fit.
+                Err(error) if error.kind() == ErrorKind::OutOfMemory && !stream.is_closed() => {
+                    say(stream, &Reply::failed(&error), limit(ANSWER_MS))?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let started = Instant::now();
             let call = Call { cluster: &self.cluster, link, stream, unlinked };
             let served = call.serve(request);
@@ -61,7 +73,6 @@ impl Answer for Answers {
                 Err(Ended::Broken(error)) => return Err(error),
             }
         }
-        Ok(())
     }
 }
 
@@ -145,11 +156,11 @@ impl Call<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
-            let place = self.cluster.whereabouts(cache);
+            let place = self.cluster.whereabouts(cache)?;
             if reach.seen(&place) {
                 self.cluster.told_of(cache, &place);
             }
-            record.location = location(place);
+            record.location = location(place)?;
             // The peer is about to read it, perhaps in place, which nobody here would see.
             self.cluster.merger.moved(cache.geometry().bytes());
         }
@@ -158,12 +169,13 @@ impl Call<'_> {
 
     /// Which caches addresses lie in.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let spots = self.cluster.table.locate(addrs);
+        let spots = self.cluster.table.locate(addrs)?;
         let spot = |(at, found): (usize, Option<table::Spot>)| {
             let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
             Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
         };
-        spots.into_iter().enumerate().map(spot).collect::<Result<_>>().map(Reply::Located)
+        let spots = fallible::tried("the places of addresses", spots.into_iter().enumerate().map(spot));
+        spots.map(Reply::Located)
     }
 
     /// The cache a request is about, if its name still leads there, open to peers.
@@ -194,7 +206,7 @@ impl Call<'_> {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
                 let ahead = self.link.writes_now();
-                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), ahead, call.deadline)
+                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -218,7 +230,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(None, Some(ends(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -292,7 +304,7 @@ impl Call<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
-            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
@@ -323,13 +335,13 @@ struct Wanted {
 }
 
 /// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
-fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Vec<u64>) -> Vec<u64> {
+fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(cache.geometry().row_bytes() * together);
+    let mut rows = touched(cache.geometry().row_bytes() * together)?;
     for row in &mut rows {
         *row *= together;
     }
-    rows
+    Ok(rows)
 }
 
 /// A plan that came over the wire, of which bytes `from..to` are asked for.
