@@ -261,7 +261,7 @@ impl Both {
             }
             Call::Unregister(pick) => {
                 let id = self.id(*pick);
-                self.real.table.unregister(id);
+                self.real.table.unregister(id).unwrap();
                 self.twin.0.iter_mut().filter(|c| c.id == id && !c.allocated).for_each(TwinCache::end);
             }
             Call::RemoveKey(key) => {

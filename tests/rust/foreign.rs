@@ -385,7 +385,7 @@ fn an_address_that_is_not_there_is_named_and_what_came_before_it_counts() {
     assert_eq!(error.fact("errno"), Some("14"), "{error}");
     assert_eq!(error.fact("alive"), Some("true"), "{error}");
     assert!(error.fact("address").is_some(), "{error}");
-    let arrived = progress.arrived(&plan, ROW as u64);
+    let arrived = progress.arrived(&plan, ROW as u64).unwrap();
     // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
     let [Arrived { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
     let rows: Vec<u64> = rows.iter().cloned().flatten().collect();

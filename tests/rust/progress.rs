@@ -21,7 +21,8 @@ use proptest::test_runner::TestRunner;
 use crate::bed::{Buffer, adopt, config, desc, pattern, proptest_cases};
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches).unwrap()
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
+        .unwrap()
 }
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.

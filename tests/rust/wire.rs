@@ -532,9 +532,7 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
     const ROW: u64 = 1 << 24;
     let span = |src, dst| WireSpan { src, dst, len: 1, count: 1, src_step: 0, dst_step: 0 };
     let listed = |waves, spans: SpanList| WirePlan { steps: WireSteps::Spans { waves, spans }, ..plan() };
-    let one_wave = |spans: Vec<WireSpan>| {
-        listed(vec![spans.len() as u32], SpanList::pack(spans).unwrap())
-    };
+    let one_wave = |spans: Vec<WireSpan>| listed(vec![spans.len() as u32], SpanList::pack(spans).unwrap());
     let shuffled = |count: u64, k: u64| k * 1_000_003 % count;
     let many = 1 << 21;
     let cases: Vec<(&str, WirePlan, bool)> = vec![
@@ -548,7 +546,9 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
         (
             "steps that cross",
             one_wave(
-                (0..many).map(|k| WireSpan { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) }).collect(),
+                (0..many)
+                    .map(|k| WireSpan { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) })
+                    .collect(),
             ),
             true,
         ),
@@ -562,7 +562,11 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
             listed(vec![48; 1 << 16], SpanList::pack((0..48 << 16).map(|k| span(0, k % 48))).unwrap()),
             true,
         ),
-        ("blocks", blocks(8, (0..1 << 21).map(|k: u32| (k, shuffled(many, k.into()) as u32)).collect()), true),
+        (
+            "blocks",
+            blocks(8, (0..1 << 21).map(|k: u32| (k, shuffled(many, k.into()) as u32)).collect()),
+            true,
+        ),
         ("far blocks", blocks(8, (0..1 << 21).map(|k: u32| (k, !k)).collect()), true),
         ("narrow blocks", blocks(8, vec![(1, 2); 9 << 20]), false),
         ("blocks without bytes", blocks(0, (0..1 << 21).map(|k: u32| (k, k << 8)).collect()), false),

@@ -58,8 +58,7 @@ impl Pieces {
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let pairs =
-                fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
+            let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
             return Ok(Pieces::Blocks { len, first: (0, 0), pairs });
         }
         let one = |(src, dst): (u64, u64)| Move { src: src * len, dst: dst * len, len };

@@ -72,7 +72,8 @@ impl Progress {
         let row_bytes = row_bytes.max(1);
         let mut planned = Stretches::default();
         for wave in plan.waves() {
-            wave.pieces(0, wave.tensor_bytes()).try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
+            wave.pieces(0, wave.tensor_bytes())
+                .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
         }
         let (planned, mut count) = (planned.joined(), 0);
         for (index, tensor) in (0..plan.num_tensors()).zip(plan.dst_tensor()..) {

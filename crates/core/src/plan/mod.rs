@@ -150,11 +150,7 @@ impl CopyPlan {
 }
 
 /// The waves of pieces, merged.
-fn in_order<T: order::Pair>(
-    pieces: Vec<T>,
-    ends: Ends,
-    piece: impl Fn(&T) -> Piece,
-) -> Result<Vec<Wave>> {
+fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Result<Vec<Wave>> {
     let levels =
         if order::order_matters(&pieces, ends)? { order::levels(&pieces, ends)? } else { vec![pieces] };
     let wave = |mut wave: Vec<T>| {
