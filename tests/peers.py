@@ -454,6 +454,30 @@ class End:
         after = resource.getrusage(resource.RUSAGE_SELF)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
+    def limit_memory(self, more: int | None) -> None:
+        """Let the process have `more` bytes of address space than now (RLIMIT_AS), or as much as there is."""
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = most
+        if more is not None:
+            with Path("/proc/self/statm").open() as statm:
+                limit = int(statm.read().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+    def short_of_memory(self, key: Sequence[Any], name: str, count: int, way: str, rooms: Sequence[int]) -> list[str]:
+        """The outcomes of a pull or push of `count` blocks with `rooms` MiB of address space, until one succeeds."""
+        order = np.random.default_rng(3).permutation(count)
+        src, dst = order.tolist(), order[::-1].tolist()
+        codes: list[str] = []
+        call = self.manager.push_blocks if way == "push" else self.manager.pull_blocks
+        handle, named = self.held[name].handle, _key(key)
+        for room in rooms:
+            self.limit_memory(room << 20)
+            codes.append(code(call, named, handle, src, dst, tensor_num_per_layer=1))
+            self.limit_memory(None)
+            if codes[-1] == OK:
+                break
+        return codes
+
     def resources(self) -> dict[str, int]:
         """Threads, descriptors, mappings and resident bytes of the process."""
         with Path("/proc/self/statm").open() as statm:

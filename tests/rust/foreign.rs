@@ -168,7 +168,7 @@ fn soon() -> Deadline {
 
 fn blocks(pairs: &[(u64, u64)]) -> CopyPlan {
     let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
-    CopyPlan::blocks(&request, Ends::TwoCaches)
+    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
 }
 
 /// Far blocks to near ones, some written twice, so that there are waves.
@@ -385,7 +385,7 @@ fn an_address_that_is_not_there_is_named_and_what_came_before_it_counts() {
     assert_eq!(error.fact("errno"), Some("14"), "{error}");
     assert_eq!(error.fact("alive"), Some("true"), "{error}");
     assert!(error.fact("address").is_some(), "{error}");
-    let arrived = progress.arrived(&plan, ROW as u64);
+    let arrived = progress.arrived(&plan, ROW as u64).unwrap();
     // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
     let [Arrived { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
     let rows: Vec<u64> = rows.iter().cloned().flatten().collect();

@@ -70,6 +70,8 @@ mod ranks;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod short;
+#[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod table;

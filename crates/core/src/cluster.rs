@@ -11,6 +11,7 @@ use crate::desc::Placement;
 use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::mem::{self, Generations};
 use crate::merger::Merger;
 use crate::stats::Stats;
@@ -116,18 +117,19 @@ impl Cluster {
     }
 
     /// Where another process finds the tensors of `cache`.
-    #[must_use]
-    pub fn whereabouts(&self, cache: &Cache) -> Whereabouts {
+    pub fn whereabouts(&self, cache: &Cache) -> Result<Whereabouts> {
+        /// What the list is for, should there be no memory for it.
+        const TENSORS: &str = "the places of the tensors of a cache";
         if !cache.tensors().host_addressable() {
-            return Whereabouts::Hidden;
+            return Ok(Whereabouts::Hidden);
         }
-        match (cache.origin(), self.pool(cache.placement())) {
+        Ok(match (cache.origin(), self.pool(cache.placement())) {
             (Origin::Allocated, Some(arena)) => {
                 let base = arena.region().base();
-                let offsets = cache.addrs().iter().map(|addr| addr - base).collect();
+                let offsets = fallible::collect(TENSORS, cache.addrs().iter().map(|addr| addr - base))?;
                 Whereabouts::Pool(cache.placement(), offsets)
             }
-            _ => Whereabouts::Process(cache.addrs().to_vec()),
-        }
+            _ => Whereabouts::Process(fallible::copied(TENSORS, cache.addrs())?),
+        })
     }
 }

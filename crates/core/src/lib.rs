@@ -111,6 +111,7 @@ pub mod desc;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod fallible;
 pub mod id;
 pub mod keys;
 mod lanes;

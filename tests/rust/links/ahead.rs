@@ -7,6 +7,7 @@ use std::thread;
 
 use llm_datadist_core::check::Side;
 use llm_datadist_core::mem::Tensors;
+use llm_datadist_core::plan::SpanList;
 use llm_datadist_core::transport::{Stream, Tcp, Transport};
 use llm_datadist_core::wire::{
     self, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
@@ -47,7 +48,7 @@ fn each(judge: impl Fn(&Bed)) {
 /// `len` bytes at the start of the source, to `dst` in each tensor.
 fn plan(dst: u64, len: u64) -> WirePlan {
     let span = WireSpan { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 };
-    let steps = WireSteps::Spans { waves: vec![1], spans: vec![span] };
+    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() };
     WirePlan { num_tensors: TENSORS, src_tensor: 0, dst_tensor: 0, steps }
 }
 
@@ -141,7 +142,7 @@ fn bytes_behind_a_refused_request_are_passed_over() {
         let (whole, tensor) = (2 * BLOCK, BLOCKS * BLOCK);
         let good = || plan(0, BLOCK);
         let uneven = |mut plan: WirePlan| {
-            plan.steps = WireSteps::Spans { waves: vec![2], spans: vec![] };
+            plan.steps = WireSteps::Spans { waves: vec![2], spans: SpanList::default() };
             plan
         };
         let cases = [

@@ -15,6 +15,7 @@ use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
 use crate::desc::{CacheDesc, DataType, Geometry, Placement, tensor_bytes};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::ClusterId;
 
 const DEVICE_ID: &str = "llm.DeviceId";
@@ -312,7 +313,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
         i64::try_from(block)
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
-    let blocks: Vec<i64> = list.iter().enumerate().map(block).collect::<Result<_>>()?;
+    let blocks = fallible::tried(super::pieces::REQUEST, list.iter().enumerate().map(block))?;
     super::named(name, &blocks)?;
     Ok(blocks)
 }
@@ -323,7 +324,7 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     if lists.is_empty() {
         return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
     }
-    let mut pairs = Vec::with_capacity(src.len().saturating_mul(lists.len()));
+    let mut pairs = fallible::room(super::pieces::REQUEST, src.len().saturating_mul(lists.len()))?;
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;

@@ -6,6 +6,7 @@
 use super::{LayerRange, Side};
 use crate::desc::{CacheKind, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::ClusterId;
 use crate::keys::Name;
 
@@ -78,7 +79,8 @@ pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     block_lists(args)?;
     block_bytes_alone(args)?;
     whole_layers(near.geometry, args.tensors_per_layer)?;
-    let (src, dst) = (args.src_blocks.clone(), args.dst_blocks.clone());
+    let copied = |blocks: &[u64]| fallible::copied(super::pieces::REQUEST, blocks);
+    let (src, dst) = (copied(&args.src_blocks)?, copied(&args.dst_blocks)?);
     if !src.is_empty() {
         equal_blocks(near.geometry, args.dst_block_bytes)?;
         return Ok(LayerRows::Blocks { src, dst });

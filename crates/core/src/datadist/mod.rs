@@ -20,6 +20,7 @@ use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
 use crate::engine::Staging;
 use crate::error::Result;
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
 use crate::lanes::Lanes;
@@ -157,7 +158,7 @@ impl DataDist {
                 let deadline = self.deadline();
                 adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-            self.cluster.table.register(adopted, &check::bindings(keys), access)
+            self.cluster.table.register(adopted, &check::bindings(keys)?, access)
         })
     }
 
@@ -166,7 +167,7 @@ impl DataDist {
     /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Register, || {
-            let Some(cache) = self.cluster.table.unregister(id) else { return Ok(()) };
+            let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
             self.cluster.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
             self.cluster.table.left(id);
@@ -209,7 +210,7 @@ impl DataDist {
                 Mode::CacheManager => check::copy_blocks(cache.side(), pairs),
                 Mode::KvCacheManager => check::copy_rows(cache.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::OneCache);
+            let plan = CopyPlan::blocks(&request, Ends::OneCache)?;
             self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
         })
     }
@@ -232,7 +233,7 @@ impl DataDist {
                 Mode::CacheManager => check::swap_blocks(src.side(), dst.side(), pairs),
                 Mode::KvCacheManager => check::swap_rows(src.side(), dst.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
+            let plan = CopyPlan::blocks(&request, Ends::TwoCaches)?;
             let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
             self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
         })
@@ -277,7 +278,7 @@ impl DataDist {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let range = checked(src.side(), dst.side(), args)?;
-            let plan = CopyPlan::range(&range, ends(&src, &dst));
+            let plan = CopyPlan::range(&range, ends(&src, &dst))?;
             let rows = vec![(range.src_row, range.dst_row)];
             self.run(Op::CopyCache, (&src, &dst), rows, plan, STAGED, deadline)
         })
@@ -296,7 +297,10 @@ impl DataDist {
         if plan.waves().is_empty() {
             return Ok(());
         }
-        let (reads, writes) = rows.into_iter().unzip();
+        let what = "the lists of a request";
+        let reads = fallible::collect(what, rows.iter().map(|row| row.0))?;
+        let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
+        drop(rows);
         let _pins = pin((src, reads), (dst, writes), deadline)?;
         self.cluster.kept(src)?;
         self.cluster.kept(dst)?;

@@ -85,7 +85,8 @@ impl DataDist {
                     let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
                     let mut moves = check::push(call.near.side(), far, rows, layers)?;
                     let near_rows = std::mem::take(&mut moves.near_rows);
-                    let outcome = call.take(known, &Arc::new(CopyPlan::moves(&mut moves)), near_rows)?;
+                    let plan = Arc::new(CopyPlan::moves(&mut moves)?);
+                    let outcome = call.take(known, &plan, near_rows)?;
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
@@ -213,7 +214,7 @@ impl Call<'_> {
 
     /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
     fn bring(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves));
+        let plan = Arc::new(CopyPlan::moves(moves)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
@@ -305,15 +306,15 @@ impl Call<'_> {
 
     /// The bytes of a push, by the way that is open.
     fn taken(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
-        let whereabouts = self.cluster.whereabouts(&self.near);
+        let whereabouts = self.cluster.whereabouts(&self.near)?;
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             self.cluster.told_of(&self.near, &whereabouts);
             let geometry = self.near.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
-                plan: WirePlan::from(&**plan),
-                source: location(whereabouts),
+                plan: WirePlan::try_from(&**plan)?,
+                source: location(whereabouts)?,
                 num_tensors: geometry.num_tensors(),
                 tensor_bytes: geometry.tensor_bytes(),
                 limit_ms: limit_ms(self.deadline),

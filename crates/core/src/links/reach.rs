@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::mem::{self, ForeignGenerations, ForeignProcess, ForeignRegion, Probe, Tensors};
 use crate::transport::Stream;
-use crate::wire::{self, Attach, Attached, GREETING_LIMIT, Location, Run};
+use crate::wire::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
 
 /// What this process can see of a peer's, and the other way round.
 #[derive(Debug)]
@@ -128,7 +128,7 @@ impl Reach {
             }
             Location::Process { runs } => {
                 let Ok(process) = &self.process else { return Ok(None) };
-                Tensors::of_process(process.clone(), Run::unpack(runs, count)?.into(), bytes)?
+                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
             }
             Location::Hidden => return Ok(None),
         };
@@ -176,12 +176,19 @@ impl Offered {
 }
 
 /// Where the tensors of a cache lie, for the wire.
-pub(crate) fn location(whereabouts: Whereabouts) -> Location {
-    match whereabouts {
+pub(crate) fn location(whereabouts: Whereabouts) -> Result<Location> {
+    let location = match whereabouts {
         Whereabouts::Pool(placement, offsets) => {
-            Location::Region { region: placement as u8, runs: Run::pack(&offsets) }
+            Location::Region { region: placement as u8, runs: Run::pack(&offsets)? }
         }
-        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs) },
+        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
         Whereabouts::Hidden => Location::Hidden,
+    };
+    match &location {
+        // Such a list would not be read; the sockets need none.
+        Location::Region { runs, .. } | Location::Process { runs } if runs.len() > MAX_RUNS => {
+            Ok(Location::Hidden)
+        }
+        _ => Ok(location),
     }
 }
