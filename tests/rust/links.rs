@@ -13,6 +13,7 @@ mod mended;
 mod pull;
 mod push;
 mod races;
+mod silent;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

@@ -68,6 +68,8 @@ mod ranks;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod silent;
+#[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod table;

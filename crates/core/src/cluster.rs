@@ -11,7 +11,7 @@ use crate::desc::Placement;
 use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{self, Generations};
+use crate::mem::{self, Generations, MapBudget};
 use crate::merger::Merger;
 use crate::stats::Stats;
 use crate::table::{Cache, Origin, Table};
@@ -29,6 +29,8 @@ pub struct Cluster {
     pub stats: Stats,
     /// What puts its pools into huge pages.
     pub merger: Merger,
+    /// What may be mapped of the memory of peers.
+    pub remote_memory: Arc<MapBudget>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -59,6 +61,11 @@ impl Cluster {
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
+        if config.huge_pages == HugeChoice::Eager {
+            // What is reserved for them already takes nothing more.
+            let bytes = pools.iter().filter(|pool| pool.merges()).map(|pool| pool.len()).sum();
+            mem::refuse_beyond_room("pools that are committed at once (huge_pages=\"eager\")", bytes)?;
+        }
         let engine = CopyEngine::new(&config, devices)?;
         let merger = match config.huge_pages {
             HugeChoice::Off => Merger::default(),
@@ -74,6 +81,7 @@ impl Cluster {
             engine,
             merger,
             stats: Stats::default(),
+            remote_memory: MapBudget::new(config.links.remote_memory),
             generations,
             config,
         })
