@@ -433,7 +433,7 @@ fn option_texts() {
         let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
         assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
     }
-    assert_eq!(looked_at, 19 * 15 + 38);
+    assert_eq!(looked_at, 20 * 15 + 41);
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod layer_faults;
 mod layerwise;
 mod matrix;
 mod mended;
+mod offers;
 mod pull;
 mod push;
 mod races;

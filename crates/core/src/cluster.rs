@@ -61,11 +61,6 @@ impl Cluster {
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
-        if config.huge_pages == HugeChoice::Eager {
-            // What is reserved for them already takes nothing more.
-            let bytes = pools.iter().filter(|pool| pool.merges()).map(|pool| pool.len()).sum();
-            mem::refuse_beyond_room("pools that are committed at once (huge_pages=\"eager\")", bytes)?;
-        }
         let engine = CopyEngine::new(&config, devices)?;
         let merger = match config.huge_pages {
             HugeChoice::Off => Merger::default(),

@@ -19,14 +19,22 @@ pub(super) fn create(name: &str, len: u64, kind: MemfdFlags) -> rustix::io::Resu
     if file_limit().is_some_and(|limit| len > limit) {
         return Err(Errno::FBIG);
     }
-    let kind = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
-    let descriptor = match memfd_create(name, kind | MemfdFlags::NOEXEC_SEAL) {
-        // Kernels before 6.3 do not know the flag.
-        Err(Errno::INVAL) => memfd_create(name, kind)?,
-        created => created?,
-    };
+    let descriptor = sealable(kind, |kind| memfd_create(name, kind))?;
     ftruncate(&descriptor, len)?;
     Ok(descriptor)
+}
+
+/// What `create` gives for `kind` and the flags of all files of this module.
+fn sealable<T>(
+    kind: MemfdFlags,
+    create: impl Fn(MemfdFlags) -> rustix::io::Result<T>,
+) -> rustix::io::Result<T> {
+    let kind = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
+    match create(kind | MemfdFlags::NOEXEC_SEAL) {
+        // Kernels before 6.3 do not know the flag.
+        Err(Errno::INVAL) => create(kind),
+        created => created,
+    }
 }
 
 /// The error of shared memory that could not be created or mapped: out of memory only if that is what the kernel said,
@@ -59,4 +67,32 @@ fn file_limit() -> Option<u64> {
 
 fn text(limit: Option<u64>) -> String {
     limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    #[test]
+    fn kernels_without_noexec_seal_are_asked_again() {
+        let asked = RefCell::new(Vec::new());
+        let old = |kind: MemfdFlags| {
+            asked.borrow_mut().push(kind);
+            if kind.contains(MemfdFlags::NOEXEC_SEAL) { Err(Errno::INVAL) } else { Ok(kind) }
+        };
+        let plain = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        assert_eq!(sealable(HUGE_2MB, old), Ok(plain | HUGE_2MB));
+        assert_eq!(*asked.borrow(), [plain | HUGE_2MB | MemfdFlags::NOEXEC_SEAL, plain | HUGE_2MB]);
+        // Anything else is the answer.
+        assert_eq!(sealable(MemfdFlags::empty(), |_| Err::<(), _>(Errno::MFILE)), Err(Errno::MFILE));
+    }
+
+    #[test]
+    fn reserved_huge_pages_are_asked_for_by_their_size() {
+        // The binary logarithm of the size lies above the other flags (memfd_create(2)).
+        assert_eq!(HUGE_2MB.bits() >> 26, 21);
+        assert!(HUGE_2MB.contains(MemfdFlags::HUGETLB));
+    }
 }
