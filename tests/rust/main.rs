@@ -36,6 +36,8 @@ mod faults;
 #[cfg(not(loom))]
 mod foreign;
 #[cfg(not(loom))]
+mod groups;
+#[cfg(not(loom))]
 mod heap;
 #[cfg(not(loom))]
 mod kernel;

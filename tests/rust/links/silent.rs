@@ -120,6 +120,24 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
 }
 
 #[test]
+fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
+    let pair = Pair::with(Way::Shm, |config| {
+        config.remote_accessible = true;
+        // The pusher has all the time in the world.
+        config.sync_timeout = Duration::from_secs(3600);
+        config.links.heartbeat = Duration::from_millis(200);
+        config.links.silence = Duration::from_secs(2);
+    });
+    let silent = blocks(&pair.near, true);
+    let far = blocks(&pair.far, false);
+    let stalled = stall(&silent);
+    let error = timed_out(push(&pair, &silent, &far, 1));
+    assert!(error.to_string().contains("link_silence"), "{error}");
+    assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
+    drop(stalled);
+}
+
+#[test]
 fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
     let Pair { near, far } = pair();
     let silent = blocks(&far, true);

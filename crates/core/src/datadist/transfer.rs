@@ -51,6 +51,7 @@ impl DataDist {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
             let near = self.near(from.cluster, to)?;
+            super::room_for_lists(pulled_blocks(rows))?;
             check::pull_near(near.side(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
@@ -72,6 +73,7 @@ impl DataDist {
         self.cluster.stats.timed(Op::Push, || {
             let deadline = self.deadline();
             let near = self.near(to.cluster, from)?;
+            super::room_for_lists(pushed_blocks(rows))?;
             check::push_near(near.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
@@ -142,6 +144,24 @@ impl DataDist {
                 Err(Error::new(ErrorKind::CacheNotFound, text))
             }
         }
+    }
+}
+
+/// How many blocks a pull names.
+fn pulled_blocks(rows: &PullRows) -> usize {
+    match rows {
+        PullRows::Slot { .. } | PullRows::Part { .. } => 0,
+        PullRows::Blocks { near, .. } | PullRows::Rows { near, .. } | PullRows::SlotToBlocks { near } => {
+            near.len()
+        }
+    }
+}
+
+/// How many blocks a push names.
+fn pushed_blocks(rows: &PushRows) -> usize {
+    match rows {
+        PushRows::Slot { .. } => 0,
+        PushRows::Blocks { near, .. } | PushRows::Rows { near, .. } => near.len(),
     }
 }
 

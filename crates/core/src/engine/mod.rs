@@ -7,6 +7,7 @@ mod apart;
 mod handover;
 mod progress;
 mod readers;
+mod reading;
 mod ring;
 mod route;
 mod stream;
@@ -15,7 +16,7 @@ mod wave;
 mod workers;
 
 pub use progress::{Arrived, Progress, arrived};
-pub use readers::STILL_READING;
+pub use reading::STILL_READING;
 pub use route::Route;
 pub use tuner::Tuner;
 pub use workers::{Work, Workers};
@@ -124,7 +125,7 @@ impl CopyEngine {
     /// answer.
     pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<ForeignProcess>> {
         let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
-        self.readers.run(pid, opening.clone(), 1, 1, deadline)?;
+        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
         let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
         opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
     }

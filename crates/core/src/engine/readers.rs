@@ -7,36 +7,26 @@
 //! (`wave`), or copies inside this process (`workers`).
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle, yield_now};
-use std::time::{Duration, Instant};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use hashbrown::HashMap;
 
+use super::reading::{Job, Task, look};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
-
-/// The fact of an error after which the kernel may still write to the destination rows: the process it reads.
-pub const STILL_READING: &str = "still_reading_pid";
 
 /// Threads that may read one process at the same time, and so be lost to it: at least and at most.
 const OF_A_PROCESS: (usize, usize) = (8, 32);
 /// Threads of one engine that may read at the same time: so many times those of one process.
 const PROCESSES: usize = 8;
-/// How long a caller looks for the end of its read, and a reader for more work, before they sleep: about one hand-over.
-const PATIENCE: Duration = Duration::from_micros(50);
 /// How long a reader sleeps without work before it ends.
 const IDLE: Duration = Duration::from_secs(1);
-/// How long a call that is over waits for a kernel call that moves on: one unit takes a few milliseconds.
-const GRACE: Duration = Duration::from_millis(100);
 /// Enough for one unit, whose lists live on the heap.
 const STACK: usize = 256 << 10;
-/// Looks between two questions what time it is, or whether another thread needs this core.
-const LOOKS: u32 = 64;
-
 /// The reading threads of one engine.
 pub(super) struct Readers(Arc<Shared>);
 
@@ -74,14 +64,6 @@ struct Ticket {
     job: Arc<dyn Task>,
 }
 
-/// A job, whatever its work.
-trait Task: Send + Sync {
-    /// Does units until none is left.
-    fn help(&self);
-    /// Whether its caller has left without it.
-    fn abandoned(&self) -> bool;
-}
-
 impl Readers {
     /// No thread yet. `workers` is how many the engine copies with.
     pub(super) fn new(workers: usize) -> Self {
@@ -95,8 +77,9 @@ impl Readers {
         }))
     }
 
-    /// Does units `0..units` of `work`, which read process `pid`, on at most `most` threads. When it returns nobody touches
-    /// the work any more, unless the error carries [`STILL_READING`]: then whoever is inside keeps it until the kernel is
+    /// Does units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the deadline, or until no
+    /// unit has ended for `silence`. When it returns nobody touches
+    /// the work any more, unless the error carries [`STILL_READING`](super::STILL_READING): then whoever is inside keeps it until the kernel is
     /// done.
     pub(super) fn run(
         &self,
@@ -104,11 +87,11 @@ impl Readers {
         work: Arc<impl Work>,
         units: usize,
         most: usize,
-        deadline: Deadline,
+        (deadline, silence): (Deadline, Option<Duration>),
     ) -> Result<()> {
         let job = Arc::new(Job::new(work, units));
         self.0.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
-        job.wait(pid, deadline)
+        job.wait(pid, deadline, silence)
     }
 }
 
@@ -291,152 +274,4 @@ fn all_lost(pid: i32, threads: usize) -> Error {
     let text = "every thread that may read this peer's memory is lost in the kernel, because the memory does not answer; \
                 end that process";
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
-}
-
-/// Looks for a while whether `ready`.
-fn look(ready: impl Fn() -> bool) -> bool {
-    let started = Instant::now();
-    loop {
-        for _ in 0..LOOKS {
-            if ready() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        if started.elapsed() >= PATIENCE {
-            return false;
-        }
-        // Whoever is waited for may be kept from this very core.
-        yield_now();
-    }
-}
-
-/// One read under way.
-struct Job<W> {
-    units: usize,
-    next: AtomicUsize,
-    stop: AtomicBool,
-    /// Nobody is inside, and no unit is left.
-    over: AtomicBool,
-    abandoned: AtomicBool,
-    inner: Mutex<Inner<W>>,
-    left: Condvar,
-}
-
-struct Inner<W> {
-    /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
-    work: Option<Arc<W>>,
-    inside: usize,
-    failure: Option<Error>,
-}
-
-impl<W: Work> Job<W> {
-    fn new(work: Arc<W>, units: usize) -> Self {
-        Job {
-            units,
-            next: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            over: AtomicBool::new(false),
-            abandoned: AtomicBool::new(false),
-            inner: Mutex::new(Inner { work: Some(work), inside: 0, failure: None }),
-            left: Condvar::new(),
-        }
-    }
-
-    /// Takes units until there are none.
-    fn take(&self, work: &W) -> Result<()> {
-        while !self.stop.load(Ordering::Relaxed) {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.units {
-                break;
-            }
-            work.unit(index)?;
-        }
-        Ok(())
-    }
-
-    /// Waits until nobody is inside and no unit is left, or the deadline: then whoever is inside keeps the work.
-    fn wait(&self, pid: i32, deadline: Deadline) -> Result<()> {
-        const DOING: &str = "reading the memory of the peer's process";
-        let over = || self.over.load(Ordering::Acquire);
-        look(|| over());
-        let mut inner = self.locked();
-        let mut ended = Ok(());
-        while !over() && ended.is_ok() {
-            inner = self.left.wait_timeout(inner, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
-            if !over() {
-                // A signal handler may use the engine.
-                drop(inner);
-                ended = deadline.waiting(DOING);
-                inner = self.locked();
-            }
-        }
-        // Nobody enters any more.
-        let work = inner.work.take();
-        self.stop.store(true, Ordering::Relaxed);
-        let grace = Instant::now() + GRACE;
-        while inner.inside > 0 {
-            let left = grace.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                self.abandoned.store(true, Ordering::Release);
-                break;
-            }
-            inner = self.left.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        let failure = inner.failure.take();
-        let inside = inner.inside;
-        drop(inner);
-        drop(work);
-        match (inside, failure) {
-            (0, Some(error)) => Err(error),
-            (0, None) => ended,
-            (_, failure) => Err(still_reading(pid, ended.err().or(failure), deadline)),
-        }
-    }
-}
-
-impl<W> Job<W> {
-    fn locked(&self) -> MutexGuard<'_, Inner<W>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl<W: Work> Task for Job<W> {
-    fn help(&self) {
-        let work = {
-            let mut inner = self.locked();
-            let Some(work) = inner.work.clone() else { return };
-            inner.inside += 1;
-            work
-        };
-        let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
-        let done =
-            done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
-        // Before leaving: once nobody is inside, nothing of the work is held any more.
-        drop(work);
-        let mut inner = self.locked();
-        inner.inside -= 1;
-        if let Err(error) = done {
-            self.stop.store(true, Ordering::Relaxed);
-            inner.failure.get_or_insert(error);
-        }
-        let stopped = self.stop.load(Ordering::Relaxed);
-        if inner.inside == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
-            self.over.store(true, Ordering::Release);
-            self.left.notify_all();
-        }
-    }
-
-    fn abandoned(&self) -> bool {
-        self.abandoned.load(Ordering::Acquire)
-    }
-}
-
-/// The error of a call that left before the kernel did.
-#[cold]
-fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
-    let why = why.unwrap_or_else(|| deadline.error("reading the memory of the peer's process"));
-    let text = "the memory of the peer's process does not answer, and the kernel may still write to the destination rows: \
-                they stay in use until it has, or that process ends";
-    Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
 }

@@ -59,15 +59,16 @@ impl Copying {
 
     /// The same out of process `pid`, by threads that the caller leaves at its deadline.
     pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
+        let limits = (deadline, self.progress.silence);
         if self.plan.bytes() <= INLINE {
-            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, deadline);
+            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
         }
         let mut start = 0;
         for index in 0..self.plan.waves().len() {
             let wave = DirectWave::new(self.clone(), index, start, workers);
             start += wave.total;
             let units = wave.units();
-            readers.run(pid, Arc::new(wave), units, workers, deadline)?;
+            readers.run(pid, Arc::new(wave), units, workers, limits)?;
         }
         Ok(())
     }

@@ -85,6 +85,20 @@ impl Reach {
         self.pools.iter().any(Option::is_some)
     }
 
+    /// How the memory of the peer's pools travels, for reports.
+    pub(crate) fn pools(&self) -> &'static str {
+        match (&self.unmapped, self.pooled()) {
+            (Some(_), _) => "stream",
+            (None, true) => "mapped",
+            (None, false) => "none",
+        }
+    }
+
+    /// Why something of the peer is not read in place, for reports.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.unmapped().or(self.refusal())
+    }
+
     /// Why the peer's registered memory cannot be read by process id, if it cannot.
     pub(crate) fn refusal(&self) -> Option<&str> {
         self.process.as_ref().err().map(String::as_str)
