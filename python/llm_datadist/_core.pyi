@@ -42,6 +42,7 @@ __all__ = [
     "check_layer_range",
     "check_link_heartbeat",
     "check_link_pin_limit",
+    "check_link_remote_memory",
     "check_link_retry_count",
     "check_link_silence",
     "check_link_streams",
@@ -583,6 +584,9 @@ def check_link_transport(arg_value: str) -> None:
 
 def check_link_streams(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 16."""
+
+def check_link_remote_memory(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is a number of bytes, 0 or more."""
 
 def check_rank_port(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 65535."""

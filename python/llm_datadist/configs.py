@@ -470,6 +470,13 @@ class LlmConfig:
         _core.check_link_streams,
         "Connections that share one large transfer between hosts, 1 to 16 (own option).",
     )
+    link_remote_memory = _Own(
+        "llm.LinkRemoteMemory",
+        int,
+        _core.check_link_remote_memory,
+        "Bytes of address space that the memory of all peers may take in this process, half of it for one link; what "
+        "does not fit is read through sockets. Four times the memory of the machine (own option).",
+    )
     rank_port = _Own(
         "llm.RankPort",
         int,

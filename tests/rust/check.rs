@@ -403,6 +403,7 @@ fn option_texts() {
         ("llm.LinkSilence", &["0", "1999", "86400001"]),
         ("llm.LinkTransport", &["SHM", "rdma"]),
         ("llm.LinkStreams", &["0", "17"]),
+        ("llm.LinkRemoteMemory", &["-1", "1G", "9223372036854775808"]),
         ("llm.RankPort", &["0", "65536"]),
     ] {
         for text in not_a_number.iter().chain(more) {
@@ -421,6 +422,7 @@ fn option_texts() {
                 "link_silence",
                 "link_transport",
                 "link_streams",
+                "link_remote_memory",
                 "rank_port",
             ];
             let names_it =
@@ -431,7 +433,7 @@ fn option_texts() {
         let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
         assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
     }
-    assert_eq!(looked_at, 19 * 15 + 38);
+    assert_eq!(looked_at, 20 * 15 + 41);
 }
 
 #[test]
@@ -521,6 +523,7 @@ fn link_options() {
         ("llm.LinkSilence", "500"),
         ("llm.LinkTransport", "tcp"),
         ("llm.LinkStreams", "16"),
+        ("llm.LinkRemoteMemory", "12345678901"),
         ("llm.RankPort", "65535"),
         ("llm.RankHosts", r#"{"5": "[::1]:70", "192.0.2.9": "192.0.2.8:1"}"#),
     ])
@@ -538,6 +541,7 @@ fn link_options() {
         retries: 100,
         transport: TransportChoice::Tcp,
         streams: 16,
+        remote_memory: Some(12_345_678_901),
         rank_port: 65_535,
         rank_hosts: hosts.iter().map(|&(name, at)| (name.to_owned(), at.parse().unwrap())).collect(),
         both_ways: true,

@@ -10,9 +10,11 @@ mod layer_faults;
 mod layerwise;
 mod matrix;
 mod mended;
+mod offers;
 mod pull;
 mod push;
 mod races;
+mod silent;
 mod trust;
 
 use std::collections::HashMap;

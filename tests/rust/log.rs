@@ -45,6 +45,15 @@ pub fn texts(words: &[&str]) -> Vec<String> {
     matching.map(|line| line.text.clone()).collect()
 }
 
+/// The texts of errors since `collect` that hold all of `words`.
+pub fn errors(words: &[&str]) -> Vec<String> {
+    let all = lines();
+    let matching = all
+        .iter()
+        .filter(|line| line.level == Level::ERROR && words.iter().all(|word| line.text.contains(word)));
+    matching.map(|line| line.text.clone()).collect()
+}
+
 /// A subscriber as an application has one, which shares nothing with the engine's own: it keeps each event's level,
 /// target and fields, and asks the engine for its counters while it handles one.
 struct Application {

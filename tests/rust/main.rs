@@ -36,6 +36,8 @@ mod faults;
 #[cfg(not(loom))]
 mod foreign;
 #[cfg(not(loom))]
+mod groups;
+#[cfg(not(loom))]
 mod heap;
 #[cfg(not(loom))]
 mod kernel;
@@ -71,6 +73,8 @@ mod ranks;
 mod region;
 #[cfg(not(loom))]
 mod short;
+#[cfg(not(loom))]
+mod silent;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::engine::CopyEngine;
 use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{
-    ForeignProcess, ForeignRegion, Refusal, Region, Tensors, allow_readers, own_probe,
+    ForeignProcess, ForeignRegion, MapBudget, Refusal, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::merger::Merger;
 use llm_datadist_core::{CacheKind, DataDist, End, ErrorKind, HugeChoice, Placement};
@@ -227,8 +227,8 @@ fn nobody_sees_it_happen() {
     let region = region(UNITS);
     let half = UNITS / 2 * UNIT;
     touch(&region, 4, 0..UNITS * UNIT);
-    let peer =
-        ForeignRegion::map(region.descriptor().unwrap().try_clone_to_owned().unwrap(), region.len()).unwrap();
+    let descriptor = region.descriptor().unwrap().try_clone_to_owned().unwrap();
+    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None)).unwrap();
     allow_readers();
     let own = i32::try_from(std::process::id()).unwrap();
     let process = ForeignProcess::open(own, own_probe().unwrap()).unwrap();

@@ -12,7 +12,7 @@ use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::mem::{self, Generations};
+use crate::mem::{self, Generations, MapBudget};
 use crate::merger::Merger;
 use crate::stats::Stats;
 use crate::table::{Cache, Origin, Table};
@@ -30,6 +30,8 @@ pub struct Cluster {
     pub stats: Stats,
     /// What puts its pools into huge pages.
     pub merger: Merger,
+    /// What may be mapped of the memory of peers.
+    pub remote_memory: Arc<MapBudget>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -75,6 +77,7 @@ impl Cluster {
             engine,
             merger,
             stats: Stats::default(),
+            remote_memory: MapBudget::new(config.links.remote_memory),
             generations,
             config,
         })

@@ -209,6 +209,9 @@ pub struct LinkConfig {
     pub rank_hosts: BTreeMap<String, SocketAddr>,
     /// Whether both sides may link to each other (`llm.TransferBackend = hixl`).
     pub both_ways: bool,
+    /// Bytes of address space that the memory of all peers may take in this process, half of it for one link; `None` for
+    /// four times the memory of the machine. What does not fit is read through sockets.
+    pub remote_memory: Option<u64>,
 }
 
 impl Default for LinkConfig {
@@ -228,6 +231,7 @@ impl Default for LinkConfig {
             rank_port: 16_666,
             rank_hosts: BTreeMap::new(),
             both_ways: false,
+            remote_memory: None,
         }
     }
 }

@@ -318,9 +318,11 @@ impl Call<'_> {
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
-        let progress = Arc::new(Progress::default());
-        let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, call.deadline, &progress);
-        drop(pin);
+        // A peer whose memory does not answer takes no thread of this side for as long as it likes.
+        let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
+        let (engine, held) = (&self.cluster.engine, Arc::new(pin));
+        // Kept beyond this call if the kernel may still write to the rows then.
+        let run = engine.run_holding(plan.clone(), from, to, STAGED, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
                 self.cluster.stats.travelled(Op::Served, outcome.bytes);

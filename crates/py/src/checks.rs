@@ -288,6 +288,12 @@ pub(crate) fn check_link_streams(arg_value: &Any<'_>) -> PyResult<()> {
     checked(arg_value.py(), check::link_streams(convert::any_int("link_streams", arg_value)?))
 }
 
+/// Bytes: 0 or more.
+#[pyfunction]
+pub(crate) fn check_link_remote_memory(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_remote_memory(convert::any_int("link_remote_memory", arg_value)?))
+}
+
 /// 1 to 65535.
 #[pyfunction]
 pub(crate) fn check_rank_port(arg_value: &Any<'_>) -> PyResult<()> {

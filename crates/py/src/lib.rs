@@ -64,7 +64,7 @@ fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
         checks::check_cache_key checks::check_copy_kernel checks::check_copy_workers checks::check_device_id
         checks::check_dict checks::check_dimensions checks::check_huge_pages checks::check_inner
         checks::check_int32 checks::check_int64 checks::check_isinstance checks::check_layer_range
-        checks::check_link_heartbeat checks::check_link_pin_limit checks::check_link_retry_count checks::check_link_silence
+        checks::check_link_heartbeat checks::check_link_pin_limit checks::check_link_remote_memory checks::check_link_retry_count checks::check_link_silence
         checks::check_link_streams checks::check_link_token checks::check_link_token_file
         checks::check_link_total_time checks::check_link_transport checks::check_list_int32
         checks::check_list_int64 checks::check_list_uint64 checks::check_mem_utilization

@@ -15,7 +15,8 @@ use llm_datadist_core::{
 
 use super::fake::{Fake, hear, say};
 use super::{Held, LONG, Way, config, eventually, link, of, open, row};
-use crate::bed::{desc, logged};
+use crate::bed::desc;
+use crate::log;
 
 const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
 
@@ -67,11 +68,7 @@ fn stranger_over_tcp_is_refused_with_the_reason_that_is_logged() {
     assert!(engine.stats().links.is_empty());
     // The name of the local socket is all that a process of this host learns, whoever it is.
     assert!(fake.local_of(&engine, host).is_some_and(|name| name.starts_with("llm_datadist.")));
-    let line = |line: &String| {
-        line.starts_with("ERROR llm_datadist::links refused a connection from 127.0.0.1:")
-            && line.contains("no token is set")
-    };
-    assert!(logged().iter().any(line));
+    assert!(!log::errors(&["refused a connection from 127.0.0.1:", "no token is set"]).is_empty());
 }
 
 #[test]
@@ -196,10 +193,8 @@ fn members_of_unequal_modes_fail_at_once_on_both_sides() {
         for (at, comm) in [(first, one), (1 - first, other)] {
             eventually("the failure", || members[at].comm_status(comm).unwrap() == CommStatus::Failed);
         }
-        let lines = logged();
-        let about =
-            |line: &&String| line.contains(&name) && line.contains("llm.EnableRemoteCacheAccessible is");
-        assert!(lines.iter().filter(about).count() >= 2, "{lines:#?}");
+        let lines = log::errors(&[&name, "llm.EnableRemoteCacheAccessible is"]);
+        assert!(lines.len() >= 2, "{lines:#?}");
     }
 }
 

@@ -128,6 +128,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         values::link_streams(streams)?;
         links.streams = usize::try_from(streams).unwrap_or(1);
     }
+    if let Some(bytes) = text("llm.LinkRemoteMemory") {
+        let bytes = number("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
+        values::link_remote_memory(bytes)?;
+        links.remote_memory = Some(bytes.unsigned_abs());
+    }
     if let Some(port) = text("llm.RankPort") {
         let port = number("llm.RankPort", port, "1 to 65535")?;
         values::rank_port(port)?;

@@ -123,6 +123,11 @@ pub fn link_streams(value: i64) -> Result<()> {
     within("link_streams", value, 1, 16)
 }
 
+/// `link_remote_memory`: bytes, 0 or more.
+pub fn link_remote_memory(value: i64) -> Result<()> {
+    within("link_remote_memory", value, 0, i64::MAX)
+}
+
 /// `rank_port`: 1 to 65535.
 pub fn rank_port(value: i64) -> Result<()> {
     within("rank_port", value, 1, i64::from(u16::MAX))

@@ -25,7 +25,7 @@ use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
 use crate::lanes::Lanes;
 use crate::links::{Links, Transports};
-use crate::mem::Adopted;
+use crate::mem::{self, Adopted};
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
@@ -35,6 +35,12 @@ use crate::token_file;
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+/// Calls that name fewer blocks do not ask whether there is memory for their lists.
+const MANY_BLOCKS: usize = 1 << 20;
+/// Bytes that the lists of a call take for each block, while it runs: the request, the plan and the rows to pin
+/// (`lists_of_a_call_take_what_is_asked_for`).
+const BYTES_OF_A_BLOCK: u64 = 64;
 
 /// One end of a copy as the caller names it.
 #[derive(Clone, Debug)]
@@ -205,6 +211,7 @@ impl DataDist {
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
         self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
+            room_for_lists(pairs.len())?;
             let cache = self.resolve(cache)?;
             let request = match self.mode() {
                 Mode::CacheManager => check::copy_blocks(cache.side(), pairs),
@@ -229,6 +236,7 @@ impl DataDist {
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.cluster.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
+            room_for_lists(pairs.len())?;
             let request = match self.mode() {
                 Mode::CacheManager => check::swap_blocks(src.side(), dst.side(), pairs),
                 Mode::KvCacheManager => check::swap_rows(src.side(), dst.side(), pairs),
@@ -346,6 +354,15 @@ impl Drop for DataDist {
         self.close_tasks();
         self.cluster.merger.close();
     }
+}
+
+/// `Err` if a call that names so many blocks would take more memory for its lists than this process may use now. Few are
+/// not asked about: the question takes longer than copying them.
+fn room_for_lists(blocks: usize) -> Result<()> {
+    if blocks < MANY_BLOCKS {
+        return Ok(());
+    }
+    mem::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
 }
 
 fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {

@@ -6,6 +6,8 @@
 mod apart;
 mod handover;
 mod progress;
+mod readers;
+mod reading;
 mod ring;
 mod route;
 mod stream;
@@ -14,17 +16,18 @@ mod wave;
 mod workers;
 
 pub use progress::{Arrived, Progress, arrived};
+pub use reading::STILL_READING;
 pub use route::Route;
 pub use tuner::Tuner;
 pub use workers::{Work, Workers};
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
-use crate::mem::{Access, Tensors};
+use crate::mem::{Access, ForeignProcess, Probe, Tensors};
 use crate::plan::CopyPlan;
 
 /// What a copy did.
@@ -41,6 +44,7 @@ pub struct Outcome {
 pub struct CopyEngine {
     devices: DeviceSet,
     workers: Workers,
+    readers: readers::Readers,
     tuner: Arc<Tuner>,
     /// Memory of other processes has page tables, and so speeds, of its own.
     foreign_tuner: Arc<Tuner>,
@@ -61,6 +65,9 @@ pub struct Staging {
     pub buffer_bytes: u64,
 }
 
+/// What must stay as long as the bytes of a copy may be touched: the pins of its rows.
+pub type Held = Arc<dyn std::any::Any + Send + Sync>;
+
 /// Memory at one end of a copy, and where it is placed.
 pub type End<'a> = (&'a Arc<Tensors>, crate::desc::Placement);
 
@@ -68,9 +75,11 @@ impl CopyEngine {
     /// An engine with the workers and choices of `config`, over `devices`.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
+        let workers = Workers::new(config.copy_workers)?;
         Ok(CopyEngine {
             devices,
-            workers: Workers::new(config.copy_workers)?,
+            readers: readers::Readers::new(workers.count()),
+            workers,
             foreign_tuner: Arc::new(tuner.beside()),
             ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
@@ -112,6 +121,15 @@ impl CopyEngine {
         self.ring.bytes()
     }
 
+    /// Opens process `pid`, as [`ForeignProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
+    /// answer.
+    pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<ForeignProcess>> {
+        let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
+        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
+        let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
+        opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
+    }
+
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
     /// never more than arrived); `progress` says which bytes. The caller holds pins on both ends until this returns. The
     /// source may be another process's memory, the destination never.
@@ -123,6 +141,22 @@ impl CopyEngine {
         staging: Staging,
         deadline: Deadline,
         progress: &Arc<Progress>,
+    ) -> Result<Outcome> {
+        self.run_holding(plan, src, dst, staging, deadline, progress, Arc::new(()))
+    }
+
+    /// As [`run`](Self::run), and keeps `held` as long as any byte may still be touched: beyond the end of the call if its
+    /// error carries [`STILL_READING`].
+    #[expect(clippy::too_many_arguments, reason = "what a copy is made of")]
+    pub fn run_holding(
+        &self,
+        plan: impl Into<Arc<CopyPlan>>,
+        src: End<'_>,
+        dst: End<'_>,
+        staging: Staging,
+        deadline: Deadline,
+        progress: &Arc<Progress>,
+        held: Held,
     ) -> Result<Outcome> {
         let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
@@ -141,9 +175,13 @@ impl CopyEngine {
             copier: route::copier(&self.devices, src, dst),
             tuner: tuner.clone(),
             progress: progress.clone(),
+            held,
         };
         let ended = match route {
-            Route::Direct => copy.direct(&self.workers, deadline),
+            Route::Direct => match src.0.process() {
+                Some(process) => copy.read(&self.readers, process.pid(), self.workers.count(), deadline),
+                None => copy.direct(&self.workers, deadline),
+            },
             Route::Ring => {
                 let device = route::device(&self.devices, src, dst).as_ref();
                 self.ring.run(&copy, device, staging.buffer_bytes, deadline)
@@ -151,6 +189,21 @@ impl CopyEngine {
         };
         ended.map_err(|error| so_far(error, progress, bytes))?;
         Ok(Outcome { bytes, route })
+    }
+}
+
+/// Another process being opened.
+struct Opening {
+    pid: i32,
+    probe: Probe,
+    opened: Mutex<Option<Result<Arc<ForeignProcess>>>>,
+}
+
+impl Work for Opening {
+    fn unit(&self, _: usize) -> Result<()> {
+        let opened = ForeignProcess::open(self.pid, self.probe);
+        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        Ok(())
     }
 }
 

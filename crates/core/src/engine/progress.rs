@@ -7,6 +7,7 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::fallible;
@@ -25,6 +26,8 @@ const TOLD: &str = "what arrived of a transfer";
 /// What is in place of one transfer. Each position is reported once.
 #[derive(Debug, Default)]
 pub struct Progress {
+    /// How long a read of another process may stand still.
+    pub(super) silence: Option<Duration>,
     bytes: AtomicU64,
     done: Mutex<Vec<Range<u64>>>,
 }
@@ -39,6 +42,12 @@ pub struct Arrived {
 }
 
 impl Progress {
+    /// Of a transfer that ends early if nothing of it moves for `silence`, where it reads another process.
+    #[must_use]
+    pub fn within(silence: Duration) -> Progress {
+        Progress { silence: Some(silence), ..Progress::default() }
+    }
+
     /// The bytes at positions `from..to` are in place.
     pub fn done(&self, from: u64, to: u64) {
         if from >= to {

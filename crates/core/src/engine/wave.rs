@@ -6,9 +6,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Progress;
+use super::readers::Readers;
 use super::tuner::Tuner;
 use super::workers::{Work, Workers};
+use super::{Held, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
@@ -31,6 +32,9 @@ pub(super) struct Copying {
     pub(super) tuner: Arc<Tuner>,
     /// What is in place.
     pub(super) progress: Arc<Progress>,
+    /// Kept until nothing touches the memory any more.
+    #[expect(dead_code, reason = "held, not read")]
+    pub(super) held: Held,
 }
 
 impl Copying {
@@ -53,6 +57,22 @@ impl Copying {
         Ok(())
     }
 
+    /// The same out of process `pid`, by threads that the caller leaves at its deadline.
+    pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
+        let limits = (deadline, self.progress.silence);
+        if self.plan.bytes() <= INLINE {
+            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
+        }
+        let mut start = 0;
+        for index in 0..self.plan.waves().len() {
+            let wave = DirectWave::new(self.clone(), index, start, workers);
+            start += wave.total;
+            let units = wave.units();
+            readers.run(pid, Arc::new(wave), units, workers, limits)?;
+        }
+        Ok(())
+    }
+
     /// What a piece of the `index`-th tensor of the plan reads.
     pub(super) fn source(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         source(&self.plan, &self.src, index, piece)
@@ -61,6 +81,24 @@ impl Copying {
     /// What it writes.
     pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         target(&self.plan, &self.dst, index, piece)
+    }
+}
+
+/// All waves of a small copy, one after the other, as one unit.
+struct Whole {
+    copying: Copying,
+    workers: usize,
+}
+
+impl Work for Whole {
+    fn unit(&self, _: usize) -> Result<()> {
+        let mut start = 0;
+        for index in 0..self.copying.plan.waves().len() {
+            let wave = DirectWave::new(self.copying.clone(), index, start, self.workers);
+            start += wave.total;
+            (0..wave.units()).try_for_each(|unit| wave.unit(unit))?;
+        }
+        Ok(())
     }
 }
 

@@ -70,7 +70,9 @@ impl Link {
     /// memory nothing can: there the owner compares.
     pub(crate) fn current(&self, known: &Known) -> bool {
         let Place { place, generation } = known.at;
-        self.reach().is_none_or(|reach| reach.generations().still(place, generation))
+        self.reach()
+            .and_then(|reach| reach.generations())
+            .is_none_or(|generations| generations.still(place, generation))
     }
 
     /// Asks the owner what `name` leads to.
