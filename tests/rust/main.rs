@@ -50,7 +50,6 @@ mod lent;
 #[cfg(not(loom))]
 mod links;
 #[cfg(not(loom))]
-mod lists;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]

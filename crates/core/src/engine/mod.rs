@@ -1,10 +1,8 @@
-//! The copy engine: the only thing that moves bytes. Copy and swap are plans it runs; so will pull, push and
-//! layer-wise transfer be.
+//! The copy engine: the only thing that moves bytes. Copies, swaps, pulls, pushes and layers are plans it runs.
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
-mod apart;
-mod handover;
+mod limit;
 mod progress;
 mod ring;
 mod route;
@@ -13,6 +11,7 @@ mod tuner;
 mod wave;
 mod workers;
 
+pub use limit::Limit;
 pub use progress::{Arrived, Progress, arrived};
 pub use route::Route;
 pub use tuner::Tuner;
@@ -23,7 +22,6 @@ use std::sync::{Arc, OnceLock};
 use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
 use crate::error::{Error, Result};
-use crate::id::Deadline;
 use crate::mem::{Access, Tensors};
 use crate::plan::CopyPlan;
 
@@ -70,7 +68,7 @@ impl CopyEngine {
         let tuner = Tuner::new(config.kernel)?;
         Ok(CopyEngine {
             devices,
-            workers: Workers::new(config.copy_workers)?,
+            workers: Workers::new("llm-copy", config.copy_workers)?,
             foreign_tuner: Arc::new(tuner.beside()),
             ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
@@ -85,7 +83,7 @@ impl CopyEngine {
         if let Some(workers) = self.streamers.get() {
             return Ok(workers);
         }
-        let made = Workers::new(Some(self.streams))?;
+        let made = Workers::new("llm-stream", Some(self.streams))?;
         Ok(self.streamers.get_or_init(|| made))
     }
 
@@ -96,8 +94,8 @@ impl CopyEngine {
     }
 
     /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
-    pub fn spread(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
-        self.workers.run(work, units, deadline)
+    pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
+        self.workers.run(work, units, limit)
     }
 
     /// Bytes each kernel has copied, and what was learned of it in this process's memory.
@@ -113,17 +111,18 @@ impl CopyEngine {
     }
 
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived); `progress` says which bytes. The caller holds pins on both ends until this returns. The
-    /// source may be another process's memory, the destination never.
+    /// never more than arrived); `progress` says which bytes, `limit` whether a copy that has begun is finished. The caller
+    /// holds pins on both ends until this returns. The source may be another process's memory, the destination never.
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
         src: End<'_>,
         dst: End<'_>,
         staging: Staging,
-        deadline: Deadline,
+        limit: impl Into<Limit>,
         progress: &Arc<Progress>,
     ) -> Result<Outcome> {
+        let limit = limit.into();
         let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
@@ -143,10 +142,10 @@ impl CopyEngine {
             progress: progress.clone(),
         };
         let ended = match route {
-            Route::Direct => copy.direct(&self.workers, deadline),
+            Route::Direct => copy.direct(&self.workers, limit),
             Route::Ring => {
                 let device = route::device(&self.devices, src, dst).as_ref();
-                self.ring.run(&copy, device, staging.buffer_bytes, deadline)
+                self.ring.run(&copy, device, staging.buffer_bytes, limit)
             }
         };
         ended.map_err(|error| so_far(error, progress, bytes))?;
