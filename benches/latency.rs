@@ -230,7 +230,8 @@ fn lists(seconds: f64, bare: &Bare) -> Taken {
             let other = at as u64 + random.below(POOL / block - at as u64);
             order.swap(at, other as usize);
         }
-        let places: Vec<_> = order.iter().take(count as usize).map(|&at| (at, POOL / block - 1 - at)).collect();
+        let places: Vec<_> =
+            order.iter().take(count as usize).map(|&at| (at, POOL / block - 1 - at)).collect();
         taken.calls.push(micros(|| {
             let pairs: Vec<_> = places.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
             engine.swap_blocks(&device, &host, &pairs).unwrap();
@@ -244,7 +245,9 @@ fn main() {
     let options = options();
     let bare = Bare::new();
     if !options.plain {
-        println!("| call | size | calls | p50 µs | p99 | p99.99 | bare p50 | p99 | p99.99 | p50 / bare | p99.99 / bare |");
+        println!(
+            "| call | size | calls | p50 µs | p99 | p99.99 | bare p50 | p99 | p99.99 | p50 / bare | p99.99 / bare |"
+        );
         println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
     }
     for kind in KINDS {

@@ -38,6 +38,8 @@ mod foreign;
 #[cfg(not(loom))]
 mod heap;
 #[cfg(not(loom))]
+mod hint;
+#[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
 mod kv;
@@ -49,7 +51,6 @@ mod layerwise_check;
 mod lent;
 #[cfg(not(loom))]
 mod links;
-#[cfg(not(loom))]
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]

@@ -310,7 +310,14 @@ impl DataDist {
         self.cluster.kept(src)?;
         self.cluster.kept(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, Limit::Start(deadline), &Arc::default())?;
+        let outcome = self.cluster.engine.run(
+            plan,
+            ends.0,
+            ends.1,
+            staging,
+            Limit::Start(deadline),
+            &Arc::default(),
+        )?;
         self.cluster.stats.moved(op, &outcome);
         self.cluster.merger.moved(outcome.bytes);
         Ok(())

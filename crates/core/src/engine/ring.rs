@@ -138,8 +138,7 @@ impl Draining {
         for buffer in 0..BUFFERS {
             let _ = to_fill.send(Ok(buffer));
         }
-        let stage =
-            Stage { copying: copying.clone(), buffers: loan.buffers.clone(), full, free: to_fill };
+        let stage = Stage { copying: copying.clone(), buffers: loan.buffers.clone(), full, free: to_fill };
         loan.drainer.spawn(move || {
             if let Err(error) = stage.drain(block_bytes) {
                 let _ = stage.free.send(Err(error));

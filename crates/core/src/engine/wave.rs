@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Limit, Progress};
 use super::tuner::Tuner;
 use super::workers::{Work, Workers};
+use super::{Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::mem::kernel::Kernel;
