@@ -89,6 +89,8 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("copy_kernel", "streaming", {"llm.CopyKernel": "streaming"}),
     ("huge_pages", "auto", {"llm.HugePages": "auto"}),
     ("huge_pages", "off", {"llm.HugePages": "off"}),
+    ("huge_pages", "merge", {"llm.HugePages": "merge"}),
+    ("huge_pages", "merge_registered", {"llm.HugePages": "merge_registered"}),
     ("huge_pages", "eager", {"llm.HugePages": "eager"}),
 ]
 

@@ -577,8 +577,8 @@ def test_huge_pages_are_an_option_of_initialize(cpp: Callable[..., Cpp]) -> None
     end = cpp(1)
     for word in ("on", "Eager", ""):
         assert end.ask("init", "llm.DeviceId=0", f"llm.HugePages={word}") == [INVALID, "0"]
-        assert f'huge_pages = "{word}" is not allowed: auto or off or eager' in end.reason
-    for cluster, word in enumerate(("auto", "off", "eager"), 2):
+        assert f'huge_pages = "{word}" is not allowed: auto or off or merge or merge_registered or eager' in end.reason
+    for cluster, word in enumerate(("auto", "off", "merge", "merge_registered", "eager"), 2):
         chosen = cpp(cluster).open(llm__HugePages=word)
         chosen.make("x", 2, 3, 100, 1)
         assert equal(chosen.read("x"), pattern(1, 2, 3, 100))

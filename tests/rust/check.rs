@@ -364,7 +364,16 @@ fn option_texts() {
     );
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
     assert_eq!(config.huge_pages, HugeChoice::Eager);
-    assert_eq!(read(&[("llm.HugePages", "off")]).unwrap().huge_pages, HugeChoice::Off);
+    let words = ["auto", "off", "merge", "merge_registered", "eager"];
+    let choices = words.map(|word| read(&[("llm.HugePages", word)]).unwrap().huge_pages);
+    let all = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    assert_eq!(choices, all);
 
     let not_a_number = [
         "",
@@ -396,7 +405,7 @@ fn option_texts() {
         ("llm.EnableRemoteCacheAccessible", &["2", "10"]),
         ("llm.SwapInPath", &["Auto", "ring ", "directly"]),
         ("llm.CopyKernel", &["PLAIN", "fast"]),
-        ("llm.HugePages", &["Auto", "on"]),
+        ("llm.HugePages", &["Auto", "merge-registered"]),
         ("llm.TransferBackend", &["HIXL", "nixl"]),
         ("llm.LinkAcceptRemote", &["2", "yes"]),
         ("llm.LinkHeartbeat", &["0", "3600001"]),

@@ -40,6 +40,8 @@ mod groups;
 #[cfg(not(loom))]
 mod heap;
 #[cfg(not(loom))]
+mod hint;
+#[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
 mod kv;
@@ -51,8 +53,6 @@ mod layerwise_check;
 mod lent;
 #[cfg(not(loom))]
 mod links;
-#[cfg(not(loom))]
-mod lists;
 #[cfg(not(loom))]
 mod log;
 #[cfg(loom)]

@@ -308,7 +308,12 @@ fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
     if !merges() {
         return;
     }
-    for (choice, expected) in [(HugeChoice::Auto, true), (HugeChoice::Off, false)] {
+    for (choice, expected) in [
+        (HugeChoice::Auto, false),
+        (HugeChoice::Off, false),
+        (HugeChoice::Merge, true),
+        (HugeChoice::MergeRegistered, true),
+    ] {
         let mut config = config(48 << 20);
         config.huge_pages = choice;
         let engine = DataDist::open(config).unwrap();
@@ -412,7 +417,14 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         return;
     }
     let mut huge = Vec::new();
-    for choice in [HugeChoice::Auto, HugeChoice::Off, HugeChoice::Eager] {
+    let choices = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    for choice in choices {
         let mut config = config(1 << 20);
         config.huge_pages = choice;
         let engine = DataDist::open(config).unwrap();
@@ -443,9 +455,9 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         // SAFETY: the mapping made above; the engine that was given its addresses is gone.
         unsafe { libc::munmap(at, len) };
     }
-    assert_eq!(huge[..2], [0, 0]);
+    assert_eq!(huge[..4], [0; 4]);
     // Eight units long, so seven at least are whole ones wherever it starts.
-    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[2]), "{huge:?}");
+    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[4]), "{huge:?}");
 }
 
 #[test]

@@ -58,14 +58,15 @@ impl Cluster {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };
         let generations = Arc::new(Generations::new()?);
-        mem::keep_lists();
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
         let engine = CopyEngine::new(&config, devices)?;
         let merger = match config.huge_pages {
             HugeChoice::Off => Merger::default(),
-            HugeChoice::Auto | HugeChoice::Eager => Merger::new(pools),
+            HugeChoice::Auto => Merger::default().hinting(),
+            HugeChoice::Merge => Merger::new(pools).hinting(),
+            HugeChoice::MergeRegistered | HugeChoice::Eager => Merger::with_registered(pools),
         };
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&engine)?;
@@ -110,8 +111,8 @@ impl Cluster {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Notes that a peer which can read what lies at `place` is told of it: if it does that through the kernel, and the
-    /// memory is registered, it is worth huge pages.
+    /// Notes that a peer which can read what lies at `place` is told of it. If it reads through the kernel, and the memory
+    /// is registered, huge pages double its speed: they are made, or hinted at, as `huge_pages` says.
     pub fn told_of(&self, cache: &Cache, place: &Whereabouts) {
         let through_kernel = cache.origin() == Origin::Registered && matches!(place, Whereabouts::Process(_));
         if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {

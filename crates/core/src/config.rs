@@ -130,11 +130,15 @@ pub enum KernelChoice {
 /// Whether memory is put into huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugeChoice {
-    /// What pools have touched, in the background.
+    /// What the kernel gives by itself. One hint in the log if peers read registered memory slowly because of small pages.
     #[default]
     Auto,
-    /// Nothing; what the kernel gives of its own stays.
+    /// What the kernel gives by itself, without the hint.
     Off,
+    /// What pools have touched, in the background. Calls that meet a page being merged wait for it, up to milliseconds.
+    Merge,
+    /// As `Merge`, and registered memory that peers read through the kernel.
+    MergeRegistered,
     /// Pools before the engine is open, all of them committed, and registered memory when it is registered.
     Eager,
 }

@@ -69,9 +69,15 @@ pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
     one_of("copy_kernel", text, &kernels)
 }
 
-/// `huge_pages`: `auto`, `off` or `eager`.
+/// `huge_pages`: `auto`, `off`, `merge`, `merge_registered` or `eager`.
 pub fn huge_pages(text: &str) -> Result<HugeChoice> {
-    let choices = [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)];
+    let choices = [
+        ("auto", HugeChoice::Auto),
+        ("off", HugeChoice::Off),
+        ("merge", HugeChoice::Merge),
+        ("merge_registered", HugeChoice::MergeRegistered),
+        ("eager", HugeChoice::Eager),
+    ];
     one_of("huge_pages", text, &choices)
 }
 

@@ -18,7 +18,7 @@ use crate::cluster::Cluster;
 use crate::config::{Config, HugeChoice, Mode, Role, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
-use crate::engine::Staging;
+use crate::engine::{Limit, Staging};
 use crate::error::Result;
 use crate::fallible;
 use crate::id::{CacheId, Deadline};
@@ -63,6 +63,8 @@ pub struct DataDist {
     cluster: Arc<Cluster>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
+    #[cfg(feature = "testing")]
+    over: Option<&'static std::sync::atomic::AtomicBool>,
 }
 
 impl DataDist {
@@ -95,6 +97,8 @@ impl DataDist {
             role: Mutex::new(cluster.config.role),
             cluster,
             interrupted: None,
+            #[cfg(feature = "testing")]
+            over: None,
         })
     }
 
@@ -103,6 +107,14 @@ impl DataDist {
     #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
         self.interrupted = Some(interrupted);
+        self
+    }
+
+    /// The same engine, whose calls find their limit passed once `over` is set, and before that never early.
+    #[cfg(feature = "testing")]
+    #[must_use]
+    pub fn over_when(mut self, over: &'static std::sync::atomic::AtomicBool) -> Self {
+        self.over = Some(over);
         self
     }
 
@@ -313,7 +325,14 @@ impl DataDist {
         self.cluster.kept(src)?;
         self.cluster.kept(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, deadline, &Arc::default())?;
+        let outcome = self.cluster.engine.run(
+            plan,
+            ends.0,
+            ends.1,
+            staging,
+            Limit::Start(deadline),
+            &Arc::default(),
+        )?;
         self.cluster.stats.moved(op, &outcome);
         self.cluster.merger.moved(outcome.bytes);
         Ok(())
@@ -343,7 +362,10 @@ impl DataDist {
     }
 
     fn deadline(&self) -> Deadline {
-        Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted)
+        let deadline = Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted);
+        #[cfg(feature = "testing")]
+        let deadline = deadline.over_when(self.over);
+        deadline
     }
 }
 

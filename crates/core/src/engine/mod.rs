@@ -1,10 +1,8 @@
-//! The copy engine: the only thing that moves bytes. Copy and swap are plans it runs; so will pull, push and
-//! layer-wise transfer be.
+//! The copy engine: the only thing that moves bytes. Copies, swaps, pulls, pushes and layers are plans it runs.
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
-mod apart;
-mod handover;
+mod limit;
 mod progress;
 mod readers;
 mod reading;
@@ -15,6 +13,7 @@ mod tuner;
 mod wave;
 mod workers;
 
+pub use limit::Limit;
 pub use progress::{Arrived, Progress, arrived};
 pub use reading::STILL_READING;
 pub use route::Route;
@@ -75,7 +74,7 @@ impl CopyEngine {
     /// An engine with the workers and choices of `config`, over `devices`.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
-        let workers = Workers::new(config.copy_workers)?;
+        let workers = Workers::new("llm-copy", config.copy_workers)?;
         Ok(CopyEngine {
             devices,
             readers: readers::Readers::new(workers.count()),
@@ -94,7 +93,7 @@ impl CopyEngine {
         if let Some(workers) = self.streamers.get() {
             return Ok(workers);
         }
-        let made = Workers::new(Some(self.streams))?;
+        let made = Workers::new("llm-stream", Some(self.streams))?;
         Ok(self.streamers.get_or_init(|| made))
     }
 
@@ -105,8 +104,8 @@ impl CopyEngine {
     }
 
     /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
-    pub fn spread(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
-        self.workers.run(work, units, deadline)
+    pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
+        self.workers.run(work, units, limit)
     }
 
     /// Bytes each kernel has copied, and what was learned of it in this process's memory.
@@ -131,18 +130,18 @@ impl CopyEngine {
     }
 
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived); `progress` says which bytes. The caller holds pins on both ends until this returns. The
-    /// source may be another process's memory, the destination never.
+    /// never more than arrived); `progress` says which bytes, `limit` whether a copy that has begun is finished. The caller
+    /// holds pins on both ends until this returns. The source may be another process's memory, the destination never.
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
         src: End<'_>,
         dst: End<'_>,
         staging: Staging,
-        deadline: Deadline,
+        limit: impl Into<Limit>,
         progress: &Arc<Progress>,
     ) -> Result<Outcome> {
-        self.run_holding(plan, src, dst, staging, deadline, progress, Arc::new(()))
+        self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
     }
 
     /// As [`run`](Self::run), and keeps `held` as long as any byte may still be touched: beyond the end of the call if its
@@ -154,10 +153,11 @@ impl CopyEngine {
         src: End<'_>,
         dst: End<'_>,
         staging: Staging,
-        deadline: Deadline,
+        limit: impl Into<Limit>,
         progress: &Arc<Progress>,
         held: Held,
     ) -> Result<Outcome> {
+        let limit = limit.into();
         let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
@@ -179,12 +179,12 @@ impl CopyEngine {
         };
         let ended = match route {
             Route::Direct => match src.0.process() {
-                Some(process) => copy.read(&self.readers, process.pid(), self.workers.count(), deadline),
-                None => copy.direct(&self.workers, deadline),
+                Some(process) => copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait()),
+                None => copy.direct(&self.workers, limit),
             },
             Route::Ring => {
                 let device = route::device(&self.devices, src, dst).as_ref();
-                self.ring.run(&copy, device, staging.buffer_bytes, deadline)
+                self.ring.run(&copy, device, staging.buffer_bytes, limit)
             }
         };
         ended.map_err(|error| so_far(error, progress, bytes))?;

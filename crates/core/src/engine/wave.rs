@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::readers::Readers;
 use super::tuner::Tuner;
 use super::workers::{Work, Workers};
-use super::{Held, Progress};
+use super::{Held, Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
@@ -39,7 +39,8 @@ pub(super) struct Copying {
 
 impl Copying {
     /// Straight from source to destination, wave after wave.
-    pub(super) fn direct(&self, workers: &Workers, deadline: Deadline) -> Result<()> {
+    pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
+        limit.begin()?;
         let mut start = 0;
         for index in 0..self.plan.waves().len() {
             let wave = DirectWave::new(self.clone(), index, start, workers.count());
@@ -48,10 +49,10 @@ impl Copying {
             if wave.total <= INLINE || units == 1 {
                 (0..units).try_for_each(|unit| wave.unit(unit))?;
             } else {
-                workers.run(Arc::new(wave), units, deadline)?;
+                workers.run(Arc::new(wave), units, limit)?;
             }
             if index + 1 < self.plan.waves().len() {
-                deadline.check("copying")?;
+                limit.go_on("copying")?;
             }
         }
         Ok(())
