@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 UINT64_MAX = 2**64 - 1
-LIMIT = 20.0  # seconds: the most any wait of a test takes
+LIMIT = 60.0  # seconds: the most any wait of a test takes, beside other programs on all cores
+GRACE = 5.0  # seconds a call may take beyond its limit: a busy machine runs threads late
 POOL = 2 << 20
 SOAK = int(os.environ.get("LLM_DATADIST_SOAK", "0") or 0)
 THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")

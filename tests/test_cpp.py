@@ -844,7 +844,11 @@ def test_the_installed_files(installed: Path) -> None:
         "lib/pkgconfig/llm_datadist.pc",
         "lib/cmake/llm_datadist/llm_datadistConfig.cmake",
         "lib/cmake/llm_datadist/llm_datadistConfigVersion.cmake",
+        "share/doc/llm_datadist/LICENSE",
+        "share/doc/llm_datadist/THIRD-PARTY-LICENSES",
     }
+    licenses = (installed / "share/doc/llm_datadist/THIRD-PARTY-LICENSES").read_text(encoding="utf-8")
+    assert "MIT License" in licenses or "Permission is hereby granted" in licenses
     links = {
         name: str((installed / "lib" / name).readlink()) for name in ("libllm_datadist.so", "libllm_datadist.so.0")
     }

@@ -48,7 +48,8 @@ fn a_region_costs_nothing_until_it_is_touched() {
     assert_eq!(region.len(), 1 << 40);
     assert_eq!(region.base() % (2 << 20), 0, "aligned, or the kernel can never give huge pages");
     assert_eq!(region.committed_bytes(), 0);
-    let source = Tensors::adopted(Buffer::new(4096, |_| 7).adopt(0, 4096));
+    let buffer = Buffer::new(4096, |_| 7);
+    let source = Tensors::adopted(buffer.adopt(0, 4096));
     let last = carved(&region, (1 << 40) - 4096, 4096);
     copy(source.window(0, 0, 4096).unwrap(), last.window(0, 0, 4096).unwrap(), Kernel::PLAIN).unwrap();
     let committed = region.committed_bytes();
@@ -75,7 +76,8 @@ fn unmapped_adopted_memory_is_named_before_a_copy_touches_it() {
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.to_string().contains("0x1000"), "{error}");
     }
-    let fine = Tensors::adopted(Buffer::new(4096, |_| 0).adopt(0, 4096));
+    let buffer = Buffer::new(4096, |_| 0);
+    let fine = Tensors::adopted(buffer.adopt(0, 4096));
     fine.check_mapped(Access::Write).unwrap();
 }
 

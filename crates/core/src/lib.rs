@@ -101,6 +101,10 @@
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
+// The engine uses memfds, epoll and pidfds, offsets of 64 bits, and numbers that peers map in place (docs/testing.md).
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
+compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
+
 pub mod arena;
 pub mod check;
 pub mod cluster;
