@@ -1,0 +1,68 @@
+"""What an admitted peer may cost an engine: the one table that the tests and docs/security.md quote.
+
+`python -m hostile.budgets`, run in the folder of the tests, prints the table as docs/security.md has it between its two
+markers. Not for: how the costs are measured (`trial`).
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+MIB = 1 << 20
+BEGIN, END = "<!-- budgets: begin -->", "<!-- budgets: end -->"
+
+
+class Budget(NamedTuple):
+    """One number and what it bounds."""
+
+    value: int
+    unit: str
+    bounds: str
+
+
+BUDGETS: dict[str, Budget] = {
+    "idle_threads": Budget(12, "threads", "of an engine that is idle, with any number of links"),
+    "serving_threads": Budget(32, "threads", "that all links share to answer their peers' calls, beyond the idle ones"),
+    "pending_share": Budget(8, "th of the open-file limit", "connections that are not yet a link, in all"),
+    "pending_least": Budget(4, "connections", "that may be pending however low the open-file limit is"),
+    "pending_most": Budget(256, "connections", "that may be pending however high the open-file limit is"),
+    "link_descriptors": Budget(1, "descriptor", "of an idle link, beside its idle call streams"),
+    "link_frames": Budget(64 * MIB, "bytes", "of frames of one link that have begun and are not complete"),
+    "all_frames": Budget(256 * MIB, "bytes", "of frames of all links that have begun and are not complete"),
+    "peak_memory": Budget(512 * MIB, "bytes", "by which hostile peers can raise the resident memory, in all"),
+    "mapped_share": Budget(4, "times the memory of the host", "of peers' memory that is mapped, in all"),
+    "frame_silence": Budget(1, "times link_silence", "after which a frame that does not go on ends its stream"),
+    "row_silence": Budget(1, "times link_silence", "after which a transfer that does not go on loses its rows"),
+}
+
+# Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
+ROLES = frozenset({"llm-control", "llm-serve", "llm-copy", "llm-lane", "llm-merge", "llm-each", "llm-comm", "llm-link"})
+
+
+def value(name: str) -> int:
+    """The number of a budget."""
+    return BUDGETS[name].value
+
+
+def pending(limit: int | None = None) -> int:
+    """Connections of an engine that are not yet a link, under this soft limit of open files (or this process's own)."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    return max(value("pending_least"), min(soft // value("pending_share"), value("pending_most")))
+
+
+def mapped() -> int:
+    """Bytes of peers' memory that an engine of this host maps."""
+    total = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
+    return value("mapped_share") * int(total) * 1024
+
+
+def table() -> str:
+    """The table as the documentation has it."""
+    rows = [f"| `{name}` | {budget.value:,} {budget.unit} | {budget.bounds} |" for name, budget in BUDGETS.items()]
+    return "\n".join([BEGIN, "", "| budget | value | bounds |", "| --- | --- | --- |", *rows, "", END])
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201
