@@ -24,7 +24,8 @@ ends the stream.
 The body of a refusal has the same layout in every version: the number of an error kind as a little-endian `u32`, then
 UTF-8 text. A refusal may arrive in place of any message, also with another version number in its header.
 
-Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight with one frame. Only `Attach` carries any.
+Descriptors travel as SCM_RIGHTS with the first byte of a frame, at most eight with one frame. Only `Attach` carries
+any.
 
 Streams
 =======
@@ -41,15 +42,15 @@ The greeting (D is the side that dials, A is the side that accepts)::
     A -> D   Welcome    party, HMAC-SHA256(key, "acceptor" 00 hello-body challenge-nonce welcome-body with a zero mac),
                         name of the local socket, secret
 
-The key is the token if there is one. Without a token, the key is empty over the local socket, where the kernel names the
-user of each side (SO_PEERCRED). Without a token the key over TCP is the *secret* of the engine that accepts. A process
-of the same user obtains that secret with a `Meet` greeting over the local socket.
+The key is the token if there is one. Without a token, the key is empty over the local socket, where the kernel names
+the user of each side (SO_PEERCRED). Without a token the key over TCP is the *secret* of the engine that accepts. A
+process of the same user obtains that secret with a `Meet` greeting over the local socket.
 
 The purpose says what follows the greeting:
 
 `Link`, with `probe_local`, over TCP
-    If `host` equals the boot id of A, A answers with the abstract name of its local socket in `Welcome.local` and closes
-    the stream. D dials that socket next. Otherwise the stream becomes a link over TCP.
+    If `host` equals the boot id of A, A answers with the abstract name of its local socket in `Welcome.local` and
+    closes the stream. D dials that socket next. Otherwise the stream becomes a link over TCP.
 `Link`, over TCP
     A sends `Control::Pong`. From then on the stream is the control stream of a link.
 `Link`, over the local socket
@@ -82,6 +83,6 @@ request                    what follows
 `Unlink`                   `Done`; the link has ended
 ========================== ===================================================================================
 
-Cache bytes travel in the order of the plan: wave after wave, in each wave tensor after tensor, in each tensor span after
-span. Where more than 48 KiB are still to come, 64 zero bytes stand before byte 0 and before every 4 MiB after it.
+Cache bytes travel in the order of the plan: wave after wave, in each wave tensor after tensor, in each tensor span
+after span. Where more than 48 KiB are still to come, 64 zero bytes stand before byte 0 and before every 4 MiB after it.
 """

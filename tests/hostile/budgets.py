@@ -23,18 +23,23 @@ class Budget(NamedTuple):
 
 
 BUDGETS: dict[str, Budget] = {
-    "idle_threads": Budget(12, "threads", "of an engine that is idle, with any number of links"),
-    "serving_threads": Budget(32, "threads", "that all links share to answer their peers' calls, beyond the idle ones"),
-    "pending_share": Budget(8, "th of the open-file limit", "connections that are not yet a link, in all"),
-    "pending_least": Budget(4, "connections", "that may be pending however low the open-file limit is"),
-    "pending_most": Budget(256, "connections", "that may be pending however high the open-file limit is"),
-    "link_descriptors": Budget(1, "descriptor", "of an idle link, beside its idle call streams"),
+    "idle_threads": Budget(12, "threads", "of an idle engine, with any number of links"),
+    "serving_threads": Budget(32, "threads", "beyond those, which answer the calls of all links"),
+    "pending_share": Budget(
+        8, "", "one in so many of the descriptors that the process may open: connections that are no link yet"
+    ),
+    "pending_least": Budget(4, "connections", "that are no link yet, however low that limit is"),
+    "pending_most": Budget(256, "connections", "that are no link yet, however high that limit is"),
+    "link_descriptors": Budget(3, "descriptors", "of one link beside its call streams"),
+    "link_streams": Budget(128, "call streams", "of one link, each a descriptor"),
     "link_frames": Budget(64 * MIB, "bytes", "of frames of one link that have begun and are not complete"),
     "all_frames": Budget(256 * MIB, "bytes", "of frames of all links that have begun and are not complete"),
-    "peak_memory": Budget(512 * MIB, "bytes", "by which hostile peers can raise the resident memory, in all"),
-    "mapped_share": Budget(4, "times the memory of the host", "of peers' memory that is mapped, in all"),
-    "frame_silence": Budget(1, "times link_silence", "after which a frame that does not go on ends its stream"),
-    "row_silence": Budget(1, "times link_silence", "after which a transfer that does not go on loses its rows"),
+    "peak_memory": Budget(512 * MIB, "bytes", "of resident memory that all peers together can cost"),
+    "mapped_share": Budget(
+        4, "times the memory of the host", "of all peers' memory that is mapped, unless an option says otherwise"
+    ),
+    "frame_silence": Budget(1, "times `link_silence`", "after which a frame that does not go on ends its stream"),
+    "row_silence": Budget(1, "times `link_silence`", "after which a transfer that does not go on loses its rows"),
 }
 
 # Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
@@ -60,7 +65,10 @@ def mapped() -> int:
 
 def table() -> str:
     """The table as the documentation has it."""
-    rows = [f"| `{name}` | {budget.value:,} {budget.unit} | {budget.bounds} |" for name, budget in BUDGETS.items()]
+    rows = [
+        f"| `{name}` | {f'{budget.value:,} {budget.unit}'.strip()} | {budget.bounds} |"
+        for name, budget in BUDGETS.items()
+    ]
     return "\n".join([BEGIN, "", "| budget | value | bounds |", "| --- | --- | --- |", *rows, "", END])
 
 

@@ -1,8 +1,8 @@
 """Sockets, frames, greetings and links of a peer that does what it likes.
 
-`Wire` is one socket that carries frames. `Peer` is who greets: it dials links and call streams, and can stop at any step
-of a greeting. `Listener` accepts what an engine dials. `Tender` answers the pings of many links, so that they stay
-alive while the attack goes on. Not for: the bytes of messages (`messages`) or what an attack may cost (`budgets`).
+`Wire` is one socket that carries frames. `Peer` is who greets: it dials links and call streams, and can stop at any
+step of a greeting. `Listener` accepts what an engine dials. `Tender` answers the pings of many links, so that they
+stay alive while the attack goes on. Not for: the bytes of messages (`messages`) or what an attack may cost (`budgets`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 VERSION = int(os.environ.get("LLM_DATADIST_HOSTILE_VERSION", "5"))
 MAGIC = b"LD"
@@ -55,7 +55,7 @@ def frame(body: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
     return header(len(body), kind, version) + body
 
 
-class Ended(ConnectionError):
+class EndedError(ConnectionError):
     """The other side closed the stream, or refused; the text is its reason."""
 
 
@@ -79,12 +79,12 @@ class Wire:
         self.socket.sendall(data)
 
     def hear(self) -> bytes:
-        """The body of the next message. `Ended` if a refusal or nothing comes."""
+        """The body of the next message. `EndedError` if a refusal or nothing comes."""
         kind, body, descriptors = self.receive()
         for descriptor in descriptors:
             os.close(descriptor)
         if kind == REFUSAL:
-            raise Ended(body[4:].decode())
+            raise EndedError(body[4:].decode())
         return body
 
     def receive(self) -> tuple[int, bytes, list[int]]:
@@ -95,7 +95,9 @@ class Wire:
         for _, kind, data in extra:
             if kind == socket.SCM_RIGHTS:
                 descriptors += array.array("i", data[: len(data) - len(data) % 4])
-        magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)) if start else self._end())
+        magic, version, kind, length = struct.unpack(
+            "<2sBBI", start + self.exactly(8 - len(start)) if start else self._end()
+        )
         assert magic == MAGIC, magic
         assert kind == REFUSAL or version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
         return kind, self.exactly(length), descriptors
@@ -110,8 +112,8 @@ class Wire:
             got += more
         return bytes(got)
 
-    def _end(self) -> bytes:
-        raise Ended("the other side closed the stream without a reason")
+    def _end(self) -> None:
+        raise EndedError("the other side closed the stream without a reason")
 
     def ended(self, limit: float = LIMIT) -> bool:
         """Whether the other side ends the stream within the limit, whatever it says before."""
@@ -146,7 +148,8 @@ class Link:
         assert self.dial is not None, "the engine dialled this link"
         wire = self.dial()
         self.calls.append(wire)
-        self.peer.greet(wire, m.purpose_call(self.number, reverse))
+        told = self.peer.greet(wire, m.purpose_call(self.number, reverse))
+        assert told["proved"], "the engine does not know the key"
         return wire
 
     def close(self) -> None:
@@ -219,7 +222,9 @@ class Offer:
 class Peer:
     """Who greets: a cluster id, an instance, a token or none."""
 
-    def __init__(self, cluster: int, token: str | None, *, accessible: bool = True, instance: int | None = None) -> None:
+    def __init__(
+        self, cluster: int, token: str | None, *, accessible: bool = True, instance: int | None = None
+    ) -> None:
         self.cluster = cluster
         self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
         self.accessible = accessible
@@ -270,53 +275,53 @@ class Peer:
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
         """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
         number = int.from_bytes(os.urandom(8), "little")
-        wire = dial_tcp(address, window)
-        link = Link(self, number, wire, lambda: dial_tcp(address, window))
-        told = self.greet(wire, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
-        assert stop in STEPS[:-1] or told["proved"], "the engine does not know the token"
-        if stop == "up":
-            assert wire.hear() == m.PONG
+        link = Link(self, number, dial_tcp(address, window), lambda: dial_tcp(address, window))
+        with _closed_on_failure(link):
+            self.greet(link.control, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
+            if stop == "up":
+                assert link.control.hear() == m.PONG
         return link
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
-        """A link over the local socket, with memory offered. `stop` may also be "half attach", "attach" or "attached"."""
+        """A link over the local socket, with memory offered. `stop` may also name a step of the offer."""
         number = int.from_bytes(os.urandom(8), "little")
-        wire = dial_local(name)
-        link = Link(self, number, wire, lambda: dial_local(name))
-        self.greet(wire, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
-        if stop in STEPS:
-            return link
+        link = Link(self, number, dial_local(name), lambda: dial_local(name))
+        with _closed_on_failure(link):
+            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
+            if stop not in STEPS:
+                self._offer(link, offer, stop)
+        return link
+
+    def _offer(self, link: Link, offer: Offer | None, stop: str) -> None:
+        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
         made = Offer() if offer is None else offer
         try:
             if stop == "half attach":
-                wire.send(frame(made.body)[:10])
-                return link
-            wire.say(made.body, made.descriptors)
-            m.read_attach(wire.hear())
+                link.control.send(frame(made.body)[:10])
+                return
+            link.control.say(made.body, made.descriptors)
+            m.read_attach(link.control.hear())
             if stop == "attach":
-                return link
-            wire.say(m.attached())
-            link.seen = m.read_attached(wire.hear())
+                return
+            link.control.say(m.attached())
+            link.seen = m.read_attached(link.control.hear())
             if stop == "up":
-                assert wire.hear() == m.PONG
+                assert link.control.hear() == m.PONG
         finally:
             if offer is None:
                 made.close()
-        return link
 
     def local_name(self, address: str) -> str:
         """The abstract name of an engine's local socket, as it tells a process of its own host."""
-        wire = dial_tcp(address)
-        told = self.greet(wire, m.purpose_link(1, probe=True))
-        wire.close()
+        with closing(dial_tcp(address)) as wire:
+            told = self.greet(wire, m.purpose_link(1, probe=True))
         assert told["local"], told
         return str(told["local"])
 
     def meet(self, name: str) -> None:
         """Obtain the secret that proves streams over TCP where there is no token."""
-        wire = dial_local(name)
-        self.secret = self.greet(wire, m.purpose_meet())["secret"] or b""
-        wire.close()
+        with closing(dial_local(name)) as wire:
+            self.secret = self.greet(wire, m.purpose_meet())["secret"] or b""
 
     # -- accepting -----------------------------------------------------------------------------------------------
 
@@ -353,6 +358,16 @@ def dial_local(name: str) -> Wire:
     return Wire(made)
 
 
+@contextmanager
+def _closed_on_failure(link: Link) -> Iterator[None]:
+    """Close the streams of a link that does not come about."""
+    try:
+        yield
+    except BaseException:
+        link.close()
+        raise
+
+
 class Listener:
     """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own."""
 
@@ -363,6 +378,7 @@ class Listener:
         self.links: list[Link] = []
         self.wires: list[Wire] = []
         self.streams = 0  # call streams that were greeted
+        self.deaf: threading.Event | None = None  # nobody is greeted until it is set
         self.threads = [threading.Thread(target=self._accept, daemon=True)]
         self.threads[0].start()
 
@@ -377,6 +393,9 @@ class Listener:
 
     def _greet(self, wire: Wire) -> None:
         with suppress(OSError, AssertionError):
+            if self.deaf is not None:
+                self.deaf.wait(2 * LIMIT)
+                return
             told = self.peer.answer(wire)
             if told["is"] == "Link":
                 wire.say(m.PONG)

@@ -1,7 +1,8 @@
 """Every message of the protocol: encoders for what a hostile peer says, decoders for what it hears.
 
-Encoders take plain numbers and check nothing, because most of what they write here is wrong on purpose. Decoded messages
-are dictionaries with the name of the variant under "is". Not for: the order of messages (the package's docstring).
+Encoders take plain numbers and check nothing, because most of what they write here is wrong on purpose. Decoded
+messages are dictionaries with the name of the variant under "is". Not for: the order of messages (the docstring of the
+package).
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def described(
     generation: int = 0,
     cache: int = 1,
     row: int = 0,
-    tensors: int = 1,
+    tensors: int = 2,
     rows: int = 4,
     row_bytes: int = 256,
     blocks: bool = True,

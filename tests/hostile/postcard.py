@@ -1,9 +1,9 @@
 """The postcard encoding, as far as the protocol uses it.
 
-Integers wider than a byte are little-endian groups of seven bits, the high bit says that more follow; signed ones are
-zigzag-coded first. Booleans and bytes take one byte. Text, byte strings and lists start with their length. Options start
-with 0 or 1. An enum starts with the number of its variant. Structs, tuples and arrays of a fixed length are their fields,
-one after the other. Not for: which fields a message has (`messages`).
+Integers wider than a byte are little-endian groups of seven bits; the high bit says that more follow. Signed integers
+are zigzag-coded first. Booleans and bytes take one byte. Text, byte strings and lists start with their length. Options
+start with 0 or 1. An enum starts with the number of its variant. Structs, tuples and arrays of a fixed length are their
+fields, one after the other. Not for: which fields a message has (`messages`).
 """
 
 from __future__ import annotations

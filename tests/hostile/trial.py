@@ -1,8 +1,8 @@
 """An engine under attack, the honest peers that must not notice, and what the attack costs.
 
-`Trial` starts the victim in a process of its own. Two more processes link to it and pull from it all the while, one over
-TCP and one by shared memory. `Watch` looks at the victim's threads, descriptors and memory every few milliseconds. At the
-end `Trial.judge` compares what it saw with the budgets. Not for: the attacks (`tests/test_hostile_peers.py`).
+`Trial` starts the victim in a process of its own. Two more processes link to it and pull from it all the while, one
+over TCP and one by shared memory. `Watch` looks at the victim's threads, descriptors and memory every few milliseconds.
+At the end `Trial.judge` compares what it saw with the budgets. Not for: the attacks (`tests/test_hostile_peers.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VICTIM = 2
 HEARTBEAT, SILENCE = 500, 3000  # ms
 PULL_LIMIT = 3000  # ms: the deadline of each honest pull
 ROWS, ROW_BYTES = 8, 8192  # of the cache that honest peers pull; it holds pattern 1
-PREY_ROWS, PREY_BYTES = 64, 128 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
+PREY_ROWS, PREY_BYTES = 64, 64 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
 POOL = 32 << 20
 
 
@@ -162,7 +162,7 @@ class Trial:
         try:
             self.host_threads = len(thread_names(self._pid()))
             self.victim.open(options(**common), VICTIM)
-            prey = (PREY_ROWS, PREY_BYTES, 1)
+            prey = (PREY_ROWS, PREY_BYTES, 2)
             self.victim.allocate("calm", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(VICTIM)], seed=1)
             self.victim.allocate("prey", *prey, blocks=True, keys=[by_blocks(VICTIM, 1)], seed=5)
             self.honest = [self.join(30 + number, way) for number, way in enumerate(honest)]
@@ -208,8 +208,10 @@ class Trial:
         if self.watch is not None:
             self.watch.close()
 
-    def judge(self, *, links: int = 0, calls: int = 0, mapped: int = 0, memory: int | None = None) -> dict[str, Any]:
-        """The verdict, after an attack with so many links, and calls under way.
+    def judge(
+        self, *, links: int = 0, calls: int = 0, streams: int = 0, mapped: int = 0, memory: int | None = None
+    ) -> dict[str, Any]:
+        """The verdict, after an attack with so many links, calls under way, and further call streams.
 
         `mapped` are bytes that the peers may have the victim map, `memory` those that it may take for them.
         """
@@ -224,6 +226,7 @@ class Trial:
             + pending
             + links * budgets.value("link_descriptors")
             + calls
+            + streams
             + 16,  # those that honest calls and the application open for a moment
             "resident": watch.before.resident + (budgets.value("peak_memory") if memory is None else memory),
             "mapped": watch.before.mapped + mapped + (1 << 30) + links * (1 << 18),
@@ -235,7 +238,7 @@ class Trial:
             assert set(one["codes"]) == {OK}, f"an honest pull failed: {one}; {seen_text}"
             assert one["wrong"] == 0, one
             assert one["pulls"] > 0, one
-            assert one["slowest"] * 1000 < PULL_LIMIT, one
+            assert one["slowest"] * 1000 < float(self.common["llm__SyncKvCacheWaitTime"]) + 500, one
         for each in self.honest:
             links_now = [link["cluster"] for link in each.links()]
             assert links_now == [VICTIM], f"an honest peer lost its link: {links_now}"
