@@ -483,7 +483,9 @@ class End:
     def become(self, user: int) -> None:
         """Be another user from now on, one that the kernel lets look at its own files in /proc."""
         import ctypes  # noqa: PLC0415
+        import encodings.idna  # noqa: F401, PLC0415
 
+        pattern(0, 1, 1, 1)  # numpy imports parts of itself late, from files that the user may not be able to read
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)

@@ -25,6 +25,7 @@ class Budget(NamedTuple):
 BUDGETS: dict[str, Budget] = {
     "idle_threads": Budget(12, "threads", "of an idle engine, with any number of links"),
     "serving_threads": Budget(32, "threads", "beyond those, which answer the calls of all links"),
+    "call_threads": Budget(1, "thread", "beyond those, for each link that has a call under way"),
     "pending_share": Budget(
         8, "", "one in so many of the descriptors that the process may open: connections that are no link yet"
     ),
@@ -43,7 +44,19 @@ BUDGETS: dict[str, Budget] = {
 }
 
 # Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
-ROLES = frozenset({"llm-control", "llm-serve", "llm-copy", "llm-lane", "llm-merge", "llm-each", "llm-comm", "llm-link"})
+ROLES = frozenset(
+    {
+        "llm-comm",  # looks for the members of a communicator
+        "llm-copy",  # copies
+        "llm-each",  # links one of several clusters that a call names
+        "llm-greet",  # greets on a connection that was accepted
+        "llm-lane",  # carries layers that are ready
+        "llm-links",  # watches all links
+        "llm-listen",  # accepts connections
+        "llm-merge",  # puts memory into huge pages
+        "llm-serve",  # answers the calls of peers
+    }
+)
 
 
 def value(name: str) -> int:

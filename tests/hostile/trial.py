@@ -209,9 +209,9 @@ class Trial:
             self.watch.close()
 
     def judge(
-        self, *, links: int = 0, calls: int = 0, streams: int = 0, mapped: int = 0, memory: int | None = None
+        self, *, links: int = 0, streams: int = 0, busy: int = 0, mapped: int = 0, memory: int | None = None
     ) -> dict[str, Any]:
-        """The verdict, after an attack with so many links, calls under way, and further call streams.
+        """The verdict, after an attack with so many links, call streams, and links that have a call under way.
 
         `mapped` are bytes that the peers may have the victim map, `memory` those that it may take for them.
         """
@@ -221,11 +221,13 @@ class Trial:
         assert self.alive(), f"the victim died with {self.victim.process.poll()}\n{self.victim.said()}"
         pending = budgets.pending(self.open_files)
         most = {
-            "threads": self.host_threads + budgets.value("idle_threads") + budgets.value("serving_threads") + calls,
+            "threads": self.host_threads
+            + budgets.value("idle_threads")
+            + budgets.value("serving_threads")
+            + (busy + len(self.honest)) * budgets.value("call_threads"),
             "descriptors": watch.before.descriptors
             + pending
             + links * budgets.value("link_descriptors")
-            + calls
             + streams
             + 16,  # those that honest calls and the application open for a moment
             "resident": watch.before.resident + (budgets.value("peak_memory") if memory is None else memory),
