@@ -876,10 +876,10 @@ def test_answers_that_mean_nothing_fail_the_call_and_nothing_else() -> None:
             assert trial.victim.link_clusters([(77, listener.address)])[0] == OK
             tender.add(eventually(lambda: listener.links)[0])
             trial.begin()
-            for what, body in NONSENSE.items():
+            for model, (what, body) in enumerate(NONSENSE.items()):
                 answer["body"] = body
                 for call in ("pull_blocks", "push_blocks"):
-                    told, seconds, _ = trial.victim.timed(call, by_blocks(77), "n", [0], [0])
+                    told, seconds, _ = trial.victim.timed(call, by_blocks(77, model), "n", [0], [0])
                     assert told not in {OK, "MemoryError"}, (what, call, told)
                     assert seconds < 1 + SLACK, (what, call, seconds)
             trial.settle()
@@ -912,6 +912,99 @@ def test_answers_that_nobody_asked_for(held: ExitStack) -> None:
         assert call.ended(silence() + SLACK), "a reply is no request"
         fair.control.send(frame(m.PONG) * 100_000)
         trial.judge(links=2, streams=2, busy=2)
+
+
+# -- memory that is described wrongly ------------------------------------------------------------------------------
+
+REGION = 1 << 20
+PLACES: dict[str, bytes] = {
+    "behind the region": m.in_region([m.run(REGION, 0, 2)]),
+    "at the end of the region": m.in_region([m.run(REGION - 1, 0, 2)]),
+    "at 2^64-1": m.in_region([m.run(U64, 0, 2)]),
+    "at 2^63": m.in_region([m.run(2**63, 0, 2)]),
+    "around zero": m.in_region([m.run(0, U64, 2)]),
+    "in the other region": m.in_region([m.run(0, 4096, 2)], 1),
+    "in region 255": m.in_region([m.run(0, 4096, 2)], 255),
+    "for one tensor only": m.in_region([m.run(0, 4096, 1)]),
+    "for 2^32-1 tensors": m.in_region([m.run(0, 4096, U32)]),
+    "for no tensor": m.in_region([]),
+    "in runs without an end": m.in_region([m.run(0, 0, U32)] * 1000),
+    "in a process, at zero": m.in_process([m.run(0, 0, 2)]),
+    "in a process, in the kernel": m.in_process([m.run(2**64 - 4096, 0, 2)]),
+    "nowhere": m.HIDDEN,
+}
+
+
+def test_places_that_lie_fail_the_pull_alone(held: ExitStack) -> None:
+    """The victim maps the region of a hostile peer and pulls from where that peer says a cache is."""
+    with Trial(honest=["auto"]) as trial, Tender() as tender:
+        answer = {"body": b""}
+
+        def serve(wire: Wire) -> None:
+            while True:
+                wire.hear()
+                wire.say(answer["body"])
+
+        offer = Offer([memory(GENERATIONS), memory(REGION)], regions=(REGION, None))
+        held.callback(offer.close)
+        with Listener(trial.attacker(77), serve, offer) as listener:
+            trial.victim.allocate("n", 4, 256, 2, blocks=True, seed=3)
+            assert trial.victim.link_clusters([(77, listener.address)])[0] == OK
+            tender.add(eventually(lambda: listener.links)[0])
+            (link,) = (one for one in trial.victim.links() if one["cluster"] == 77)
+            assert (link["transport"], link["pools"]) == ("shm", "mapped")
+            trial.begin()
+            for number, (what, place) in enumerate(PLACES.items()):
+                answer["body"] = m.described(place=number, location=place)
+                # Each under a name of its own, because a description is kept.
+                told, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
+                assert told not in {OK, "MemoryError"}, (what, told)
+                assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
+            # A fair place works, so that the lies got as far as the copy; memory that was never written is zero.
+            answer["body"] = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
+            told, _, text = trial.victim.timed("pull_blocks", by_blocks(77, 99), "n", [0], [0])
+            assert told == OK, text
+            assert not any(tensor[0].any() for tensor in trial.victim.read("n"))
+            trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
+
+
+def test_generations_that_never_rest_end_the_pull_in_time(held: ExitStack) -> None:
+    """The hostile peer raises the generation of its cache all the time: every read of the victim is in vain."""
+    with Trial(honest=["auto"], llm__SyncKvCacheWaitTime=1000) as trial, Tender() as tender:
+        generations = memory(GENERATIONS, 0)
+        numbers = mmap.mmap(generations, 4096)
+        held.callback(numbers.close)
+        fcntl.fcntl(generations, F_ADD_SEALS, SEALS)
+        over = threading.Event()
+        count = [0]
+
+        def raise_it() -> None:
+            while not over.is_set():
+                count[0] += 1
+                numbers[0:8] = count[0].to_bytes(8, "little")
+
+        def serve(wire: Wire) -> None:
+            while True:
+                wire.hear()
+                wire.say(m.described(generation=count[0], location=m.in_region([m.run(0, 4096, 2)])))
+
+        offer = Offer([generations, memory(REGION)], regions=(REGION, None))
+        held.callback(offer.close)
+        thread = threading.Thread(target=raise_it, daemon=True)
+        with Listener(trial.attacker(77), serve, offer) as listener:
+            trial.victim.allocate("n", 4, 256, 2, blocks=True, seed=3)
+            assert trial.victim.link_clusters([(77, listener.address)])[0] == OK
+            tender.add(eventually(lambda: listener.links)[0])
+            thread.start()
+            trial.begin()
+            try:
+                for _ in range(3):
+                    _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
+                    assert seconds < 1 + SLACK, text
+            finally:
+                over.set()
+                thread.join(LIMIT)
+            trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
 
 
 NOISE = random.Random(7)  # noqa: S311

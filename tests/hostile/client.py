@@ -369,23 +369,34 @@ def _closed_on_failure(link: Link) -> Iterator[None]:
 
 
 class Listener:
-    """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own."""
+    """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own.
 
-    def __init__(self, peer: Peer, serve: Callable[[Wire], None]) -> None:
-        self.peer, self.serve = peer, serve
+    With an offer of memory it sends the engine to a local socket, over which the offer goes.
+    """
+
+    def __init__(self, peer: Peer, serve: Callable[[Wire], None], offer: Offer | None = None) -> None:
+        self.peer, self.serve, self.offer = peer, serve, offer
         self.door = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.address = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.doors = [self.door]
+        self.local: str | None = None
+        if offer is not None:
+            self.local = f"hostile.{os.urandom(8).hex()}"
+            self.doors.append(socket.socket(socket.AF_UNIX))
+            self.doors[1].bind(b"\0" + self.local.encode())
+            self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
         self.streams = 0  # call streams that were greeted
         self.deaf: threading.Event | None = None  # nobody is greeted until it is set
-        self.threads = [threading.Thread(target=self._accept, daemon=True)]
-        self.threads[0].start()
+        self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
+        for thread in list(self.threads):
+            thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, door: socket.socket) -> None:
         with suppress(OSError):
             while True:
-                wire = Wire(self.door.accept()[0])
+                wire = Wire(door.accept()[0])
                 self.wires.append(wire)
                 thread = threading.Thread(target=self._greet, args=(wire,), daemon=True)
                 self.threads.append(thread)
@@ -396,8 +407,16 @@ class Listener:
             if self.deaf is not None:
                 self.deaf.wait(2 * LIMIT)
                 return
-            told = self.peer.answer(wire)
+            probed = wire.socket.family != socket.AF_UNIX
+            told = self.peer.answer(wire, self.local if probed else None)
             if told["is"] == "Link":
+                if self.local is not None and probed:
+                    return
+                if self.offer is not None:
+                    wire.say(self.offer.body, self.offer.descriptors)
+                    m.read_attach(wire.hear())
+                    wire.say(m.attached())
+                    m.read_attached(wire.hear())
                 wire.say(m.PONG)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:
@@ -408,9 +427,10 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self.door.shutdown(socket.SHUT_RDWR)
-        self.door.close()
+        for door in self.doors:
+            with suppress(OSError):
+                door.shutdown(socket.SHUT_RDWR)
+            door.close()
         for wire in self.wires:
             with suppress(OSError):
                 wire.socket.shutdown(socket.SHUT_RDWR)
