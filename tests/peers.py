@@ -748,7 +748,10 @@ class Peer:
         until = time.monotonic() + limit
         while b"\n" not in self._rest:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            # `select` knows no descriptor above 1,023, and a test may hold more.
+            poll = select.poll()
+            poll.register(self.process.stdout, select.POLLIN)
+            if left <= 0 or not poll.poll(1000 * left):
                 self.spoiled = True
                 raise AssertionError(f"{call}: no answer within {limit} s\n{self.said()}")
             more = os.read(self.process.stdout.fileno(), 1 << 20)
