@@ -56,7 +56,7 @@ def test_an_engine_with_200_idle_links_has_few_threads() -> None:
             return len(thread_names(engine.pid())) - before <= most
 
         try:
-            eventually(rested, 5)
+            eventually(rested, 15)  # a thread that nobody needs is kept for a while
         except AssertionError:
             names = sorted(thread_names(engine.pid()))
             found = {one: names.count(one) for one in names}

@@ -62,9 +62,9 @@ class EndedError(ConnectionError):
 class Wire:
     """One socket that carries frames."""
 
-    def __init__(self, made: socket.socket) -> None:
+    def __init__(self, made: socket.socket, limit: float = LIMIT) -> None:
         self.socket = made
-        made.settimeout(LIMIT)
+        made.settimeout(limit)
 
     def send(self, data: bytes) -> None:
         """Bytes, whatever they mean."""
@@ -231,6 +231,7 @@ class Peer:
         self.token = token
         self.secret = b""  # the key over TCP where there is no token; `meet` obtains it
         self.host = boot_id()
+        self.patience = LIMIT  # seconds that a step of its greetings may take
 
     def party(self) -> bytes:
         """How it names itself."""
@@ -275,7 +276,8 @@ class Peer:
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
         """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
         number = int.from_bytes(os.urandom(8), "little")
-        link = Link(self, number, dial_tcp(address, window), lambda: dial_tcp(address, window))
+        dial = lambda: dial_tcp(address, window, self.patience)  # noqa: E731
+        link = Link(self, number, dial(), dial)
         with _closed_on_failure(link):
             self.greet(link.control, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
             if stop == "up":
@@ -285,7 +287,8 @@ class Peer:
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
         """A link over the local socket, with memory offered. `stop` may also name a step of the offer."""
         number = int.from_bytes(os.urandom(8), "little")
-        link = Link(self, number, dial_local(name), lambda: dial_local(name))
+        dial = lambda: dial_local(name, self.patience)  # noqa: E731
+        link = Link(self, number, dial(), dial)
         with _closed_on_failure(link):
             self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
             if stop not in STEPS:
@@ -337,7 +340,7 @@ class Peer:
         return m.read_hello(body)
 
 
-def dial_tcp(address: str, window: int | None = None) -> Wire:
+def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:
     """A connection to `ip:port`; `window` sets the receive buffer."""
     host, port = address.rsplit(":", 1)
     assert host in {"127.0.0.1", "[::1]"}, "only loopback is loaded"
@@ -345,17 +348,17 @@ def dial_tcp(address: str, window: int | None = None) -> Wire:
     if window is not None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.settimeout(LIMIT)
+    made.settimeout(limit)
     made.connect((host.strip("[]"), int(port)))
-    return Wire(made)
+    return Wire(made, limit)
 
 
-def dial_local(name: str) -> Wire:
+def dial_local(name: str, limit: float = LIMIT) -> Wire:
     """A connection to an abstract name."""
     made = socket.socket(socket.AF_UNIX)
-    made.settimeout(LIMIT)
+    made.settimeout(limit)
     made.connect(b"\0" + name.encode())
-    return Wire(made)
+    return Wire(made, limit)
 
 
 @contextmanager

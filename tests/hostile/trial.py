@@ -219,14 +219,15 @@ class Trial:
         watch = self.watch
         assert watch is not None
         assert self.alive(), f"the victim died with {self.victim.process.poll()}\n{self.victim.said()}"
-        pending = budgets.pending(self.open_files)
+        links = min(links, budgets.incoming(self.open_files) + 16)  # those that the victim made are not bounded
+        streams = min(streams, budgets.streams(self.open_files) + 2 * links)
         most = {
             "threads": self.host_threads
             + budgets.value("idle_threads")
             + budgets.value("serving_threads")
             + (busy + len(self.honest)) * budgets.value("call_threads"),
             "descriptors": watch.before.descriptors
-            + pending
+            + budgets.pending(self.open_files)
             + links * budgets.value("link_descriptors")
             + streams
             + 16,  # those that honest calls and the application open for a moment
