@@ -30,6 +30,8 @@ EMITTED: list[tuple[str, Any, str, str]] = [
     ("link_heartbeat", 3_600_000, "llm.LinkHeartbeat", "3600000"),
     ("link_silence", 2, "llm.LinkSilence", "2"),
     ("link_silence", 86_400_000, "llm.LinkSilence", "86400000"),
+    ("link_pin_limit", 1, "llm.LinkPinLimit", "1"),
+    ("link_pin_limit", 86_400_000, "llm.LinkPinLimit", "86400000"),
     *[("link_transport", word, "llm.LinkTransport", word) for word in ("auto", "shm", "tcp")],
     ("link_streams", 1, "llm.LinkStreams", "1"),
     ("link_streams", 16, "llm.LinkStreams", "16"),
@@ -40,7 +42,7 @@ EMITTED: list[tuple[str, Any, str, str]] = [
 ]
 NAMES = sorted({name for name, *_ in EMITTED})
 
-INTEGERS = ("link_heartbeat", "link_silence", "link_streams", "rank_port")
+INTEGERS = ("link_heartbeat", "link_pin_limit", "link_silence", "link_streams", "rank_port")
 TEXTS = ("link_token", "link_transport", "rank_hosts")
 REFUSED: list[tuple[str, Any, Expected]] = [
     *[(name, bad, TE) for name in INTEGERS for bad in ("5", 5.0, True, [5])],

@@ -40,6 +40,7 @@ __all__ = [
     "check_isinstance",
     "check_layer_range",
     "check_link_heartbeat",
+    "check_link_pin_limit",
     "check_link_retry_count",
     "check_link_silence",
     "check_link_streams",
@@ -546,6 +547,9 @@ def check_link_heartbeat(arg_value: int) -> None:
 
 def check_link_silence(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 2 to 86400000, in milliseconds; ``init`` knows the heartbeat."""
+
+def check_link_pin_limit(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 86400000, in milliseconds."""
 
 def check_link_transport(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``shm`` or ``tcp``."""

@@ -400,7 +400,8 @@ class LlmConfig:
     )
     link_accept_remote = _Flag(
         "llm.LinkAcceptRemote",
-        "Whether a listener without a token accepts peers of other hosts (own option); or the environment variable "
+        "Whether peers are admitted without any proof where no token is set: everybody who can reach a listener, whatever "
+        "the user or the host. Both sides need it (own option); or the environment variable "
         "``LLM_DATADIST_ACCEPT_REMOTE``.",
     )
     link_heartbeat = _Own(
@@ -414,6 +415,13 @@ class LlmConfig:
         int,
         _core.check_link_silence,
         "Milliseconds without a sign of life after which a link is broken, at least two heartbeats; 5000 (own option).",
+    )
+    link_pin_limit = _Own(
+        "llm.LinkPinLimit",
+        int,
+        _core.check_link_pin_limit,
+        "Milliseconds, at most, for which a peer may keep rows of this process pinned for one transfer, whatever "
+        "deadline it announces, 1 to 86400000; 600000 (own option).",
     )
     link_transport = _Own(
         "llm.LinkTransport",

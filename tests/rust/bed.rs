@@ -13,6 +13,7 @@ use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::mem::Region;
 use llm_datadist_core::mem::kernel::Kernel;
+use llm_datadist_core::transport::{Accepted, Listener, Stream};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind, Placement,
     PoolConfig, Result, Role,
@@ -271,4 +272,71 @@ pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
         .iter()
         .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
         .collect()
+}
+
+/// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.
+pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
+    loop {
+        match listener.accept().unwrap() {
+            Accepted::Stream(stream) => return Some(*stream),
+            Accepted::Closed => return None,
+            Accepted::NoRoom(errno) => panic!("no room for a connection: {errno}"),
+            Accepted::Nobody => {
+                let ready = listener.readiness();
+                let limit = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+                let mut watched = [rustix::event::PollFd::new(&ready, rustix::event::PollFlags::IN)];
+                let found = rustix::event::poll(&mut watched, Some(&limit)).unwrap();
+                assert!(found > 0, "nobody came to {} within a minute", listener.address());
+            }
+        }
+    }
+}
+
+/// The lines that engines of this process have logged: level, target and text. Tests run side by side, so a test looks for
+/// a line that only its own engines can have written.
+pub fn logged() -> Vec<String> {
+    LOG.lock().unwrap().clone()
+}
+
+static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Keeps every line of the log; called before the first engine is opened.
+pub fn keep_log() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| tracing::subscriber::set_global_default(Log).unwrap());
+}
+
+struct Log;
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Text(String);
+        impl tracing::field::Visit for Text {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                if field.name() == "message" {
+                    self.0 = format!("{value:?}");
+                }
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        let about = event.metadata();
+        LOG.lock().unwrap().push(format!("{} {} {}", about.level(), about.target(), text.0));
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
 }

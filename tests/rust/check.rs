@@ -527,6 +527,7 @@ fn link_options() {
     .unwrap();
     let hosts = [("192.0.2.9", "192.0.2.8:1"), ("5", "[::1]:70")];
     let expected = LinkConfig {
+        pin_limit: Duration::from_secs(600),
         listen: Some("127.0.0.1:0".parse().unwrap()),
         token: Some(Token::new("sixteen letters!")),
         accept_remote: true,

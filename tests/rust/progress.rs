@@ -18,7 +18,7 @@ use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Buffer, adopt, config, desc, pattern, proptest_cases};
+use crate::bed::{Buffer, accepted, adopt, config, desc, pattern, proptest_cases};
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
     CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
@@ -123,7 +123,7 @@ fn pair(name: &str) -> (Stream, Stream) {
     let at = Address::Local(name.to_owned());
     let listener = transport.listen(&at).unwrap();
     let near = transport.dial(&at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = accepted(&*listener).unwrap();
     (near, far)
 }
 

@@ -181,12 +181,14 @@ pub struct LinkConfig {
     pub listen: Option<SocketAddr>,
     /// What a peer must prove to know, and this side proves.
     pub token: Option<Token>,
-    /// Whether a listener without a token accepts peers of other hosts.
+    /// Whether peers are admitted without any proof where no token is set: everybody who can reach a listener.
     pub accept_remote: bool,
     /// How often a link that is silent is tried.
     pub heartbeat: Duration,
     /// How long a peer may be silent before its link breaks.
     pub silence: Duration,
+    /// For how long at most a peer may keep rows of this side pinned for one transfer, whatever deadline it announced.
+    pub pin_limit: Duration,
     /// Limit of a rank-table link, all its tries together.
     pub total: Duration,
     /// How many tries of a rank-table link fit into that limit at least: one takes its share of it at most. There are
@@ -212,6 +214,7 @@ impl Default for LinkConfig {
             accept_remote: false,
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(5),
+            pin_limit: Duration::from_secs(600),
             total: Duration::from_secs(120),
             retries: 1,
             transport: TransportChoice::Auto,

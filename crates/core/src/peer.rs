@@ -14,20 +14,12 @@ use crate::engine::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
-use crate::links::{Answer, Link, hear_next, location, say, say_before};
+use crate::links::{Answer, Link, location, say, say_before};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
-use crate::wire::{Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
-
-/// After a description the next request of the same call comes within microseconds: it is watched for before the thread
-/// sleeps. Elsewhere a thread that waits uses no CPU.
-const PATIENCE: Duration = Duration::from_micros(60);
-/// A caller may leave this side's rows pinned, while it does not take its bytes, for no longer than this.
-const LONGEST: Duration = Duration::from_secs(600);
-/// A stream is idle until its link ends: the wait for a request has no limit of its own, the keeper's is what ends it.
-const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+use crate::wire::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
 
 /// The memory of a peer is read straight; the ring is for host memory that a device cannot read.
 const STAGED: Staging = Staging { path: crate::config::SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -44,24 +36,25 @@ impl Answers {
 }
 
 impl Answer for Answers {
-    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<()> {
-        let mut patience = Duration::ZERO;
-        while let Some(request) =
-            hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))?
-        {
-            patience = PATIENCE;
-            let started = Instant::now();
-            let call = Call { cluster: &self.cluster, link, stream, unlinked };
-            let served = call.serve(request);
-            let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
-            self.cluster.stats.counted(Op::Served, started.elapsed(), done);
-            match served {
-                Ok(()) | Err(Ended::Refused) => {}
-                Err(Ended::Unlinked) => return Ok(()),
-                Err(Ended::Broken(error)) => return Err(error),
-            }
+    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
+        let silence = self.cluster.config.links.silence;
+        // The request is there, or its first bytes are: what a large one may take, and how long, is asked of the link.
+        let begun = Deadline::after(silence).named("the time that a request is given");
+        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence))?;
+        let Some((kind, body, _held)) = frame else { return Ok(false) };
+        let request: Request = wire::open(kind, &body)?;
+        drop(body);
+        stream.restart_pace();
+        let started = Instant::now();
+        let call = Call { cluster: &self.cluster, link, stream, unlinked };
+        let served = call.serve(request);
+        let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
+        self.cluster.stats.counted(Op::Served, started.elapsed(), done);
+        match served {
+            Ok(()) | Err(Ended::Refused) => Ok(true),
+            Err(Ended::Unlinked) => Ok(false),
+            Err(Ended::Broken(error)) => Err(error),
         }
-        Ok(())
     }
 }
 
@@ -86,33 +79,47 @@ struct Call<'a> {
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         match request {
-            Request::Describe { name, limit_ms } => self.told(limit(limit_ms), || self.describe(name.into())),
-            Request::Consume { name, cache, first, count, limit_ms } => self.told(limit(limit_ms), || {
-                self.wanted()?;
-                self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
-                Ok(Reply::Done { bytes: 0 })
-            }),
+            Request::Describe { name, limit_ms } => {
+                self.told(self.limit(limit_ms), || self.describe(name.into()))
+            }
+            Request::Consume { name, cache, first, count, limit_ms } => {
+                self.told(self.limit(limit_ms), || {
+                    self.wanted()?;
+                    self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
+                    Ok(Reply::Done { bytes: 0 })
+                })
+            }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.told(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.read(&call, plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.write(&call, plan, (from, to), ahead)
             }
-            Request::Locate { addrs, limit_ms } => self.told(limit(limit_ms), || self.locate(&addrs)),
-            Request::Ping { limit_ms } => self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
+            Request::Locate { addrs, limit_ms } => self.told(self.limit(limit_ms), || self.locate(&addrs)),
+            Request::Ping { limit_ms } => self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
-                let told = self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                let told = self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
                 told.and(Err(Ended::Unlinked))
             }
         }
+    }
+
+    /// What the caller has left, by this side's clock; no caller may keep rows pinned for longer than `llm.LinkPinLimit`.
+    fn limit(&self, limit_ms: u64) -> Deadline {
+        let most = self.cluster.config.links.pin_limit;
+        Deadline::after(Duration::from_millis(limit_ms).min(most))
+            .named("what was left of the caller's sync_kv_timeout")
     }
 
     /// Answers with what `call` gives, or with its error.
@@ -204,6 +211,7 @@ impl Call<'_> {
         let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
             return Err(Ended::Refused);
         };
+        self.stream.restart_pace();
         let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.cluster.stats.travelled(Op::Served, bytes);
@@ -228,6 +236,7 @@ impl Call<'_> {
             self.begin(begun, bytes, call.deadline, say)
         };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
+        self.stream.restart_pace();
         let progress = Progress::default();
         let (engine, tensors) = (&self.cluster.engine, cache.tensors());
         let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
@@ -356,10 +365,4 @@ fn nowhere(at: usize, addr: u64) -> Error {
 fn too_far_ahead(bytes: u64) -> Error {
     let text = "more bytes came with a request than may come unasked";
     Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)
-}
-
-/// What the caller has left, by this side's clock.
-fn limit(limit_ms: u64) -> Deadline {
-    Deadline::after(Duration::from_millis(limit_ms).min(LONGEST))
-        .named("what was left of the caller's sync_kv_timeout")
 }

@@ -263,6 +263,12 @@ pub(crate) fn check_link_silence(arg_value: &Any<'_>) -> PyResult<()> {
     checked(arg_value.py(), check::link_silence(convert::any_int("link_silence", arg_value)?, 1))
 }
 
+/// Milliseconds, up to a day.
+#[pyfunction]
+pub(crate) fn check_link_pin_limit(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_pin_limit(convert::any_int("link_pin_limit", arg_value)?))
+}
+
 /// `auto`, `shm` or `tcp`.
 #[pyfunction]
 pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<()> {

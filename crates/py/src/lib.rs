@@ -40,11 +40,11 @@ mod _core {
     use crate::checks::{
         check_cache_key, check_copy_kernel, check_copy_workers, check_device_id, check_dict,
         check_dimensions, check_huge_pages, check_inner, check_int32, check_int64, check_isinstance,
-        check_layer_range, check_link_heartbeat, check_link_retry_count, check_link_silence,
-        check_link_streams, check_link_token, check_link_total_time, check_link_transport, check_list_int32,
-        check_list_int64, check_list_uint64, check_mem_utilization, check_positive_or_set_default,
-        check_rank_hosts, check_rank_port, check_swap_in_path, check_sync_kv_timeout, check_uint8,
-        check_uint16, check_uint32, check_uint64, tensor_bytes,
+        check_layer_range, check_link_heartbeat, check_link_pin_limit, check_link_retry_count,
+        check_link_silence, check_link_streams, check_link_token, check_link_total_time,
+        check_link_transport, check_list_int32, check_list_int64, check_list_uint64, check_mem_utilization,
+        check_positive_or_set_default, check_rank_hosts, check_rank_port, check_swap_in_path,
+        check_sync_kv_timeout, check_uint8, check_uint16, check_uint32, check_uint64, tensor_bytes,
     };
     #[pymodule_export]
     use crate::datadist::DataDist;

@@ -42,7 +42,7 @@ fn ready(engine: &DataDist, comm: u64) {
     eventually("a communicator", || match engine.comm_status(comm).unwrap() {
         CommStatus::Preparing => false,
         CommStatus::Ready => true,
-        CommStatus::Failed => panic!("{:?}", engine.notes()),
+        CommStatus::Failed => panic!("{:?}", crate::bed::logged()),
     });
 }
 
@@ -138,7 +138,7 @@ fn who_goes_by_another_name_is_not_met() {
             [&low, &high].iter().all(|engine| engine.comm_status(1).unwrap() == CommStatus::Failed)
         });
         assert!(started.elapsed() < Duration::from_secs(10));
-        let told = high.notes().join("\n");
+        let told = crate::bed::logged().join("\n");
         assert!(told.contains("failed after") && told.contains("rank 0"), "{told}");
         assert!(low.stats().links.is_empty() && high.stats().links.is_empty());
         // It stays failed, and a new one may succeed.

@@ -30,9 +30,9 @@ pub use transfer::{
     reachable,
 };
 pub use values::{
-    copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_retry_count,
-    link_silence, link_streams, link_token, link_total_time, link_transport, mem_utilization, page_shift,
-    rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
+    copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
+    link_retry_count, link_silence, link_streams, link_token, link_total_time, link_transport,
+    mem_utilization, page_shift, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
 };
 
 use hashbrown::HashMap;

@@ -114,6 +114,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     links.token = text("llm.LinkToken").map(values::link_token).transpose()?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
     silence(&mut links, text)?;
+    if let Some(limit) = text("llm.LinkPinLimit") {
+        let limit = number("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
+        values::link_pin_limit(limit)?;
+        links.pin_limit = Duration::from_millis(limit.unsigned_abs());
+    }
     if let Some(transport) = text("llm.LinkTransport") {
         links.transport = values::link_transport(transport)?;
     }

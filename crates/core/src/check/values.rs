@@ -95,6 +95,11 @@ pub fn link_silence(value: i64, heartbeat: i64) -> Result<()> {
     within("link_silence", value, heartbeat.saturating_mul(2), 86_400_000)
 }
 
+/// `link_pin_limit`: milliseconds, up to a day.
+pub fn link_pin_limit(value: i64) -> Result<()> {
+    within("link_pin_limit", value, 1, 86_400_000)
+}
+
 /// `link_transport`: `auto`, `shm` or `tcp`.
 pub fn link_transport(text: &str) -> Result<TransportChoice> {
     let choices =

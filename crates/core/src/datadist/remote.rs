@@ -89,12 +89,6 @@ impl DataDist {
         if self.links.any() { Ok(()) } else { Err(Error::new(ErrorKind::NotLinked, "there is no link")) }
     }
 
-    /// Lines for the log since the last call: links made and broken, with their transports and reasons.
-    #[must_use]
-    pub fn notes(&self) -> Vec<String> {
-        self.links.notes()
-    }
-
     pub(super) fn limit(&self, limit: Duration, name: &'static str) -> Deadline {
         Deadline::after(limit).named(name).watched(self.interrupted)
     }

@@ -31,8 +31,21 @@ pub(crate) struct Reach {
 }
 
 impl Reach {
-    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it.
+    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it: the side that dials.
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
+        Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
+        let (offered, descriptors): (Attach, _) = talk::hear_with(stream, GREETING_LIMIT, deadline)?;
+        let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
+        talk::say(stream, &told, deadline)?;
+        let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        Ok(Reach::complete(cluster, taken?, seen))
+    }
+
+    /// Has `send` send what `cluster` offers.
+    pub(crate) fn offer(
+        cluster: &Cluster,
+        send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,
+    ) -> Result<()> {
         let pools = Placement::ALL.map(|placement| cluster.pool(placement).map(|arena| arena.region()));
         let shared = pools.map(|region| region.and_then(|region| Some((region.len(), region.descriptor()?))));
         let generations = cluster.generations().descriptor();
@@ -47,9 +60,18 @@ impl Reach {
             regions: shared.map(|pool| pool.map(|(len, _)| len)),
             probe: Some((probe.address, probe.secret)),
         };
-        stream.send_with(&wire::encode(&offer)?, &descriptors, deadline)?;
-        let (offered, descriptors): (Attach, _) = talk::hear_with(stream, GREETING_LIMIT, deadline)?;
-        let taken = Taken::of(&offered, descriptors, stream.peer_pid());
+        send(&wire::encode(&offer)?, &descriptors)
+    }
+
+    /// Takes what the peer of `stream` offers, and what it is told about that.
+    pub(crate) fn take(
+        _cluster: &Cluster,
+        offered: &Attach,
+        descriptors: Vec<OwnedFd>,
+        stream: &Stream,
+        _deadline: Deadline,
+    ) -> (Result<Offered>, Attached) {
+        let taken = Offered::of(offered, descriptors, stream.peer_pid());
         let told = Attached {
             mapped: taken.as_ref().map(|_| ()).map_err(ToString::to_string),
             registered: taken.as_ref().map_or_else(
@@ -57,12 +79,15 @@ impl Reach {
                 |taken| taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
             ),
         };
-        talk::say(stream, &told, deadline)?;
-        let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
-        let Taken { generations, pools, process } = taken?;
+        (taken, told)
+    }
+
+    /// What was taken, with what the peer says it can see of this side's.
+    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
+        let Offered { generations, pools, process } = taken;
         // A page of a pool that is touched already has to be mapped by the peer at its first read.
         cluster.merger.look();
-        Ok(Reach { generations, pools, process, seen })
+        Reach { generations, pools, process, seen }
     }
 
     /// The generations of the peer's table.
@@ -117,14 +142,16 @@ pub(super) fn guarded() -> bool {
     scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
-struct Taken {
+/// What a peer offered, as far as it could be taken.
+#[derive(Debug)]
+pub(crate) struct Offered {
     generations: ForeignGenerations,
     pools: [Option<Arc<ForeignRegion>>; 2],
     process: Result<Arc<ForeignProcess>, String>,
 }
 
-impl Taken {
-    fn of(offered: &Attach, descriptors: Vec<OwnedFd>, pid: Option<i32>) -> Result<Taken> {
+impl Offered {
+    fn of(offered: &Attach, descriptors: Vec<OwnedFd>, pid: Option<i32>) -> Result<Offered> {
         let mut descriptors = descriptors.into_iter();
         let mut next = || {
             descriptors.next().ok_or_else(|| {
@@ -144,7 +171,7 @@ impl Taken {
             (None, _) => Err("the peer's process id is not visible here".into()),
             (_, None) => Err("the peer does not offer it".into()),
         };
-        Ok(Taken { generations, pools, process })
+        Ok(Offered { generations, pools, process })
     }
 }
 

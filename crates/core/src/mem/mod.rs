@@ -30,7 +30,7 @@ mod sockets;
 mod tensors;
 pub mod vectored;
 
-pub use credentials::peer_process;
+pub use credentials::{Credentials, peer_credentials, same_user};
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
 pub use huge::{OwnPages, Refusal};

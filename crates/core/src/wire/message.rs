@@ -62,6 +62,13 @@ pub enum Purpose {
         /// Whether the side that accepts will be the caller.
         reverse: bool,
     },
+    /// Asks, at the local socket, for the secret by which TCP streams of this engine's own user are known.
+    Meet,
+    /// A member of a communicator has just been told of it: the other side, which dials, need not wait any longer.
+    Knock {
+        /// Which communicator, as the side that dials describes it.
+        comm: Comm,
+    },
 }
 
 /// A communicator as its rank table describes it.
@@ -98,6 +105,8 @@ pub struct Welcome {
     pub mac: [u8; 32],
     /// Abstract name of its local socket, if the dialler is on its machine.
     pub local: Option<String>,
+    /// To [`Purpose::Meet`]: the key of greetings over TCP, which only processes of the same user get to know.
+    pub secret: Option<[u8; 32]>,
 }
 
 /// What one side lets the other map; its descriptors travel with the frame, in the order of the fields.

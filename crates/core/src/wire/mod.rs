@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The version of everything but the header and the refusal.
-pub const VERSION: u8 = 4;
+pub const VERSION: u8 = 5;
 /// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
