@@ -347,7 +347,7 @@ fn a_limit_on_the_whole_ends_a_copy_half_way() {
         });
         let pairs = apart().into_iter().map(|(from, to)| (from as u64, to as u64)).collect();
         let request = BlockPairs { pairs, block_bytes: LATE_ROW as u64, num_tensors: 1 };
-        let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
+        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
         let (limit, staging) = (
             Deadline::after(Duration::from_secs(3600)).over_when(Some(device.over)),
             Staging { path: swap_in, buffer_bytes: LATE_ROW as u64 },

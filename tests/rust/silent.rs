@@ -54,7 +54,7 @@ impl Ends2 {
         let to = adopt(&desc(Placement::Host, 1, rows, row), CacheKind::Blocks, &[dst.addr()]);
         let pairs = (0..rows as u64).map(|at| (at, at)).collect();
         let request = BlockPairs { pairs, block_bytes: row as u64, num_tensors: 1 };
-        let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
+        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
         Ends2 { src, dst, from: Arc::new(from), to: Arc::new(Tensors::adopted(to)), plan, len }
     }
 

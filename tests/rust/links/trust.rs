@@ -5,6 +5,7 @@
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::plan::SpanList;
 use llm_datadist_core::transport::Stream;
 use llm_datadist_core::wire::{
     Comm, Control, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
@@ -110,7 +111,7 @@ fn peer_that_does_not_read_its_control_stream_loses_only_its_own_link() {
 /// A plan of one span: `len` bytes of one tensor.
 fn plan(len: u64) -> WirePlan {
     let span = WireSpan { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 };
-    let steps = WireSteps::Spans { waves: vec![1], spans: vec![span] };
+    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() };
     WirePlan { num_tensors: 1, src_tensor: 0, dst_tensor: 0, steps }
 }
 
