@@ -381,6 +381,55 @@ fn plans_that_do_not_add_up_are_refused() {
     assert!(CopyPlan::try_from(empty).is_err());
 }
 
+/// Two workers would write one place at the same time.
+#[test]
+fn a_plan_that_writes_one_place_twice_is_refused() {
+    let span = WireSpan { src: 0, dst: 0, len: 512, count: 1, src_step: 0, dst_step: 0 };
+    let at = |dst| WireSpan { dst, ..span };
+    let spans = |waves: Vec<u32>, list: Vec<WireSpan>| {
+        let steps = WireSteps::Spans { waves, spans: SpanList::pack(list).unwrap() };
+        read(WirePlan { steps, ..plan() })
+    };
+    let rows = |list: Vec<u64>| list.into_iter().map(|row| at(512 * row)).collect::<Vec<_>>();
+    let backwards = |count: u64| rows((0..count).rev().collect());
+    let again = |count: u64| rows((0..count).rev().chain([count / 2]).collect());
+    for (name, request, refused) in [
+        ("twice", spans(vec![2], vec![at(0), at(0)]), true),
+        ("in two waves", spans(vec![1, 1], vec![at(0), at(0)]), false),
+        ("in part", spans(vec![2], vec![at(511), at(0)]), true),
+        ("beside each other", spans(vec![2], vec![at(512), at(0)]), false),
+        (
+            "between two steps",
+            spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(512)]),
+            false,
+        ),
+        ("onto a step", spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(1024)]), true),
+        (
+            "onto a step back",
+            spans(vec![2], vec![WireSpan { count: 3, dst_step: -600, ..at(1200) }, at(700)]),
+            true,
+        ),
+        ("long and packed", spans(vec![5000], backwards(5000)), false),
+        ("long and packed, twice", spans(vec![5001], again(5000)), true),
+        ("blocks", read(blocks(512, vec![(0, 1), (1, 0), (7, 2)])), false),
+        ("blocks, twice", read(blocks(512, vec![(0, 1), (1, 2), (7, 1)])), true),
+        ("far blocks, twice", read(blocks(512, vec![(0, 1 << 30), (1, 2), (7, 1 << 30)])), true),
+        ("more blocks than numbers", read(blocks(512, vec![(0, 1); 257])), true),
+    ] {
+        let frame = wire::encode(&request).unwrap();
+        // The message is as good as any: whoever sent it is told what is wrong with its plan.
+        let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
+        match CopyPlan::try_from(plan) {
+            Ok(_) => assert!(!refused, "{name}"),
+            Err(error) => {
+                assert!(refused, "{name}: {error}");
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{name}");
+                assert!(error.to_string().contains("twice"), "{name}: {error}");
+            }
+        }
+    }
+}
+
 /// Equal blocks travel as numbers of one width: the narrowest that holds all.
 #[test]
 fn blocks_are_what_they_were() {

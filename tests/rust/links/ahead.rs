@@ -3,6 +3,7 @@
 //!
 //! Not for: streams that break (`broken`), or a process that was stopped (`tests/test_peer_faults.py`).
 
+use std::sync::Arc;
 use std::thread;
 
 use llm_datadist_core::check::Side;
@@ -10,7 +11,7 @@ use llm_datadist_core::mem::Tensors;
 use llm_datadist_core::plan::SpanList;
 use llm_datadist_core::transport::{Stream, Tcp, Transport};
 use llm_datadist_core::wire::{
-    self, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+    self, MOST_AHEAD, Pairs, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, DataDist, ErrorKind, Geometry, Layers, Name, Placement, PushRows,
@@ -145,7 +146,20 @@ fn bytes_behind_a_refused_request_are_passed_over() {
             plan.steps = WireSteps::Spans { waves: vec![2], spans: SpanList::default() };
             plan
         };
+        let at = |dst| WireSpan { src: 0, dst, len: BLOCK, count: 1, src_step: 0, dst_step: 0 };
+        let over = |spans: Vec<WireSpan>| {
+            let steps =
+                WireSteps::Spans { waves: vec![spans.len() as u32], spans: SpanList::pack(spans).unwrap() };
+            WirePlan { steps, ..good() }
+        };
+        let blocks = |pairs| WirePlan {
+            steps: WireSteps::Blocks { len: BLOCK, src: 0, dst: 0, pairs: Pairs(Arc::new(pairs)) },
+            ..good()
+        };
         let cases = [
+            ("one destination twice", bed.cache(), over(vec![at(0), at(0)]), (0, whole), Some(Wrong)),
+            ("over each other", bed.cache(), over(vec![at(BLOCK - 1), at(0)]), (0, whole), Some(Wrong)),
+            ("one block twice", bed.cache(), blocks(vec![(0, 1), (1, 1)]), (0, whole), Some(Wrong)),
             ("another cache", CacheId(99), good(), (0, whole), None),
             ("closed to peers", closed.cache.id(), good(), (0, whole), Some(Wrong)),
             ("behind the tensor", bed.cache(), plan(tensor - 1, BLOCK), (0, whole), Some(Wrong)),

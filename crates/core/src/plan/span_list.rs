@@ -142,8 +142,9 @@ impl<'de> Visitor<'de> for Spans {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Packed {
     spans: Arc<SpanList>,
-    /// Byte where the first starts.
+    /// Byte where the first starts, and where the last ends.
     first: usize,
+    end: usize,
     pub(super) count: usize,
     /// Pieces of all of them.
     pub(super) pieces: u64,
@@ -159,7 +160,8 @@ impl Packed {
         first: usize,
         count: usize,
     ) -> Result<Option<(Packed, u64, usize)>> {
-        let mut wave = Packed { spans: spans.clone(), first, count, pieces: 0, marks: Vec::new() };
+        let mut wave =
+            Packed { spans: spans.clone(), first, end: first, count, pieces: 0, marks: Vec::new() };
         let (mut bytes, mut at) = (0, first);
         for index in 0..count {
             let Some((span, next)) = spans.at(at) else { return Ok(None) };
@@ -170,6 +172,7 @@ impl Packed {
             wave.pieces += span.count;
             at = next;
         }
+        wave.end = at;
         Ok(Some((wave, bytes, at)))
     }
 
@@ -185,7 +188,7 @@ impl Packed {
             Some(mark) => self.marks[mark],
             None => (self.first, 0),
         };
-        while let Some((span, next)) = self.spans.at(at).filter(|(span, _)| before + span.bytes() <= from) {
+        while let Some((span, next)) = self.at(at).filter(|(span, _)| before + span.bytes() <= from) {
             before += span.bytes();
             at = next;
         }
@@ -194,6 +197,6 @@ impl Packed {
 
     /// The span at byte `at`, and where the next starts.
     pub(super) fn at(&self, at: usize) -> Option<(Span, usize)> {
-        self.spans.at(at)
+        if at < self.end { self.spans.at(at) } else { None }
     }
 }
