@@ -201,10 +201,11 @@ impl tracing::Subscriber for Log {
     fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
 
     fn event(&self, event: &tracing::Event<'_>) {
+        use std::fmt::Write as _;
         struct Text(String);
         impl tracing::field::Visit for Text {
             fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{value:?}");
+                write!(self.0, "{value:?}").unwrap();
             }
         }
         let mut text = Text(event.metadata().level().to_string() + " ");
