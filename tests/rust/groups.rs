@@ -118,7 +118,7 @@ fn lists_of_a_call_take_what_is_asked_for() {
     copy();
     let ((), peak) = heap::peak(copy);
     let each = peak / pairs.len();
-    assert!((8..=64).contains(&each), "{each} bytes for each block");
+    assert!((8..=128).contains(&each), "{each} bytes for each block");
 }
 
 #[test]

@@ -53,6 +53,16 @@ fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
     error
 }
 
+/// Calls until the kernel is reading when the time is up: on a busy machine it may be up before.
+fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
+    loop {
+        let error = timed_out(call());
+        if error.fact(STILL_READING).is_some() {
+            return error;
+        }
+    }
+}
+
 #[test]
 fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
     for registered in [false, true] {
@@ -64,7 +74,7 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
         let used = || pair.near.stats().host_pool.unwrap().pool.used_bytes;
         let used_before = used();
         let stalled = stall(&silent);
-        let error = timed_out(pull(&pair, &silent, &near, 1));
+        let error = lose(|| pull(&pair, &silent, &near, 1));
         assert_eq!(error.fact(STILL_READING), Some(std::process::id().to_string().as_str()), "{error}");
         assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
         assert!(error.arrived().is_empty(), "{error}");
@@ -72,8 +82,8 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
         // Calls on that row wait; on other rows they do not, nor do pulls of what answers.
         timed_out(pair.near.copy_blocks(&near.end(), &[(0, 1)]));
         timed_out(pull(&pair, &loud, &near, 1));
-        pair.near.copy_blocks(&near.end(), &[(0, 3)]).unwrap();
-        pull(&pair, &loud, &near, 2).unwrap();
+        eventually("a copy", || pair.near.copy_blocks(&near.end(), &[(0, 3)]).is_ok());
+        eventually("a pull", || pull(&pair, &loud, &near, 2).is_ok());
         assert!(near.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
         // The memory is not the caller's again, nor anybody else's.
         let id = near.cache.id();
@@ -105,7 +115,9 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
     let far = blocks(&pair.far, false);
     let _before = far.fill(3);
     let stalled = stall(&silent);
-    timed_out(push(&pair, &silent, &far, 1));
+    while stalled.waiting() == 0 {
+        timed_out(push(&pair, &silent, &far, 1));
+    }
     // The thread that serves has come back, and its row stays pinned.
     eventually("the end of the request", || {
         let stats = pair.far.stats();
@@ -113,7 +125,7 @@ fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
         served.1.failures > 0
     });
     timed_out(pair.far.copy_blocks(&far.end(), &[(0, 1)]));
-    push(&pair, &loud, &far, 2).unwrap();
+    eventually("a push", || push(&pair, &loud, &far, 2).is_ok());
     assert!(far.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
     drop(stalled);
     eventually("the end of the kernel's call", || pair.far.copy_blocks(&far.end(), &[(0, 1)]).is_ok());
@@ -155,7 +167,7 @@ fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
     };
     let stalled = stall(&silent);
     let pair = Pair { near, far };
-    timed_out(pull(&pair, &silent, &to, 0));
+    lose(|| pull(&pair, &silent, &to, 0));
     let Pair { near, far: _far } = pair;
     drop(to);
     drop(near);

@@ -40,7 +40,7 @@ const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 
 const MANY_BLOCKS: usize = 1 << 20;
 /// Bytes that the lists of a call take for each block, while it runs: the request, the plan and the rows to pin
 /// (`lists_of_a_call_take_what_is_asked_for`).
-const BYTES_OF_A_BLOCK: u64 = 64;
+const BYTES_OF_A_BLOCK: u64 = 128;
 
 /// One end of a copy as the caller names it.
 #[derive(Clone, Debug)]

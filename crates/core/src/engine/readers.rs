@@ -144,8 +144,8 @@ impl Shared {
             if room.threads > 0 {
                 break room;
             }
-            if room.lost {
-                return Err(all_lost(ticket.pid, self.of_a_process));
+            if let Some(error) = room.none {
+                return Err(error);
             }
             state.waiting += 1;
             state = self.room.wait_timeout(state, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
@@ -246,8 +246,8 @@ impl Shared {
 /// How many threads more may read a process.
 struct Room {
     threads: usize,
-    /// All of them are lost: waiting is of no use.
-    lost: bool,
+    /// Why waiting for one is of no use.
+    none: Option<Error>,
 }
 
 impl State {
@@ -265,7 +265,12 @@ impl State {
         let threads = of_a_process.saturating_sub(own).min(in_all.saturating_sub(used));
         // A process that has cost a thread gets one for each call.
         let threads = if own_lost > 0 { threads.min(1) } else { threads };
-        Room { threads, lost: own_lost >= of_a_process || lost >= in_all }
+        let none = if own_lost >= of_a_process {
+            Some(all_lost(pid, own_lost))
+        } else {
+            (lost >= in_all).then(|| lost_to_others(lost))
+        };
+        Room { threads, none }
     }
 }
 
@@ -274,4 +279,90 @@ fn all_lost(pid: i32, threads: usize) -> Error {
     let text = "every thread that may read this peer's memory is lost in the kernel, because the memory does not answer; \
                 end that process";
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
+}
+
+/// Of a kind after which the bytes travel through sockets.
+#[cold]
+fn lost_to_others(threads: usize) -> Error {
+    let text =
+        "every thread that reads other processes is lost in the kernel to peers whose memory does not answer";
+    Error::new(ErrorKind::NotEnabled, text).with("threads", threads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::STILL_READING;
+    use super::*;
+
+    /// Work that ends once it may.
+    #[derive(Default)]
+    struct Gate(Mutex<bool>, Condvar);
+
+    impl Work for Gate {
+        fn unit(&self, _: usize) -> Result<()> {
+            let open = self.0.lock().unwrap();
+            drop(self.1.wait_while(open, |open| !*open).unwrap());
+            Ok(())
+        }
+    }
+
+    struct Quick;
+
+    impl Work for Quick {
+        fn unit(&self, _: usize) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn limit(millis: u64) -> (Deadline, Option<Duration>) {
+        (Deadline::after(Duration::from_millis(millis)), None)
+    }
+
+    #[test]
+    fn threads_lost_to_some_processes_leave_the_sockets_to_others() {
+        let (readers, gate) = (Readers::new(1), Arc::new(Gate::default()));
+        let (each, _) = OF_A_PROCESS;
+        std::thread::scope(|scope| {
+            for call in 0..each * PROCESSES {
+                let (readers, gate) = (&readers, gate.clone());
+                let pid = i32::try_from(call / each).unwrap() + 1;
+                // On a busy machine the time may be up before a thread has come.
+                scope.spawn(move || {
+                    while readers
+                        .run(pid, gate.clone(), 1, 4, limit(50))
+                        .unwrap_err()
+                        .fact(STILL_READING)
+                        .is_none()
+                    {}
+                });
+            }
+        });
+        let hour = 3_600_000;
+        let error = readers.run(1, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::Timeout, Some("8")), "{error}");
+        let error = readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::NotEnabled, Some("64")), "{error}");
+        *gate.0.lock().unwrap() = true;
+        gate.1.notify_all();
+        while readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).is_err() {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_panic_is_the_error_of_its_call_and_no_thread_stays() {
+        struct Panics;
+        impl Work for Panics {
+            fn unit(&self, index: usize) -> Result<()> {
+                assert_ne!(index, 1, "as told");
+                Ok(())
+            }
+        }
+        let readers = Readers::new(4);
+        let error = readers.run(1, Arc::new(Panics), 8, 4, limit(60_000)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::System, "{error}");
+        readers.run(1, Arc::new(Quick), 100, 4, limit(60_000)).unwrap();
+        // Joins them.
+        drop(readers);
+    }
 }

@@ -41,13 +41,13 @@ pub fn refuse_beyond_room(what: &str, bytes: u64) -> Result<()> {
 
 /// The same with the `proc` and `sys` folders under `root`.
 pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<()> {
-    let room = usable_under(root);
-    if bytes <= room {
+    let usable = usable_under(root);
+    if bytes <= usable {
         return Ok(());
     }
     let text =
         format!("{what} need more memory than this process may use now (control group, or free memory)");
-    Err(Error::new(ErrorKind::OutOfMemory, text).with("bytes", bytes).with("usable_bytes", room))
+    Err(Error::new(ErrorKind::OutOfMemory, text).with("bytes", bytes).with("usable_bytes", usable))
 }
 
 /// As [`usable_bytes`], without the limits of the process, read from the `proc` and `sys` folders under `root`.

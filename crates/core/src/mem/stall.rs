@@ -30,12 +30,10 @@ impl Stall {
         Stall(number, addresses)
     }
 
-    /// Waits until `count` reads wait at its addresses.
-    pub fn wait_for(&self, count: usize) {
-        let mut stalls = locked();
-        while stalls.waiting.iter().filter(|at| self.1.contains(at)).count() < count {
-            stalls = CHANGED.wait(stalls).unwrap_or_else(PoisonError::into_inner);
-        }
+    /// How many reads wait at its addresses.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        locked().waiting.iter().filter(|at| self.1.contains(at)).count()
     }
 }
 
