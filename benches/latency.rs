@@ -21,11 +21,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::mem::Region;
+use llm_datadist_core::mem::{KeptLists, Region};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, Role,
 };
+
+/// As the libraries for Python and C have it.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
 
 /// Bytes of each pool, and of the memory on either side of the bare copies.
 const POOL: u64 = 128 << 20;
@@ -36,9 +40,9 @@ const CALLS: (usize, usize) = (48, 40_000);
 const SIZES: [u64; 6] = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
 /// The size that the p99.99 bound is stated for; it gets more time.
 const JUDGED: u64 = 256 << 10;
-const KINDS: [&str; 6] = ["copy", "swap_out", "swap_in", "pull", "pull_registered", "swap_list"];
-/// Blocks of one call of `swap_list`, and bytes of each.
-const LIST: (u64, u64) = (32 << 10, 1 << 10);
+const KINDS: [&str; 7] = ["copy", "swap_out", "swap_in", "pull", "pull_registered", "swap_list", "pull_list"];
+/// Blocks of one call of `swap_list` and `pull_list`, and bytes of each.
+const LISTS_OF: [(u64, u64); 3] = [(1 << 10, 4 << 10), (4 << 10, 4 << 10), (32 << 10, 1 << 10)];
 
 struct Options {
     only: Vec<String>,
@@ -136,7 +140,7 @@ impl Taken {
         let [[p50, p99, p9999], [bare50, bare99, bare9999]] = all;
         let count = self.calls.len();
         if plain {
-            println!("row {kind} {size} {count} {p50} {p99} {p9999} {bare50} {bare99} {bare9999}");
+            println!("row,{kind},{size},{count},{p50},{p99},{p9999},{bare50},{bare99},{bare9999}");
         } else {
             println!(
                 "| {kind} | {} KiB | {count} | {p50:.1} | {p99:.1} | {p9999:.1} | {bare50:.1} | {bare99:.1} | {bare9999:.1} | {:.2} | {:.2} |",
@@ -175,27 +179,46 @@ fn link(near: &DataDist, far: &DataDist) {
     near.link_clusters(&[peer], Duration::from_secs(5)).into_iter().for_each(|outcome| outcome.unwrap());
 }
 
+/// Two linked engines, a cache of the second and one of the first.
+struct Pair {
+    near: DataDist,
+    source: Arc<Cache>,
+    to: Arc<Cache>,
+    // Last but one, and its memory last, because fields drop in order.
+    far: DataDist,
+    memory: Vec<u8>,
+}
+
+impl Pair {
+    fn new(block: u64, registered: bool) -> Pair {
+        let (near, far) = (engine(1), engine(2));
+        let memory = vec![0_u8; if registered { POOL as usize + (2 << 20) } else { 0 }];
+        let at = (memory.as_ptr() as u64).next_multiple_of(2 << 20);
+        let source = if registered {
+            touch(at, POOL);
+            // SAFETY: the memory lives as long as the pair, and nothing else touches it.
+            let adopted = unsafe { Adopted::new(&desc(Placement::Device, block), CacheKind::Blocks, &[at]) };
+            far.register(adopted.unwrap(), &[], Some(true)).unwrap()
+        } else {
+            allocate(&far, Placement::Device, block)
+        };
+        let to = allocate(&near, Placement::Device, block);
+        link(&near, &far);
+        Pair { near, source, to, far, memory }
+    }
+
+    fn pull(&self, far: Vec<i64>, near: Vec<i64>) {
+        let name = FarName { cluster: ClusterId(2), name: Name::Row { cache: self.source.id(), row: 0 } };
+        let rows = PullRows::Blocks { far, near };
+        self.near.pull(name, &End::Managed(self.to.id()), &rows, Layers::ALL).unwrap();
+    }
+}
+
+/// Pulls of one block a call.
 fn pulls(block: u64, seconds: f64, bare: &Bare, registered: bool) -> Taken {
-    let (near, far) = (engine(1), engine(2));
-    let memory = vec![0_u8; POOL as usize + (2 << 20)];
-    let at = (memory.as_ptr() as u64).next_multiple_of(2 << 20);
-    let source = if registered {
-        touch(at, POOL);
-        // SAFETY: the memory outlives the engines and caches of this function, which are declared after it or dropped
-        // below; nothing else touches it.
-        let adopted = unsafe { Adopted::new(&desc(Placement::Device, block), CacheKind::Blocks, &[at]) };
-        far.register(adopted.unwrap(), &[], Some(true)).unwrap()
-    } else {
-        allocate(&far, Placement::Device, block)
-    };
-    let to = allocate(&near, Placement::Device, block);
-    link(&near, &far);
-    let name = FarName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
-    let end = End::Managed(to.id());
-    let taken = measured(block, seconds, bare, |(src, dst)| {
-        let rows = PullRows::Blocks { far: vec![src as i64], near: vec![dst as i64] };
-        near.pull(name, &end, &rows, Layers::ALL).unwrap();
-    });
+    let pair = Pair::new(block, registered);
+    let taken = measured(block, seconds, bare, |(src, dst)| pair.pull(vec![src as i64], vec![dst as i64]));
+    let Pair { near, source, to, far, memory } = pair;
     drop((near, source, to, far, memory));
     taken
 }
@@ -216,29 +239,47 @@ fn local(kind: &str, block: u64, seconds: f64, bare: &Bare) -> Taken {
     })
 }
 
-/// Swaps of a long list of small blocks a call, the list in random order and made anew each time.
-fn lists(seconds: f64, bare: &Bare) -> Taken {
-    let (count, block) = LIST;
-    let engine = engine(1);
-    let [device, host] = [Placement::Device, Placement::Host]
-        .map(|placement| End::Managed(allocate(&engine, placement, block).id()));
+/// Calls with a long list of small blocks in random order. The lists are made anew for each call, inside the clock.
+fn lists(
+    (count, block): (u64, u64),
+    seconds: f64,
+    bare: &Bare,
+    mut call: impl FnMut(&[(u64, u64)]),
+) -> Taken {
     let (mut random, mut taken) = (Random(0x1357_9BDF_0246_8ACE), Taken::default());
+    let mut order: Vec<u64> = (0..POOL / block).collect();
     let started = Instant::now();
     while taken.calls.len() < CALLS.0 || started.elapsed().as_secs_f64() < seconds {
-        let mut order: Vec<u64> = (0..POOL / block).collect();
         for at in 0..count as usize {
             let other = at as u64 + random.below(POOL / block - at as u64);
             order.swap(at, other as usize);
         }
         let places: Vec<_> =
             order.iter().take(count as usize).map(|&at| (at, POOL / block - 1 - at)).collect();
-        taken.calls.push(micros(|| {
-            let pairs: Vec<_> = places.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
-            engine.swap_blocks(&device, &host, &pairs).unwrap();
-        }));
+        taken.calls.push(micros(|| call(&places)));
         taken.bare.push(micros(|| places.iter().for_each(|&at| bare.copy(at, block))));
     }
     taken
+}
+
+fn swap_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
+    let engine = engine(1);
+    let [device, host] = [Placement::Device, Placement::Host]
+        .map(|placement| End::Managed(allocate(&engine, placement, list.1).id()));
+    lists(list, seconds, bare, |places| {
+        let pairs: Vec<_> = places.iter().map(|&(src, dst)| (src as i64, dst as i64)).collect();
+        engine.swap_blocks(&device, &host, &pairs).unwrap();
+    })
+}
+
+fn pull_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
+    let pair = Pair::new(list.1, false);
+    lists(list, seconds, bare, |places| {
+        pair.pull(
+            places.iter().map(|&(src, _)| src as i64).collect(),
+            places.iter().map(|&(_, dst)| dst as i64).collect(),
+        );
+    })
 }
 
 fn main() {
@@ -254,8 +295,12 @@ fn main() {
         if !options.only.is_empty() && !options.only.iter().any(|only| only == kind) {
             continue;
         }
-        if kind == "swap_list" {
-            lists(options.seconds, &bare).report(kind, LIST.0 * LIST.1, options.plain);
+        if kind.ends_with("_list") {
+            for list in LISTS_OF {
+                let run = if kind == "swap_list" { swap_lists } else { pull_lists };
+                let kind = format!("{kind} of {}", list.0);
+                run(list, options.seconds, &bare).report(&kind, list.0 * list.1, options.plain);
+            }
             continue;
         }
         for &size in &options.sizes {

@@ -42,6 +42,8 @@ mod heap;
 #[cfg(not(loom))]
 mod hint;
 #[cfg(not(loom))]
+mod kept;
+#[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
 mod kv;

@@ -153,7 +153,7 @@ pub use id::{CacheId, ClusterId, Deadline};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use links::{CommStatus, PeerAddress};
 pub use log::{Level, Line, Sink, install as install_log};
-pub use mem::{Access, Adopted, abandon as abandon_sockets, remember_process, this_process};
+pub use mem::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;

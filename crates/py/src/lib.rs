@@ -27,7 +27,7 @@ mod stats;
 mod task;
 mod transfer;
 
-use llm_datadist_core::{DataType, StatusCode};
+use llm_datadist_core::{DataType, KeptLists, StatusCode};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -35,6 +35,10 @@ use pyo3::types::PyDict;
 macro_rules! functions {
     ($module:expr, $($function:path)*) => { $($module.add_function(wrap_pyfunction!($function, $module)?)?;)* };
 }
+
+/// Memory of this library alone: Python's own, and that of other libraries, is not touched.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
 
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
 // `gil_used`: `raw` reads lists on the word that no other thread of the interpreter runs (`tests/test_bad_input.py`).
