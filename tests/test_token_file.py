@@ -42,7 +42,8 @@ def test_the_property_is_a_path(tmp_path: Path) -> None:
     assert config.generate_options()["llm.LinkTokenFile"] == "/somewhere", "opened by init, not here"
     for wrong, kind in (
         ("", LLMException),
-        ("a\0b", LLMException),
+        ("/a\0b", LLMException),
+        (TOKEN, LLMException),
         (5, TypeError),
         (tmp_path, TypeError),
         (b"x", TypeError),
@@ -106,7 +107,8 @@ FILE, VARIABLE = "LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN"
         ({"LinkTokenFile": "good"}, {VARIABLE: "short"}, "started"),
         ({"LinkTokenFile": "good"}, {FILE: "none"}, "started"),
         ({"LinkTokenFile": "open"}, {VARIABLE: TOKEN}, "has mode 0644"),
-        ({"LinkTokenFile": ""}, {VARIABLE: TOKEN}, "is not a path"),
+        ({}, {FILE: TOKEN}, "(22 characters, not shown) is not an absolute path"),
+        ({"LinkTokenFile": ""}, {VARIABLE: TOKEN}, "is not an absolute path"),
     ],
 )
 def test_which_source_counts(tmp_path: Path, given: dict[str, str], environment: dict[str, str], expected: str) -> None:

@@ -568,7 +568,7 @@ def check_link_token(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""
 
 def check_link_token_file(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is a path: not empty, without NUL. ``init`` reads the file."""
+    """Raise ``LLM_PARAM_INVALID``, without the value, unless it is an absolute path. ``init`` reads the file."""
 
 def check_link_heartbeat(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 3600000, in milliseconds."""

@@ -432,9 +432,9 @@ class LlmConfig:
         "llm.LinkTokenFile",
         str,
         _core.check_link_token_file,
-        "A file that holds the token, in place of ``link_token`` (own option). ``init`` reads it: a regular file, or a "
-        "link to one, of this user or root, that nobody else may access (mode 0600 or 0400), of at most 4096 bytes. "
-        "One line break at its end does not count.",
+        "Absolute path of a file that holds the token, in place of ``link_token`` (own option). ``init`` reads it: a "
+        "regular file, or a link to one, of this user or root, that nobody else may access (mode 0600 or 0400), of at "
+        "most 4096 bytes. One line break at its end does not count.",
     )
     link_accept_remote = _Flag(
         "llm.LinkAcceptRemote",

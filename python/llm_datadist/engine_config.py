@@ -84,9 +84,11 @@ class EngineConfig:
             LLMException: ``LLM_PARAM_INVALID``, no devices, ids that are no numbers, or not one ``ip:port`` for each.
             ValueError: a port that is no uint16.
             RuntimeError: an address that is none.
+            TypeError: an option that is no text.
         """
         device_ids = _device_ids(options.get(_DEVICE))
         listen = options.get(_LISTEN) if is_prompt else None
+        _core.check_isinstance(_LISTEN, listen, str)
         listeners = [] if listen is None else [cls.parse_listen_ip_info(entry) for entry in listen.split(";")]
         raise_if_false(
             listen is None or len(listeners) == len(device_ids),

@@ -658,8 +658,11 @@ fn token_comes_from_an_option_or_from_a_file() {
     assert_eq!(file.token_file, Some("/run/secrets/token".into()), "named, and not opened here");
     let both = read(&[("llm.LinkTokenFile", "/run/secrets/token"), ("llm.LinkToken", "sixteen letters!")]);
     refused(both, &["llm.LinkToken and llm.LinkTokenFile are both given"]);
-    for path in ["", "a\0b"] {
-        refused(read(&[("llm.LinkTokenFile", path)]), &["link_token_file", "is not a path"]);
+    for path in ["", "/a\0b", "sixteen letters!", "run/secret", &format!("/{}", "x".repeat(4095))] {
+        let count = format!("({} characters, not shown)", path.chars().count());
+        let error =
+            refused(read(&[("llm.LinkTokenFile", path)]), &["link_token_file", &count, "absolute path"]);
+        assert!(path.is_empty() || !error.to_string().contains(path), "it may be the token itself: {error}");
     }
 }
 

@@ -15,6 +15,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// Fewest characters of a token: what is shorter can be guessed.
 const TOKEN_CHARACTERS: usize = 16;
 
+/// Most bytes of a path: the kernel's limit, less the null byte.
+const PATH_BYTES: usize = 4095;
+
 /// A device number: 0 or above.
 pub fn device_id(value: i64) -> Result<()> {
     within("device_id", value, 0, i64::from(i32::MAX))
@@ -93,13 +96,17 @@ pub fn link_token(text: &str) -> Result<Token> {
     }
 }
 
-/// `link_token_file`: a path.
+/// `link_token_file`: an absolute path. Anything else is not shown, because it may be the token itself, given in the
+/// wrong place.
 pub fn link_token_file(text: &str) -> Result<PathBuf> {
-    if text.is_empty() || text.contains('\0') {
-        let text = format!("link_token_file={:?} is not a path", clipped(text));
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    if text.starts_with('/') && !text.contains('\0') && text.len() <= PATH_BYTES {
+        return Ok(PathBuf::from(text));
     }
-    Ok(PathBuf::from(text))
+    let count = text.chars().count();
+    let text = format!(
+        "link_token_file=({count} characters, not shown) is not an absolute path of at most {PATH_BYTES} bytes"
+    );
+    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 /// `link_heartbeat`: milliseconds, up to an hour.
