@@ -93,7 +93,8 @@ def main() -> int:
             total += executions
             good = status == 0 and executions > 0
             failed += not good
-            print(f"fuzz: {target}: {executions:,} executions in {seconds:.0f} s{'' if good else ', FAILED'}", flush=True)
+            result = "" if good else ", FAILED"
+            print(f"fuzz: {target}: {executions:,} executions in {seconds:.0f} s{result}", flush=True)
             if not good:
                 print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
     print(f"fuzz: {total:,} executions in all, {failed} targets failed", flush=True)

@@ -21,9 +21,9 @@ CARGO = shutil.which("cargo")
 @pytest.mark.skipif(CARGO is None, reason="no cargo")
 def test_package_contains_licenses_of_linked_crates() -> None:
     assert CARGO is not None
+    words = "tree --locked --package llm-datadist-py --edges normal,no-proc-macro --prefix none --format"
     tree = subprocess.run(  # noqa: S603  (cargo, our own manifest)
-        [CARGO, "tree", "--locked", "--package", "llm-datadist-py", "--edges", "normal,no-proc-macro"]
-        + ["--prefix", "none", "--format", "{p} ({l})"],
+        [CARGO, *words.split(), "{p} ({l})"],
         cwd=ROOT,
         capture_output=True,
         text=True,

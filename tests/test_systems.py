@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RUSTC = shutil.which("rustc")
 MESSAGE = "llm_datadist supports Linux on 64-bit little-endian processors only"
 # The guard alone, without a standard library for the target, which need not be installed.
-PRELUDE = "#![feature(no_core, rustc_attrs)]\n#![no_core]\n#[rustc_builtin_macro]\nmacro_rules! compile_error { () => {}; }\n"
+PRELUDE = """#![feature(no_core, rustc_attrs)]
+#![no_core]
+#[rustc_builtin_macro]
+macro_rules! compile_error { () => {}; }
+"""
 
 
 def guard() -> str:

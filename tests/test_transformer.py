@@ -27,9 +27,7 @@ from layouts import Contiguous, Paged, Plain, Rows  # noqa: E402
 from model import Chunk, Layer, Model, Shape  # noqa: E402
 
 LIMIT_S = 300.0
-ONE_THREAD = dict.fromkeys(
-    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1"
-)
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
 SHAPES = [
     Shape(layers=2, hidden=24, heads=6, kv_heads=3, inner=40, vocabulary=50, tokens=32),
     Shape(layers=3, hidden=16, heads=4, kv_heads=1, inner=20, vocabulary=30, tokens=32),
