@@ -312,7 +312,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
     let listener = transport.listen(&at).unwrap();
     let near = transport.dial(&at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = crate::bed::accepted(&*listener).unwrap();
     let large = wire::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = wire::encode(&Request::Ping { limit_ms: 2 }).unwrap();
     let hear = || far.receive(MESSAGE_LIMIT, Duration::ZERO, soon());

@@ -33,8 +33,8 @@ pub use transfer::{
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
     link_remote_memory, link_retry_count, link_silence, link_streams, link_token, link_token_file,
-    link_total_time, link_transport,
-    mem_utilization, page_shift, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
+    link_total_time, link_transport, mem_utilization, page_shift, rank_hosts, rank_port, socket_address,
+    swap_in_path, sync_kv_timeout,
 };
 
 use crate::desc::{CacheDesc, CacheKind, Geometry, Placement};
