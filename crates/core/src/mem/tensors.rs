@@ -28,7 +28,7 @@ pub struct Adopted {
 }
 
 impl Adopted {
-    /// Takes `addrs`, one per tensor of `desc`, each above zero (python-api.md §4.3, §7.6).
+    /// Takes `addrs`, one per tensor of `desc`, each above zero (contract §4.3, §7.6).
     ///
     /// # Safety
     ///
