@@ -1,6 +1,6 @@
 """Single calls at two commits in turn: how long copies, swaps and pulls take beside a bare copy loop. Prints a table.
 
-`make bench-latency` measures the working tree; `make bench-latency BASE=<commit>` that commit as well, A B A B. Builds both
+`make bench-latency` measures the working tree; with `BASE=<commit>` that commit as well, A B A B. It builds both
 first, then runs for about five minutes. Where that is allowed, runs have real-time priority (`chrt`), so that other
 programs disturb them less. Not for: what is measured (`latency.rs`).
 """
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Dict, List, Tuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "benches" / "latency.rs"
@@ -23,7 +22,7 @@ BENCH = ROOT / "benches" / "latency.rs"
 JUDGED, MOST = 256 << 10, 3.0
 COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
 # The columns of each kind and size of call.
-Run = Dict[Tuple[str, int], List[float]]
+Run = dict[tuple[str, int], list[float]]
 
 
 def output(command: list[str], where: Path) -> str:
