@@ -415,11 +415,11 @@ class LlmConfig:
         str,
         _core.check_huge_pages,
         'Whether memory is put into huge pages (own option). ``"auto"``, the default: only what the kernel gives by '
-        "itself; no call is ever delayed, and one hint is logged if peers read registered memory at half speed because of "
-        'small pages. ``"off"``: the same without the hint. ``"merge"``: pool memory in use is merged in the background; '
-        'calls that meet a page being merged wait up to some milliseconds. ``"merge_registered"``: also registered memory '
-        'that peers read by process id. ``"eager"``: ``init`` commits and merges the pools whole, and registering merges '
-        "registered memory.",
+        "itself; no call is delayed, and one hint is logged if peers read registered memory at half speed because of "
+        'small pages. ``"off"``: the same without the hint. ``"merge"``: pool memory in use is merged in the '
+        "background; calls that meet a page being merged wait up to some milliseconds. "
+        '``"merge_registered"``: also registered memory that peers read by process id. ``"eager"``: ``init`` commits '
+        "and merges the pools whole, and registering merges registered memory.",
     )
     link_token = _Token(
         "llm.LinkToken",
