@@ -13,7 +13,7 @@ const FULL: &str = "LLM_DATADIST_TEST_FULL";
 
 /// Lists of a call with 32,768 blocks, again and again: once an engine was opened, their pages are not new each time.
 #[test]
-#[cfg_attr(sanitized, ignore = "the sanitizer has an allocator of its own, which takes address space beyond any limit")]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn lists_are_made_of_memory_that_was_used_before() {
     let faults = |word| child("lists::lists_are_made_of_memory_that_was_used_before", word, &[]);
     let Some((without, with)) = faults("alone").zip(faults("opened")) else { return };
@@ -26,7 +26,7 @@ fn lists_are_made_of_memory_that_was_used_before() {
 
 /// Who has told the allocator when to give memory back is not overruled, by either of its two ways.
 #[test]
-#[cfg_attr(sanitized, ignore = "the sanitizer has an allocator of its own, which takes address space beyond any limit")]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn limits_that_were_set_stay() {
     let name = "lists::limits_that_were_set_stay";
     for limits in [
@@ -44,7 +44,7 @@ fn limits_that_were_set_stay() {
 
 /// A process whose address space has no room for the list that is asked for goes on without.
 #[test]
-#[cfg_attr(sanitized, ignore = "the sanitizer has an allocator of its own, which takes address space beyond any limit")]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn a_process_without_room_goes_on() {
     // 0: nothing more fits.
     let none = [(FULL, "1")];
