@@ -534,9 +534,10 @@ def sender(request: pytest.FixtureRequest, begin: Callable[..., LLMDataDist]) ->
 def test_20_06_every_check_in_its_order(sender: Sender) -> None:
     check(sender, {}, sender.rows())
     assert sender.asked == [], "a refused call asked for a layer"
-    task = sender()
+    # Its layers are ready, so that what fails is the link and not a layer.
+    task = sender(layer_synchronizer=synchronizer())
     assert isinstance(task, llm_datadist.CacheTask)
-    assert task.synchronize(5000) is LLMStatusCode.LLM_NOT_YET_LINK
+    assert task.synchronize(60000) is LLMStatusCode.LLM_NOT_YET_LINK
     assert task.get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
 
 
