@@ -8,23 +8,43 @@ TRACE ?=
 REPLAY ?=
 KILL ?=
 PEERS ?=
+FUZZ_SECONDS ?= 60
+FUZZ_JOBS ?= 2
+REPEAT ?= 10
+SKIP_CPP ?=
+TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+TRIPLE := x86_64-unknown-linux-gnu
 PREFIX ?= /usr/local
 DESTDIR ?=
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release
+RUST_VERSION := $(shell sed -n 's/^rust-version = "\([0-9.]*\)".*/\1/p' Cargo.toml)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 SONAME := libllm_datadist.so.$(firstword $(subst ., ,$(VERSION)))
 INTO = $(DESTDIR)$(PREFIX)
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 demo: build  ## the main job: replay a trace through two processes (TRACE=file, KILL=1, REPLAY="options")
 	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
 		$(if $(KILL),--kill-prefill-at $(if $(filter 1,$(KILL)),half,$(KILL))) $(REPLAY)
 
-test: build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++
+test: cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
 	cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
+
+# Sixty tests that are left out without a word are no proof of anything.
+cpp-tools:
+	@missing=; command -v g++ > /dev/null || command -v clang++ > /dev/null || missing="g++"; \
+	command -v pkg-config > /dev/null || missing="$$missing pkg-config"; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ -n "$(SKIP_CPP)" ]; then echo "WARNING: the C++ tests are skipped; not found: $$missing"; exit 0; fi; \
+	echo "The C++ tests need programs that were not found: $$missing" >&2; \
+	echo "Install them (Debian: apt-get install g++ pkg-config), or leave the C++ tests out: make $(or $(MAKECMDGOALS),test) SKIP_CPP=1" >&2; \
+	exit 1
+
+stress-tests: cpp-tools build capi $(VENV)/.test-tools  ## the test phases REPEAT times beside two busy loops; target/stress has the logs
+	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python
 
 fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test -p llm-datadist-core --test rust
@@ -46,13 +66,45 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test rust --target-dir target/loom
 
+asan:  ## the Rust tests of the core and the C interface with the address sanitizer
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi --lib --test rust
+
+valgrind:  ## the Rust tests of the memory code under valgrind, shortened
+	tests/valgrind.sh
+
+fuzz:  ## each fuzz target for FUZZ_SECONDS, FUZZ_JOBS at a time (needs a C++ compiler)
+	$(PYTHON) fuzz/run.py --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS)
+
+fuzz-seeds:  ## write the seed corpora anew, after a change of the messages
+	cargo run --quiet --manifest-path fuzz/Cargo.toml --target-dir "$(TARGET_DIR)/fuzz/seeds" --bin seeds
+
+licenses:  ## check the licences of both lock files, and advisories where the database is here
+	cargo run --quiet --locked -p llm-datadist-licenses -- check Cargo.toml fuzz/Cargo.toml
+	@if cargo audit --version > /dev/null 2>&1; then cargo audit --no-fetch --stale; \
+	else echo "NOT CHECKED: security advisories (they need cargo-audit and a copy of the RustSec database)"; fi
+
+check-rust:  ## whether this compiler is the version that the manifests and the README name
+	@want=$(RUST_VERSION); have=$$(rustc --version | sed -E 's/^rustc ([0-9]+\.[0-9]+).*/\1/'); \
+	if [ "$$want" != "$$have" ]; then \
+		echo "Cargo.toml and README.md name Rust $$want, and this is rustc $$have: what is named would not be what is tested." >&2; \
+		echo "Install it (rustup toolchain install $$want; rustup override set $$want), or name $$have in both." >&2; exit 1; fi; \
+	echo "rustc $$have, as Cargo.toml names"
+
+check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
+	@if [ -d "$$(rustc --print sysroot)/lib/rustlib/aarch64-unknown-linux-gnu/lib" ]; then \
+		cargo check --quiet --locked --target aarch64-unknown-linux-gnu -p llm-datadist-core -p llm-datadist-capi -p llm-datadist-py \
+		&& echo "aarch64-unknown-linux-gnu: compiles (not run)"; \
+	else echo "NOT CHECKED: aarch64-unknown-linux-gnu is not installed (rustup target add aarch64-unknown-linux-gnu)"; fi
+
 thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
 	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test rust
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
-soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken (an hour)
+soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
 	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_door.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test rust links::
+	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
 
 example: build  ## a transformer in two processes, bit-identical to one (examples/transformer)
 	$(BIN)/python examples/transformer
@@ -66,6 +118,9 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/pe
 	$(BIN)/python benches/python_overhead.py
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py
+
+bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
+	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
 
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: docs/performance (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
@@ -81,12 +136,15 @@ header:  ## write the C header anew
 capi:  ## build the libraries for C and C++ (release)
 	cargo build -p llm-datadist-capi --release --quiet --locked
 	ln -sf libllm_datadist.so "$(RELEASE)/$(SONAME)"
+	cargo run --quiet --locked -p llm-datadist-licenses -- write "$(RELEASE)/THIRD-PARTY-LICENSES"
 
 install: capi  ## libraries, headers, pkg-config and CMake files into PREFIX
 	$(MAKE) --no-print-directory install-files
 
 install-files:
 	install -d "$(INTO)/include/llm_datadist" "$(INTO)/lib/pkgconfig" "$(INTO)/lib/cmake/llm_datadist"
+	install -d "$(INTO)/share/doc/llm_datadist"
+	install -m 644 LICENSE "$(RELEASE)/THIRD-PARTY-LICENSES" "$(INTO)/share/doc/llm_datadist"
 	install -m 644 crates/capi/include/llm_datadist/*.h "$(INTO)/include/llm_datadist"
 	install -m 644 "$(RELEASE)/libllm_datadist.a" "$(INTO)/lib"
 	install -m 755 "$(RELEASE)/libllm_datadist.so" "$(INTO)/lib/libllm_datadist.so.$(VERSION)"
@@ -101,7 +159,7 @@ install-files:
 wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
 	rm -rf dist
 	$(BIN)/maturin build --release --quiet --locked --out dist
-	ls dist/llm_datadist-*-cp39-abi3-*.whl
+	$(BIN)/python tests/wheel.py dist/llm_datadist-*-cp39-abi3-*.whl
 
 build: $(VENV)/.build-tools  ## build the extension (release) and install it into .venv
 	$(BIN)/maturin develop --release --quiet --locked
@@ -131,6 +189,6 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 	touch $@
 
 clean:  ## remove everything that was built
-	rm -rf target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
+	rm -rf target fuzz/target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
 
-.PHONY: help demo test fast conformance lint loom thorough soak bench bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo test cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

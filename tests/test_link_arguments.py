@@ -319,7 +319,7 @@ def test_a_link_that_fails_raises_nothing_and_says_why(
     assert (overall, each) == (LINK_FAILED, [LINK_FAILED])
     assert type(overall) is LLMStatusCode
     assert type(each) is list
-    assert time.monotonic() - before < 4, "a refused connection is no reason to wait"
+    assert time.monotonic() - before < 4.5, "a refused connection is no reason to wait"
     assert len(caplog.records) == 1
     text = caplog.records[0].getMessage()
     assert f"127.0.0.1:{port}" in text

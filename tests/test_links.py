@@ -17,6 +17,7 @@ from llm_datadist import LLMClusterInfo, LLMDataDist, LLMException, LLMRole, LLM
 from memory import LE, TE, VE, Expected, raising
 from peers import (
     GONE,
+    GRACE,
     INVALID,
     LINK_FAILED,
     OK,
@@ -124,7 +125,7 @@ def test_the_limit_covers_a_peer_that_accepts_and_says_nothing(ends: Ends) -> No
         result = near.link_clusters([(9, door.at)], 300)
         seconds = time.monotonic() - began
         assert result == (TIMEOUT, [TIMEOUT])
-        assert 0.25 < seconds < 2
+        assert 0.25 < seconds < 0.3 + GRACE
 
 
 def test_the_limit_covers_a_connection_that_never_comes_about(ends: Ends) -> None:
@@ -140,7 +141,7 @@ def test_the_limit_covers_a_connection_that_never_comes_about(ends: Ends) -> Non
             queued.append(caller)
         began = time.monotonic()
         assert near.link_clusters([(9, f"127.0.0.1:{door.getsockname()[1]}")], 300)[1] == [TIMEOUT]
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 0.3 + GRACE
         for caller in queued:
             caller.close()
 
@@ -153,12 +154,12 @@ def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> No
         asked = [live[0].at, *clusters, live[1].at]
         assert len(asked) == 20
         began = time.monotonic()
-        overall, codes = near.link_clusters(asked, 600)
+        overall, codes = near.link_clusters(asked, 2000)
         seconds = time.monotonic() - began
     expected = [OK, *(TIMEOUT if cluster % 2 else LINK_FAILED for cluster, _ in clusters), OK]
     assert codes == expected
     assert overall == expected[-2]
-    assert seconds < 4, "dead peers waited for one after the other"
+    assert seconds < 2 + GRACE, "dead peers waited for one after the other"
     assert sorted(link["cluster"] for link in near.links()) == [101, 120]
 
 

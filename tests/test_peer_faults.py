@@ -18,6 +18,7 @@ import pytest
 
 from llm_datadist import LLMException
 from peers import (
+    GRACE,
     LIMIT,
     OK,
     SOAK,
@@ -44,8 +45,7 @@ from peers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-GRACE = 0.5  # seconds a call may take beyond its limit
-QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 400}
+QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
 
 
 @pytest.fixture
@@ -140,11 +140,11 @@ def test_a_killed_peer_is_noticed_and_the_reason_told(ends: Ends, way: dict[str,
     target(near)
     assert pulls(near) == OK
     far.kill()
-    eventually(lambda: near.links() == [], 3, "the end of the link")
+    eventually(lambda: near.links() == [], what="the end of the link")
     for _ in range(2):
         told, seconds, text = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
         assert told == UNLINKED
-        assert seconds < 1
+        assert seconds < GRACE
         assert "cluster 2" in text
         assert "clos" in text or "broke" in text or "died" in text, text
     again = ends.peer(options(**way))
@@ -207,7 +207,7 @@ def test_a_child_of_a_dead_peer_does_not_keep_its_links_alive(ends: Ends) -> Non
         child = far.linger(fork)
         try:
             far.kill()
-            eventually(lambda: near.links() == [], 3, "the end of the link")
+            eventually(lambda: near.links() == [], what="the end of the link")
         finally:
             os.kill(child, signal.SIGKILL)
 
@@ -230,33 +230,38 @@ def test_a_puller_that_dies_holds_no_memory_and_takes_no_key(ends: Ends, way: di
         assert near.used() > 0, "keys nobody pulled hold it"
         for key in keys:
             near.remove_key(key)
-        eventually(lambda: near.used() == 0, 3, "the memory")
+        eventually(lambda: near.used() == 0, what="the memory")
 
 
 def test_memory_that_is_unmapped_while_it_is_pulled(ends: Ends, way: dict[str, Any]) -> None:
     """The owner unregisters and returns memory to the system; the puller gets the bytes or a code, and lives."""
     near, far = ends.pair(pool=8 << 20, **way)
     near.allocate("n", 8, 200_000, 2, blocks=True)
-    stop = threading.Event()
+    stop, pulled = threading.Event(), threading.Event()
     seen: set[str] = set()
     good = pattern(3, 2, 8, 200_000)
 
     def pull() -> None:
         while not stop.is_set():
             seen.add(code(near.pull_blocks, by_blocks(2), "n", range(8), range(8)))
+            pulled.set()
 
     thread = threading.Thread(target=pull)
     thread.start()
     try:
         for _ in range(15):
             far.register("f", 8, 200_000, 2, blocks=True, keys=[by_blocks(0)], accessible=True)
+            pulled.clear()
+            assert pulled.wait(LIMIT), "the puller is stuck"
             far.unregister("f")
             far.forget("f")
     finally:
         stop.set()
         thread.join(LIMIT)
-    assert "LLM_KV_CACHE_NOT_EXIST" in seen
+    # Which of the two a pull gets is up to chance; what comes after the last call of the owner is not.
+    assert seen
     assert seen <= {OK, "LLM_KV_CACHE_NOT_EXIST"}, seen
+    assert code(near.pull_blocks, by_blocks(2), "n", range(8), range(8)) == "LLM_KV_CACHE_NOT_EXIST"
     far.register("f", 8, 200_000, 2, blocks=True, keys=[by_blocks(0)], accessible=True, seed=3)
     assert code(near.pull_blocks, by_blocks(2), "n", range(8), range(8)) == OK
     assert equal(near.read("n"), good)
@@ -331,7 +336,7 @@ def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: En
     assert seconds < 0.4 + GRACE
     time.sleep(0.2)
     assert equal(far.read("f"), pattern(1, 2, rows, 5000)), "a push of which nobody waited for the end"
-    assert eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, 8)
+    assert eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"})
     assert code(near.push_blocks, by_blocks(2), "n", range(rows), range(rows)) == OK
     assert equal(far.read("f"), pattern(2, 2, rows, 5000))
 
@@ -358,12 +363,12 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
     owned(far)
     target(near)
     assert pulls(near) == OK
-    time.sleep(0.8)
+    time.sleep(2.0)  # longer than the silence that breaks a link
     assert len(near.links()) == len(far.links()) == 1, "a living peer is not silent"
     far.stop()
     try:
         began = time.monotonic()
-        eventually(lambda: near.links() == [], 5, "the end of the link")
+        eventually(lambda: near.links() == [], what="the end of the link")
         assert time.monotonic() - began > 0.2
         told, seconds, text = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
         assert told == UNLINKED
@@ -373,7 +378,7 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
         assert near.link_clusters([far.at], 300)[1] == [TIMEOUT]
     finally:
         far.go_on()
-    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, 5, "the link")
+    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, what="the link")
     assert pulls(near) == OK
     assert equal(near.read("n"), pattern(1, 2, 4, 5000))
     eventually(lambda: len(far.links()) == 1)
@@ -391,7 +396,7 @@ def test_unlinking_a_stopped_peer_ends_in_time(ends: Ends) -> None:
         assert near.links() == []
     finally:
         far.go_on()
-    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, 5)
+    eventually(lambda: near.link_clusters([far.at])[1][0] == OK)
 
 
 def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> None:
@@ -403,7 +408,7 @@ def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> N
     try:
         began = time.monotonic()
         near.finalize()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 3 + GRACE
     finally:
         far.go_on()
 
@@ -426,8 +431,8 @@ def test_a_half_open_connection_is_noticed_by_both(ends: Ends, accessible: bool)
         told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
         assert told in {TIMEOUT, UNLINKED}
         assert seconds < 0.4 + GRACE
-        eventually(lambda: near.links() == [], 5, "the end of the link here")
-        eventually(lambda: far.links() == [], 5, "the end of the link there")
+        eventually(lambda: near.links() == [], what="the end of the link here")
+        eventually(lambda: far.links() == [], what="the end of the link there")
     linked(near, far)
     assert pulls(near) == OK
 
@@ -481,7 +486,7 @@ def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
         told, seconds, text = near.timed("push_blocks", by_blocks(2), "n", range(rows), range(rows))
         assert told == (UNLINKED if cut else TIMEOUT), text
         assert seconds < 0.7 + GRACE
-    linked_again = eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, 8)
+    linked_again = eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"})
     assert linked_again
 
 
@@ -499,7 +504,7 @@ def test_a_greeting_that_breaks_is_no_link(ends: Ends, passing: int, cut: bool, 
         else:
             assert told in {TIMEOUT, "LLM_LINK_FAILED"}
             assert near.links() == []
-            eventually(lambda: far.links() == [], 8, "the end of half a link")
+            eventually(lambda: far.links() == [], what="the end of half a link")
     near.unlink_clusters([(2, None)], 300, force=True)
     linked(near, far)
 
@@ -537,7 +542,7 @@ def _interrupted(user: Peer, answer: Any) -> None:
     with pytest.raises(Refused) as caught:
         answer.result()
     assert caught.value.kind == "KeyboardInterrupt", str(caught.value)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < GRACE
 
 
 def test_ctrl_c_ends_a_long_pull(ends: Ends) -> None:

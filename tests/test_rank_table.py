@@ -15,6 +15,7 @@ import pytest
 from llm_datadist import LLMException, LLMStatusCode, RegisterMemStatus
 from memory import AE, LE, TE, VE, Expected, raising
 from peers import (
+    GRACE,
     INVALID,
     LIMIT,
     OK,
@@ -178,9 +179,9 @@ def test_failed_in_bounded_time_without_a_peer(ends: Ends, port: int) -> None:
     near = ends.near(given(port, llm__LinkTotalTime=2, llm__LinkRetryCount=3))
     began = time.monotonic()
     comm = near.link("alone", RANKS, PLAIN)
-    assert time.monotonic() - began < 1, "link returns at once"
+    assert near.status(comm) == "PREPARING", "link returns before its search ends"
     assert near.settled(comm) == "FAILED"
-    assert 1.5 < time.monotonic() - began < 6
+    assert 1.5 < time.monotonic() - began < 2 + GRACE
     assert near.status(comm) == "FAILED", "for ever"
     near.allocate("n")
     told, text = outcome(lambda: near.pull_cache(by_request(2, 1), "n"))
@@ -244,7 +245,7 @@ def test_a_pull_while_preparing_waits_no_longer_than_its_limit(ends: Ends, port:
     near.link("alone", RANKS, PLAIN)
     told, seconds, text = near.timed("pull_cache", by_request(2, 1), "n")
     assert told == UNLINKED
-    assert 0.25 < seconds < 0.3 + 0.5
+    assert 0.25 < seconds < 0.3 + GRACE
     assert "2" in text
 
 
@@ -282,7 +283,7 @@ def test_unlink_while_preparing(ends: Ends, port: int) -> None:
     assert near.status(comm) == "PREPARING"
     began = time.monotonic()
     near.unlink(comm)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < GRACE
     assert code(near.status, comm) == UNLINKED
     both(near, far)
     moves(near, far)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from peers import (
+    GRACE,
     LINK_FAILED,
     OK,
     TIMEOUT,
@@ -149,7 +150,7 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     given = {
         "llm__LinkToken": TOKEN,
         "llm__LinkHeartbeat": 100,
-        "llm__LinkSilence": 500,
+        "llm__LinkSilence": 1500,
         "llm__SyncKvCacheWaitTime": 400,
     }
     near, far = hosts.open(given, given)
@@ -160,12 +161,12 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     hosts.plug(up=False)
     told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", range(8), range(8))
     assert told in {TIMEOUT, UNLINKED}
-    assert seconds < 0.4 + 0.5
+    assert seconds < 0.4 + GRACE
     for end in (near, far):
         eventually(lambda end=end: end.links() == [], 5, "the end of the link")  # type: ignore[misc]
     began = time.monotonic()
     assert near.link_clusters([far.at], 300)[1][0] in {TIMEOUT, LINK_FAILED}
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 0.3 + GRACE
     hosts.plug(up=True)
     eventually(lambda: near.link_clusters([far.at], 1000)[1] == [OK], what="the link")
     near.pull_blocks(by_blocks(2), "n", range(8), range(8))

@@ -252,30 +252,39 @@ def test_any_version_may_be_asked_for(manager: Any, version: tuple[int, int] | N
 
 @pytest.mark.parametrize("through", ["view", "numpy", "dlpack", "capsule"])
 def test_the_last_view_unmaps_its_pool_without_stopping_other_threads(start: Callable[..., Any], through: str) -> None:
+    """On a busy machine the other thread may get no core meanwhile. With the interpreter held it never gets one."""
+    tries = [unmapped(start, through)]
+    while len(tries) < 10 and not any(longest < max(0.02, whole * 0.8) for longest, whole in tries):
+        tries.append(unmapped(start, through))
+    assert any(longest < max(0.02, whole * 0.8) for longest, whole in tries), tries
+
+
+def unmapped(start: Callable[..., Any], through: str) -> tuple[float, float]:
+    """Seconds that another thread went without the interpreter while a pool was unmapped, and all that it took."""
     size = 512 << 20
     dist = start(options(pool(size), None))
     held = hold(dist.cache_manager.tensor_views(dist.cache_manager.allocate_cache(desc(1, size, 1)))[0], through)
     at(address_of(held), size)[::PAGE] = 1
     dist.finalize()
     ticks: list[float] = []
-    stop = threading.Event()
+    stop, ticking = threading.Event(), threading.Event()
 
     def tick() -> None:
         while not stop.is_set():
             ticks.append(time.perf_counter())
+            ticking.set()
             time.sleep(0.0005)
 
     watcher = threading.Thread(target=tick)
     watcher.start()
-    time.sleep(0.02)
+    assert ticking.wait(60)
     begin = time.perf_counter()
     del held
     end = time.perf_counter()
     stop.set()
     watcher.join()
     during = [begin, *(moment for moment in ticks if begin < moment < end), end]
-    longest = max(after - before for before, after in zip(during, during[1:]))
-    assert longest < max(0.02, (end - begin) * 0.8), f"{longest} of {end - begin} seconds without the interpreter"
+    return max(after - before for before, after in zip(during, during[1:])), end - begin
 
 
 def test_the_deleter_of_a_capsule_may_run_without_the_interpreter(manager: Any) -> None:

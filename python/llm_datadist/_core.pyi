@@ -13,6 +13,7 @@ from llm_datadist.configs import LLMClusterInfo, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.kv_cache_manager import KvCache
 from llm_datadist.layerwise import LayerSynchronizer
+from llm_datadist.stats import Stats
 from llm_datadist.status import LLMException, LLMStatusCode
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
@@ -41,10 +42,12 @@ __all__ = [
     "check_layer_range",
     "check_link_heartbeat",
     "check_link_pin_limit",
+    "check_link_remote_memory",
     "check_link_retry_count",
     "check_link_silence",
     "check_link_streams",
     "check_link_token",
+    "check_link_token_file",
     "check_link_total_time",
     "check_link_transport",
     "check_list_int32",
@@ -60,7 +63,11 @@ __all__ = [
     "check_uint16",
     "check_uint32",
     "check_uint64",
+    "close_log",
+    "log_after_fork",
+    "open_log",
     "register_types",
+    "take_log",
     "tensor_bytes",
 ]
 
@@ -81,6 +88,24 @@ def register_types(**classes: object) -> None:
 def abandon_sockets() -> None:
     """Close the sockets that a forked child inherited; called in the child after every fork."""
 
+def open_log() -> int | None:
+    """Return a descriptor that is readable while lines of the engine's log wait, the caller's to close.
+
+    ``None`` after 64 forks within forks.
+    """
+
+def close_log() -> None:
+    """End the descriptor of :func:`open_log`: whoever reads it finds its end."""
+
+def take_log() -> tuple[int, list[tuple[int, str, str, str, int, str, float]]]:
+    """Return how many lines were dropped, and those that wait, oldest first.
+
+    A line is ``(level, target, text, file, line, thread, time)``, the level as in :mod:`logging`.
+    """
+
+def log_after_fork() -> None:
+    """Start with an empty queue of lines; called in a forked child."""
+
 @final
 class DataDist:
     """An open engine (python-api.md §6, §7).
@@ -99,8 +124,8 @@ class DataDist:
     def close(self) -> None:
         """End the engine. Calls under way end normally; memory that views show stays until they go."""
 
-    def stats(self) -> dict[str, Any]:
-        """Every counter as a nested dict: bytes, nanoseconds, numbers of calls and of caches."""
+    def stats(self) -> Stats:
+        """Every counter."""
 
     def listening(self) -> str | None:
         """Where peers are listened for, as ``ip:port`` with the port that was taken."""
@@ -542,6 +567,9 @@ def check_huge_pages(arg_value: str) -> None:
 def check_link_token(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""
 
+def check_link_token_file(arg_value: str) -> None:
+    """Raise ``LLM_PARAM_INVALID``, without the value, unless it is an absolute path. ``init`` reads the file."""
+
 def check_link_heartbeat(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 3600000, in milliseconds."""
 
@@ -556,6 +584,9 @@ def check_link_transport(arg_value: str) -> None:
 
 def check_link_streams(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 16."""
+
+def check_link_remote_memory(arg_value: int) -> None:
+    """Raise ``LLM_PARAM_INVALID`` unless the value is a number of bytes, 0 or more."""
 
 def check_rank_port(arg_value: int) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 65535."""

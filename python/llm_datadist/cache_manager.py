@@ -19,6 +19,7 @@ from llm_datadist.types import MemInfo, Memtype, made_cache
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+    from llm_datadist.stats import Stats
     from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
@@ -489,8 +490,8 @@ class CacheManager:
         """
         return self._engine.tensor_views(cache)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, calls with their times in nanoseconds, bytes moved."""
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field."""
         return self._engine.stats()
 
     def huge_page_bytes(self) -> dict[str, int]:

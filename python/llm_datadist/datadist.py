@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
-from llm_datadist import _core, layerwise, log
+from llm_datadist import _core, engine_log, layerwise, log
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
@@ -21,6 +21,7 @@ from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
 if TYPE_CHECKING:
     from llm_datadist.configs import LLMClusterInfo
+    from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
 
@@ -34,15 +35,18 @@ _LOCAL_RESOURCES = "llm.LocalCommRes"
 _BACKEND = "llm.TransferBackend"
 _CLUSTER_INFO = "llm.ClusterInfo"
 _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
+# The token's own variables: no more than one of them counts, and none where an option gives the token.
+_TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", _TOKEN: "LLM_DATADIST_TOKEN"}
 
 # Options that the environment gives where the caller does not.
 _ENVIRONMENT = {
     "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
-    _TOKEN: "LLM_DATADIST_TOKEN",
     "llm.LinkAcceptRemote": "LLM_DATADIST_ACCEPT_REMOTE",
     "llm.RankHosts": "LLM_DATADIST_RANK_HOSTS",
     "llm.RankPort": "LLM_DATADIST_RANK_PORT",
 }
+
+_NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 
 # Clusters of one call without the cache manager (python-api.md §9.3).
 _MOST_CLUSTERS = 16
@@ -91,9 +95,9 @@ class LLMDataDist:
         Args:
             options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
                 ``llm.ClusterInfo`` is stored back (python-api.md §17.48). Where one is absent, the
-                environment is asked: ``LLM_DATADIST_TOKEN``, ``LLM_DATADIST_ACCEPT_REMOTE``,
-                ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) where
-                ``link_total_time`` is 0.
+                environment is asked: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
+                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``. Where
+                ``link_total_time`` is 0, ``HCCL_CONNECT_TIMEOUT`` (seconds) counts.
 
         Raises:
             TypeError: ``options`` is no dict, or an option no text.
@@ -129,6 +133,7 @@ class LLMDataDist:
             else:
                 self._kv_cache_manager = KvCacheManager(self._llm_datadist, self._role)
                 options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
+            engine_log.start()
             LLMDataDist.llm_engine_instance = self
             self._is_initialized = True
 
@@ -138,6 +143,8 @@ class LLMDataDist:
         for option, variable in _ENVIRONMENT.items():
             if os.environ.get(variable):
                 resolved.setdefault(option, os.environ[variable])
+        if not resolved.keys() & _TOKEN_VARIABLES.keys():
+            resolved.update(_token_of_the_environment())
         if _LISTEN_TOO in resolved:
             resolved.setdefault(_LISTEN, resolved[_LISTEN_TOO])
         if _LOCAL_RESOURCES in resolved:
@@ -193,6 +200,7 @@ class LLMDataDist:
                 layerwise.drain(native)
             finally:
                 native.close()  # outside of the lock: it unmaps the pools
+                engine_log.stop()
 
     @property
     def cache_manager(self) -> CacheManager:
@@ -205,7 +213,7 @@ class LLMDataDist:
         self._check_initialized()
         raise_if_false(self._enable_cache_mgr, "cache_manager needs {} = 1", _CACHE_MANAGER)
         if self._cache_manager is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._cache_manager
 
     @property
@@ -219,7 +227,7 @@ class LLMDataDist:
         self._check_initialized()
         raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {} = 1", _CACHE_MANAGER)
         if self._kv_cache_manager is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._kv_cache_manager
 
     @property
@@ -407,8 +415,8 @@ class LLMDataDist:
         raise_if_false(self._role == LLMRole.DECODER, "check_link_status is for the decoder, not for {}", self._role)
         native.check_link(remote_cluster_id)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, links, calls with their times in nanoseconds, bytes moved.
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field.
 
         Raises:
             RuntimeError: not initialised.
@@ -445,13 +453,20 @@ class LLMDataDist:
 
     def _check_initialized(self) -> _core.DataDist:
         if not self._is_initialized or self._llm_datadist is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._llm_datadist
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
         raise_if_false(role in _ROLE_NAMES, "role = {} is not allowed: a member of LLMRole", role)
         return _ROLE_NAMES[role]
+
+
+def _token_of_the_environment() -> dict[str, str]:
+    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` stands for, if one is set."""
+    given = {option: os.environ[name] for option, name in _TOKEN_VARIABLES.items() if os.environ.get(name)}
+    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *_TOKEN_VARIABLES.values())
+    return given
 
 
 def _check_graph_memory(size: object) -> None:

@@ -22,6 +22,7 @@ from llm_datadist.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig
+    from llm_datadist.stats import Stats
     from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
@@ -132,7 +133,10 @@ def _per_device(addrs: Union[list[int], list[list[int]]], num_tensors: int) -> l
         else:
             flat.append(element)
         mixed = bool(flat and nested)
-        raise_if_true(mixed, "the elements of addrs should be consistent: all of them int, or all list")
+        raise_if_true(
+            mixed,
+            "addrs mixes int and list; entries should be consistent (an address per tensor, or a list per device)",
+        )
     if flat:
         _one_per_tensor(flat, num_tensors)
     return nested or [flat]
@@ -438,8 +442,8 @@ class KvCacheManager:
         view = self._engine.tensor_view(cache, tensor_index)
         return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, calls with their times in nanoseconds, bytes moved."""
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field."""
         if not self._initialized:
             raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
         return self._native.stats()

@@ -135,7 +135,7 @@ def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
     """Raise :class:`LLMException` naming the call ``func_name``, unless ``code`` is 0."""
     if code != LLMStatusCode.LLM_SUCCESS:
         status = code_2_status(code)
-        raise LLMException(f"{func_name} failed, error code is {status}, {other_info}.", status_code=status)
+        raise LLMException(f"{func_name} failed with {status}: {other_info}", status_code=status)
 
 
 def raise_if_false(

@@ -10,9 +10,11 @@ mod layer_faults;
 mod layerwise;
 mod matrix;
 mod mended;
+mod offers;
 mod pull;
 mod push;
 mod races;
+mod silent;
 mod trust;
 
 use std::collections::HashMap;
@@ -30,6 +32,7 @@ use llm_datadist_core::{
 };
 
 use crate::bed::{self, Own};
+use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -122,7 +125,7 @@ fn config(cluster: u64, way: Way) -> Config {
 }
 
 fn open(config: Config, way: Way) -> DataDist {
-    bed::keep_log();
+    log::collect();
     DataDist::open_over(config, DeviceSet::host_only(), way.transports()).unwrap()
 }
 
@@ -230,7 +233,7 @@ impl Held {
 fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     let started = Instant::now();
     while !there() {
-        assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", bed::logged());
+        assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", log::texts(&[]));
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -270,7 +273,7 @@ fn each(judge: impl Fn(Way, bool, &Pair, Ends)) {
             for engine in [&pair.near, &pair.far] {
                 let links = engine.stats().links;
                 assert_eq!(links.len(), 1);
-                assert_eq!(links[0].pools == "mapped", way.shares(), "{:?}", bed::logged());
+                assert_eq!(links[0].pools == "mapped", way.shares(), "{way:?}");
             }
         }
     }

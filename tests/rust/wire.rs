@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use llm_datadist_core::check::Side;
 use llm_datadist_core::keys::Name;
-use llm_datadist_core::plan::{CopyPlan, Span};
+use llm_datadist_core::plan::{CopyPlan, Span, SpanList};
 use llm_datadist_core::wire::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
     Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
@@ -55,16 +55,17 @@ fn plan() -> WirePlan {
         dst_tensor: 4,
         steps: WireSteps::Spans {
             waves: vec![2, 1],
-            spans: vec![
+            spans: SpanList::pack([
                 span,
                 WireSpan { src: 0, dst: 9000, count: 1, src_step: 0, dst_step: 0, ..span },
                 WireSpan { src: 8192, dst: 1 << 40, count: 1, src_step: 0, dst_step: 0, ..span },
-            ],
+            ])
+            .unwrap(),
         },
     }
 }
 
-fn spans_of(plan: &mut WirePlan) -> (&mut Vec<u32>, &mut Vec<WireSpan>) {
+fn spans_of(plan: &mut WirePlan) -> (&mut Vec<u32>, &mut SpanList) {
     let WireSteps::Spans { waves, spans } = &mut plan.steps else { panic!("blocks") };
     (waves, spans)
 }
@@ -343,13 +344,13 @@ fn names_cross_and_come_back() {
 fn plans_cross_and_come_back() {
     let plan = CopyPlan::try_from(plan()).unwrap();
     assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
-    assert_eq!(plan.waves().iter().map(|wave| wave.spans().len()).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!(plan.waves().iter().map(|wave| wave.spans().count()).collect::<Vec<_>>(), [2, 1]);
     assert_eq!(plan.bytes(), 2 * 5 * 512);
     assert!(plan.waves().iter().all(|wave| wave.blocks().is_none()));
-    let span = plan.waves()[0].spans()[0];
+    let span = plan.waves()[0].spans().next().unwrap();
     assert_eq!((span.src, span.dst, span.len, span.count), (4096, 0, 512, 3));
     assert_eq!((span.src_step, span.dst_step), (-1024, 512));
-    assert_eq!(WirePlan::from(&plan), self::plan());
+    assert_eq!(WirePlan::try_from(&plan).unwrap(), self::plan());
 }
 
 #[test]
@@ -374,8 +375,59 @@ fn plans_that_do_not_add_up_are_refused() {
     assert!(CopyPlan::try_from(apart).is_ok());
     // What a plan must be is `plan`'s to say, and it is asked.
     let mut empty = plan();
-    spans_of(&mut empty).1[0].len = 0;
+    let whole = spans_of(&mut empty).1.iter().map(|span| WireSpan { len: 0, ..span });
+    let nothing = SpanList::pack(whole).unwrap();
+    *spans_of(&mut empty).1 = nothing;
     assert!(CopyPlan::try_from(empty).is_err());
+}
+
+/// Two workers would write one place at the same time.
+#[test]
+fn a_plan_that_writes_one_place_twice_is_refused() {
+    let span = WireSpan { src: 0, dst: 0, len: 512, count: 1, src_step: 0, dst_step: 0 };
+    let at = |dst| WireSpan { dst, ..span };
+    let spans = |waves: Vec<u32>, list: Vec<WireSpan>| {
+        let steps = WireSteps::Spans { waves, spans: SpanList::pack(list).unwrap() };
+        read(WirePlan { steps, ..plan() })
+    };
+    let rows = |list: Vec<u64>| list.into_iter().map(|row| at(512 * row)).collect::<Vec<_>>();
+    let backwards = |count: u64| rows((0..count).rev().collect());
+    let again = |count: u64| rows((0..count).rev().chain([count / 2]).collect());
+    for (name, request, refused) in [
+        ("twice", spans(vec![2], vec![at(0), at(0)]), true),
+        ("in two waves", spans(vec![1, 1], vec![at(0), at(0)]), false),
+        ("in part", spans(vec![2], vec![at(511), at(0)]), true),
+        ("beside each other", spans(vec![2], vec![at(512), at(0)]), false),
+        (
+            "between two steps",
+            spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(512)]),
+            false,
+        ),
+        ("onto a step", spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(1024)]), true),
+        (
+            "onto a step back",
+            spans(vec![2], vec![WireSpan { count: 3, dst_step: -600, ..at(1200) }, at(700)]),
+            true,
+        ),
+        ("long and packed", spans(vec![5000], backwards(5000)), false),
+        ("long and packed, twice", spans(vec![5001], again(5000)), true),
+        ("blocks", read(blocks(512, vec![(0, 1), (1, 0), (7, 2)])), false),
+        ("blocks, twice", read(blocks(512, vec![(0, 1), (1, 2), (7, 1)])), true),
+        ("far blocks, twice", read(blocks(512, vec![(0, 1 << 30), (1, 2), (7, 1 << 30)])), true),
+        ("more blocks than numbers", read(blocks(512, vec![(0, 1); 257])), true),
+    ] {
+        let frame = wire::encode(&request).unwrap();
+        // The message is as good as any: whoever sent it is told what is wrong with its plan.
+        let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
+        match CopyPlan::try_from(plan) {
+            Ok(_) => assert!(!refused, "{name}"),
+            Err(error) => {
+                assert!(refused, "{name}: {error}");
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{name}");
+                assert!(error.to_string().contains("twice"), "{name}: {error}");
+            }
+        }
+    }
 }
 
 /// Equal blocks travel as numbers of one width: the narrowest that holds all.
@@ -453,7 +505,7 @@ fn plans_of_blocks_cross_and_come_back() {
             plan.waves()[0].pieces(0, 100 * 512).map(|piece| (piece.src, piece.dst, piece.len)).collect();
         let place = |&(src, dst): &(u32, u32)| (512 + 512 * u64::from(src), 4096 + 512 * u64::from(dst), 512);
         assert_eq!(moved, pairs.iter().map(place).collect::<Vec<_>>());
-        assert_eq!(WirePlan::from(&plan), blocks(512, pairs));
+        assert_eq!(WirePlan::try_from(&plan).unwrap(), blocks(512, pairs));
     }
 }
 
@@ -496,7 +548,7 @@ fn runs_of_many_tensors_are_short() {
         (&[0, u64::MAX, u64::MAX - 1], 1),
     ];
     for (numbers, runs) in cases {
-        let packed = Run::pack(numbers);
+        let packed = Run::pack(numbers).unwrap();
         assert_eq!(packed.len(), runs, "{numbers:?}");
         assert_eq!(Run::unpack(&packed, numbers.len() as u32).unwrap(), numbers);
         assert_eq!(Run::unpack(&packed, numbers.len() as u32 + 1).unwrap_err().kind(), ErrorKind::NotLinked);
@@ -531,28 +583,66 @@ fn facts_without_end_are_refused() {
     assert!(wire::decode::<Reply>(&many[HEADER..]).is_err());
 }
 
+/// What a plan of a peer comes to, from its frame to the rows that are pinned, takes at most three times its frame: as its
+/// owner does it, with the frame let go once it was read.
 #[test]
 fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
-    // The shortest spans and waves there are, as many as fit in a megabyte.
-    let span = WireSpan { src: 0, dst: 0, len: 0, count: 0, src_step: 0, dst_step: 0 };
-    let spans = |waves, spans| WirePlan { steps: WireSteps::Spans { waves, spans }, ..plan() };
-    // Refused at the end, so that the whole way there is measured: no bytes.
-    let numbers = |most: u32| blocks(0, vec![(most, 0); 1 << 18]);
-    for plan in [
-        spans(vec![0; 1 << 20], vec![]),
-        spans(vec![1; 150_000], vec![span; 150_000]),
-        numbers(1),
-        numbers(1 << 20),
-    ] {
-        let request = read(plan);
-        let frame = wire::encode(&request).unwrap();
+    const ROW: u64 = 1 << 24;
+    let span = |src, dst| WireSpan { src, dst, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let listed = |waves, spans: SpanList| WirePlan { steps: WireSteps::Spans { waves, spans }, ..plan() };
+    let one_wave = |spans: Vec<WireSpan>| listed(vec![spans.len() as u32], SpanList::pack(spans).unwrap());
+    let shuffled = |count: u64, k: u64| k * 1_000_003 % count;
+    let many = 1 << 21;
+    let cases: Vec<(&str, WirePlan, bool)> = vec![
+        ("no bytes", one_wave(vec![WireSpan { len: 0, ..span(0, 0) }; 3 << 20]), false),
+        ("only waves", listed(vec![0; 17 << 20], SpanList::default()), false),
+        (
+            "a destination each",
+            one_wave((0..many).map(|k| span(5 * k, 3 * shuffled(many, k))).collect()),
+            true,
+        ),
+        (
+            "steps that cross",
+            one_wave(
+                (0..many)
+                    .map(|k| WireSpan { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) })
+                    .collect(),
+            ),
+            true,
+        ),
+        (
+            "the shortest, and one far away",
+            one_wave((0..3 << 20).map(|k| span(0, k % 100)).chain([span(0, 1 << 40)]).collect()),
+            false,
+        ),
+        (
+            "the shortest in as many waves as may be",
+            listed(vec![48; 1 << 16], SpanList::pack((0..48 << 16).map(|k| span(0, k % 48))).unwrap()),
+            true,
+        ),
+        (
+            "blocks",
+            blocks(8, (0..1 << 21).map(|k: u32| (k, shuffled(many, k.into()) as u32)).collect()),
+            true,
+        ),
+        ("far blocks", blocks(8, (0..1 << 21).map(|k: u32| (k, !k)).collect()), true),
+        ("narrow blocks", blocks(8, vec![(1, 2); 9 << 20]), false),
+        ("blocks without bytes", blocks(0, (0..1 << 21).map(|k: u32| (k, k << 8)).collect()), false),
+    ];
+    for (name, plan, taken) in cases {
+        let frame = wire::encode(&read(plan)).unwrap();
+        assert!(frame.len() > 16 << 20, "{name}: {}", frame.len());
         let work = || {
-            let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
-            CopyPlan::try_from(plan).is_err()
+            let body = frame[HEADER..].to_vec();
+            let Request::Read { plan, .. } = wire::decode(&body).unwrap() else { panic!() };
+            drop(body);
+            let plan = CopyPlan::try_from(plan)?;
+            plan.check_ends(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
+            Ok((plan.src_rows(ROW)?.len(), plan.dst_rows(ROW)?.len(), plan))
         };
-        let (refused, peak) = heap::peak(work);
-        assert!(refused);
-        assert!(peak < 32 * frame.len(), "{peak} for {}", frame.len());
+        let (result, peak): (Result<_, Error>, usize) = heap::peak(work);
+        assert_eq!(result.is_ok(), taken, "{name}: {result:?}");
+        assert!(peak > frame.len() && peak <= 3 * frame.len(), "{name}: {peak} for {}", frame.len());
     }
 }
 
@@ -560,14 +650,15 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
 #[test]
 fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
     const ROW: u64 = 4096;
-    // Blocks of a quarter, a whole and one and a half rows, in no order and read again and again.
-    let many: Vec<(u32, u32)> = (0..1u32 << 18).map(|k| (k * 77 % 251, k * 101 % 253)).collect();
+    // Blocks of a quarter, a whole and one and a half rows, in no order; read again and again, and written once.
+    let many: Vec<(u32, u32)> =
+        (0..1u32 << 18).map(|k| (k * 77 % 251, (k * 101).reverse_bits() >> 14)).collect();
     for len in [ROW / 4, ROW, ROW * 3 / 2] {
         let frame = wire::encode(&read(blocks(len, many.clone()))).unwrap();
         let work = || {
             let Request::Read { plan, .. } = wire::decode(&frame[HEADER..]).unwrap() else { panic!() };
             let plan = CopyPlan::try_from(plan).unwrap();
-            [plan.src_rows(ROW), plan.dst_rows(ROW)]
+            [plan.src_rows(ROW).unwrap(), plan.dst_rows(ROW).unwrap()]
         };
         let ([read, written], peak) = heap::peak(work);
         let rows = |first: u64, number: fn(&(u32, u32)) -> u32| -> Vec<u64> {
@@ -577,7 +668,7 @@ fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
             rows.collect::<std::collections::BTreeSet<u64>>().into_iter().collect()
         };
         assert_eq!((read, written), (rows(512, |pair| pair.0), rows(4096, |pair| pair.1)), "{len}");
-        // The pairs themselves, four times as wide as in the message, and little else.
+        // The pairs, the rows (twice as many as pairs, of eight bytes), and a bit for each.
         assert!(peak < 6 * frame.len(), "{peak} for {} of {len}", frame.len());
     }
     // A few bytes that name a quarter of a million rows, sixteen times: what the rows take, not what was said.
@@ -587,7 +678,7 @@ fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
     let spans = (0..16).map(|k| Span { src: k, dst: k + 2 * ROW * (count - 1), ..span });
     let plan = CopyPlan::from_parts(1, 0, 0, spans.map(|span| vec![span]).collect()).unwrap();
     for rows in [CopyPlan::src_rows, CopyPlan::dst_rows] {
-        let (rows, peak) = heap::peak(|| rows(&plan, ROW));
+        let (rows, peak) = heap::peak(|| rows(&plan, ROW).unwrap());
         assert!(rows.iter().copied().eq((0..count).map(|k| 2 * k)));
         assert!(peak < 128 * rows.len(), "{peak} for {} rows", rows.len());
     }

@@ -101,6 +101,10 @@
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
+// The engine uses memfds, epoll and pidfds, offsets of 64 bits, and numbers that peers map in place (docs/testing.md).
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
+compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
+
 pub mod arena;
 pub mod check;
 pub mod cluster;
@@ -111,10 +115,12 @@ pub mod desc;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod fallible;
 pub mod id;
 pub mod keys;
 mod lanes;
 pub mod links;
+pub mod log;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
 pub mod merger;
@@ -128,6 +134,7 @@ pub mod table;
 pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod token_file;
 pub mod transport;
 pub mod wire;
 
@@ -145,7 +152,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use id::{CacheId, ClusterId, Deadline};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use links::{CommStatus, PeerAddress};
-pub use mem::{Access, Adopted, abandon as abandon_sockets, remember_process, this_process};
+pub use log::{Level, Line, Sink, install as install_log};
+pub use mem::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;

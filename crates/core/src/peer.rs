@@ -12,6 +12,7 @@ use crate::cluster::Cluster;
 use crate::desc::Geometry;
 use crate::engine::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::links::{Answer, Link, location, say, say_before};
@@ -40,10 +41,21 @@ impl Answer for Answers {
         let silence = self.cluster.config.links.silence;
         // The request is there, or its first bytes are: what a large one may take, and how long, is asked of the link.
         let begun = Deadline::after(silence).named("the time that a request is given");
-        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence))?;
-        let Some((kind, body, _held)) = frame else { return Ok(false) };
-        let request: Request = wire::open(kind, &body)?;
-        drop(body);
+        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
+        let heard = frame.and_then(|frame| {
+            let read = |(kind, body, held): (_, Vec<u8>, _)| Ok((wire::open::<Request>(kind, &body)?, held));
+            frame.map(read).transpose()
+        });
+        let (request, _held) = match heard {
+            Ok(Some(heard)) => heard,
+            Ok(None) => return Ok(false),
+            // It was read to its end: the peer is told, and its next request may fit.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !stream.is_closed() => {
+                say(stream, &Reply::failed(&error), Deadline::after(silence))?;
+                return Ok(true);
+            }
+            Err(error) => return Err(error),
+        };
         stream.restart_pace();
         let started = Instant::now();
         let call = Call { cluster: &self.cluster, link, stream, unlinked };
@@ -152,11 +164,11 @@ impl Call<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
-            let place = self.cluster.whereabouts(cache);
+            let place = self.cluster.whereabouts(cache)?;
             if reach.seen(&place) {
                 self.cluster.told_of(cache, &place);
             }
-            record.location = location(place);
+            record.location = location(place)?;
             // The peer is about to read it, perhaps in place, which nobody here would see.
             self.cluster.merger.moved(cache.geometry().bytes());
         }
@@ -165,12 +177,13 @@ impl Call<'_> {
 
     /// Which caches addresses lie in.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let spots = self.cluster.table.locate(addrs);
+        let spots = self.cluster.table.locate(addrs)?;
         let spot = |(at, found): (usize, Option<table::Spot>)| {
             let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
             Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
         };
-        spots.into_iter().enumerate().map(spot).collect::<Result<_>>().map(Reply::Located)
+        let spots = fallible::tried("the places of addresses", spots.into_iter().enumerate().map(spot));
+        spots.map(Reply::Located)
     }
 
     /// The cache a request is about, if its name still leads there, open to peers.
@@ -201,7 +214,7 @@ impl Call<'_> {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
                 let ahead = self.link.writes_now();
-                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), ahead, call.deadline)
+                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -226,7 +239,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(None, Some(ends(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -301,13 +314,15 @@ impl Call<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
-            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
-        let progress = Arc::new(Progress::default());
-        let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, call.deadline, &progress);
-        drop(pin);
+        // A peer whose memory does not answer takes no thread of this side for as long as it likes.
+        let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
+        let (engine, held) = (&self.cluster.engine, Arc::new(pin));
+        // Kept beyond this call if the kernel may still write to the rows then.
+        let run = engine.run_holding(plan.clone(), from, to, STAGED, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
                 self.cluster.stats.travelled(Op::Served, outcome.bytes);
@@ -332,13 +347,13 @@ struct Wanted {
 }
 
 /// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
-fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Vec<u64>) -> Vec<u64> {
+fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(cache.geometry().row_bytes() * together);
+    let mut rows = touched(cache.geometry().row_bytes() * together)?;
     for row in &mut rows {
         *row *= together;
     }
-    rows
+    Ok(rows)
 }
 
 /// A plan that came over the wire, of which bytes `from..to` are asked for.

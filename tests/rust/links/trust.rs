@@ -5,6 +5,7 @@
 use std::thread;
 use std::time::Duration;
 
+use llm_datadist_core::plan::SpanList;
 use llm_datadist_core::transport::Stream;
 use llm_datadist_core::wire::{
     Comm, Control, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
@@ -15,7 +16,8 @@ use llm_datadist_core::{
 
 use super::fake::{Fake, hear, say};
 use super::{Held, LONG, Way, config, eventually, link, of, open, row};
-use crate::bed::{desc, logged};
+use crate::bed::desc;
+use crate::log;
 
 const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
 
@@ -67,11 +69,7 @@ fn stranger_over_tcp_is_refused_with_the_reason_that_is_logged() {
     assert!(engine.stats().links.is_empty());
     // The name of the local socket is all that a process of this host learns, whoever it is.
     assert!(fake.local_of(&engine, host).is_some_and(|name| name.starts_with("llm_datadist.")));
-    let line = |line: &String| {
-        line.starts_with("ERROR llm_datadist::links refused a connection from 127.0.0.1:")
-            && line.contains("no token is set")
-    };
-    assert!(logged().iter().any(line));
+    assert!(!log::errors(&["refused a connection from 127.0.0.1:", "no token is set"]).is_empty());
 }
 
 #[test]
@@ -113,7 +111,7 @@ fn peer_that_does_not_read_its_control_stream_loses_only_its_own_link() {
 /// A plan of one span: `len` bytes of one tensor.
 fn plan(len: u64) -> WirePlan {
     let span = WireSpan { src: 0, dst: 0, len, count: 1, src_step: 0, dst_step: 0 };
-    let steps = WireSteps::Spans { waves: vec![1], spans: vec![span] };
+    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() };
     WirePlan { num_tensors: 1, src_tensor: 0, dst_tensor: 0, steps }
 }
 
@@ -196,10 +194,8 @@ fn members_of_unequal_modes_fail_at_once_on_both_sides() {
         for (at, comm) in [(first, one), (1 - first, other)] {
             eventually("the failure", || members[at].comm_status(comm).unwrap() == CommStatus::Failed);
         }
-        let lines = logged();
-        let about =
-            |line: &&String| line.contains(&name) && line.contains("llm.EnableRemoteCacheAccessible is");
-        assert!(lines.iter().filter(about).count() >= 2, "{lines:#?}");
+        let lines = log::errors(&[&name, "llm.EnableRemoteCacheAccessible is"]);
+        assert!(lines.len() >= 2, "{lines:#?}");
     }
 }
 

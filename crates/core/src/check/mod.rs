@@ -5,6 +5,7 @@
 //! widths of Python values (the binding) or where bytes go (`plan`).
 
 pub mod cpp;
+mod json;
 mod landing;
 mod layers;
 mod layerwise;
@@ -31,14 +32,14 @@ pub use transfer::{
 };
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
-    link_retry_count, link_silence, link_streams, link_token, link_total_time, link_transport,
+    link_remote_memory, link_retry_count, link_silence, link_streams, link_token, link_token_file,
+    link_total_time, link_transport,
     mem_utilization, page_shift, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
 };
 
-use hashbrown::HashMap;
-
 use crate::desc::{CacheDesc, CacheKind, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::keys::CacheKey;
 
 /// What `check` needs to know of one end of a copy.
@@ -135,24 +136,25 @@ pub fn allocate(
         return Err(Error::argument("len(cache_keys)", keys.len(), allowed));
     }
     let side = Side { geometry, kind, placement: desc.placement };
-    Ok(Allocate { side, keys: bindings(keys) })
+    Ok(Allocate { side, keys: bindings(keys)? })
 }
 
 /// The row each key names: position in the list; placeholders bind nothing; of duplicates the last takes effect.
-#[must_use]
-pub fn bindings(keys: &[Option<CacheKey>]) -> Vec<(u64, CacheKey)> {
+pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
+    /// What the lists are for, should there be no memory for one.
+    const KEYS: &str = "the keys of a cache";
     if let [only] = keys {
-        return only.iter().map(|&key| (0, key)).collect();
+        return Ok(only.iter().map(|&key| (0, key)).collect());
     }
-    let mut rows = HashMap::with_capacity(keys.len());
+    let mut rows = fallible::map(KEYS, keys.len())?;
     for (row, key) in keys.iter().enumerate() {
         if let Some(key) = key {
             rows.insert(*key, row as u64);
         }
     }
-    let mut bound: Vec<_> = rows.into_iter().map(|(key, row)| (row, key)).collect();
+    let mut bound = fallible::collect(KEYS, rows.into_iter().map(|(key, row)| (row, key)))?;
     bound.sort_unstable();
-    bound
+    Ok(bound)
 }
 
 /// Addresses of the caller's own memory (python-api.md §7.6, §7.7, §4.3).
@@ -343,7 +345,7 @@ fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Blo
         let allowed = format!("below 2^63 bytes in all, in blocks of {} bytes", src.row_bytes());
         return Err(Error::argument("the number of block pairs", pairs.len(), allowed));
     }
-    let mut checked = Vec::with_capacity(pairs.len());
+    let mut checked = fallible::room(pieces::REQUEST, pairs.len())?;
     for &(from, to) in pairs {
         checked.push((block("source block", from, src)?, block("destination block", to, dst)?));
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::json::json;
 use super::values::{self, clipped, decimal, ip_address, one_of};
 use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result};
@@ -111,7 +112,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         }
         links.both_ways = true;
     }
-    links.token = text("llm.LinkToken").map(values::link_token).transpose()?;
+    token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
     silence(&mut links, text)?;
     if let Some(limit) = text("llm.LinkPinLimit") {
@@ -127,6 +128,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         values::link_streams(streams)?;
         links.streams = usize::try_from(streams).unwrap_or(1);
     }
+    if let Some(bytes) = text("llm.LinkRemoteMemory") {
+        let bytes = number("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
+        values::link_remote_memory(bytes)?;
+        links.remote_memory = Some(bytes.unsigned_abs());
+    }
     if let Some(port) = text("llm.RankPort") {
         let port = number("llm.RankPort", port, "1 to 65535")?;
         values::rank_port(port)?;
@@ -136,6 +142,18 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.rank_hosts = values::rank_hosts(hosts)?;
     }
     Ok(links)
+}
+
+/// The token, or the file that holds it: one of the two.
+fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
+    if token.is_some() && file.is_some() {
+        let text = "llm.LinkToken and llm.LinkTokenFile are both given; give one of them";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    links.token = token.map(values::link_token).transpose()?;
+    links.token_file = file.map(values::link_token_file).transpose()?;
+    Ok(())
 }
 
 /// Where to listen: `llm.ListenIp` and `llm.ListenPort` as the Python front splits them, else the text it splits.
@@ -211,8 +229,8 @@ fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfi
 
 fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
     let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
-    let value: Value = serde_json::from_str(text)
-        .map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
+    let value: Value =
+        json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
     let Value::Object(fields) = value else {
         return Err(invalid("the pool configuration must be one JSON object".into()));
     };

@@ -8,6 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use serde_json::{Map, Value};
 
+use super::json::json;
 use super::values::{clipped, decimal, ip_address};
 use crate::config::LinkConfig;
 use crate::error::{Error, ErrorKind, Result};
@@ -134,8 +135,7 @@ impl Table {
         let invalid = |reason: &str| {
             Error::new(ErrorKind::InvalidArgument, format!("rank_table {reason}")).with("text", &shown)
         };
-        let table: Value =
-            serde_json::from_str(text).map_err(|error| invalid("is not JSON").because(error))?;
+        let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
         let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
         let mut entries = Vec::new();

@@ -5,10 +5,11 @@
 //! again. Order of the rules: python-api.md §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
 
 use super::layers::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
-use super::pieces::{Move, Pieces, total};
+use super::pieces::{Move, Pieces, REQUEST, total};
 use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
 use crate::desc::{CacheKind, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 
 /// What a pull reads and writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -357,7 +358,7 @@ fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
 /// The entries as numbers of blocks of the cache.
 fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
     in_range(name, blocks, of)?;
-    Ok(blocks.iter().map(|index| index.cast_unsigned()).collect())
+    fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
 }
 
 pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
@@ -381,5 +382,5 @@ pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) 
         let start = at as u64 * block_bytes;
         Move { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
     };
-    Ok(blocks.iter().enumerate().map(piece).collect())
+    fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
 }

@@ -85,7 +85,7 @@ impl DataDist {
             let pairs = check::cpp::block_lists(src_blocks, dst_blocks_list)?;
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let request = check::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
-            let plan = CopyPlan::blocks(&request, ends(&src, &dst));
+            let plan = CopyPlan::blocks(&request, ends(&src, &dst))?;
             self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, STAGED, deadline)
         })
     }

@@ -118,7 +118,7 @@ impl Work {
             What::Take(attach, descriptors) => {
                 let (offered, told) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
                 stream.send_now(&wire::encode(&told)?, &[])?;
-                let step = Step::Attached(newcomer, offered?);
+                let step = Step::Attached(newcomer, offered);
                 Ok(Next::Proven(Newcomer { stream, local: true, until, step }))
             }
             What::Enter(reach) => enter(shared, &stream, newcomer, reach).map(|()| Next::Done),

@@ -196,7 +196,11 @@ impl Link {
         let transport = self.transport();
         let way = match self.reach() {
             Some(reach) => {
-                let pools = if reach.pooled() { "pools mapped, " } else { "" };
+                let pools = match reach.unmapped() {
+                    Some(why) => &format!("pools by sockets ({why}), "),
+                    None if reach.pooled() => "pools mapped, ",
+                    None => "",
+                };
                 let why = reach.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
                 format!("{transport}: {pools}registered memory by {why}")
             }

@@ -199,12 +199,9 @@ impl Link {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
             transport: self.transport,
-            pools: self
-                .reach
-                .as_ref()
-                .map_or("stream", |reach| if reach.pooled() { "mapped" } else { "none" }),
+            pools: self.reach.as_ref().map_or("stream", Reach::pools),
             registered: seen(self.reach.as_ref().is_some_and(|reach| reach.refusal().is_none())),
-            refusal: self.reach.as_ref().and_then(|reach| reach.refusal()).map(str::to_owned),
+            refusal: self.reach.as_ref().and_then(Reach::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),

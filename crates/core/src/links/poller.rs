@@ -146,16 +146,16 @@ mod tests {
         poller.add(&bell, 0, Watching::Always).unwrap();
         poller.add(&one, 1, Watching::Always).unwrap();
         poller.add(&other, 2, Watching::Once).unwrap();
-        assert_eq!(ready(&poller), []);
+        assert!(ready(&poller).is_empty());
         rustix::io::write(&peer, b"x").unwrap();
         assert_eq!(ready(&poller), [2]);
-        assert_eq!(ready(&poller), [], "once is once, though nothing was taken");
+        assert!(ready(&poller).is_empty(), "once is once, though nothing was taken");
         poller.again(&other, 2).unwrap();
         bell.ring();
         bell.ring();
         assert_eq!(ready(&poller), [0, 2]);
         bell.silence();
-        assert_eq!(ready(&poller), []);
+        assert!(ready(&poller).is_empty());
     }
 
     #[test]
@@ -167,7 +167,7 @@ mod tests {
         bell.silence();
         assert_eq!(ready(&poller), [7]);
         bell.silence();
-        assert_eq!(ready(&poller), []);
+        assert!(ready(&poller).is_empty());
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(ready(&poller), [1]);
         poller.remove(&one);
         drop(one);
-        assert_eq!(ready(&poller), []);
+        assert!(ready(&poller).is_empty());
         drop(copy);
     }
 }

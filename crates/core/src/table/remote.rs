@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::{Cache, Origin, Place, Slot, State, Table, no_cache, no_key};
 use crate::desc::CacheKind;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
 
@@ -47,8 +48,8 @@ pub(super) struct Pulled(Vec<Range<u32>>);
 
 impl Pulled {
     /// Adds tensors; whether all of `count` are there now.
-    fn add(&mut self, tensors: Range<u32>, count: u32) -> bool {
-        self.0.push(tensors);
+    fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
+        fallible::push("the table of caches", &mut self.0, tensors)?;
         self.0.sort_unstable_by_key(|range| range.start);
         self.0.dedup_by(|next, last| {
             let joined = next.start <= last.end;
@@ -57,7 +58,7 @@ impl Pulled {
             }
             joined
         });
-        matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count)
+        Ok(matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count))
     }
 }
 
@@ -80,10 +81,11 @@ impl Table {
 
     /// Where each of `addrs` lies among the caches that peers may reach; where several share memory, in the one with most
     /// room behind the address. Looks at every cache: for the start of a transfer, not for each layer.
-    #[must_use]
-    pub fn locate(&self, addrs: &[u64]) -> Vec<Option<Spot>> {
-        let mut found = vec![None; addrs.len()];
-        let mut order: Vec<_> = (0..addrs.len()).collect();
+    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<Spot>>> {
+        /// What the lists are for, should there be no memory for one.
+        const PLACES: &str = "the places of addresses";
+        let mut found = fallible::filled(PLACES, None, addrs.len())?;
+        let mut order = fallible::collect(PLACES, 0..addrs.len())?;
         order.sort_unstable_by_key(|&at| addrs[at]);
         // Most caches hold none: they are told apart by their ends, under the lock, and nothing is made of them.
         let may_hold = |cache: &Cache| {
@@ -99,7 +101,7 @@ impl Table {
             let some = slots.iter().take(AT_ONCE).flatten();
             let some =
                 some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
-            let caches: Vec<_> = some.cloned().collect();
+            let caches = fallible::gathered(PLACES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
                 let bytes = cache.geometry().tensor_bytes();
@@ -114,7 +116,7 @@ impl Table {
                 }
             }
         }
-        found.into_iter().map(|spot| spot.map(|(_, spot)| spot)).collect()
+        fallible::collect(PLACES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
     }
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
@@ -182,7 +184,13 @@ impl State {
             return Err(Error::argument("pulled", value, format_args!("the {tensors} tensors of the cache")));
         };
         let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
-        let complete = count == tensors || self.pulled.entry(key).or_default().add(first..end, tensors);
+        let complete = if count == tensors {
+            true
+        } else {
+            let room = self.pulled.try_reserve(1);
+            room.map_err(|_| fallible::short("the table of caches", self.pulled.len()))?;
+            self.pulled.entry(key).or_default().add(first..end, tensors)?
+        };
         Ok(if complete { self.unbind(key) } else { None })
     }
 

@@ -24,6 +24,7 @@ use super::faults::Running;
 use super::pace::Pace;
 use super::transfer::{Moved, Transfer, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::Deadline;
 use crate::mem::{Credentials, Kept};
 use crate::wire::{HEADER, Header};
@@ -316,7 +317,12 @@ impl Stream {
         while got < header.length {
             if got == body.len() {
                 // Memory grows with what has arrived: a length alone is given `FIRST_STEP` at most.
-                body.resize(header.length.min(got + got.max(FIRST_STEP)), 0);
+                let next = header.length.min(got + got.max(FIRST_STEP));
+                if body.try_reserve_exact(next - got).is_err() {
+                    drop(body);
+                    return self.passed_by(header.length, got, &mut transfer);
+                }
+                body.resize(next, 0);
             }
             got += transfer.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
         }
@@ -342,6 +348,23 @@ impl Stream {
     /// What follows cannot be read; a refusal may still be sent.
     pub(super) fn unreadable(&self) {
         self.mark(BROKEN);
+    }
+
+    /// `Err(OutOfMemory)` in place of a body of which `got` bytes were read. The rest is read away, so that the stream can go
+    /// on; but for a short body, behind which bytes of a cache may follow that nobody would know of.
+    #[cold]
+    fn passed_by<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
+        let error = fallible::short("a frame of the peer", length).with("peer", &self.about.peer);
+        if length <= FIRST_STEP {
+            self.spoilt();
+            return Err(error);
+        }
+        let mut away = [0; 4096];
+        while got < length {
+            let most = away.len().min(length - got);
+            got += transfer.next((HEADER + got) as u64, || self.pull(&mut away[..most]))?;
+        }
+        Err(error)
     }
 
     /// The stream ended where more had to come.

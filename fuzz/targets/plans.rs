@@ -1,0 +1,122 @@
+//! The plan of a peer against index arithmetic in 128 bits: an accepted plan stays inside its tensors.
+#![no_main]
+
+use std::collections::BTreeSet;
+
+use libfuzzer_sys::fuzz_target;
+use llm_datadist_core::ErrorKind;
+use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::wire::{self, WirePlan, WireSteps};
+use llm_datadist_fuzz::{decoded, peak, refused_as};
+
+/// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
+const SIZES: usize = 12;
+/// Plans with more pieces than this are only checked for how they are refused.
+const MOST_PIECES: u64 = 1 << 14;
+
+/// One piece of a plan, from its definition.
+struct Piece {
+    wave: usize,
+    src: i128,
+    dst: i128,
+    len: i128,
+}
+
+/// Pieces of a plan in one tensor, or `None` where there are too many.
+fn pieces(plan: &WirePlan) -> Option<Vec<Piece>> {
+    match &plan.steps {
+        WireSteps::Blocks { len, src, dst, pairs } => {
+            let piece = |&(from, to): &(u32, u32)| {
+                let at = |start: u64, number: u32| i128::from(start) + i128::from(number) * i128::from(*len);
+                Piece { wave: 0, src: at(*src, from), dst: at(*dst, to), len: i128::from(*len) }
+            };
+            (pairs.0.len() as u64 <= MOST_PIECES).then(|| pairs.0.iter().map(piece).collect())
+        }
+        WireSteps::Spans { waves, spans } => {
+            let count = spans.iter().fold(0u64, |sum, span| sum.saturating_add(span.count));
+            if count > MOST_PIECES {
+                return None;
+            }
+            let wave_of = waves.iter().enumerate().flat_map(|(wave, &count)| (0..count).map(move |_| wave));
+            let all = wave_of.zip(spans).flat_map(|(wave, span)| {
+                (0..i128::from(span.count)).map(move |k| Piece {
+                    wave,
+                    src: i128::from(span.src) + k * i128::from(span.src_step),
+                    dst: i128::from(span.dst) + k * i128::from(span.dst_step),
+                    len: i128::from(span.len),
+                })
+            });
+            Some(all.collect())
+        }
+    }
+}
+
+/// Whether some byte is written twice inside one wave.
+fn written_twice(pieces: &[Piece]) -> bool {
+    let mut ranges: Vec<_> =
+        pieces.iter().map(|piece| (piece.wave, piece.dst, piece.dst + piece.len)).collect();
+    ranges.sort_unstable();
+    ranges.windows(2).any(|two| two[0].0 == two[1].0 && two[1].1 < two[0].2)
+}
+
+/// The rows that the ranges touch, one by one.
+fn rows(ranges: impl Iterator<Item = (i128, i128)>, row_bytes: u64) -> Vec<u64> {
+    let row = i128::from(row_bytes);
+    let touched = ranges.flat_map(|(from, len)| from / row..=(from + len - 1) / row);
+    let touched: BTreeSet<i128> = touched.collect();
+    touched.into_iter().map(|row| u64::try_from(row).expect("a row inside a tensor")).collect()
+}
+
+fuzz_target!(|input: &[u8]| {
+    let Some((sizes, body)) = input.split_first_chunk::<SIZES>() else { return };
+    let number =
+        |at: std::ops::Range<usize>| sizes[at].iter().fold(0u64, |sum, &byte| sum << 8 | u64::from(byte));
+    let (src_tensors, src_bytes) = (number(0..2) as u32, number(2..5));
+    let (dst_tensors, dst_bytes) = (number(5..7) as u32, number(7..10));
+    let row_bytes = number(10..12).max(1);
+    let Some(wire) = decoded::<WirePlan>(body) else { return };
+    let (plan, most) = peak(|| CopyPlan::try_from(wire.clone()));
+    assert!(most < 64 * body.len() + (64 << 10), "{most} bytes of memory for a plan of {}", body.len());
+    let plan = match plan {
+        Ok(plan) => plan,
+        Err(error) => return refused_as(&error, &[ErrorKind::InvalidArgument, ErrorKind::NotLinked]),
+    };
+    let fits = plan.check_ends(Some((src_tensors, src_bytes)), Some((dst_tensors, dst_bytes)));
+    if let Err(error) = &fits {
+        refused_as(error, &[ErrorKind::InvalidArgument]);
+    }
+    let Some(pieces) = pieces(&wire) else { return };
+    let inside = |at: i128, len: i128, bytes: u64| at >= 0 && len > 0 && at + len <= i128::from(bytes);
+    let last = |first: u32| u64::from(first) + u64::from(wire.num_tensors);
+    let all_inside = last(wire.src_tensor) <= u64::from(src_tensors)
+        && last(wire.dst_tensor) <= u64::from(dst_tensors)
+        && pieces
+            .iter()
+            .all(|piece| inside(piece.src, piece.len, src_bytes) && inside(piece.dst, piece.len, dst_bytes));
+    if fits.is_ok() {
+        assert!(all_inside, "accepted, and outside: {wire:?}");
+        assert_eq!(plan.src_rows(row_bytes), rows(pieces.iter().map(|p| (p.src, p.len)), row_bytes));
+        assert_eq!(plan.dst_rows(row_bytes), rows(pieces.iter().map(|p| (p.dst, p.len)), row_bytes));
+        same_bytes(&plan, &pieces);
+    } else {
+        assert!(!all_inside || written_twice(&pieces), "refused, and sound: {wire:?}");
+    }
+    // What travels is what was planned.
+    let again = WirePlan::try_from(&plan).expect("a plan that was received fits a message");
+    let frame = wire::encode(&again).expect("a plan that was received can be sent");
+    let read: WirePlan = wire::decode(&frame[wire::HEADER..]).expect("and read");
+    assert_eq!(CopyPlan::try_from(read).expect("and accepted"), plan);
+});
+
+/// The waves of an accepted plan move exactly the pieces that the message names.
+fn same_bytes(plan: &CopyPlan, pieces: &[Piece]) {
+    let wide = |number: u64| i128::from(number);
+    let mut planned: Vec<_> = (plan.waves().iter())
+        .flat_map(|wave| wave.pieces(0, wave.tensor_bytes()).collect::<Vec<_>>())
+        .map(|piece| (wide(piece.src), wide(piece.dst), wide(piece.len)))
+        .collect();
+    let mut named: Vec<_> = pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();
+    planned.sort_unstable();
+    named.sort_unstable();
+    assert_eq!(planned, named);
+}

@@ -1,0 +1,178 @@
+//! Writes the seed corpora into `seeds`: one of every message, plans of both forms, and texts from the documentation.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use llm_datadist_core::wire::{
+    self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
+    Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+};
+use llm_datadist_core::{Error, ErrorKind};
+use serde::Serialize;
+
+const NAME: WireName = WireName::Row { cache: 3, row: 2 };
+
+fn main() {
+    let mut messages: Vec<(u8, &str, Vec<u8>)> = Vec::new();
+    let mut add = |which: u8, name: &'static str, frame: Vec<u8>| messages.push((which, name, frame));
+    greeting(&mut add);
+    control(&mut add);
+    requests(&mut add);
+    replies(&mut add);
+    for (which, name, frame) in &messages {
+        write("frames", name, &[&[*which][..], frame].concat());
+        write("messages", name, &[&[*which][..], &frame[wire::HEADER..]].concat());
+    }
+    let refusal = wire::refusal(&Error::new(ErrorKind::LinkFailed, "no token was proved"));
+    write("frames", "refusal", &[&[0x80][..], &refusal].concat());
+    let two: Vec<u8> = [&[0x80][..], &messages[0].2, &messages[2].2].concat();
+    write("frames", "two", &two);
+    for (name, plan) in plans() {
+        let sizes = [0, 8, 0, 64, 0, 0, 8, 0, 64, 0, 2, 0]; // 8 tensors of 16 KiB at each end, rows of 512 bytes
+        write("plans", name, &[&sizes[..], &frame(&plan)[wire::HEADER..]].concat());
+    }
+    texts();
+}
+
+fn write(target: &str, name: &str, bytes: &[u8]) {
+    let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("seeds").join(target);
+    fs::create_dir_all(&folder).expect("the folder of the seeds");
+    fs::write(folder.join(name), bytes).expect("a seed");
+}
+
+fn frame<T: Serialize>(message: &T) -> Vec<u8> {
+    wire::encode(message).expect("a message")
+}
+
+fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
+    let from = Party { cluster: 1, instance: 300, remote_accessible: true };
+    let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: "a:1".into() });
+    let hello = |purpose| Hello { purpose, from, asked: Some(2), host: "host".into(), nonce: [7; 16] };
+    add(0, "hello-link", frame(&hello(Purpose::Link { link: 9, comm, probe_local: true })));
+    add(0, "hello-call", frame(&hello(Purpose::Call { link: 9, reverse: true })));
+    add(1, "challenge", frame(&Challenge { nonce: [8; 16] }));
+    add(2, "proof", frame(&Proof { mac: [9; 32] }));
+    add(3, "welcome", frame(&Welcome { from, mac: [1; 32], local: Some("name".into()) }));
+    let probe = Some((0x7f00_0000_1000, [3; 16]));
+    add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
+    add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
+}
+
+fn control(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
+    add(6, "ping", frame(&Control::Ping));
+    add(6, "bye", frame(&Control::Bye { reason: "done".into(), unlinked: true }));
+    add(6, "dial", frame(&Control::Dial));
+}
+
+fn requests(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
+    let plan = || plans().swap_remove(0).1;
+    let request = WireName::Request { model: 1, id: 2 };
+    add(7, "describe", frame(&Request::Describe { name: request, limit_ms: 1000 }));
+    let read = Request::Read { name: NAME, cache: 3, plan: plan(), from: 0, to: 4096, limit_ms: 1000 };
+    add(7, "read", frame(&read));
+    let (name, cache, limit_ms) = (NAME, 3, 1000);
+    add(
+        7,
+        "write",
+        frame(&Request::Write { name, cache, plan: plan(), from: 0, to: 8, ahead: true, limit_ms }),
+    );
+    let source = Location::Region { region: 1, runs: vec![Run { start: 0, step: 4096, count: 2 }] };
+    let fetch =
+        Request::Fetch { name, cache, plan: plan(), source, num_tensors: 2, tensor_bytes: 4096, limit_ms };
+    add(7, "fetch", frame(&fetch));
+    add(7, "consume", frame(&Request::Consume { name, cache, first: 0, count: 2, limit_ms }));
+    add(7, "unlink", frame(&Request::Unlink { limit_ms }));
+    add(7, "locate", frame(&Request::Locate { addrs: vec![0, 4096, u64::MAX], limit_ms }));
+}
+
+fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
+    let record = Record {
+        at: Place { place: 5, generation: 600 },
+        cache: 3,
+        row: 2,
+        num_tensors: 4,
+        rows: 128,
+        row_bytes: 65536,
+        blocks: true,
+        placement: 1,
+        allocated: true,
+        accessible: false,
+        location: Location::Process {
+            runs: vec![Run { start: 4096, step: 1 << 23, count: 3 }, Run { start: 1, step: 0, count: 1 }],
+        },
+    };
+    add(8, "described", frame(&Reply::Described(record)));
+    add(8, "done", frame(&Reply::Done { bytes: 1 << 40 }));
+    add(8, "ready", frame(&Reply::Ready { bytes: 4096 }));
+    add(8, "unreachable", frame(&Reply::Unreachable { reason: "no permission".into() }));
+    let arrived = vec![Arrived { tensor: 1, rows: vec![(0, 3), (5, 6)] }];
+    let facts = vec![("cluster".into(), "1".into())];
+    add(8, "failed", frame(&Reply::Failed { kind: 4, message: "gone".into(), facts, arrived }));
+    add(8, "located", frame(&Reply::Located(vec![Spot { cache: 3, tensor: 1, offset: 4096 }])));
+}
+
+fn plans() -> Vec<(&'static str, WirePlan)> {
+    let plan = |steps| WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps };
+    let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
+    let one = |src, dst| WireSpan { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
+    let pairs = |pairs: &[(u32, u32)]| Pairs(Arc::new(pairs.to_vec()));
+    let blocks = |pairs| plan(WireSteps::Blocks { len: 512, src: 512, dst: 1024, pairs });
+    vec![
+        (
+            "spans",
+            plan(WireSteps::Spans { waves: vec![2, 1], spans: vec![span, one(0, 9000), one(8192, 0)] }),
+        ),
+        ("blocks", blocks(pairs(&[(0, 1), (5, 2), (3, 9)]))),
+        ("same-destination", blocks(pairs(&[(0, 4), (5, 4)]))),
+        ("wide-pairs", blocks(pairs(&[(0, 1), (300, 70_000)]))),
+        ("past-the-end", plan(WireSteps::Spans { waves: vec![1], spans: vec![one(u64::MAX - 10, 16_384)] })),
+        ("fan-out", plan(WireSteps::Spans { waves: vec![1], spans: vec![WireSpan { src_step: 0, ..span }] })),
+    ]
+}
+
+fn texts() {
+    let options: [(&str, &[u8]); 4] = [
+        ("cache-manager", b"\0llm.EnableCacheManager=1\nllm.EnableRemoteCacheAccessible=1\nllm.MemPoolConfig={\"memory_size\":1048576,\"page_shift\":16}\nllm.SyncKvCacheWaitTime=500\nge.exec.deviceId=0\n"),
+        ("links", b"\x01llm.ListenIpInfo=127.0.0.1:0\nllm.LinkToken=sixteen-characters-at-least\nllm.LinkHeartbeat=100\nllm.LinkSilence=400\nllm.LinkTransport=tcp\nllm.LinkStreams=4\nllm.LinkAcceptRemote=1\nllm.RankPort=16666\nllm.RankHosts={\"1\":\"127.0.0.1:5\"}\nllm.LinkTotalTime=3\nllm.LinkRetryCount=2\n"),
+        ("copies", b"\x02llm.CopyWorkers=4\nllm.SwapInPath=ring\nllm.CopyKernel=plain\nllm.HugePages=off\nllm.MemoryUtilization=0.5\nge.flowGraphMemMaxSize=1048576\nllm.RdmaTrafficClass=132\nenv.HCCL_CONNECT_TIMEOUT=120\n"),
+        ("class", b"\x01llm.DeviceId=0\nllm.BufPoolCfg={\"buf_pool_size\":4194304}\nllm.EnableSwitchRole=1\nllm.TransferBackend=hixl\nllm.ListenIpInfo=127.0.0.1:0\nllm.LocalCommRes=x\n"),
+    ];
+    for (name, text) in options {
+        write("options", name, text);
+    }
+    let pools: [(&str, &str); 6] = [
+        ("pool", r#"{"memory_size": 18737418240, "page_shift": 16}"#),
+        ("default-page", r#"{"memory_size": 1048576}"#),
+        ("float", r#"{"memory_size": 1e6, "page_shift": 10}"#),
+        ("nested", r#"{"memory_size": [[{"page_shift": null}]]}"#),
+        ("buffers", r#"{"buf_pool_size": 4194304}"#),
+        (
+            "classes",
+            r#"{"buf_cfg":[{"total_size":2097152,"blk_size":256,"max_buf_size":8192},{"total_size":4194304,"blk_size":4096,"max_buf_size":1048576}]}"#,
+        ),
+    ];
+    for (name, text) in pools {
+        write("pool_json", name, text.as_bytes());
+    }
+    let tables: [(&str, &str); 3] = [
+        (
+            "one-server",
+            r#"{"server_count":"1","status":"completed","version":"1.0","server_list":[{"server_id":"node_0","device":[{"device_id":"0","rank_id":"0","device_ip":"192.168.1.1"},{"device_id":"1","rank_id":"1","device_ip":"192.168.1.2"},{"device_id":2,"rank_id":2},{"device_id":7,"rank_id":7}]}]}"#,
+        ),
+        (
+            "two-servers",
+            r#"{"server_count":"2","server_list":[{"server_id":"10.0.0.1","host_ip":"10.0.0.1","device":[{"device_id":"0","rank_id":"0","device_port":"17000"}]},{"server_id":"10.0.0.2","device":[{"device_id":"4","rank_id":1,"host_ip":"fd00::2"}]}]}"#,
+        ),
+        ("bare", r#"{"server_list":[{"device":[]}]}"#),
+    ];
+    for (name, text) in tables {
+        for members in 0..3u8 {
+            write(
+                "rank_table",
+                &format!("{name}-{}", members + 2),
+                &[&[members][..], text.as_bytes()].concat(),
+            );
+        }
+    }
+}
