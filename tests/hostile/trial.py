@@ -19,7 +19,7 @@ import peers
 from peers import OK, by_blocks, equal, eventually, options, pattern
 
 from . import budgets
-from .client import Peer
+from .client import Peer, Tender
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -155,6 +155,7 @@ class Trial:
             common["llm__LinkToken"] = token
         self.common = common
         self.folder = tempfile.TemporaryDirectory()
+        self.tender = Tender()  # for hostile links that have to stay alive
         self.running = Path(self.folder.name) / "running"
         self.victim = peers.Peer(*prefix)
         self.victim.spoiled = True
@@ -270,6 +271,7 @@ class Trial:
             with suppress(Exception):
                 answer.result(60)
         self.victim.close()
+        self.tender.__exit__()
         self.ends.__exit__()
         self.folder.cleanup()
 
