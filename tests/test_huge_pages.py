@@ -69,7 +69,7 @@ def mergers() -> int:
     return sum(name.exists() and name.read_text().strip() == "llm-merge" for name in names)
 
 
-def awaited(what: Callable[[], bool], limit: float = 20.0) -> bool:
+def awaited(what: Callable[[], bool], limit: float = 60.0) -> bool:
     """Whether it becomes true within the limit."""
     until = time.monotonic() + limit
     while not what():
