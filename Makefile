@@ -119,6 +119,9 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/pe
 	$(BIN)/python benches/transfer_latency.py
 	$(BIN)/python benches/layerwise_latency.py
 
+bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
+	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
+
 bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: docs/performance (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # as pip does for everybody else
@@ -188,4 +191,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
 
-.PHONY: help demo test cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo test cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

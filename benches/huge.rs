@@ -256,7 +256,7 @@ fn process(options: &Options) {
 fn beside(options: &Options) {
     println!("\nswap_out of one block out of {} MiB, at random places, microseconds", options.mib);
     for block in [16 << 10, 256 << 10] {
-        for (name, choice) in [("no merger", HugeChoice::Off), ("merging", HugeChoice::Auto)] {
+        for (name, choice) in [("no merger", HugeChoice::Off), ("merging", HugeChoice::Merge)] {
             let engine = engine(1, options.mib, choice);
             let caches =
                 [Placement::Device, Placement::Host].map(|at| allocate(&engine, at, options.mib, block));
@@ -270,7 +270,7 @@ fn beside(options: &Options) {
             let (mut calls, started) = (Vec::new(), Instant::now());
             // A merger is done once it has merged both pools; alone it runs for three seconds.
             while (choice == HugeChoice::Off && started.elapsed() < Duration::from_secs(3))
-                || (choice == HugeChoice::Auto
+                || (choice == HugeChoice::Merge
                     && merged() < options.mib << 20
                     && started.elapsed().as_secs() < 30)
             {

@@ -155,7 +155,7 @@ fn planning() {
     for (name, pairs, ends) in lists {
         let request = BlockPairs { pairs, block_bytes: 65536, num_tensors: 80 };
         let times = (0..101)
-            .map(|_| each(1, || drop(std::hint::black_box(CopyPlan::blocks(&request, ends)))))
+            .map(|_| each(1, || drop(std::hint::black_box(CopyPlan::blocks(&request, ends).unwrap()))))
             .collect();
         println!("{name:24} {:9.0}", median(times) / 1e3);
     }

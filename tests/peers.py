@@ -423,6 +423,29 @@ class End:
         code, text = outcome(lambda: getattr(self, call)(*args, **kwargs))
         return code, time.monotonic() - began, text
 
+    def pull_while(self, running: str, cluster: int, name: str, pause: float = 0.002) -> dict[str, Any]:
+        """Pull the blocks cache of `cluster` into `name`, again and again, until the file `running` is gone.
+
+        Returns how many pulls there were, how many brought other bytes than the first one, the seconds of the slowest,
+        and how often each outcome came, with the text of the first error.
+        """
+        rows = range(len(self.held[name].arrays[0]))
+        right: Optional[list[np.ndarray]] = None
+        told: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": {}, "text": ""}
+        until = time.monotonic() + 6 * LIMIT
+        while Path(running).exists() and time.monotonic() < until:
+            self.paint(name, 0)
+            code, seconds, text = self.timed("pull_blocks", by_blocks(cluster), name, rows, rows)
+            if code == OK:
+                right = self.read(name) if right is None else right
+                told["wrong"] += not equal(right, self.held[name].arrays)
+            told["pulls"] += 1
+            told["slowest"] = max(told["slowest"], seconds)
+            told["codes"][code] = told["codes"].get(code, 0) + 1
+            told["text"] = told["text"] or text
+            time.sleep(pause)
+        return told
+
     def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
         """Every call `[name, args, kwargs]` in a thread of its own, all at once, `repeat` times; the last outcomes."""
         codes = [""] * len(calls)
@@ -448,12 +471,57 @@ class End:
         """Its process id."""
         return os.getpid()
 
+    def open_files(self, count: int) -> str:
+        """Open so many files at once, as the application would; the error, or nothing."""
+        with ExitStack() as held:
+            try:
+                for _ in range(count):
+                    held.enter_context(Path("/dev/null").open("rb"))
+            except OSError as error:
+                return str(error)
+        return ""
+
+    def become(self, user: int) -> None:
+        """Be another user from now on, one that the kernel lets look at its own files in /proc."""
+        import ctypes  # noqa: PLC0415
+        import encodings.idna  # noqa: F401, PLC0415
+
+        pattern(0, 1, 1, 1)  # numpy imports parts of itself late, from files that the user may not be able to read
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE
+
     def rest(self, seconds: float) -> float:
         """Do nothing; returns the CPU seconds the process used meanwhile."""
         before = resource.getrusage(resource.RUSAGE_SELF)
         time.sleep(seconds)
         after = resource.getrusage(resource.RUSAGE_SELF)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def limit_memory(self, more: int | None) -> None:
+        """Let the process have `more` bytes of address space than now (RLIMIT_AS), or as much as there is."""
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = most
+        if more is not None:
+            with Path("/proc/self/statm").open() as statm:
+                limit = int(statm.read().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+    def short_of_memory(self, key: Sequence[Any], name: str, count: int, way: str, rooms: Sequence[int]) -> list[str]:
+        """The outcomes of a pull or push of `count` blocks with `rooms` MiB of address space, until one succeeds."""
+        order = np.random.default_rng(3).permutation(count)
+        src, dst = order.tolist(), order[::-1].tolist()
+        codes: list[str] = []
+        call = self.manager.push_blocks if way == "push" else self.manager.pull_blocks
+        handle, named = self.held[name].handle, _key(key)
+        for room in rooms:
+            self.limit_memory(room << 20)
+            codes.append(code(call, named, handle, src, dst, tensor_num_per_layer=1))
+            self.limit_memory(None)
+            if codes[-1] == OK:
+                break
+        return codes
 
     def resources(self) -> dict[str, int]:
         """Threads, descriptors, mappings and resident bytes of the process."""
@@ -705,7 +773,10 @@ class Peer:
         until = time.monotonic() + limit
         while b"\n" not in self._rest:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            # `select` knows no descriptor above 1,023, and a test may hold more.
+            poll = select.poll()
+            poll.register(self.process.stdout, select.POLLIN)
+            if left <= 0 or not poll.poll(1000 * left):
                 self.spoiled = True
                 raise AssertionError(f"{call}: no answer within {limit} s\n{self.said()}")
             more = os.read(self.process.stdout.fileno(), 1 << 20)

@@ -474,7 +474,8 @@ class Sender:
         self.asked: list[int] = []
         self.good: dict[str, Any] = {
             "src_cache": self.batch,
-            "layer_synchronizer": synchronizer(self.asked.append),
+            # A false answer would end the transfer too, and which of the two is first would be chance.
+            "layer_synchronizer": synchronizer(lambda layer: self.asked.append(layer) is None),
             "transfer_configs": [config(2, [1, 2, 3, 4])],
             "src_block_indices": None,
             "dst_block_indices": None,
@@ -1270,7 +1271,7 @@ def test_20_17_the_last_of_equal_keys_and_repeated_placeholders(ends: Ends) -> N
 
 # -- 18 --------------------------------------------------------------------------------------------------------------
 
-SWAP = {3: 4, 0: 0, 1: 1, 2: 2, 5: 6, 6: 7, 7: 8, 9: 9}
+SWAP = {2: 3, 3: 4, 4: 5, 8: 0, 9: 1, 1: 9, 6: 6}
 
 
 @pytest.mark.contract("20.18", "19.swap-blocks")

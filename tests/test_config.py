@@ -8,7 +8,7 @@ from typing import Any, Callable
 import pytest
 
 from conftest import pool
-from llm_datadist import LLMConfig, LlmConfig, LLMException
+from llm_datadist import LLMConfig, LlmConfig, LLMException, LLMStatusCode
 from memory import LE, TE, VE, Expected, pool_facts, raising
 
 FRESH = {"llm.MemoryUtilization": "0.95"}
@@ -89,6 +89,8 @@ EMITTED: list[tuple[str, Any, dict[str, str]]] = [
     ("copy_kernel", "streaming", {"llm.CopyKernel": "streaming"}),
     ("huge_pages", "auto", {"llm.HugePages": "auto"}),
     ("huge_pages", "off", {"llm.HugePages": "off"}),
+    ("huge_pages", "merge", {"llm.HugePages": "merge"}),
+    ("huge_pages", "merge_registered", {"llm.HugePages": "merge_registered"}),
     ("huge_pages", "eager", {"llm.HugePages": "eager"}),
 ]
 
@@ -220,10 +222,22 @@ def test_device_list_and_tuple_are_stored_as_given() -> None:
     assert isinstance(config.device_id, tuple)
 
 
-def test_empty_device_list_fails_when_options_are_made() -> None:
+def test_a_device_list_names_a_device() -> None:
+    """An empty list is refused when it is set, and one that was emptied since when the options are made."""
     config = LLMConfig()
-    config.device_id = []
-    with pytest.raises(IndexError):
+    for empty in ([], ()):
+        with pytest.raises(LLMException, match="names no device") as caught:
+            config.device_id = empty
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+    assert config.device_id is None
+    assert "ge.exec.deviceId" not in config.generate_options()
+    devices = [4]
+    config.device_id = devices
+    devices.clear()
+    with raising(LE):
+        config.generate_options()
+    devices.append("4")
+    with raising(TE):
         config.generate_options()
 
 

@@ -30,9 +30,13 @@ EMITTED: list[tuple[str, Any, str, str]] = [
     ("link_heartbeat", 3_600_000, "llm.LinkHeartbeat", "3600000"),
     ("link_silence", 2, "llm.LinkSilence", "2"),
     ("link_silence", 86_400_000, "llm.LinkSilence", "86400000"),
+    ("link_pin_limit", 1, "llm.LinkPinLimit", "1"),
+    ("link_pin_limit", 86_400_000, "llm.LinkPinLimit", "86400000"),
     *[("link_transport", word, "llm.LinkTransport", word) for word in ("auto", "shm", "tcp")],
     ("link_streams", 1, "llm.LinkStreams", "1"),
     ("link_streams", 16, "llm.LinkStreams", "16"),
+    ("link_remote_memory", 0, "llm.LinkRemoteMemory", "0"),
+    ("link_remote_memory", 2**63 - 1, "llm.LinkRemoteMemory", str(2**63 - 1)),
     ("rank_port", 1, "llm.RankPort", "1"),
     ("rank_port", 65535, "llm.RankPort", "65535"),
     ("rank_hosts", HOSTS, "llm.RankHosts", HOSTS),
@@ -40,7 +44,7 @@ EMITTED: list[tuple[str, Any, str, str]] = [
 ]
 NAMES = sorted({name for name, *_ in EMITTED})
 
-INTEGERS = ("link_heartbeat", "link_silence", "link_streams", "rank_port")
+INTEGERS = ("link_heartbeat", "link_pin_limit", "link_silence", "link_streams", "rank_port")
 TEXTS = ("link_token", "link_transport", "rank_hosts")
 REFUSED: list[tuple[str, Any, Expected]] = [
     *[(name, bad, TE) for name in INTEGERS for bad in ("5", 5.0, True, [5])],
@@ -52,6 +56,8 @@ REFUSED: list[tuple[str, Any, Expected]] = [
     ("link_silence", 1, LE),
     *[("link_transport", bad, LE) for bad in ("", "TCP", "rdma", " tcp", "\ud800", "x" * 10**5)],
     ("link_streams", 17, LE),
+    *[("link_remote_memory", bad, TE) for bad in ("5", 5.0, True, [5])],
+    *[("link_remote_memory", bad, LE) for bad in (-1, 2**63, 2**70)],
     ("rank_port", 65536, LE),
     *[("rank_hosts", bad, LE) for bad in ("", "x", "[]", '{"1": 5}', '{"1": "host:1"}', '{"1": "127.0.0.1:0"}')],
 ]
@@ -105,6 +111,8 @@ def test_a_setter_refuses_and_keeps_what_was(name: str, value: Any, expected: Ex
         ("llm.LinkSilence", "1999"),
         ("llm.LinkTransport", "rdma"),
         ("llm.LinkStreams", "17"),
+        ("llm.LinkRemoteMemory", "-1"),
+        ("llm.LinkRemoteMemory", "4G"),
         ("llm.RankPort", "0"),
         ("llm.RankHosts", "x"),
     ],

@@ -577,8 +577,8 @@ def test_huge_pages_are_an_option_of_initialize(cpp: Callable[..., Cpp]) -> None
     end = cpp(1)
     for word in ("on", "Eager", ""):
         assert end.ask("init", "llm.DeviceId=0", f"llm.HugePages={word}") == [INVALID, "0"]
-        assert f'huge_pages = "{word}" is not allowed: auto or off or eager' in end.reason
-    for cluster, word in enumerate(("auto", "off", "eager"), 2):
+        assert f'huge_pages = "{word}" is not allowed: auto or off or merge or merge_registered or eager' in end.reason
+    for cluster, word in enumerate(("auto", "off", "merge", "merge_registered", "eager"), 2):
         chosen = cpp(cluster).open(llm__HugePages=word)
         chosen.make("x", 2, 3, 100, 1)
         assert equal(chosen.read("x"), pattern(1, 2, 3, 100))
@@ -690,6 +690,11 @@ def test_the_header_compiles_in_every_dialect(
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
+def test_the_log_callback_gets_lines_until_it_is_removed(built: Callable[..., Path], compiler: str) -> None:
+    assert run([built("log", compiler)]) == "logged\n"
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_program_without_optimisation_and_exceptions_links_and_runs(compiler: str, tmp_path: Path) -> None:
     flags = ["-std=c++14", "-O0", *WARNINGS, "-fno-exceptions", "-I", INCLUDE, *SANITIZE]
     found = [f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
@@ -702,7 +707,7 @@ def test_a_program_of_a_newer_header_is_told_so(tmp_path: Path) -> None:
     shutil.copytree(INCLUDE, newer)
     header = newer / "llm_datadist" / "llm_datadist_c.h"
     text, count = re.subn(
-        r"#define LLM_DATADIST_ABI_VERSION 1\n", "#define LLM_DATADIST_ABI_VERSION 2\n", header.read_text()
+        r"#define LLM_DATADIST_ABI_VERSION 2\n", "#define LLM_DATADIST_ABI_VERSION 3\n", header.read_text()
     )
     assert count == 1
     header.write_text(text)
@@ -717,8 +722,8 @@ def test_a_program_of_a_newer_header_is_told_so(tmp_path: Path) -> None:
     program = build(COMPILERS[0], tmp_path / "newer", [source], "-I", newer, *found)
     status, _, reason = run([program]).partition(" ")
     assert status == FAILED
+    assert "version 3" in reason
     assert "version 2" in reason
-    assert "version 1" in reason
 
 
 # -- the interface beneath, and the install --------------------------------------------------------------------------

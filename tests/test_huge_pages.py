@@ -115,7 +115,7 @@ def test_a_reserve_that_is_too_small_is_left_alone(start: Callable[..., Any]) ->
 
 # -- the option ------------------------------------------------------------------------------------------------------
 
-WORDS = ("auto", "off", "eager")
+WORDS = ("auto", "off", "merge", "merge_registered", "eager")
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -127,7 +127,7 @@ def test_every_word_starts_an_engine(word: str, start: Callable[..., Any]) -> No
     touched(manager, 1 << 20)
 
 
-@pytest.mark.parametrize("text", ["", "Auto", "on", "1", "eager ", "x" * 1000])
+@pytest.mark.parametrize("text", ["", "Auto", "on", "1", "eager ", "merge-registered", "x" * 1000])
 @pytest.mark.parametrize("way", ["by hand", "ge_options"])
 def test_init_refuses_other_words(text: str, way: str, start: Callable[..., Any]) -> None:
     given = {"llm.HugePages": text}
@@ -141,7 +141,7 @@ def test_init_refuses_other_words(text: str, way: str, start: Callable[..., Any]
     told = str(caught.value)
     assert "huge_pages" in told
     assert f'"{text[:100]}' in told
-    assert "auto or off or eager" in told
+    assert "auto or off or merge or merge_registered or eager" in told
     assert len(told) < 500
 
 
@@ -176,7 +176,7 @@ assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
 from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
 size = 80 << 20
 pool = json.dumps({"memory_size": size, "page_shift": 16})
-for word in ("eager", "auto", "off"):
+for word in ("eager", "merge", "merge_registered", "auto", "off"):
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     pools = {"llm.MemPoolConfig": pool, "llm.HostMemPoolConfig": pool}
     dist.init({"llm.EnableCacheManager": "1", "llm.HugePages": word, **pools})
@@ -194,7 +194,7 @@ for word in ("eager", "auto", "off"):
         manager.swap_blocks(made[0], made[1], {block: 79 - block for block in range(80)})
     assert all((views[1][79 - block] == block).all() for block in range(80))
     limit = 2000
-    while word == "auto" and manager.stats()["pools"]["device"]["merge_errno"] is None and limit:
+    while word.startswith("merge") and manager.stats()["pools"]["device"]["merge_errno"] is None and limit:
         ctypes.CDLL(None).usleep(1000)
         limit -= 1
     for facts in manager.stats()["pools"].values():
@@ -208,10 +208,11 @@ for word in ("eager", "auto", "off"):
 @needs_merging
 def test_a_kernel_that_refuses_is_no_error_and_says_so() -> None:
     told = run_fresh(REFUSED_BY_THE_KERNEL).splitlines()
-    assert told == ["eager 0 22"] * 2 + ["auto 0 22"] * 2 + ["off 0 None"] * 2
+    asked = [f"{word} 0 22" for word in ("eager", "merge", "merge_registered") for _ in range(2)]
+    assert told == [*asked, *["auto 0 None"] * 2, *["off 0 None"] * 2]
 
 
-# -- auto ------------------------------------------------------------------------------------------------------------
+# -- merge -----------------------------------------------------------------------------------------------------------
 
 
 def half_used(manager: Any, size: int) -> Any:
@@ -224,12 +225,15 @@ def half_used(manager: Any, size: int) -> Any:
 
 
 @needs_merging
-@pytest.mark.parametrize("word", [None, "auto", "off"])
-def test_what_is_used_is_merged_in_the_background_and_nothing_else(word: str | None, start: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("word", [None, "auto", "off", "merge", "merge_registered"])
+def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(
+    word: str | None, start: Callable[..., Any]
+) -> None:
     extra = {} if word is None else {"llm__HugePages": word}
     manager = start(options(pool(128 << 20), pool(8 << 20), **extra)).cache_manager
     view = half_used(manager, 64 << 20)
-    wanted = 0 if word == "off" else 32 << 20
+    wanted = 32 << 20 if word in ("merge", "merge_registered") else 0
+    assert wanted or mergers() == 0, "by default nothing works in the background"
     assert awaited(lambda: merged(manager)["device"] == wanted), merged(manager)
     assert awaited(lambda: mergers() == 0), "the thread ends when there is nothing left"
     assert merged(manager) == {"device": wanted, "host": 0}
@@ -248,7 +252,7 @@ def test_what_is_used_is_merged_in_the_background_and_nothing_else(word: str | N
 
 @needs_merging
 def test_its_thread_ends_with_the_engine(start: Callable[..., Any]) -> None:
-    dist = start(options(pool(512 << 20), None))
+    dist = start(options(pool(512 << 20), None, llm__HugePages="merge"))
     view = half_used(dist.cache_manager, 256 << 20)
     assert awaited(lambda: mergers() == 1)
     dist.finalize()
@@ -261,7 +265,7 @@ def test_its_thread_ends_with_the_engine(start: Callable[..., Any]) -> None:
 def test_transfers_between_processes_go_on_while_both_merge(transport: str) -> None:
     rows, row_bytes = 768, 32 << 10  # 48 MiB in each of two processes
     with Ends() as ends:
-        given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport}
+        given = {"accessible": True, "pool": 112 << 20, "llm__LinkTransport": transport, "llm__HugePages": "merge"}
         peer = ends.peer(peer_options(**given))
         near = ends.near(peer_options(**given))
         near.allocate("c", rows, row_bytes, blocks=True, seed=1)
@@ -293,9 +297,14 @@ def units_of(end: Any, name: str, size: int) -> int:
 
 
 @needs_merging
-@pytest.mark.parametrize(("word", "transport"), [("auto", "auto"), ("off", "auto"), ("auto", "tcp")])
-def test_registered_memory_is_merged_once_a_peer_reads_it_through_the_kernel(word: str, transport: str) -> None:
-    rows, row_bytes = 40, 1 << 20
+@pytest.mark.parametrize(
+    ("word", "transport"),
+    [("merge_registered", "auto"), ("merge", "auto"), ("auto", "auto"), ("off", "auto"), ("merge_registered", "tcp")],
+)
+def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(
+    word: str, transport: str
+) -> None:
+    rows, row_bytes = 24, 512 << 10
     size = rows * row_bytes
     given = {"accessible": True, "llm__LinkTransport": transport, "llm__HugePages": word}
     with Ends() as ends:
@@ -305,7 +314,7 @@ def test_registered_memory_is_merged_once_a_peer_reads_it_through_the_kernel(wor
         linked(near, peer)
         assert near.stats()["registered_merged_bytes"] == peer.stats()["registered_merged_bytes"] == 0, "nobody read it"
         ours, theirs = (pattern(seed, 1, rows, row_bytes)[0] for seed in (2, 1))
-        merging = word == "auto" and transport == "auto"
+        merging = word == "merge_registered" and transport == "auto"
 
         def merged_of(end: Any, other: Any) -> None:
             wanted = units_of(end, "c", size) if merging else 0
@@ -320,8 +329,8 @@ def test_registered_memory_is_merged_once_a_peer_reads_it_through_the_kernel(wor
         near.push_blocks(by_blocks(2), "c", [5, 4, 2], [9, 8, 1], tensor_num_per_layer=1)
         theirs[[9, 8, 1]] = ours[[5, 4, 2]]
         merged_of(near, peer)
-        near.pull_blocks(by_blocks(2), "c", list(range(20, 40)), list(range(20)))
-        ours[:20] = theirs[20:40]
+        near.pull_blocks(by_blocks(2), "c", list(range(12, 24)), list(range(12)))
+        ours[:12] = theirs[12:24]
         assert equal(near.read("c"), [ours])
         assert equal(peer.read("c"), [theirs])
         near.unregister("c")

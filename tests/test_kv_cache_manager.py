@@ -503,7 +503,7 @@ def test_copy_blocks_checks_in_order(prompt: KvCacheManager) -> None:
 
 def test_swaps(prompt: KvCacheManager) -> None:
     """python-api.md §20, line 18, with a cache of either kind on the device."""
-    mapping = {3: 4, 0: 0, 1: 1, 2: 2, 5: 6, 6: 7, 7: 8, 9: 9}
+    mapping = {2: 3, 3: 4, 4: 5, 8: 0, 9: 1, 1: 9, 6: 6}
     for make in (prompt.allocate_cache, prompt.allocate_blocks_cache):
         device = make(desc(20))
         handle, own = cpu(10)
@@ -619,6 +619,8 @@ def test_transfer_cache_async_checks_in_order(prompt: KvCacheManager) -> None:
         expected.judge(caught.value)
         assert text.lower() in str(caught.value).lower(), caught.value
     assert prompt.transfer_cache_async(cache, Ready(), []).synchronize() == LLMStatusCode.LLM_SUCCESS
+    blocks = prompt.allocate_blocks_cache(desc())
+    assert prompt.transfer_cache_async(blocks, Ready(), [to]).get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
     unlinked = prompt.transfer_cache_async(cache, Ready(), [to])
     assert unlinked.get_results() == [LLMStatusCode.LLM_NOT_YET_LINK]
 

@@ -178,6 +178,37 @@ def test_pieces_are_counted_over_the_slot(pair: tuple[End, Peer, bool]) -> None:
         to.check("what is refused moves nothing")
 
 
+@pytest.mark.parametrize("lists", [{}, {"src": None, "dst": None}, {"src": [], "dst": []}], ids=str)
+def test_a_blocks_cache_without_lists_sends_its_first_block(
+    pair: tuple[End, Peer, bool], lists: dict[str, Any]
+) -> None:
+    """One slot of one block: block 0 goes to block 0, or to slot 0, of each tensor, and nothing else moves."""
+    near, far, accessible = pair
+    near.allocate("b", 6, 32, 8, blocks=True, seed=6)
+    source = pattern(6, 8, 6, 32)
+    blocks = Far(far, accessible, "blocks", 4, 32, 5, blocks=True, model=1, seed=2)
+    slots = Far(far, accessible, "slots", 3, 40, 4, seed=3)
+    for to, src, dst, by_id in (
+        (blocks, range(4), 0, False),
+        (blocks, range(1, 3), 3, True),
+        (slots, range(4), 0, True),
+    ):
+        to.slot(source, src, dst)
+        assert send(near, "b", [to.to(src, dst, by_id=by_id)], **lists) == [OK]
+        to.check((src, dst))
+    assert refused(near, "b", [blocks.to(range(2), row=1, by_id=True)], **lists), "a slot of a blocks cache"
+    if accessible:
+        assert refused(near, "b", [blocks.to(range(2), slot=1, by_id=True)], **lists), "another block there"
+        assert refused(near, "b", [slots.to(range(2), slot=1)], **lists), "another slot there"
+        wide = Far(far, accessible, "wide", 4, 33, 2, blocks=True, model=2, seed=4)
+        assert refused(near, "b", [wide.to(range(2))], **lists), "blocks of another size"
+        wide.check()
+    assert refused(near, "b", [blocks.to(range(2))], dst=[0], size=16), "only the blocks written are given"
+    blocks.check()
+    slots.check()
+    assert equal(near.read("b"), source), "a transfer changed its source"
+
+
 def test_layouts_and_sizes_that_do_not_fit_are_refused_with_nothing_moved(pair: tuple[End, Peer, bool]) -> None:
     near, far, accessible = pair
     near.allocate("n", 3, 100, 4, seed=5)

@@ -204,7 +204,7 @@ def rows_of(bench: Bench, other: Callable[..., Any]) -> list[Row]:
         ),
         Row({"layer_synchronizer": Ready(tensor_num_per_layer=3)}, LE, "num_tensors = 8 is not allowed"),
         Row({"src_cache": bench.sideways}, LE, "batch_dim_index = 1"),
-        Row({"src_cache": bench.blocks}, LE, "src_block_indices were not given"),
+        Row({"src_cache": bench.blocks, dst: [0], size: 256}, LE, "src_block_indices were not given"),
     ]
 
 
@@ -219,6 +219,7 @@ def source_rows(bench: Bench) -> list[Row]:
 
     return [
         Row({**blocks, configs: [config(row=1)]}, LE, "src_batch_index 1 != 0 while src is blocks"),
+        Row({"src_cache": bench.blocks, configs: [config(row=1)]}, LE, "src_batch_index 1 != 0 while src is blocks"),
         *[Row({configs: [ranged(*pair)]}, LE, "src_layer_range = ") for pair in both],
         Row({configs: [config(), ranged(range(1, 5), range(1, 5))]}, LE, "within 0..4"),
         *[
@@ -239,7 +240,7 @@ def test_every_mistake_is_named_in_order(start: Any, mode: str) -> None:
     none = TransferConfig(FAR, [])
     rows = source_rows(bench)
     middle = [*addresses, Row({"transfer_configs": [none]}, LE, "len(dst_addrs) = 0")]
-    bench.check([*rows_of(bench, keyed), *rows[:5], *middle, *rows[5:]])
+    bench.check([*rows_of(bench, keyed), *rows[:6], *middle, *rows[6:]])
 
 
 def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
@@ -250,6 +251,22 @@ def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
         Row({name: [keyed(range(2), None)]}, LE, "dst_layer_range = None"),
     ]
     one_sided.check([*rows_of(one_sided, addressed), *source_rows(one_sided), *lengths])
+
+
+def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench) -> None:
+    """It passes every check with index 0 on both sides, by either kind of key; any other index is refused at once."""
+    blocks = {"src_cache": one_sided.blocks}
+    layers = range(LAYERS)
+    for none in (None, [], ()):
+        for key in (CacheKeyByIdAndIndex(FAR, 1), CacheKeyByIdAndIndex(FAR, 1, 0), BlocksCacheKey(FAR, 1)):
+            config = TransferWithCacheKeyConfig(key, layers, layers)
+            one_sided.ends(
+                UNLINKED, **blocks, src_block_indices=none, dst_block_indices=none, transfer_configs=[config]
+            )
+    for index in (1, 3, UINT32_MAX):
+        key = CacheKeyByIdAndIndex(FAR, 1, index)
+        wrong = {**blocks, "transfer_configs": [TransferWithCacheKeyConfig(key, layers, layers)]}
+        Row(wrong, LE, f"batch_index={index} of cache_key must be 0").judge(one_sided.call(**wrong), index)
 
 
 def test_of_two_mistakes_in_one_config_the_first_is_named(bench: Bench) -> None:

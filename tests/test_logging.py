@@ -48,9 +48,98 @@ def test_logger_is_the_standard_one_and_cached() -> None:
     assert logger is logging.getLogger("LLM_DATADIST")
     assert logger.name == "LLM_DATADIST"
     assert logger.propagate is True
-    streams = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
-    assert len(streams) == 1
     assert isinstance(log.LOG_FORMAT, str)
+
+
+# What a program does before or after the first use of the package, and what then becomes of the three lines below: how
+# often each is shown by the package's own handler, and by the program's.
+BASIC = "logging.basicConfig(stream=sys.stdout, format='program %(message)s')"
+CONFIGURED = {
+    "nothing": ("", "", {"own": ["error"], "program": []}),
+    "basicConfig before": (
+        BASIC,
+        "",
+        {"own": [], "program": ["error"]},
+    ),
+    "basicConfig after": (
+        "",
+        BASIC,
+        {"own": [], "program": ["error"]},
+    ),
+    "a level before": (
+        "logging.getLogger('LLM_DATADIST').setLevel(logging.INFO)",
+        "",
+        {"own": ["info", "warning", "error"], "program": []},
+    ),
+    "a level and basicConfig before": (
+        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING); " + BASIC,
+        "",
+        {"own": [], "program": ["warning", "error"]},
+    ),
+    "a level after": (
+        "",
+        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING)",
+        {"own": ["warning", "error"], "program": []},
+    ),
+    "a handler of the logger before": (
+        "logging.getLogger('LLM_DATADIST').addHandler(handler)",
+        "",
+        {"own": [], "program": ["error"]},
+    ),
+    "a handler of the logger after": (
+        "",
+        "logging.getLogger('LLM_DATADIST').addHandler(handler)",
+        {"own": ["error"], "program": ["error"]},
+    ),
+    "no propagation": (
+        BASIC + "; logging.getLogger('LLM_DATADIST').propagate = False",
+        "",
+        {"own": ["error"], "program": []},
+    ),
+}
+
+
+@pytest.mark.parametrize("configured", CONFIGURED)
+@pytest.mark.parametrize("first_use", ["log.get_logger()", "refused()"])
+def test_what_the_program_configured_is_respected_and_no_line_comes_twice(configured: str, first_use: str) -> None:
+    before, after, expected = CONFIGURED[configured]
+    out = run_fresh(
+        f"""
+import logging, sys
+handler = logging.StreamHandler(sys.stdout)
+handler.setFormatter(logging.Formatter("program %(message)s"))
+def refused():
+    from llm_datadist import LLMConfig, LLMException
+    try:
+        LLMConfig().copy_workers = 1000
+    except LLMException:
+        pass
+    print("first use")
+{before}
+from llm_datadist.utils import log
+{first_use}
+{after}
+print("now")
+log.info("info")
+log.warn("warning")
+log.error("error")
+        """
+    )
+    shown: dict[str, list[str]] = {"own": [], "program": []}
+    for line in out.split("now\n")[1].splitlines():
+        match = LINE.match(line)
+        shown["own" if match else "program"].append(match["message"] if match else line.split("program ")[1])
+    assert shown == expected
+
+
+def test_a_level_that_was_set_outranks_the_environment() -> None:
+    code = """
+    import logging
+    logging.getLogger("LLM_DATADIST").setLevel(logging.WARNING)
+    from llm_datadist.utils.log import get_logger
+    print(get_logger().level)
+    """
+    assert int(run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL="0")) == logging.WARNING
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_transfer_cache_async(kv_pair: Pair) -> None:
 # -- what the pages say about results and limits ---------------------------------------------------------------------
 
 WRONG_TYPES = "test_bad_input.py::test_bad_argument"
-IN_TIME = "test_seed_contract.py::test_sync_kv_timeout_ends_copies"
+IN_TIME = "test_seed_contract.py::test_sync_kv_timeout_ends_the_wait_of_a_copy"
 NEVER_LATE = "test_seed_contract.py::test_sync_kv_timeout_refuses_no_call_without_copying"
 ALLOCATE_RETURNS = [
     "test_seed_contract.py::test_what_calls_return",

@@ -30,12 +30,12 @@ from memory import (
 )
 
 SEED = {1: 2, 3: 4}
-UPSTREAM = {3: 4, 0: 0, 1: 1, 2: 2, 5: 6, 6: 7, 7: 8, 9: 9}
+MIXED = {2: 3, 3: 4, 4: 5, 8: 0, 9: 1, 1: 9, 6: 6}
 PATHS = ["auto", "direct", "ring"]
 MAPPINGS: list[Any] = [
     {},
     SEED,
-    UPSTREAM,
+    MIXED,
     {0: 0},
     {number: number for number in range(10)},
     {number: 9 - number for number in range(10)},
@@ -151,11 +151,11 @@ def test_the_forced_path_is_the_one_taken(start: Callable[..., Any], path: str, 
     with raising(MISMATCH):
         manager.swap_blocks(user.cpu_cache(), npu, {0: 10})
     assert swaps_in(manager) == {"direct": 0, "ring": 0}, "a refused swap was counted"
-    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    manager.swap_blocks(user.cpu_cache(), npu, MIXED)
     once = swaps_in(manager)
     assert once[moved] > 0
     assert once[idle] == 0
-    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    manager.swap_blocks(user.cpu_cache(), npu, MIXED)
     twice = swaps_in(manager)
     assert twice[moved] == 2 * once[moved]
     assert twice[idle] == 0
@@ -164,7 +164,7 @@ def test_the_forced_path_is_the_one_taken(start: Callable[..., Any], path: str, 
 def test_the_automatic_path_is_counted_too(manager: Any) -> None:
     user = UserTensors(10, 256, 2)
     npu = manager.allocate_blocks_cache(desc(10, 256, 2))
-    manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+    manager.swap_blocks(user.cpu_cache(), npu, MIXED)
     assert sum(swaps_in(manager).values()) > 0
 
 
@@ -173,8 +173,8 @@ def test_swapping_leaves_the_pools_as_they_were(forced: Any) -> None:
     npu = forced.allocate_blocks_cache(desc(10, 256, 2))
     before = pool_facts(forced)["used_bytes"]
     for _ in range(5):
-        forced.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
-        forced.swap_blocks(npu, user.cpu_cache(), UPSTREAM)
+        forced.swap_blocks(user.cpu_cache(), npu, MIXED)
+        forced.swap_blocks(npu, user.cpu_cache(), MIXED)
     assert pool_facts(forced)["used_bytes"] == before
 
 
@@ -188,8 +188,8 @@ def test_a_full_device_pool_can_still_swap_in(start: Callable[..., Any]) -> None
             manager.allocate_cache(desc(1, min(rest, PAGE), 1))
             rest = pool_facts(manager)["free_bytes"]
         user = UserTensors(10, POOL // 10 // 2 // PAGE * PAGE, 2)
-        expected = swapped(fill(npu, 1), user.arrays, pairs_of(UPSTREAM))
-        manager.swap_blocks(user.cpu_cache(), npu, UPSTREAM)
+        expected = swapped(fill(npu, 1), user.arrays, pairs_of(MIXED))
+        manager.swap_blocks(user.cpu_cache(), npu, MIXED)
         assert same(contents(npu), expected), path
         dist.finalize()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from conftest import THOROUGH, options, pool
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
-from memory import UserTensors, contents, desc, fill, pool_facts, same, tensors, used
+from memory import UserTensors, contents, desc, fill, pool_facts, run_fresh, same, tensors, used
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -426,3 +427,51 @@ def test_second_init_from_many_threads_lets_one_through() -> None:
         for dist in many:
             dist.finalize()
     assert LLMDataDist.llm_engine_instance is None
+
+
+# Says which threads an engine started, and which of them ran while it was idle.
+IDLE = """
+import json, time
+from pathlib import Path
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
+
+def threads():
+    # Name, and how often each thread gave its core away or lost it: a thread that sleeps does neither.
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        facts = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        switches = sum(int(facts[name]) for name in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches"))
+        found[task.name] = (facts["Name"].strip(), switches)
+    return found
+
+before = set(threads())
+pool = json.dumps({"memory_size": 64 << 20, "page_shift": 16})
+dist = LLMDataDist(LLMRole.PROMPT, 1)
+options = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": pool, "llm.HostMemPoolConfig": pool}
+dist.init({**options, "llm.CopyWorkers": "4", "llm.SyncKvCacheWaitTime": "60000"})
+manager = dist.cache_manager
+made = [
+    manager.allocate_blocks_cache(CacheDesc(1, [48, 1 << 20], DataType.DT_UINT8, where))
+    for where in (Placement.DEVICE, Placement.HOST)
+]
+for _ in range(4):
+    manager.swap_blocks(made[0], made[1], {block: 47 - block for block in range(48)})
+until = time.monotonic() + 60
+while True:
+    first = threads()
+    time.sleep(0.3)
+    now = threads()
+    ran = [name for task, (name, switches) in now.items() if task not in before and first.get(task) != (name, switches)]
+    if not ran or time.monotonic() > until:
+        break
+print(json.dumps([sorted(name for task, (name, _) in now.items() if task not in before), ran]))
+dist.finalize()
+"""
+
+
+def test_workers_are_named_and_sleep_while_an_engine_is_idle() -> None:
+    names, ran = json.loads(run_fresh(IDLE))
+    workers = [name for name in names if name.startswith("llm-copy-")]
+    assert workers == ["llm-copy-0", "llm-copy-1", "llm-copy-2"]
+    assert all(name.startswith("llm-") for name in names), names
+    assert ran == [], "a thread of an idle engine ran in each of many moments"

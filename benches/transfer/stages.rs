@@ -86,7 +86,7 @@ fn checked(side: Side, list: &PushRows) -> Moves {
 
 #[inline(never)]
 fn planned(moves: &mut Moves) -> CopyPlan {
-    CopyPlan::moves(moves)
+    CopyPlan::moves(moves).unwrap()
 }
 
 #[inline(never)]
@@ -95,7 +95,7 @@ fn written(plan: &CopyPlan) -> Vec<u8> {
     let request = Request::Fetch {
         name: WireName::Blocks { model: 7 },
         cache: 3,
-        plan: WirePlan::from(plan),
+        plan: WirePlan::try_from(plan).unwrap(),
         source,
         num_tensors: 1,
         tensor_bytes: plan.bytes(),
@@ -123,7 +123,7 @@ fn ends(plan: &CopyPlan, of: Geometry) {
 
 #[inline(never)]
 fn rows(plan: &CopyPlan, of: Geometry) -> Vec<u64> {
-    plan.dst_rows(of.row_bytes())
+    plan.dst_rows(of.row_bytes()).unwrap()
 }
 
 /// Pages this thread has been given so far.

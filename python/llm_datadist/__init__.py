@@ -13,10 +13,10 @@ from llm_datadist._core import register_types as _register_types
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist
+from llm_datadist.engine_log import drain as _drain_log
 from llm_datadist.kv_cache_manager import KvCache, KvCacheManager
 from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.log import error as _log_error
-from llm_datadist.log import info as _log_info
 from llm_datadist.status import LLMException, LLMMismatchException, LLMStatusCode, Status
 from llm_datadist.tensors import Tensor, TensorDesc
 from llm_datadist.types import (
@@ -86,7 +86,7 @@ __all__ = [
     "TransferWithCacheKeyConfig",
 ]
 
-# Programs of the original read this variable after importing the package (python-api.md §1.1).
+# Programs of the original read this variable after importing the package (contract §1.1).
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
 _register_types(
@@ -107,5 +107,5 @@ _register_types(
     TransferWithCacheKeyConfig=TransferWithCacheKeyConfig,
     LLMClusterInfo=LLMClusterInfo,
     log_error=_log_error,
-    log_info=_log_info,
+    drain_log=_drain_log,
 )

@@ -1,4 +1,4 @@
-"""Roles, cluster addresses and the options of an engine (python-api.md §3.3, §4.1, §5).
+"""Roles, cluster addresses and the options of an engine (contract §3.3, §4.1, §5).
 
 Options are held, checked one by one when set, and rendered as texts. Not for: reading those texts; ``init`` does that.
 """
@@ -43,8 +43,33 @@ def trans_str_ip(ip: Union[str, int]) -> int:
         raise RuntimeError(f"ip = {log.shown(ip)} is not an IPv4 address") from error
 
 
+# How deep JSON may be nested: the engine has the same bound (contract §17).
+_DEEPEST_JSON = 64
+
+
+def read_json(text: str) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        json.JSONDecodeError: no JSON, or nested deeper than 64 levels.
+    """
+    too_deep = f"nested deeper than {_DEEPEST_JSON} levels"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError(too_deep, text[:_DEEPEST_JSON], 0) from None
+    level, depth = [value], 0
+    while level:
+        nested = [of for of in level if isinstance(of, (dict, list))]
+        depth += bool(nested)
+        if depth > _DEEPEST_JSON:
+            raise json.JSONDecodeError(too_deep, text[:_DEEPEST_JSON], 0)
+        level = [item for of in nested for item in (of.values() if isinstance(of, dict) else of)]
+    return value
+
+
 class LLMClusterInfo:
-    """A peer: its cluster id and the addresses of both ends (python-api.md §4.1).
+    """A peer: its cluster id and the addresses of both ends (contract §4.1).
 
     Addresses are kept as ``(ip, port)``; an IPv4 address as a little-endian 32-bit integer, an IPv6 address, which the
     contract does not know, as its shortest text.
@@ -225,12 +250,14 @@ class _Uint32(_Option[Optional[int]]):
 
 class _DeviceId(_Option[Union[int, list[int], tuple[int, ...], None]]):
     def check(self, value: Any) -> None:
+        raise_if_false(len(self._ids(value)), "device_id={} names no device; name one", value)
         for device_id in self._ids(value):
             _core.check_device_id(device_id)
 
     def entries(self, config: LlmConfig) -> Iterator[tuple[str, str]]:
         value = config._device_id  # noqa: SLF001
         if value is not None:
+            self.check(value)  # a list may have changed since it was set
             ids = self._ids(value)
             yield self.key, ";".join(str(device_id) for device_id in ids)
             yield "ge.session_device_id", str(ids[0])
@@ -263,7 +290,7 @@ class _LinkRetryCount(_Option[int]):
 class _ClusterInfo(_Option[str]):
     def __set__(self, config: LlmConfig, value: Optional[str]) -> None:
         _core.check_isinstance(self._name, value, str, allow_none=False)
-        description = json.loads(value or "")
+        description = read_json(value or "")
         _core.check_isinstance("cluster_info", description, dict, allow_none=False)
         addresses = description.get("listen_ip_info", [])
         _core.check_isinstance("cluster_info listen_ip_info", addresses, list, dict, allow_none=False)
@@ -387,20 +414,32 @@ class LlmConfig:
         "llm.HugePages",
         str,
         _core.check_huge_pages,
-        'Whether memory is put into huge pages: ``"auto"`` (in the background: what pools have touched, and registered '
-        'memory that is there and that a peer reads through the kernel), ``"off"``, or ``"eager"`` (pools whole and '
-        "committed by ``init``, registered memory when it is registered) (own option).",
+        'Whether memory is put into huge pages (own option). ``"auto"``, the default: only what the kernel gives by '
+        "itself; no call is delayed, and one hint is logged if peers read registered memory at half speed because of "
+        'small pages. ``"off"``: the same without the hint. ``"merge"``: pool memory in use is merged in the '
+        "background; calls that meet a page being merged wait up to some milliseconds. "
+        '``"merge_registered"``: also registered memory that peers read by process id. ``"eager"``: ``init`` commits '
+        "and merges the pools whole, and registering merges registered memory.",
     )
     link_token = _Token(
         "llm.LinkToken",
         str,
         _core.check_link_token,
-        "What both ends of a link must know, at least 16 characters; never shown (own option). Without it, the "
-        "environment variable ``LLM_DATADIST_TOKEN`` counts.",
+        "What both ends of a link must know, at least 16 characters; never shown (own option). Without it and "
+        "``link_token_file``, the environment counts: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``.",
+    )
+    link_token_file = _Own(
+        "llm.LinkTokenFile",
+        str,
+        _core.check_link_token_file,
+        "Absolute path of a file that holds the token, in place of ``link_token`` (own option). ``init`` reads it: a "
+        "regular file, or a link to one, of this user or root, that nobody else may access (mode 0600 or 0400), of at "
+        "most 4096 bytes. One line break at its end does not count.",
     )
     link_accept_remote = _Flag(
         "llm.LinkAcceptRemote",
-        "Whether a listener without a token accepts peers of other hosts (own option); or the environment variable "
+        "Whether peers are admitted without any proof where no token is set: everybody who can reach a listener, whatever "
+        "the user or the host. Both sides need it (own option); or the environment variable "
         "``LLM_DATADIST_ACCEPT_REMOTE``.",
     )
     link_heartbeat = _Own(
@@ -415,6 +454,13 @@ class LlmConfig:
         _core.check_link_silence,
         "Milliseconds without a sign of life after which a link is broken, at least two heartbeats; 5000 (own option).",
     )
+    link_pin_limit = _Own(
+        "llm.LinkPinLimit",
+        int,
+        _core.check_link_pin_limit,
+        "Milliseconds, at most, for which a peer may keep rows of this process pinned for one transfer, whatever "
+        "deadline it announces, 1 to 86400000; 600000 (own option).",
+    )
     link_transport = _Own(
         "llm.LinkTransport",
         str,
@@ -426,6 +472,13 @@ class LlmConfig:
         int,
         _core.check_link_streams,
         "Connections that share one large transfer between hosts, 1 to 16 (own option).",
+    )
+    link_remote_memory = _Own(
+        "llm.LinkRemoteMemory",
+        int,
+        _core.check_link_remote_memory,
+        "Bytes of address space that the memory of all peers may take in this process, half of it for one link; what "
+        "does not fit is read through sockets. Four times the memory of the machine (own option).",
     )
     rank_port = _Own(
         "llm.RankPort",

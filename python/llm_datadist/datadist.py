@@ -1,4 +1,4 @@
-"""``LLMDataDist``: one engine, its life, its links and its managers (python-api.md §6).
+"""``LLMDataDist``: one engine, its life, its links and its managers (contract §6).
 
 Not for: operations on caches (``cache_manager``) or reading option texts (the engine).
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
-from llm_datadist import _core, layerwise, log
+from llm_datadist import _core, engine_log, layerwise, log
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.configs import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
@@ -21,6 +21,7 @@ from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
 if TYPE_CHECKING:
     from llm_datadist.configs import LLMClusterInfo
+    from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
 
@@ -34,17 +35,20 @@ _LOCAL_RESOURCES = "llm.LocalCommRes"
 _BACKEND = "llm.TransferBackend"
 _CLUSTER_INFO = "llm.ClusterInfo"
 _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
+# The token's own variables: no more than one of them counts, and none where an option gives the token.
+_TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", _TOKEN: "LLM_DATADIST_TOKEN"}
 
 # Options that the environment gives where the caller does not.
 _ENVIRONMENT = {
     "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
-    _TOKEN: "LLM_DATADIST_TOKEN",
     "llm.LinkAcceptRemote": "LLM_DATADIST_ACCEPT_REMOTE",
     "llm.RankHosts": "LLM_DATADIST_RANK_HOSTS",
     "llm.RankPort": "LLM_DATADIST_RANK_PORT",
 }
 
-# Clusters of one call without the cache manager (python-api.md §9.3).
+_NOT_OPEN = "this LLMDataDist is not initialized; call init first"
+
+# Clusters of one call without the cache manager (contract §9.3).
 _MOST_CLUSTERS = 16
 
 
@@ -90,10 +94,10 @@ class LLMDataDist:
 
         Args:
             options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
-                ``llm.ClusterInfo`` is stored back (python-api.md §17.48). Where one is absent, the
-                environment is asked: ``LLM_DATADIST_TOKEN``, ``LLM_DATADIST_ACCEPT_REMOTE``,
-                ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and ``HCCL_CONNECT_TIMEOUT`` (seconds) where
-                ``link_total_time`` is 0.
+                ``llm.ClusterInfo`` is stored back (contract §17.48). Where one is absent, the
+                environment is asked: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
+                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``. Where
+                ``link_total_time`` is 0, ``HCCL_CONNECT_TIMEOUT`` (seconds) counts.
 
         Raises:
             TypeError: ``options`` is no dict, or an option no text.
@@ -129,15 +133,18 @@ class LLMDataDist:
             else:
                 self._kv_cache_manager = KvCacheManager(self._llm_datadist, self._role)
                 options[_CLUSTER_INFO] = resolved[_CLUSTER_INFO]
+            engine_log.start()
             LLMDataDist.llm_engine_instance = self
             self._is_initialized = True
 
     def _resolved(self, options: dict[str, str]) -> dict[str, str]:
-        """Return a copy of ``options`` with everything that follows from them (python-api.md §6.2, steps 5 to 10)."""
+        """Return a copy of ``options`` with everything that follows from them (contract §6.2, steps 5 to 10)."""
         resolved = {**options, "llm.Role": self._role_to_str(self._role)}
         for option, variable in _ENVIRONMENT.items():
             if os.environ.get(variable):
                 resolved.setdefault(option, os.environ[variable])
+        if not resolved.keys() & _TOKEN_VARIABLES.keys():
+            resolved.update(_token_of_the_environment())
         if _LISTEN_TOO in resolved:
             resolved.setdefault(_LISTEN, resolved[_LISTEN_TOO])
         if _LOCAL_RESOURCES in resolved:
@@ -156,7 +163,7 @@ class LLMDataDist:
         return resolved
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
-        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (python-api.md §9.7)."""
+        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (contract §9.7)."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
@@ -193,6 +200,7 @@ class LLMDataDist:
                 layerwise.drain(native)
             finally:
                 native.close()  # outside of the lock: it unmaps the pools
+                engine_log.stop()
 
     @property
     def cache_manager(self) -> CacheManager:
@@ -205,7 +213,7 @@ class LLMDataDist:
         self._check_initialized()
         raise_if_false(self._enable_cache_mgr, "cache_manager needs {} = 1", _CACHE_MANAGER)
         if self._cache_manager is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._cache_manager
 
     @property
@@ -219,7 +227,7 @@ class LLMDataDist:
         self._check_initialized()
         raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {} = 1", _CACHE_MANAGER)
         if self._kv_cache_manager is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._kv_cache_manager
 
     @property
@@ -235,7 +243,7 @@ class LLMDataDist:
 
     @logged
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator of 2 to 4 clusters, all of which make this call (python-api.md §6.5).
+        """Enter a communicator of 2 to 4 clusters, all of which make this call (contract §6.5).
 
         Returns at once; links come about in the background, see :meth:`query_register_mem_status`. From now on
         registered memory can be reached by peers only where ``register_*`` said so before.
@@ -263,7 +271,7 @@ class LLMDataDist:
 
     @logged
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator and end its links (python-api.md §6.6).
+        """Leave a communicator and end its links (contract §6.6).
 
         Args:
             comm_id: what :meth:`link` returned (uint64).
@@ -277,7 +285,7 @@ class LLMDataDist:
 
     @logged
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (python-api.md §6.7).
+        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (contract §6.7).
 
         Arguments and errors as for :meth:`unlink`.
         """
@@ -288,7 +296,7 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen, in parallel (python-api.md §6.8). A link that fails raises nothing.
+        """Link to peers that listen, in parallel (contract §6.8). A link that fails raises nothing.
 
         Args:
             clusters: the peers, each with its cluster id, one address of its own and one of this side (which
@@ -320,7 +328,7 @@ class LLMDataDist:
         timeout: int = 3000,
         force: bool = False,
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """End links, whichever side made them (python-api.md §6.8).
+        """End links, whichever side made them (contract §6.8).
 
         Args:
             clusters: the peers. With ``force`` a cluster id is enough.
@@ -349,7 +357,7 @@ class LLMDataDist:
 
     @logged
     def switch_role(self, role: LLMRole, switch_options: Optional[dict[str, str]] = None) -> None:
-        """Take another role, and listen elsewhere or nowhere (python-api.md §6.9).
+        """Take another role, and listen elsewhere or nowhere (contract §6.9).
 
         Args:
             role: the new role; without the cache manager another than now.
@@ -388,7 +396,7 @@ class LLMDataDist:
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (python-api.md §6.11).
+        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (contract §6.11).
 
         Only without the cache manager, and for ``LLMRole.DECODER``.
 
@@ -407,8 +415,8 @@ class LLMDataDist:
         raise_if_false(self._role == LLMRole.DECODER, "check_link_status is for the decoder, not for {}", self._role)
         native.check_link(remote_cluster_id)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, links, calls with their times in nanoseconds, bytes moved.
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field.
 
         Raises:
             RuntimeError: not initialised.
@@ -421,7 +429,7 @@ class LLMDataDist:
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
-        """Return why a link call is refused without the cache manager, if it is (python-api.md §9.3)."""
+        """Return why a link call is refused without the cache manager, if it is (contract §9.3)."""
         if self._enable_cache_mgr:
             return None
         if links and self._role != LLMRole.DECODER:
@@ -433,7 +441,7 @@ class LLMDataDist:
         return None
 
     def _check_switch(self, role: LLMRole, listen: Optional[str]) -> None:
-        """Raise where the role cannot be switched without the cache manager (python-api.md §6.9)."""
+        """Raise where the role cannot be switched without the cache manager (contract §6.9)."""
         raise_if_false(role != self._role, "the role is {} already", role)
         prompt = role == LLMRole.PROMPT
         raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, _LISTEN)
@@ -445,13 +453,20 @@ class LLMDataDist:
 
     def _check_initialized(self) -> _core.DataDist:
         if not self._is_initialized or self._llm_datadist is None:
-            raise RuntimeError("llm datadist is not initialized")
+            raise RuntimeError(_NOT_OPEN)
         return self._llm_datadist
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
         raise_if_false(role in _ROLE_NAMES, "role = {} is not allowed: a member of LLMRole", role)
         return _ROLE_NAMES[role]
+
+
+def _token_of_the_environment() -> dict[str, str]:
+    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` stands for, if one is set."""
+    given = {option: os.environ[name] for option, name in _TOKEN_VARIABLES.items() if os.environ.get(name)}
+    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *_TOKEN_VARIABLES.values())
+    return given
 
 
 def _check_graph_memory(size: object) -> None:
@@ -478,7 +493,7 @@ def _listen_address(info: str) -> tuple[str, str]:
 
 
 def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:
-    """Return the code of a whole call: the last that failed (python-api.md §6.8)."""
+    """Return the code of a whole call: the last that failed (contract §6.8)."""
     if not codes:
         log.error("clusters is empty")
         return LLMStatusCode.LLM_PARAM_INVALID

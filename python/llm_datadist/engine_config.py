@@ -1,7 +1,7 @@
 """``EngineConfig`` and ``ClusterConfig``: what an engine without the cache manager works out of its options itself.
 
 That is ``llm.ClusterInfo``, a description of the cluster that programs of the original look for after ``init``
-(python-api.md §9.7). The original's description of the machine, ``ge.resourceConfigPath``, means nothing here and is
+(contract §9.7). The original's description of the machine, ``ge.resourceConfigPath``, means nothing here and is
 not written. Not for: reading options for the engine; the engine does that.
 """
 
@@ -13,7 +13,7 @@ import socket
 from typing import Any, Optional
 
 from llm_datadist import _core, log
-from llm_datadist.configs import LLMRole, trans_str_ip
+from llm_datadist.configs import LLMRole, read_json, trans_str_ip
 from llm_datadist.status import raise_if_false
 
 __all__ = ["ClusterConfig", "EngineConfig"]
@@ -84,9 +84,11 @@ class EngineConfig:
             LLMException: ``LLM_PARAM_INVALID``, no devices, ids that are no numbers, or not one ``ip:port`` for each.
             ValueError: a port that is no uint16.
             RuntimeError: an address that is none.
+            TypeError: an option that is no text.
         """
         device_ids = _device_ids(options.get(_DEVICE))
         listen = options.get(_LISTEN) if is_prompt else None
+        _core.check_isinstance(_LISTEN, listen, str)
         listeners = [] if listen is None else [cls.parse_listen_ip_info(entry) for entry in listen.split(";")]
         raise_if_false(
             listen is None or len(listeners) == len(device_ids),
@@ -122,7 +124,7 @@ def listens_at(cluster_info: str) -> Optional[str]:
         LLMException: ``LLM_PARAM_INVALID``, a text that is no such description.
     """
     try:
-        info = json.loads(cluster_info)
+        info = read_json(cluster_info)
         listeners = info.get("listen_ip_info") or []
         if not listeners:
             return None

@@ -1,4 +1,4 @@
-"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine without the cache manager (python-api.md §9).
+"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine without the cache manager (contract §9).
 
 Signatures, defaults, docstrings and who may call what; every method is one call into the engine. Not for: other checks,
 which are made there in the order of the contract.
@@ -22,6 +22,7 @@ from llm_datadist.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig
+    from llm_datadist.stats import Stats
     from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
@@ -132,7 +133,10 @@ def _per_device(addrs: Union[list[int], list[list[int]]], num_tensors: int) -> l
         else:
             flat.append(element)
         mixed = bool(flat and nested)
-        raise_if_true(mixed, "the elements of addrs should be consistent: all of them int, or all list")
+        raise_if_true(
+            mixed,
+            "addrs mixes int and list; entries should be consistent (an address per tensor, or a list per device)",
+        )
     if flat:
         _one_per_tensor(flat, num_tensors)
     return nested or [flat]
@@ -147,7 +151,7 @@ def _one_per_tensor(addrs: list[int], num_tensors: int) -> None:
 class KvCacheManager:
     """The caches of one engine without the cache manager. Obtained from ``LLMDataDist.kv_cache_manager``.
 
-    Usable from any number of threads, which the original's is not (python-api.md §9.4).
+    Usable from any number of threads, which the original's is not (contract §9.4).
 
     Args:
         native: the engine.
@@ -240,7 +244,7 @@ class KvCacheManager:
         """Let go of a cache by id, continuous or of blocks.
 
         A continuous cache is released once its keys are gone too, a blocks cache at once. One that is not there: no
-        effect (python-api.md §17.5).
+        effect (contract §17.5).
 
         Args:
             cache: a cache in device memory; its ``per_device_tensor_addrs`` become empty.
@@ -438,8 +442,8 @@ class KvCacheManager:
         view = self._engine.tensor_view(cache, tensor_index)
         return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's counters: pools, table, calls with their times in nanoseconds, bytes moved."""
+    def stats(self) -> Stats:
+        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field."""
         if not self._initialized:
             raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
         return self._native.stats()

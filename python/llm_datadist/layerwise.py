@@ -1,4 +1,4 @@
-"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (python-api.md §4.9 to §4.13, §8).
+"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (contract §4.9 to §4.13, §8).
 
 The engine moves layers; what it cannot do is to call the user's synchronizer. That is the work of one daemon thread per
 transfer, in Python from end to end: it waits for a layer, tells the engine, and waits for the next, while the engine
@@ -137,7 +137,7 @@ class TransferConfig(_Reads):
 
 
 class TransferWithCacheKeyConfig(_Reads):
-    """Where layers go, by the name of a cache (python-api.md §4.12); for one-sided transfers.
+    """Where layers go, by the name of a cache (contract §4.12); for one-sided transfers.
 
     Args:
         cache_key: the far cache; its cluster is who is sent to, also after another key is set.

@@ -1,7 +1,7 @@
-"""The log of the package (python-api.md §15): one lazy logger, and a decorator that logs a call's start and success.
+"""The log of the package (contract §15): one lazy logger, and a decorator that logs a call's start and success.
 
-Not for: deciding what is an error. Logging is configured by ``ASCEND_GLOBAL_LOG_LEVEL`` (0 debug, 1 info, 2 warning,
-3 error; error when unset), read once, or through the standard :mod:`logging` module.
+Not for: deciding what is an error. Logging is configured through the standard :mod:`logging` module. If the program has
+set no level, ``ASCEND_GLOBAL_LOG_LEVEL`` does (0 debug, 1 info, 2 warning, 3 error; error when unset); it is read once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
-LOG_FORMAT = (
-    "[%(levelname)s] %(name)s(%(process)d,%(processName)s):%(asctime)s.%(msecs)03d "
-    "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s: %(message)s"
-)
+# The layout that contract §15 states, piece by piece.
+_PROCESS = "%(name)s(%(process)d,%(processName)s)"
+_PLACE = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
+LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_PLACE}: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
+_NAME = "LLM_DATADIST"
 _LEVELS = {"0": logging.DEBUG, "1": logging.INFO, "2": logging.WARNING, "3": logging.ERROR}
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -38,19 +39,35 @@ _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger ``LLM_DATADIST``, made on first use with one handler on standard output."""
+    """Return the logger ``LLM_DATADIST``, set up on first use.
+
+    What the program configured before stays: a level that was set is kept, and a handler on standard output is added
+    only if neither this logger nor the root logger has one. Lines are propagated.
+    """
     return _logger or _make_logger()
+
+
+# The class takes no type argument at run time before Python 3.11.
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The package's handler, which steps back once the root logger has one, so that no line comes twice."""
+
+    def filter(self, record: logging.LogRecord) -> Any:
+        """Return whether to show ``record``."""
+        logger = logging.getLogger(_NAME)
+        return not (logger.propagate and logging.getLogger().handlers) and super().filter(record)
 
 
 def _make_logger() -> logging.Logger:
     global _logger  # noqa: PLW0603  (made once, under the lock)
     with _lock:
         if _logger is None:
-            logger = logging.getLogger("LLM_DATADIST")
-            logger.setLevel(_LEVELS.get(os.environ.get("ASCEND_GLOBAL_LOG_LEVEL", ""), logging.ERROR))
-            handler = logging.StreamHandler(sys.stdout)
-            handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
-            logger.addHandler(handler)
+            logger = logging.getLogger(_NAME)
+            if logger.level == logging.NOTSET:
+                logger.setLevel(_LEVELS.get(os.environ.get("ASCEND_GLOBAL_LOG_LEVEL", ""), logging.ERROR))
+            if not logger.handlers and not (logger.propagate and logging.getLogger().handlers):
+                handler = _OwnHandler(sys.stdout)
+                handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
+                logger.addHandler(handler)
             logger.findCaller = _find_caller  # type: ignore[assignment,method-assign]
             _logger = logger
     return _logger

@@ -1,4 +1,4 @@
-"""Status codes, the exception that carries them, and the helpers around both (python-api.md §3.1).
+"""Status codes, the exception that carries them, and the helpers around both (contract §3.1).
 
 Not for: choosing a code. The engine does that; the numbers here are checked against its table at import.
 """
@@ -98,7 +98,7 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
     """Two arguments that are each legal do not fit together.
 
-    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (python-api.md §17.11).
+    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (contract §17.11).
     """
 
 
@@ -135,7 +135,7 @@ def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
     """Raise :class:`LLMException` naming the call ``func_name``, unless ``code`` is 0."""
     if code != LLMStatusCode.LLM_SUCCESS:
         status = code_2_status(code)
-        raise LLMException(f"{func_name} failed, error code is {status}, {other_info}.", status_code=status)
+        raise LLMException(f"{func_name} failed with {status}: {other_info}", status_code=status)
 
 
 def raise_if_false(

@@ -13,6 +13,7 @@ use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::device::{Copier, Copy, Device, DeviceSet, HostReach};
 use llm_datadist_core::mem::Region;
 use llm_datadist_core::mem::kernel::Kernel;
+use llm_datadist_core::transport::{Accepted, Listener, Stream};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind, Placement,
     PoolConfig, Result, Role,
@@ -271,4 +272,22 @@ pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
         .iter()
         .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
         .collect()
+}
+
+/// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.
+pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
+    loop {
+        match listener.accept().unwrap() {
+            Accepted::Stream(stream) => return Some(*stream),
+            Accepted::Closed => return None,
+            Accepted::NoRoom(errno) => panic!("no room for a connection: {errno}"),
+            Accepted::Nobody => {
+                let ready = listener.readiness();
+                let limit = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+                let mut watched = [rustix::event::PollFd::new(&ready, rustix::event::PollFlags::IN)];
+                let found = rustix::event::poll(&mut watched, Some(&limit)).unwrap();
+                assert!(found > 0, "nobody came to {} within a minute", listener.address());
+            }
+        }
+    }
 }

@@ -106,9 +106,9 @@ fn allocate() {
     let checked = check::allocate(&bytes(1, &[4, 9]), Batch, &keys, BOTH).unwrap();
     assert_eq!(checked.keys, [(2, key(2).unwrap()), (3, key(1).unwrap())]);
     assert_eq!((checked.side.kind, checked.side.placement), (Batch, Device));
-    assert_eq!(check::bindings(&[]), []);
-    assert_eq!(check::bindings(&[None]), []);
-    assert_eq!(check::bindings(&[key(5)]), [(0, key(5).unwrap())]);
+    assert_eq!(check::bindings(&[]).unwrap(), []);
+    assert_eq!(check::bindings(&[None]).unwrap(), []);
+    assert_eq!(check::bindings(&[key(5)]).unwrap(), [(0, key(5).unwrap())]);
 }
 
 #[test]
@@ -364,7 +364,16 @@ fn option_texts() {
     );
     assert_eq!((config.swap_in, config.kernel), (SwapInPath::Ring, KernelChoice::Plain));
     assert_eq!(config.huge_pages, HugeChoice::Eager);
-    assert_eq!(read(&[("llm.HugePages", "off")]).unwrap().huge_pages, HugeChoice::Off);
+    let words = ["auto", "off", "merge", "merge_registered", "eager"];
+    let choices = words.map(|word| read(&[("llm.HugePages", word)]).unwrap().huge_pages);
+    let all = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    assert_eq!(choices, all);
 
     let not_a_number = [
         "",
@@ -396,13 +405,14 @@ fn option_texts() {
         ("llm.EnableRemoteCacheAccessible", &["2", "10"]),
         ("llm.SwapInPath", &["Auto", "ring ", "directly"]),
         ("llm.CopyKernel", &["PLAIN", "fast"]),
-        ("llm.HugePages", &["Auto", "on"]),
+        ("llm.HugePages", &["Auto", "merge-registered"]),
         ("llm.TransferBackend", &["HIXL", "nixl"]),
         ("llm.LinkAcceptRemote", &["2", "yes"]),
         ("llm.LinkHeartbeat", &["0", "3600001"]),
         ("llm.LinkSilence", &["0", "1999", "86400001"]),
         ("llm.LinkTransport", &["SHM", "rdma"]),
         ("llm.LinkStreams", &["0", "17"]),
+        ("llm.LinkRemoteMemory", &["-1", "1G", "9223372036854775808"]),
         ("llm.RankPort", &["0", "65536"]),
     ] {
         for text in not_a_number.iter().chain(more) {
@@ -421,6 +431,7 @@ fn option_texts() {
                 "link_silence",
                 "link_transport",
                 "link_streams",
+                "link_remote_memory",
                 "rank_port",
             ];
             let names_it =
@@ -431,7 +442,7 @@ fn option_texts() {
         let long = read(&[(key, &"x".repeat(100_000))]).map(|_| ()).unwrap_err().to_string();
         assert!(long.len() < 1000, "{key}: a message of {} bytes", long.len());
     }
-    assert_eq!(looked_at, 19 * 15 + 38);
+    assert_eq!(looked_at, 20 * 15 + 41);
 }
 
 #[test]
@@ -521,14 +532,17 @@ fn link_options() {
         ("llm.LinkSilence", "500"),
         ("llm.LinkTransport", "tcp"),
         ("llm.LinkStreams", "16"),
+        ("llm.LinkRemoteMemory", "12345678901"),
         ("llm.RankPort", "65535"),
         ("llm.RankHosts", r#"{"5": "[::1]:70", "192.0.2.9": "192.0.2.8:1"}"#),
     ])
     .unwrap();
     let hosts = [("192.0.2.9", "192.0.2.8:1"), ("5", "[::1]:70")];
     let expected = LinkConfig {
+        pin_limit: Duration::from_secs(600),
         listen: Some("127.0.0.1:0".parse().unwrap()),
         token: Some(Token::new("sixteen letters!")),
+        token_file: None,
         accept_remote: true,
         heartbeat: Duration::from_millis(250),
         silence: Duration::from_millis(500),
@@ -536,6 +550,7 @@ fn link_options() {
         retries: 100,
         transport: TransportChoice::Tcp,
         streams: 16,
+        remote_memory: Some(12_345_678_901),
         rank_port: 65_535,
         rank_hosts: hosts.iter().map(|&(name, at)| (name.to_owned(), at.parse().unwrap())).collect(),
         both_ways: true,
@@ -632,6 +647,56 @@ fn a_token_never_shows() {
                     "{text}"
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn token_comes_from_an_option_or_from_a_file() {
+    let file = read(&[("llm.LinkTokenFile", "/run/secrets/token")]).unwrap().links;
+    assert!(file.token.is_none());
+    assert_eq!(file.token_file, Some("/run/secrets/token".into()), "named, and not opened here");
+    let both = read(&[("llm.LinkTokenFile", "/run/secrets/token"), ("llm.LinkToken", "sixteen letters!")]);
+    refused(both, &["llm.LinkToken and llm.LinkTokenFile are both given"]);
+    for path in ["", "/a\0b", "sixteen letters!", "run/secret", &format!("/{}", "x".repeat(4095))] {
+        let count = format!("({} characters, not shown)", path.chars().count());
+        let error =
+            refused(read(&[("llm.LinkTokenFile", path)]), &["link_token_file", &count, "absolute path"]);
+        assert!(path.is_empty() || !error.to_string().contains(path), "it may be the token itself: {error}");
+    }
+}
+
+/// Everything that reads JSON refuses what is nested deeper than 64 levels, and says so. Nothing runs out of stack.
+#[test]
+fn deep_json_is_refused_like_other_malformed_json() {
+    let nested = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
+    let objects = |levels: usize| format!("{}1{}", "{\"a\":".repeat(levels), "}".repeat(levels));
+    let texts =
+        [nested(65), objects(65), nested(100_000), "[{\"a\":".repeat(100_000), "[".repeat(10_000_000)];
+    type Reader = fn(&str) -> Result<()>;
+    let readers: [(&str, Reader); 5] = [
+        ("mem_pool_cfg", |text| read(&[("llm.MemPoolConfig", text)]).map(drop)),
+        ("host_mem_pool_cfg", |text| read(&[("llm.HostMemPoolConfig", text)]).map(drop)),
+        ("rank_hosts", |text| check::rank_hosts(text).map(drop)),
+        ("llm.BufPoolCfg", |text| check::cpp::buffer_pool(text).map(drop)),
+        ("rank_table", |text| {
+            let clusters = [(ClusterId(1), 0), (ClusterId(2), 1)];
+            check::ranks::ends(text, &clusters, ClusterId(1), &LinkConfig::default()).map(drop)
+        }),
+    ];
+    for (name, reader) in readers {
+        for text in &texts {
+            let error = reader(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let shown = error.to_string();
+            assert!(shown.contains("nested deeper than 64 levels") && shown.contains(name), "{shown}");
+            assert!(shown.len() < 2000, "{} bytes", shown.len());
+        }
+        // 64 levels are read, and refused for what they say; brackets inside of a text do not count.
+        let deep_text = format!("[{:?}]", "[".repeat(1000));
+        for text in [nested(64), objects(64), deep_text, r#"["\\\"[[", "\\"]"#.into()] {
+            let shown = reader(&text).unwrap_err().to_string();
+            assert!(!shown.contains("nested deeper"), "{shown}");
         }
     }
 }

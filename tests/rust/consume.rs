@@ -53,13 +53,13 @@ impl Real {
         let side = Side { geometry: Geometry::new(&desc).unwrap(), kind, placement: Host };
         let offsets = (0..u64::from(tensors)).map(|tensor| tensor * 64);
         let memory = Tensors::carved(self.region.clone(), offsets, rows * 4, Box::new(())).unwrap();
-        self.table.allocate(&desc, side, memory, &bindings(keys)).ok()
+        self.table.allocate(&desc, side, memory, &bindings(keys).unwrap()).ok()
     }
 
     fn register(&self, kind: CacheKind, tensors: u32, rows: u64, keys: &Keys) -> Arc<Cache> {
         let addrs: Vec<u64> = (1..=u64::from(tensors)).map(|tensor| tensor * 4096).collect();
         let memory = adopt(&desc(Host, tensors, rows as usize, 4), kind, &addrs);
-        self.table.register(memory, &bindings(keys), true).unwrap()
+        self.table.register(memory, &bindings(keys).unwrap(), true).unwrap()
     }
 }
 
@@ -261,7 +261,7 @@ impl Both {
             }
             Call::Unregister(pick) => {
                 let id = self.id(*pick);
-                self.real.table.unregister(id);
+                self.real.table.unregister(id).unwrap();
                 self.twin.0.iter_mut().filter(|c| c.id == id && !c.allocated).for_each(TwinCache::end);
             }
             Call::RemoveKey(key) => {

@@ -2,6 +2,7 @@
 
 use std::error::Error as _;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use llm_datadist_core::device::HostReach;
@@ -26,14 +27,8 @@ fn produced(kind: ErrorKind) -> Option<Error> {
         ErrorKind::CacheNotFound => engine.copy_blocks(&End::Managed(CacheId(77)), &[]),
         ErrorKind::OutOfMemory => engine.allocate(&desc(Device, 1, 4, 1 << 20), Blocks, &[]).map(|_| ()),
         ErrorKind::Timeout => {
-            let mut config = config(1 << 20);
-            config.sync_timeout = Duration::from_millis(1);
-            let engine = engine_on(
-                config,
-                Arc::new(SimDevice::new(HostReach::Direct).with_delay(Duration::from_millis(3))),
-            );
-            let cache = engine.allocate(&desc(Device, 1, 4, 64), Blocks, &[]).unwrap();
-            engine.copy_blocks(&End::Managed(cache.id()), &[(0, 1), (1, 2), (2, 3)])
+            static OVER: AtomicBool = AtomicBool::new(true);
+            engine.over_when(&OVER).copy_blocks(&end, &[(0, 1), (1, 2), (2, 3)])
         }
         ErrorKind::NotEnabled => {
             let mut config = config(1 << 20);

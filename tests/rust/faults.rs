@@ -1,20 +1,23 @@
 //! Copies that fail, run late, panic, or run sixteen at a time.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use llm_datadist_core::check::BlockPairs;
 use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::device::{self, Copier, Copy, HostReach};
-use llm_datadist_core::mem::Region;
+use llm_datadist_core::device::{self, Copier, Copy, DeviceSet, HostReach};
+use llm_datadist_core::engine::{CopyEngine, Staging};
 use llm_datadist_core::mem::kernel::Kernel;
+use llm_datadist_core::mem::{Region, Tensors};
+use llm_datadist_core::plan::{CopyPlan, Ends};
 use llm_datadist_core::{
-    Cache, CacheKey, CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
+    Cache, CacheKey, CacheKind, DataDist, Deadline, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
 };
 
-use crate::bed::{Gated, Own, config, desc, engine_on, patterned};
+use crate::bed::{Gated, Own, config, contents, desc, engine_on, fill, patterned};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 
@@ -198,73 +201,165 @@ fn stages_of_the_ring_that_fall_asleep_are_woken() {
     assert!(copy.read() == host.read());
 }
 
-/// A call whose copies take far longer than its limit: `limit` must be noticed, and the engine be usable after.
-fn times_out(
-    reach: HostReach,
-    swap_in: SwapInPath,
-    call: impl Fn(&DataDist, &End, &End) -> Result<(), Error>,
-) {
-    for workers in [1, 4] {
-        let sim = Arc::new(SimDevice::new(reach).with_delay(Duration::from_millis(5)));
-        let mut config = config(64 << 20);
-        (config.sync_timeout, config.swap_in, config.copy_workers) =
-            (Duration::from_millis(60), swap_in, Some(workers));
-        let engine = engine_on(config, sim);
-        let host = engine.allocate(&desc(Host, 1, 160, 128 << 10), Blocks, &[]).unwrap();
-        let device = engine.allocate(&desc(Device, 1, 160, 128 << 10), Blocks, &[]).unwrap();
-        let (near, far) = (end(&host), end(&device));
-        match call(&engine, &near, &far) {
-            Ok(()) => panic!("160 copies of 5 ms by {workers} workers ended well, with a limit of 60 ms"),
-            Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-                assert_eq!(error.fact("limit_ms"), Some("60"));
-                let (copied, of) = progress(&error);
-                assert!(copied < of, "{error}");
-            }
-        }
-        engine.swap_blocks(&far, &near, &[(0, 0)]).expect("the engine is usable and no pin is left");
-        engine.swap_blocks(&near, &far, &[(159, 0)]).expect("nor in the other direction");
+/// A device whose first copy takes until the limit of every call has passed. It notes which threads copy.
+#[derive(Debug)]
+struct Late {
+    sim: SimDevice,
+    over: &'static AtomicBool,
+    threads: Mutex<BTreeSet<String>>,
+}
+
+impl Late {
+    fn new(reach: HostReach) -> Arc<Late> {
+        let over = Box::leak(Box::new(AtomicBool::new(false)));
+        Arc::new(Late { sim: SimDevice::new(reach), over, threads: Mutex::default() })
     }
 }
 
+impl device::Device for Late {
+    fn allocate(&self, name: &str, len: u64) -> Result<Region, Error> {
+        self.sim.allocate(name, len)
+    }
+
+    fn host_reach(&self) -> HostReach {
+        self.sim.host_reach()
+    }
+}
+
+impl Copier for Late {
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<(), Error> {
+        let here = std::thread::current().name().unwrap_or("").to_owned();
+        self.threads.lock().unwrap().insert(here);
+        self.sim.copy(batch, kernel)?;
+        self.over.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+const LATE_ROWS: usize = 160;
+const LATE_ROW: usize = 64 << 10;
+type Pairs = Vec<(i64, i64)>;
+
 /// 160 pairs that no two of merge.
-fn apart() -> Vec<(i64, i64)> {
+fn apart() -> Pairs {
     (0..160).map(|row| (row, row * row * 3 % 163)).filter(|pair| pair.1 < 160).collect()
 }
 
-#[test]
-fn a_direct_swap_in_notices_its_limit() {
-    times_out(HostReach::Direct, SwapInPath::Auto, |engine, host, device| {
-        engine.swap_blocks(host, device, &apart())
-    });
+/// A call, from host (`near`) and device caches that were filled with different bytes, whose limit passes and whose caller
+/// is interrupted while its first bytes move. All of it must be there, on every thread that may copy; the next call finds
+/// its limit passed and moves nothing.
+fn outlasts_its_limit(reach: HostReach, swap_in: SwapInPath, from: Placement, to: Placement, pairs: &Pairs) {
+    for workers in [1, 4] {
+        let device = Late::new(reach);
+        let mut config = config(64 << 20);
+        (config.swap_in, config.copy_workers) = (swap_in, Some(workers));
+        let engine = engine_on(config, device.clone()).over_when(device.over).interrupted_by(|| true);
+        let [near, far, back] = [Host, Device, Host]
+            .map(|placement| engine.allocate(&desc(placement, 1, LATE_ROWS, LATE_ROW), Blocks, &[]).unwrap());
+        let bytes = |seed| patterned(seed, 1, LATE_ROWS * LATE_ROW).remove(0);
+        let calls = |src: &Arc<Cache>, dst: &Arc<Cache>, pairs: &Pairs| {
+            device.over.store(false, Ordering::SeqCst);
+            if src.id() == dst.id() {
+                engine.copy_blocks(&end(src), pairs)
+            } else {
+                engine.swap_blocks(&end(src), &end(dst), pairs)
+            }
+        };
+        fill(&near, &[bytes(2)]);
+        calls(&near, &far, &all(160)).unwrap();
+        fill(&near, &[bytes(1)]);
+        let cache = |placement| if placement == Host { &near } else { &far };
+        device.threads.lock().unwrap().clear();
+        calls(cache(from), cache(to), pairs)
+            .unwrap_or_else(|error| panic!("{from} to {to} by {workers} workers: {error}"));
+        let names = std::mem::take(&mut *device.threads.lock().unwrap());
+
+        // What the pairs say, one after the other.
+        let (mut host, mut other) = (bytes(1), bytes(2));
+        for &(src, dst) in pairs {
+            let row = |at: i64| at as usize * LATE_ROW..(at as usize + 1) * LATE_ROW;
+            let moved = if from == Host { &host } else { &other }[row(src)].to_vec();
+            let target = if to == Host { &mut host } else { &mut other };
+            target[row(dst)].copy_from_slice(&moved);
+        }
+        assert!(contents(&near)[0] == host);
+        calls(&far, &back, &all(160)).unwrap();
+        assert!(contents(&back)[0] == other);
+
+        let own = std::thread::current().name().unwrap_or("").to_owned();
+        let ring = from == Host && (swap_in == SwapInPath::Ring || reach == HostReach::Staged);
+        assert_eq!(names.contains("llm-ring-0"), ring, "{names:?}");
+        for name in &names {
+            let worker = name.strip_prefix("llm-copy-").and_then(|index| index.parse::<usize>().ok());
+            let known =
+                *name == own || name == "llm-ring-0" || worker.is_some_and(|index| index < workers - 1);
+            assert!(known && (name.len() <= 15 || *name == own), "{names:?}");
+        }
+
+        // The limit has passed before the first byte: nothing is moved.
+        device.over.store(true, Ordering::SeqCst);
+        let copies = device.sim.copies();
+        let refused = if from == to {
+            engine.copy_blocks(&end(cache(from)), pairs)
+        } else {
+            engine.swap_blocks(&end(cache(from)), &end(cache(to)), pairs)
+        };
+        let error = refused.unwrap_err();
+        assert_eq!((error.kind(), progress(&error).0), (ErrorKind::Timeout, 0), "{error}");
+        assert_eq!(device.sim.copies(), copies);
+        calls(cache(from), cache(to), &vec![(0, 0), (159, 1)]).expect("no pin is left");
+    }
 }
 
 #[test]
-fn a_swap_out_notices_its_limit() {
-    times_out(HostReach::Staged, SwapInPath::Auto, |engine, host, device| {
-        engine.swap_blocks(device, host, &apart())
-    });
+fn a_copy_that_has_begun_outlasts_its_limit() {
+    let chain = (0..159).map(|row| (row, row + 1)).collect();
+    outlasts_its_limit(HostReach::Direct, SwapInPath::Auto, Device, Device, &apart());
+    // Each pair in a wave of its own.
+    outlasts_its_limit(HostReach::Direct, SwapInPath::Auto, Device, Device, &chain);
 }
 
 #[test]
-fn a_copy_in_waves_notices_its_limit() {
-    times_out(HostReach::Direct, SwapInPath::Auto, |engine, _, device| {
-        engine.copy_blocks(device, &(0..159).map(|row| (row, row + 1)).collect::<Vec<_>>())
-    });
+fn a_swap_that_has_begun_outlasts_its_limit() {
+    outlasts_its_limit(HostReach::Direct, SwapInPath::Auto, Host, Device, &apart());
+    outlasts_its_limit(HostReach::Staged, SwapInPath::Auto, Device, Host, &apart());
 }
 
 #[test]
-fn a_swap_in_through_the_ring_notices_its_limit() {
-    times_out(HostReach::Staged, SwapInPath::Auto, |engine, host, device| {
-        engine.swap_blocks(host, device, &apart())
-    });
+fn a_swap_that_has_entered_the_ring_outlasts_its_limit() {
+    outlasts_its_limit(HostReach::Staged, SwapInPath::Auto, Host, Device, &apart());
+    outlasts_its_limit(HostReach::Direct, SwapInPath::Ring, Host, Device, &apart());
 }
 
+/// Transfers keep their limit: the same copies, under a limit on the whole, end after the units that were begun.
 #[test]
-fn a_forced_ring_notices_its_limit() {
-    times_out(HostReach::Direct, SwapInPath::Ring, |engine, host, device| {
-        engine.swap_blocks(host, device, &apart())
-    });
+fn a_limit_on_the_whole_ends_a_copy_half_way() {
+    for (reach, swap_in) in [(HostReach::Direct, SwapInPath::Auto), (HostReach::Direct, SwapInPath::Ring)] {
+        let device = Late::new(reach);
+        let devices = DeviceSet::with_device(device.clone());
+        let mut config = config(1 << 20);
+        config.copy_workers = Some(1);
+        let engine = CopyEngine::new(&config, devices.clone()).unwrap();
+        let [src, dst] = [Host, Device].map(|placement| {
+            let len = (LATE_ROWS * LATE_ROW) as u64;
+            let region = Arc::new(devices.at(placement).allocate("test", len).unwrap());
+            (Arc::new(Tensors::carved(region, [0], len, Box::new(())).unwrap()), placement)
+        });
+        let pairs = apart().into_iter().map(|(from, to)| (from as u64, to as u64)).collect();
+        let request = BlockPairs { pairs, block_bytes: LATE_ROW as u64, num_tensors: 1 };
+        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
+        let (limit, staging) = (
+            Deadline::after(Duration::from_secs(3600)).over_when(Some(device.over)),
+            Staging { path: swap_in, buffer_bytes: LATE_ROW as u64 },
+        );
+        let error =
+            engine.run(plan, (&src.0, src.1), (&dst.0, dst.1), staging, limit, &Arc::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        let (copied, of) = progress(&error);
+        assert!(copied < of, "{error}");
+        // One unit when it goes straight; what was under way in the ring.
+        assert!(device.sim.copies() <= 64, "{} copies", device.sim.copies());
+    }
 }
 
 #[test]
@@ -325,8 +420,8 @@ fn a_device_that_panics_on_a_worker_fails_the_call() {
     let engine = engine_on(config(64 << 20), device.clone());
     let host = engine.allocate(&desc(Host, 1, 64, 64 << 10), Blocks, &[]).unwrap();
     let far = engine.allocate(&desc(Device, 1, 64, 64 << 10), Blocks, &[]).unwrap();
-    // The draining stage is always on a worker.
-    *device.panics.lock().unwrap() = Some("llm-copy".into());
+    // The draining stage.
+    *device.panics.lock().unwrap() = Some("llm-ring".into());
     let error = engine.swap_blocks(&end(&host), &end(&far), &all(20)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System);
     assert!(error.to_string().contains("ended early"), "{error}");

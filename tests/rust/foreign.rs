@@ -18,7 +18,7 @@ use llm_datadist_core::device::{DeviceSet, HostReach};
 use llm_datadist_core::engine::{Arrived, CopyEngine, Progress, Staging};
 use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{
-    ForeignGenerations, ForeignProcess, ForeignRegion, Generations, Probe, Reach, Region, Tensors,
+    ForeignGenerations, ForeignProcess, ForeignRegion, Generations, MapBudget, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, vectored,
 };
 use llm_datadist_core::plan::{CopyPlan, Ends};
@@ -125,7 +125,7 @@ impl Peer {
     }
 
     fn mapped(&self) -> Arc<Tensors> {
-        let region = ForeignRegion::map(self.descriptor(0), offset(TENSORS) as u64).unwrap();
+        let region = ForeignRegion::map(self.descriptor(0), offset(TENSORS) as u64, &room()).unwrap();
         let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
         Arc::new(Tensors::mapped(region, offsets, TENSOR as u64).unwrap())
     }
@@ -155,6 +155,11 @@ fn near(tensors: usize) -> (Arc<Buffer>, Arc<Tensors>) {
     (buffer, Arc::new(Tensors::adopted(adopted)))
 }
 
+/// What every mapping of these tests fits.
+fn room() -> Arc<MapBudget> {
+    MapBudget::new(None)
+}
+
 fn engine(workers: usize) -> CopyEngine {
     CopyEngine::new(&Config { copy_workers: Some(workers), ..config(1 << 20) }, DeviceSet::host_only())
         .unwrap()
@@ -168,7 +173,7 @@ fn soon() -> Deadline {
 
 fn blocks(pairs: &[(u64, u64)]) -> CopyPlan {
     let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
-    CopyPlan::blocks(&request, Ends::TwoCaches)
+    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
 }
 
 /// Far blocks to near ones, some written twice, so that there are waves.
@@ -239,27 +244,27 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
     let (mib, two) = (1 << 20, 2 << 20);
     let unsealed = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&unsealed, mib).unwrap();
-    let error = ForeignRegion::map(unsealed, mib).unwrap_err();
+    let error = ForeignRegion::map(unsealed, mib, &room()).unwrap_err();
     assert!(error.to_string().contains("not sealed"), "{error}");
     let file = File::open(std::env::current_exe().unwrap()).unwrap();
-    let error = ForeignRegion::map(file.into(), 4096).unwrap_err();
+    let error = ForeignRegion::map(file.into(), 4096, &room()).unwrap_err();
     assert!(error.to_string().contains("not memory that can be sealed"), "{error}");
     let region = Region::shared("test", mib).unwrap();
     let shared = || region.descriptor().unwrap().try_clone_to_owned().unwrap();
     // Pools are made of whole huge pages.
-    let error = ForeignRegion::map(shared(), two + 1).unwrap_err();
+    let error = ForeignRegion::map(shared(), two + 1, &room()).unwrap_err();
     assert_eq!(error.fact("has_bytes"), Some("2097152"), "{error}");
     for len in [0, u64::MAX] {
-        assert!(ForeignRegion::map(shared(), len).is_err(), "{len}");
+        assert!(ForeignRegion::map(shared(), len, &room()).is_err(), "{len}");
     }
-    assert_eq!(ForeignRegion::map(shared(), mib).unwrap().len(), mib);
-    assert!(ForeignGenerations::map(shared()).is_err());
+    assert_eq!(ForeignRegion::map(shared(), mib, &room()).unwrap().len(), mib);
+    assert!(ForeignGenerations::map(shared(), &room()).is_err());
 }
 
 #[test]
 fn far_tensors_stay_inside_what_is_there() {
     let peer = Peer::start();
-    let region = ForeignRegion::map(peer.descriptor(0), offset(TENSORS) as u64).unwrap();
+    let region = ForeignRegion::map(peer.descriptor(0), offset(TENSORS) as u64, &room()).unwrap();
     for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
         assert!(Tensors::mapped(region.clone(), [0, offset], bytes).is_err(), "{offset} + {bytes}");
     }
@@ -385,7 +390,7 @@ fn an_address_that_is_not_there_is_named_and_what_came_before_it_counts() {
     assert_eq!(error.fact("errno"), Some("14"), "{error}");
     assert_eq!(error.fact("alive"), Some("true"), "{error}");
     assert!(error.fact("address").is_some(), "{error}");
-    let arrived = progress.arrived(&plan, ROW as u64);
+    let arrived = progress.arrived(&plan, ROW as u64).unwrap();
     // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
     let [Arrived { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
     let rows: Vec<u64> = rows.iter().cloned().flatten().collect();
@@ -422,7 +427,7 @@ fn more_pieces_than_one_call_takes_arrive_also_when_they_are_odd() {
 #[test]
 fn generations_of_another_process_are_seen_as_they_rise() {
     let mut peer = Peer::start();
-    let seen = ForeignGenerations::map(peer.descriptor(1)).unwrap();
+    let seen = ForeignGenerations::map(peer.descriptor(1), &room()).unwrap();
     assert_eq!((seen.of(7), seen.of(8)), (1, 0));
     assert!(seen.still(7, 1) && !seen.still(7, 0));
     peer.bump(7);

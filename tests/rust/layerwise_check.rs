@@ -58,7 +58,7 @@ fn broken(near: Side, args: &LayerwiseArgs) -> Option<Row> {
         ),
         (
             "blocks",
-            src == 0 && near.kind == CacheKind::Blocks,
+            src == 0 && dst > 0 && near.kind == CacheKind::Blocks,
             words(&["blocks cache", "src_block_indices were not given"]),
         ),
     ];
@@ -79,8 +79,22 @@ fn broken_by(near: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> 
     };
     let needed = named.len() * args.tensors_per_layer as usize;
     let rows = near.geometry.rows();
-    let table: [(&'static str, bool, Vec<String>); 4] = [
-        ("13 slot", blocks && row != 0, words(&[&format!("src_batch_index {row} != 0 while src is blocks")])),
+    let one_block = near.kind == CacheKind::Blocks && !blocks;
+    let far_row = match &to.target {
+        Target::Cache { name: Name::Row { row, .. }, .. } => *row,
+        _ => 0,
+    };
+    let table: [(&'static str, bool, Vec<String>); 5] = [
+        (
+            "13 slot",
+            (blocks || one_block) && row != 0,
+            words(&[&format!("src_batch_index {row} != 0 while src is blocks")]),
+        ),
+        (
+            "one block",
+            one_block && far_row != 0,
+            words(&[&format!("batch_index={far_row} of cache_key must be 0"), "one slot of one block"]),
+        ),
         (
             "13 range",
             named.is_empty() || there < named.len(),

@@ -20,18 +20,18 @@ use crate::bed::{adopt, desc, pattern, skipped};
 use crate::merger::{ended, merges};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 const SEED: u8 = 11;
 
 /// Pages that start at a whole unit, between one unit of address space on each side.
-struct Pages {
+pub(crate) struct Pages {
     held: *mut c_void,
     len: usize,
 }
 
 impl Pages {
     /// Of the process; or of a file, shared or not.
-    fn new(units: usize, file: Option<(&File, libc::c_int)>) -> Pages {
+    pub(crate) fn new(units: usize, file: Option<(&File, libc::c_int)>) -> Pages {
         let len = units * UNIT;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
@@ -47,16 +47,16 @@ impl Pages {
         pages
     }
 
-    fn advise(&self, advice: libc::c_int) {
+    pub(crate) fn advise(&self, advice: libc::c_int) {
         // SAFETY: advice on the mapping just made, which changes no contents here.
         assert_eq!(unsafe { libc::madvise(self.at() as *mut c_void, self.len, advice) }, 0);
     }
 
-    fn at(&self) -> usize {
+    pub(crate) fn at(&self) -> usize {
         (self.held as usize + 1).next_multiple_of(UNIT)
     }
 
-    fn write(&self, from: usize, to: usize) {
+    pub(crate) fn write(&self, from: usize, to: usize) {
         for offset in from..to {
             // SAFETY: inside the mapping, which nobody else writes.
             unsafe { ((self.at() + offset) as *mut u8).write_volatile(pattern(SEED, 0, offset)) };
@@ -69,7 +69,7 @@ impl Pages {
     }
 
     /// All of it as one registered tensor of blocks.
-    fn tensors(&self) -> Tensors {
+    pub(crate) fn tensors(&self) -> Tensors {
         let side = desc(Placement::Host, 1, self.len / PAGE, PAGE);
         Tensors::adopted(adopt(&side, CacheKind::Blocks, &[self.at() as u64]))
     }
@@ -103,7 +103,7 @@ impl Drop for Pages {
 }
 
 /// Whether this kernel puts a process's own pages into huge ones when asked, and only then.
-fn asked() -> bool {
+pub(crate) fn asked() -> bool {
     let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if setting.contains("[always]") {
         skipped("the kernel makes huge pages unasked");
@@ -132,7 +132,7 @@ fn what_is_lent_is_merged_where_it_is_there_and_the_owners_own() {
     pages.write(6 * UNIT, 7 * UNIT); // the fifth was never touched
     let there = pages.facts().1;
 
-    let merger = Merger::new([]);
+    let merger = Merger::with_registered([]);
     assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
     assert!(!merger.lend(CacheId(1), &pages.tensors(), || true), "it has it");
     assert_eq!(merged(&merger), 0, "nothing happens before it looks");
@@ -164,7 +164,7 @@ fn what_was_given_back_is_left_alone() {
     }
     let pages = Pages::new(4, None);
     pages.write(0, 4 * UNIT);
-    let merger = Merger::new([]);
+    let merger = Merger::with_registered([]);
     assert!(!merger.lend(CacheId(1), &pages.tensors(), || false), "it was unregistered meanwhile");
     assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
     merger.give_back(CacheId(1));
@@ -195,7 +195,14 @@ fn a_merger_that_merges_nothing_takes_nothing() {
     assert!(!merger.lend(CacheId(1), &pages.tensors(), || true));
     merger.look();
     merger.give_back(CacheId(1));
+    merger.moved(u64::MAX);
     assert_eq!((merger.running(), merged(&merger), pages.facts().0), (false, 0, 0));
+    // One of pools alone: registered memory is not named.
+    let merger = Merger::new([]);
+    assert!(!merger.lend(CacheId(1), &pages.tensors(), || true));
+    merger.look();
+    ended(&merger);
+    assert_eq!((merged(&merger), pages.facts().0), (0, 0));
 }
 
 #[test]

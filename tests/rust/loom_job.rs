@@ -11,6 +11,7 @@ use loom::sync::atomic::AtomicUsize as Counter;
 use loom::thread;
 
 use super::*;
+use crate::id::Deadline;
 
 /// Counts its units; fails at one of them; must not run once its caller was told of the end.
 struct Units {
@@ -41,7 +42,7 @@ fn model(helpers: usize, units: usize, fails_at: Option<usize>) {
         });
         let job = Arc::new(Job {
             units,
-            deadline: Deadline::after(Duration::from_secs(3600)),
+            limit: Deadline::after(Duration::from_secs(3600)).into(),
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             state: Mutex::new(State { work: Some(work.clone()), inside: 0, failure: None }),

@@ -36,7 +36,13 @@ mod faults;
 #[cfg(not(loom))]
 mod foreign;
 #[cfg(not(loom))]
+mod groups;
+#[cfg(not(loom))]
 mod heap;
+#[cfg(not(loom))]
+mod hint;
+#[cfg(not(loom))]
+mod kept;
 #[cfg(not(loom))]
 mod kernel;
 #[cfg(not(loom))]
@@ -50,7 +56,7 @@ mod lent;
 #[cfg(not(loom))]
 mod links;
 #[cfg(not(loom))]
-mod lists;
+mod log;
 #[cfg(loom)]
 mod loom_pin;
 #[cfg(not(loom))]
@@ -68,9 +74,15 @@ mod ranks;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod short;
+#[cfg(not(loom))]
+mod silent;
+#[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
 mod table;
+#[cfg(not(loom))]
+mod token_file;
 #[cfg(not(loom))]
 mod transfer;
 #[cfg(not(loom))]

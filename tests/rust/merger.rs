@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::engine::CopyEngine;
 use llm_datadist_core::mem::kernel::{Kernel, copy};
 use llm_datadist_core::mem::{
-    ForeignProcess, ForeignRegion, Refusal, Region, Tensors, allow_readers, own_probe,
+    ForeignProcess, ForeignRegion, MapBudget, Refusal, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::merger::Merger;
 use llm_datadist_core::{CacheKind, DataDist, End, ErrorKind, HugeChoice, Placement};
@@ -227,8 +227,8 @@ fn nobody_sees_it_happen() {
     let region = region(UNITS);
     let half = UNITS / 2 * UNIT;
     touch(&region, 4, 0..UNITS * UNIT);
-    let peer =
-        ForeignRegion::map(region.descriptor().unwrap().try_clone_to_owned().unwrap(), region.len()).unwrap();
+    let descriptor = region.descriptor().unwrap().try_clone_to_owned().unwrap();
+    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None)).unwrap();
     allow_readers();
     let own = i32::try_from(std::process::id()).unwrap();
     let process = ForeignProcess::open(own, own_probe().unwrap()).unwrap();
@@ -308,7 +308,12 @@ fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
     if !merges() {
         return;
     }
-    for (choice, expected) in [(HugeChoice::Auto, true), (HugeChoice::Off, false)] {
+    for (choice, expected) in [
+        (HugeChoice::Auto, false),
+        (HugeChoice::Off, false),
+        (HugeChoice::Merge, true),
+        (HugeChoice::MergeRegistered, true),
+    ] {
         let mut config = config(48 << 20);
         config.huge_pages = choice;
         let engine = DataDist::open(config).unwrap();
@@ -412,7 +417,14 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         return;
     }
     let mut huge = Vec::new();
-    for choice in [HugeChoice::Auto, HugeChoice::Off, HugeChoice::Eager] {
+    let choices = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    for choice in choices {
         let mut config = config(1 << 20);
         config.huge_pages = choice;
         let engine = DataDist::open(config).unwrap();
@@ -443,9 +455,9 @@ fn registered_memory_is_merged_only_if_that_was_asked_for() {
         // SAFETY: the mapping made above; the engine that was given its addresses is gone.
         unsafe { libc::munmap(at, len) };
     }
-    assert_eq!(huge[..2], [0, 0]);
+    assert_eq!(huge[..4], [0; 4]);
     // Eight units long, so seven at least are whole ones wherever it starts.
-    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[2]), "{huge:?}");
+    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[4]), "{huge:?}");
 }
 
 #[test]

@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 
 use llm_datadist_core::check::{BlockPairs, CopyRange, Move, Moves, Pieces};
-use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, Wave};
+use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, SpanList, Wave};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -14,7 +14,7 @@ use crate::bed::proptest_cases;
 type Pairs = Vec<(u64, u64)>;
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Ends) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors: 3 }, ends)
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors: 3 }, ends).unwrap()
 }
 
 fn pieces(wave: &Wave) -> Vec<Piece> {
@@ -114,7 +114,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     let pieces: Vec<Move> =
         (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
     let plan =
-        CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() });
+        CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() })
+            .unwrap();
     let moved: Vec<(u64, u64, u64)> =
         plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
     let mut expected: Vec<(u64, u64, u64)> =
@@ -130,7 +131,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     // One destination twice: the order counts again.
     let mut twice = pieces;
     twice[2999].dst = twice[0].dst;
-    let plan = CopyPlan::moves(&mut Moves { pieces: twice.into(), num_tensors: 1, ..Moves::default() });
+    let plan =
+        CopyPlan::moves(&mut Moves { pieces: twice.into(), num_tensors: 1, ..Moves::default() }).unwrap();
     assert_eq!(plan.waves().len(), 2);
 }
 
@@ -202,9 +204,8 @@ fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCas
 fn spans_say_what_pieces_say(wave: &Wave) -> Result<(), TestCaseError> {
     let by_hand: Vec<Piece> = wave
         .spans()
-        .iter()
         .flat_map(|span| {
-            (0..span.count.cast_signed()).map(|k| Piece {
+            (0..span.count.cast_signed()).map(move |k| Piece {
                 src: (span.src.cast_signed() + k * span.src_step) as u64,
                 dst: (span.dst.cast_signed() + k * span.dst_step) as u64,
                 len: span.len,
@@ -250,7 +251,7 @@ fn cut_anywhere_the_pieces_tile_the_wave() {
 }
 
 fn spans(pairs: &[(u64, u64)], ends: Ends) -> Vec<Vec<Span>> {
-    plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().to_vec()).collect()
+    plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().collect()).collect()
 }
 
 /// `count` pieces of `blocks` blocks of 16 bytes.
@@ -354,14 +355,14 @@ fn a_range_is_one_span_and_onto_itself_nothing() {
         bytes: 7,
         num_tensors: 5,
     };
-    let plan = CopyPlan::range(&range(3, 9), Ends::OneCache);
+    let plan = CopyPlan::range(&range(3, 9), Ends::OneCache).unwrap();
     assert_eq!(
-        *plan.waves()[0].spans(),
+        plan.waves()[0].spans().collect::<Vec<_>>(),
         [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
     );
     assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
-    assert_eq!(CopyPlan::range(&range(3, 3), Ends::TwoCaches).bytes(), 35);
-    let onto_itself = CopyPlan::range(&range(3, 3), Ends::OneCache);
+    assert_eq!(CopyPlan::range(&range(3, 3), Ends::TwoCaches).unwrap().bytes(), 35);
+    let onto_itself = CopyPlan::range(&range(3, 3), Ends::OneCache).unwrap();
     assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
 }
 
@@ -399,6 +400,16 @@ fn one_by_one(span: &Span) -> Vec<(i128, i128)> {
     pieces
 }
 
+/// Whether no two pieces of a wave write a byte in common, looked at pair by pair.
+fn once(wave: &[Span]) -> bool {
+    let pieces: Vec<(i128, i128)> = wave
+        .iter()
+        .flat_map(|span| one_by_one(span).into_iter().map(|(_, dst)| (dst, dst + i128::from(span.len))))
+        .collect();
+    let apart = |at: usize| pieces[at + 1..].iter().all(|b| pieces[at].1 <= b.0 || b.1 <= pieces[at].0);
+    (0..pieces.len()).all(apart)
+}
+
 /// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
 #[test]
 fn plans_of_peers() {
@@ -428,6 +439,7 @@ fn plans_of_peers() {
                 && src.checked_add(count).is_some()
                 && dst.checked_add(count).is_some()
                 && total.saturating_mul(u128::from(count)) < 1 << 63;
+            let sound = sound && waves.iter().all(|wave| once(wave));
             let Ok(plan) = CopyPlan::from_parts(count, src, dst, waves.clone()) else {
                 prop_assert!(!sound, "refused, but sound");
                 return Ok(());
@@ -456,8 +468,8 @@ fn plans_of_peers() {
                     let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
                     rows.into_iter().collect()
                 };
-                prop_assert_eq!(plan.src_rows(row_bytes), rows(|piece| piece.0));
-                prop_assert_eq!(plan.dst_rows(row_bytes), rows(|piece| piece.1));
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.0));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.1));
                 let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
                 prop_assert_eq!(walked, plan.bytes());
             }
@@ -496,7 +508,7 @@ fn what_a_plan_of_a_peer_may_not_say() {
     // A count alone costs nothing: positions and rows are computed, not walked.
     let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
     let plan = plan(vec![vec![wide]]).unwrap();
-    let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4)).unwrap();
+    let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
     assert_eq!(error, [1]);
     let error = plan.check_ends(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
     assert_eq!((error.fact("which"), error.fact("tensor_bytes")), (Some("written"), Some("17592184995840")));
@@ -572,7 +584,8 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                 .collect();
             let pieces = Pieces::Blocks { len, first, pairs };
             prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
-            let plan = CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() });
+            let plan =
+                CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
             let bytes = 20 + 320 * len;
             let mut expected: Vec<Option<u64>> = vec![None; bytes as usize];
             for piece in &naive {
@@ -608,8 +621,8 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                     let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
                     rows.into_iter().collect::<Vec<_>>()
                 };
-                prop_assert_eq!(plan.src_rows(row_bytes), rows(|piece| piece.src));
-                prop_assert_eq!(plan.dst_rows(row_bytes), rows(|piece| piece.dst));
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.src));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.dst));
             }
             let ends = |start: fn(&Move) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
             let (read, written) =
@@ -642,7 +655,7 @@ fn what_joins_is_joined() {
         .iter()
         .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
         .collect();
-    assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].spans().len() <= 100, "runs of four");
+    assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].num_spans() <= 100, "runs of four");
     // Numbers that do not fit 32 bits are spans whatever they are.
     let far: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
     assert!(!form(&far));
@@ -677,6 +690,8 @@ fn blocks_of_peers() {
                         wide(src, s) + u128::from(len) <= u128::from(u64::MAX)
                             && wide(dst, d) + u128::from(len) <= u128::from(u64::MAX)
                     });
+                let written: HashSet<u32> = pairs.iter().map(|pair| pair.1).collect();
+                let sound = sound && written.len() == pairs.len();
                 let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
                 let plan = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
                 prop_assert_eq!(plan.is_ok(), sound, "{:?}", plan);
@@ -703,8 +718,8 @@ fn blocks_of_peers() {
                         bytes.map(|byte| byte as u64 / row_bytes).collect();
                     rows.into_iter().collect::<Vec<_>>()
                 };
-                prop_assert_eq!(plan.src_rows(row_bytes), rows(&|pair| wide(src, pair.0)));
-                prop_assert_eq!(plan.dst_rows(row_bytes), rows(&|pair| wide(dst, pair.1)));
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(&|pair| wide(src, pair.0)));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(&|pair| wide(dst, pair.1)));
                 let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
                 prop_assert_eq!(walked, plan.bytes());
                 Ok(())
@@ -723,10 +738,110 @@ fn rows_of_blocks_are_ascending_each_once() {
         let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
         let rows =
             |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(far)).collect::<Vec<_>>();
-        assert_eq!(plan.src_rows(8), rows(2, 50));
-        assert_eq!(plan.dst_rows(8), rows(3, 100));
+        assert_eq!(plan.src_rows(8).unwrap(), rows(2, 50));
+        assert_eq!(plan.dst_rows(8).unwrap(), rows(3, 100));
     }
     let many = std::sync::Arc::new(vec![(0, 0); (1 << 24) + 1]);
     let error = CopyPlan::from_blocks(1, 0, 0, Blocks { len: 1, src: 0, dst: 0, pairs: many }).unwrap_err();
     assert!(error.to_string().contains("makes no sense"), "{error}");
+}
+
+/// A long plan of a peer is kept packed: it moves what the same spans move unpacked, and is refused for the same reasons.
+#[test]
+fn packed_plans_are_what_their_spans_are() {
+    let mut random = 1u64;
+    let mut below = |most: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % most
+    };
+    let (mut taken, mut refused) = (0, 0);
+    // How far places lie apart, how odd they are, and how many of a wave write where another does.
+    for (scale, odd, again) in [
+        (8, 1, 0),
+        (8, 8, 0),
+        (4096, 1, 0),
+        (4096, 1, 1),
+        (1 << 20, 1 << 19, 0),
+        (1 << 20, 1 << 19, 1),
+        (8, 1, 1),
+    ] {
+        let mut waves: Vec<Vec<Span>> = Vec::new();
+        for count in [1, 64, 65, 3000, 2000] {
+            let mut places: Vec<u64> = (0..count).collect();
+            (1..places.len()).rev().for_each(|at| places.swap(at, below(at as u64 + 1) as usize));
+            let wave = places.into_iter().map(|place| {
+                // Two pieces of at most an eighth of the place each, half of it apart.
+                let (comb, len) = (below(2) == 0, 1 + below(scale / 8));
+                let dst = place * scale + below(odd).min(scale / 4);
+                let (count, dst_step) = if comb { (2, (scale / 2).cast_signed()) } else { (1, 0) };
+                let src_step = if comb { 3 } else { 0 };
+                Span { src: below(1 << 30), dst, len, count, src_step, dst_step }
+            });
+            waves.push(wave.collect());
+        }
+        for _ in 0..again {
+            let (from, to) = (below(3000) as usize, below(2000) as usize);
+            waves[3][from].dst = waves[3][to + 500].dst + waves[3][to + 500].len - 1;
+        }
+        let counts: Vec<u32> = waves.iter().map(|wave| wave.len() as u32).collect();
+        let list = SpanList::pack(waves.iter().flatten().copied()).unwrap();
+        let packed = CopyPlan::from_list(3, 1, 2, &counts, list);
+        let unpacked = CopyPlan::from_parts(3, 1, 2, waves.clone());
+        let written_once = |wave: &Vec<Span>| {
+            let mut pieces: Vec<(u64, u64)> = wave
+                .iter()
+                .flat_map(|span| (0..span.count).map(|k| (span.dst + k * span.dst_step as u64, span.len)))
+                .collect();
+            pieces.sort_unstable();
+            pieces.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0)
+        };
+        let sound = waves.iter().all(written_once);
+        assert_eq!((packed.is_ok(), unpacked.is_ok()), (sound, sound), "{scale} {odd} {again}");
+        let (Ok(packed), Ok(unpacked)) = (packed, unpacked) else {
+            refused += 1;
+            continue;
+        };
+        taken += 1;
+        assert_eq!(packed.bytes(), unpacked.bytes());
+        let bytes = packed.bytes();
+        let cuts = [0, 1, bytes / 3, bytes / 2 + 1, bytes - 1, bytes];
+        for two in cuts.windows(2) {
+            assert!(packed.pieces(two[0], two[1]).eq(unpacked.pieces(two[0], two[1])), "{two:?}");
+        }
+        for (left, right) in packed.waves().iter().zip(unpacked.waves()) {
+            assert!(left.spans().eq(right.spans()));
+            assert_eq!((left.num_spans(), left.count()), (right.num_spans(), right.count()));
+            let at = below(left.tensor_bytes());
+            assert!(left.pieces(at, at + 100).eq(right.pieces(at, at + 100)));
+        }
+        assert_eq!(packed.dst_rows(100).unwrap(), unpacked.dst_rows(100).unwrap());
+        let reach = waves.iter().flatten().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
+        packed.check_ends(None, Some((5, reach + scale))).unwrap();
+        packed.check_ends(None, Some((5, reach / 2))).unwrap_err();
+        packed.check_ends(None, Some((4, reach + scale))).unwrap_err();
+    }
+    assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
+    let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let list = |count: u64| SpanList::pack((0..count).map(|k| Span { dst: k, ..span })).unwrap();
+    for counts in [vec![5000], vec![4998, 2], vec![5001, 0], vec![u32::MAX, u32::MAX]] {
+        let error = CopyPlan::from_list(1, 0, 0, &counts, list(5001)).unwrap_err();
+        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::NotLinked, "{counts:?}");
+    }
+    let bad = SpanList::pack((0..5000).map(|k| Span { dst: k, len: u64::from(k != 4321), ..span })).unwrap();
+    let error = CopyPlan::from_list(1, 0, 0, &[5000], bad).unwrap_err();
+    assert!(error.to_string().contains("makes no sense"), "{error}");
+}
+
+/// A wave that no list of blocks becomes, and that could only be checked with more memory than its plan takes, is refused.
+#[test]
+fn what_cannot_be_checked_is_refused() {
+    // Sixteen million pieces of a byte from two spans, on no grid and in no order.
+    let comb = |dst: u64| Span { src: 0, dst, len: 1, count: 1 << 23, src_step: 0, dst_step: 1_000_003 };
+    let error = CopyPlan::from_parts(1, 0, 0, vec![vec![comb(1), comb(0)]]).unwrap_err();
+    assert!(error.to_string().contains("too irregular"), "{error}");
+    // As many on a grid are checked by a bit each.
+    let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };
+    CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(0)]]).unwrap();
+    let error = CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(3)]]).unwrap_err();
+    assert!(error.to_string().contains("twice"), "{error}");
 }

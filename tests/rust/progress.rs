@@ -18,10 +18,11 @@ use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Buffer, adopt, config, desc, pattern, proptest_cases};
+use crate::bed::{Buffer, accepted, adopt, config, desc, pattern, proptest_cases};
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
     CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
+        .unwrap()
 }
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
@@ -80,7 +81,7 @@ fn what_arrived_is_what_the_twin_says() {
             let done = |at: u64| taken[(at / unit) as usize];
             prop_assert_eq!(progress.bytes(), (0..plan.bytes()).filter(|&at| done(at)).count() as u64);
             let expected = twin(&plan, row_bytes, done);
-            prop_assert_eq!(as_sets(&progress.arrived(&plan, row_bytes)), expected);
+            prop_assert_eq!(as_sets(&progress.arrived(&plan, row_bytes).unwrap()), expected);
             Ok(())
         })
         .unwrap();
@@ -88,15 +89,15 @@ fn what_arrived_is_what_the_twin_says() {
     let plan = plan(&[(0, 4), (9, 2)], 10, 2);
     let progress = Progress::default();
     progress.done(0, 25);
-    for Arrived { tensor, rows } in progress.arrived(&plan, 10) {
+    for Arrived { tensor, rows } in progress.arrived(&plan, 10).unwrap() {
         partly += 1;
         assert_eq!((tensor, rows), (0, vec![2..3, 4..5]));
     }
     assert_eq!(partly, 1);
     progress.done(25, 39);
-    assert_eq!(as_sets(&progress.arrived(&plan, 10))[1], (1, BTreeSet::from([4])));
+    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([4])));
     progress.done(39, 40);
-    assert_eq!(as_sets(&progress.arrived(&plan, 10))[1], (1, BTreeSet::from([2, 4])));
+    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([2, 4])));
     assert_eq!(progress.bytes(), 40);
 }
 
@@ -123,7 +124,7 @@ fn pair(name: &str) -> (Stream, Stream) {
     let at = Address::Local(name.to_owned());
     let listener = transport.listen(&at).unwrap();
     let near = transport.dial(&at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = accepted(&*listener).unwrap();
     (near, far)
 }
 
@@ -175,7 +176,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
             assert_eq!(progress.bytes(), to);
         }
         assert!(buffer.read(0, 3 * ROWS * ROW) == expected(&shuffled(), 3));
-        let all = progress.arrived(&plan, ROW as u64);
+        let all = progress.arrived(&plan, ROW as u64).unwrap();
         let whole = 0..ROWS as u64;
         assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
@@ -195,7 +196,8 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let pieces = CopyPlan::blocks(
             &BlockPairs { pairs: backwards, block_bytes: BLOCK as u64, num_tensors: 1 },
             Ends::TwoCaches,
-        );
+        )
+        .unwrap();
         let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
         let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
         let (_kept, src) = memory(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
@@ -250,7 +252,7 @@ fn a_stream_that_breaks_leaves_rows_that_are_whole() {
         assert!(progress.bytes() <= cut, "{} of {cut}", progress.bytes());
         assert_eq!(error.fact("copied_bytes"), Some(progress.bytes().to_string().as_str()), "{error}");
         assert_eq!(error.fact("of_bytes"), Some(plan.bytes().to_string().as_str()), "{error}");
-        for Arrived { tensor, rows } in progress.arrived(&plan, ROW as u64) {
+        for Arrived { tensor, rows } in progress.arrived(&plan, ROW as u64).unwrap() {
             for row in rows.into_iter().flatten() {
                 let from = (ROWS - 1 - row as usize) * ROW;
                 let whole: Vec<u8> = (from..from + ROW).map(|at| pattern(4, tensor as usize, at)).collect();

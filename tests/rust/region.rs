@@ -3,14 +3,18 @@
 //! Not for: splitting them (`pool`).
 
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::process::Command;
 use std::sync::Arc;
 
 use llm_datadist_core::mem::kernel::{Kernel, copy};
-use llm_datadist_core::mem::{Access, Region, Tensors, remember_process, this_process};
+use llm_datadist_core::mem::{Access, Generations, Region, Tensors, remember_process, this_process};
 use llm_datadist_core::{CacheKind, ErrorKind, Placement};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
-use crate::bed::{Buffer, adopt, desc, pattern};
+use crate::bed::{Buffer, adopt, desc, pattern, skipped};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
@@ -92,5 +96,88 @@ fn the_number_of_this_process_is_the_kernels() {
     for _ in 0..2 {
         assert_eq!(this_process(), std::process::id());
         remember_process();
+    }
+}
+
+/// What a process under a limit finds: one line for each kind of shared memory.
+#[test]
+#[ignore = "started by the tests below"]
+fn limited() {
+    let Ok(limit) = std::env::var("REGION_LIMIT") else { return };
+    let mut open = Vec::new();
+    let set =
+        |resource, value| setrlimit(resource, Rlimit { current: Some(value), maximum: Some(value) }).unwrap();
+    match limit.as_str() {
+        "files" => {
+            set(Resource::Nofile, 64);
+            while let Ok(file) = File::open("/dev/null") {
+                open.push(file);
+            }
+        }
+        "size" => set(Resource::Fsize, 1 << 20),
+        "addresses" => set(Resource::As, 4 << 30),
+        other => panic!("{other}"),
+    }
+    let region = Region::shared("test pool", 1 << 40).map(drop);
+    let small = Region::shared("test pool", 1 << 20).map(drop);
+    let generations = Generations::new().map(drop);
+    drop(open);
+    let mut out = std::io::stdout();
+    for (name, made) in [("large", region), ("small", small), ("generations", generations)] {
+        let text = made.map_or_else(
+            |error| format!("{:?} {} {error}", error.kind(), error.fact("errno").unwrap_or("none")),
+            |()| "made".into(),
+        );
+        writeln!(out, "\nLIMITED {name} {text}").unwrap();
+    }
+}
+
+fn under(limit: &str) -> [String; 3] {
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "region::limited", "--ignored", "--nocapture"])
+        .env("REGION_LIMIT", limit)
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{limit}: {run:?}");
+    let said = String::from_utf8_lossy(&run.stdout);
+    ["large", "small", "generations"].map(|name| {
+        let start = format!("LIMITED {name} ");
+        let line = said.lines().find_map(|line| line.strip_prefix(&start));
+        line.unwrap_or_else(|| panic!("{limit}, {name}: {said}")).to_owned()
+    })
+}
+
+#[test]
+fn only_missing_memory_is_out_of_memory() {
+    for said in under("files") {
+        assert!(said.starts_with("System 24 ") && said.contains("ulimit -n"), "{said}");
+        assert!(said.contains("limit_open_files=64"), "{said}");
+    }
+    let [large, small, generations] = under("addresses");
+    assert!(large.starts_with("OutOfMemory 12 no memory for the test pool"), "{large}");
+    assert_eq!((small.as_str(), generations.as_str()), ("made", "made"));
+}
+
+#[test]
+fn file_size_limit_is_an_error_and_no_signal() {
+    let [large, small, generations] = under("size");
+    for said in [large, small, generations] {
+        // 2 MiB are the least: a region is made of whole huge pages.
+        assert!(said.starts_with("System 27 ") && said.contains("ulimit -f"), "{said}");
+        assert!(said.contains("limit_file_bytes=1048576"), "{said}");
+    }
+}
+
+#[test]
+fn shared_memory_is_never_executable() {
+    let kind = MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+    if let Err(error) = memfd_create("test", kind) {
+        skipped(&format!("this kernel does not know MFD_NOEXEC_SEAL: {error}"));
+        return;
+    }
+    let (region, generations) = (Region::shared("test", 1 << 20).unwrap(), Generations::new().unwrap());
+    for descriptor in [region.descriptor().unwrap(), generations.descriptor().unwrap()] {
+        assert!(fcntl_get_seals(descriptor).unwrap().contains(SealFlags::EXEC));
+        assert_eq!(fstat(descriptor).unwrap().st_mode & 0o111, 0);
     }
 }

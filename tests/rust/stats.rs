@@ -1,7 +1,9 @@
 //! Counters say what was done. Times are not judged beyond being there.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use llm_datadist_core::counters::{BUCKETS, Counters};
 use llm_datadist_core::device::HostReach;
 use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::{
@@ -15,7 +17,9 @@ use Placement::{Device, Host};
 fn ops(engine: &DataDist) -> Vec<(&'static str, u64, u64, u64)> {
     let check = |state: &OpState| {
         assert!(state.max_nanos <= state.total_nanos && state.p50_nanos <= state.p99_nanos);
+        assert!(state.p99_nanos <= state.max_nanos, "{state:?}");
         assert_eq!(state.calls == 0, state.p99_nanos == 0);
+        assert_eq!(state.buckets.iter().sum::<u64>(), state.calls);
     };
     let all = engine.stats().ops;
     all.into_iter()
@@ -178,4 +182,36 @@ fn four_workers_unless_told() {
         DataDist::open(config).unwrap().stats().copy_workers
     };
     assert_eq!([told(None), told(Some(1)), told(Some(9))], [4, 1, 9], "the seed's number, on any machine");
+}
+
+/// Counted again from the durations themselves.
+#[test]
+fn percentiles_lie_between_the_calls_and_the_longest_of_them() {
+    for nanos in [
+        vec![5],
+        vec![0, 0, 0],
+        vec![1000, 1000, 1100],
+        vec![1, 2, 3, 4, 5, 6, 7, 8, 1_000_000],
+        (0..1000).map(|at| at * at).collect(),
+        vec![u64::MAX, 3],
+    ] {
+        let counters = Counters::default();
+        nanos.iter().for_each(|&nanos| counters.count(Duration::from_nanos(nanos), true));
+        let state = counters.state();
+        let mut sorted = nanos.clone();
+        sorted.sort_unstable();
+        let rank = |percent: usize| sorted[(sorted.len() * percent).div_ceil(100) - 1];
+        for (shown, least) in [(state.p50_nanos, rank(50)), (state.p99_nanos, rank(99))] {
+            // The last bucket has no upper bound; what it tells is its lower one.
+            let least = least.min(1 << 39);
+            assert!(least <= shown && shown <= least.max(1).saturating_mul(2), "{shown} for {least}");
+            assert!(shown <= sorted[sorted.len() - 1], "{shown} is above the longest of {nanos:?}");
+        }
+        for (bucket, &count) in state.buckets.iter().enumerate() {
+            let low = if bucket == 0 { 0 } else { 1_u64 << (bucket - 1) };
+            let high = if bucket == BUCKETS - 1 { u64::MAX } else { (1 << bucket) - 1 };
+            let expected = nanos.iter().filter(|nanos| (low..=high).contains(nanos)).count();
+            assert_eq!(count, expected as u64, "bucket {bucket} of {nanos:?}");
+        }
+    }
 }

@@ -257,7 +257,7 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     for &((tensor, read), (into, written)) in bytes {
         expected[into as usize][written as usize] = from[tensor as usize][read as usize];
     }
-    let plan = CopyPlan::moves(&mut moves.clone());
+    let plan = CopyPlan::moves(&mut moves.clone()).unwrap();
     let first = (plan.src_tensor() as usize, plan.dst_tensor() as usize);
     assert_eq!((plan.src_tensor(), plan.dst_tensor()), (moves.src_tensor, moves.dst_tensor));
     assert_eq!(plan.bytes(), bytes.len() as u64);
@@ -298,8 +298,8 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
         let rows: BTreeSet<u64> = bytes.iter().map(|byte| which(byte) / side.geometry.row_bytes()).collect();
         rows.into_iter().collect::<Vec<_>>()
     };
-    assert_eq!(plan.src_rows(src.geometry.row_bytes()), rows(|byte| byte.0.1, src));
-    assert_eq!(plan.dst_rows(dst.geometry.row_bytes()), rows(|byte| byte.1.1, dst));
+    assert_eq!(plan.src_rows(src.geometry.row_bytes()).unwrap(), rows(|byte| byte.0.1, src));
+    assert_eq!(plan.dst_rows(dst.geometry.row_bytes()).unwrap(), rows(|byte| byte.1.1, dst));
 }
 
 /// Source, destination and bytes of the first piece.
@@ -471,7 +471,8 @@ fn pulls_do_what_the_naive_twin_does() {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
                     pull_near(near, &rows, layers).unwrap();
                     plan_does(&moves, &bytes, (far.side, near), cut);
-                    let written = CopyPlan::moves(&mut moves.clone()).dst_rows(near.geometry.row_bytes());
+                    let written = CopyPlan::moves(&mut moves.clone()).unwrap();
+                    let written = written.dst_rows(near.geometry.row_bytes()).unwrap();
                     prop_assert_eq!(unique(&moves.near_rows), written);
                     prop_assert_eq!(moves.whole, moves.num_tensors == far.side.geometry.num_tensors());
                     done.set(done.get() + 1);
@@ -498,7 +499,8 @@ fn pushes_do_what_the_naive_twin_does() {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
                     push_near(near, &rows, layers).unwrap();
                     plan_does(&moves, &bytes, (near, far.side), cut);
-                    let read = CopyPlan::moves(&mut moves.clone()).src_rows(near.geometry.row_bytes());
+                    let read = CopyPlan::moves(&mut moves.clone()).unwrap();
+                    let read = read.src_rows(near.geometry.row_bytes()).unwrap();
                     prop_assert_eq!(unique(&moves.near_rows), read);
                     prop_assert_eq!(moves.whole, moves.num_tensors == near.geometry.num_tensors());
                     done.set(done.get() + 1);
@@ -634,7 +636,7 @@ fn what_a_push_may_ask() {
     let one = side(Batch, 1, 3, 8);
     let nothing = push(one, far(one, 0), &slot, layers(None, None, 2)).unwrap();
     assert_eq!((nothing.num_tensors, nothing.pieces.count(), nothing.whole), (0, 0, false));
-    assert!(CopyPlan::moves(&mut nothing.clone()).waves().is_empty());
+    assert!(CopyPlan::moves(&mut nothing.clone()).unwrap().waves().is_empty());
     // The rest would be left behind silently.
     refused(
         InvalidArgument,

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::mem::{Tensors, Window};
 use llm_datadist_core::transport::{
-    Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport, Unix,
+    Accepted, Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport,
+    Unix,
 };
 use llm_datadist_core::wire::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::bed::{Buffer, pattern, skipped};
+use crate::bed::{Buffer, accepted, pattern, skipped};
 use crate::heap;
 
 /// Long enough for anything that works, short enough for a test that hangs.
@@ -62,13 +63,13 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
         let listener = case.transport.listen(&case.at).unwrap();
         eprintln!("over {}", listener.address());
         let near = case.transport.dial(&listener.address(), soon()).unwrap();
-        let far = listener.accept().unwrap().unwrap();
+        let far = accepted(&*listener).unwrap();
         judge(&case, &*listener, near, far);
     }
 }
 
 fn frame(body: &[u8]) -> Vec<u8> {
-    let mut frame = b"LD\x04\x01".to_vec();
+    let mut frame = b"LD\x05\x01".to_vec();
     frame.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
     frame.extend(body);
     frame
@@ -152,7 +153,7 @@ fn a_length_beyond_the_limit_ends_the_stream() {
         (GREETING_LIMIT + 1, GREETING_LIMIT),
     ] {
         each(|_, _, near, far| {
-            let mut header = b"LD\x04\x01".to_vec();
+            let mut header = b"LD\x05\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
             raw(&near).write_all(&header).unwrap();
             let error = far.receive(limit, Duration::ZERO, soon()).unwrap_err();
@@ -171,7 +172,7 @@ fn the_longest_frame_passes() {
     let case = &cases()[1];
     let listener = case.transport.listen(&case.at).unwrap();
     let near = case.transport.dial(&case.at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = accepted(&*listener).unwrap();
     let longest = frame(&vec![7; MESSAGE_LIMIT]);
     thread::scope(|scope| {
         scope.spawn(|| near.send(&longest, soon()).unwrap());
@@ -183,7 +184,7 @@ fn the_longest_frame_passes() {
 fn a_length_alone_is_given_no_memory() {
     // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
     each(|_, _, near, far| {
-        let mut header = b"LD\x04\x01".to_vec();
+        let mut header = b"LD\x05\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&near).write_all(&header).unwrap();
@@ -316,19 +317,13 @@ fn close_wakes_a_waiting_receive() {
 }
 
 #[test]
-fn close_wakes_every_waiting_accept() {
+fn closed_listener_accepts_nobody_and_frees_its_name() {
     for case in cases() {
         let listener = case.transport.listen(&case.at).unwrap();
         let at = listener.address();
-        thread::scope(|scope| {
-            let waiting: Vec<_> = (0..3).map(|_| scope.spawn(|| listener.accept())).collect();
-            thread::sleep(Duration::from_millis(20));
-            listener.close();
-            for accept in waiting {
-                assert!(accept.join().unwrap().unwrap().is_none(), "{at}");
-            }
-        });
-        assert!(listener.accept().unwrap().is_none());
+        assert!(matches!(listener.accept().unwrap(), Accepted::Nobody), "asking does not wait");
+        listener.close();
+        assert!(matches!(listener.accept().unwrap(), Accepted::Closed), "{at}");
         listener.close();
         // Closed is closed for those who dial, and the name is free once the listener is gone.
         let error = case.transport.dial(&at, soon()).unwrap_err();
@@ -337,7 +332,7 @@ fn close_wakes_every_waiting_accept() {
         let again = case.transport.listen(&at).unwrap();
         assert_eq!(again.address(), at);
         case.transport.dial(&at, soon()).unwrap();
-        assert!(again.accept().unwrap().is_some());
+        assert!(accepted(&*again).is_some());
     }
 }
 
@@ -373,7 +368,7 @@ fn a_port_with_lingering_connections_is_listened_at_again() {
     let at = listener.address();
     assert!(matches!(at, Address::Tcp(at) if at.port() != 0));
     let near = Tcp.dial(&at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = accepted(&*listener).unwrap();
     // The side that ends first lingers.
     drop(far);
     assert!(receive(&near).unwrap().is_none());
@@ -419,7 +414,7 @@ fn a_full_local_queue_refuses_or_waits() {
         let expected = if transport.name() == "unix" { ErrorKind::Timeout } else { ErrorKind::LinkFailed };
         assert_eq!(error.kind(), expected, "{error}");
         // Room again.
-        listener.accept().unwrap().unwrap();
+        accepted(&*listener).unwrap();
         transport.dial(&at, soon()).unwrap();
     }
 }
@@ -539,7 +534,7 @@ fn many_threads_dial_and_talk() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..CALLERS {
-                    let stream = listener.accept().unwrap().unwrap();
+                    let stream = accepted(listener).unwrap();
                     scope.spawn(move || {
                         while let Some((_, body)) = receive(&stream).unwrap() {
                             stream.send(&frame(&body), soon()).unwrap();
@@ -841,7 +836,7 @@ fn faulty(case: &Case, faults: Faults) -> (Stream, Stream) {
     let transport = Faulty::new(case.transport.clone(), move |_| faults);
     let listener = transport.listen(&case.at).unwrap();
     let near = transport.dial(&listener.address(), soon()).unwrap();
-    (near, listener.accept().unwrap().unwrap())
+    (near, accepted(&*listener).unwrap())
 }
 
 #[test]

@@ -16,8 +16,8 @@ use crate::abi::{
 };
 
 #[test]
-fn structures_have_the_layout_of_version_1() {
-    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (1, 1));
+fn structures_have_the_layout_of_version_2() {
+    assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (2, 2));
     let sizes = [
         size_of::<LlmDatadistOption>(),
         size_of::<LlmDatadistBlocks>(),

@@ -6,6 +6,7 @@
 mod handles;
 mod header;
 mod layout;
+mod log;
 mod pointers;
 
 use std::ffi::{CStr, CString, c_char};

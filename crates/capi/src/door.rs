@@ -40,7 +40,8 @@ type Doors = RwLock<BTreeMap<u64, Arc<Door>>>;
 /// nothing left that no ancestor used, and every call fails (`after_too_many_forks_every_call_fails`).
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 static DOORS: [Doors; GENERATIONS] = [const { RwLock::new(BTreeMap::new()) }; GENERATIONS];
-const GENERATIONS: usize = 64;
+/// How many generations have handles.
+pub(crate) const GENERATIONS: usize = 64;
 static LAST: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
@@ -54,7 +55,8 @@ pub(crate) fn forked() {
     llm_datadist_core::abandon_sockets();
 }
 
-fn generation() -> usize {
+/// Which generation of forked processes this one is.
+pub(crate) fn generation() -> usize {
     GENERATION.load(Ordering::Relaxed)
 }
 

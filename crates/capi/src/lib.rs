@@ -19,6 +19,13 @@
 pub mod abi;
 mod calls;
 mod door;
+mod log;
+
+use llm_datadist_core::KeptLists;
+
+/// Memory of this library alone: the program's `malloc` is not touched.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
 
 #[cfg(test)]
 #[path = "../../../tests/rust_capi/mod.rs"]

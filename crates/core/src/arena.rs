@@ -9,6 +9,7 @@ use crate::config::PoolConfig;
 use crate::desc::{Geometry, Placement};
 use crate::device::Device;
 use crate::error::Result;
+use crate::fallible;
 use crate::mem::{Region, Tensors};
 use crate::pool::{Extent, Pool, PoolState};
 
@@ -41,11 +42,14 @@ impl Arena {
                 pool.rounded(bytes).unwrap_or(bytes),
             )
         };
-        let tensors: Vec<u64> = extents
-            .iter()
-            .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded))
-            .collect();
         let lease = Lease { arena: self.clone(), extents };
+        let tensors = lease
+            .extents
+            .iter()
+            .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
+        // From here on a failure gives the extents back: the lease drops.
+        let count = geometry.num_tensors() as usize;
+        let tensors = fallible::gathered("the addresses of tensors", count, tensors)?;
         Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
     }
 

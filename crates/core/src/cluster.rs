@@ -11,7 +11,8 @@ use crate::desc::Placement;
 use crate::device::DeviceSet;
 use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{self, Generations};
+use crate::fallible;
+use crate::mem::{self, Generations, MapBudget};
 use crate::merger::Merger;
 use crate::stats::Stats;
 use crate::table::{Cache, Origin, Table};
@@ -29,6 +30,8 @@ pub struct Cluster {
     pub stats: Stats,
     /// What puts its pools into huge pages.
     pub merger: Merger,
+    /// What may be mapped of the memory of peers.
+    pub remote_memory: Arc<MapBudget>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
@@ -55,14 +58,15 @@ impl Cluster {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()
         };
         let generations = Arc::new(Generations::new()?);
-        mem::keep_lists();
         let (host, device) =
             (arena(config.host_pool, Placement::Host)?, arena(config.device_pool, Placement::Device)?);
         let pools: Vec<_> = [&host, &device].into_iter().flatten().map(|arena| arena.shared()).collect();
         let engine = CopyEngine::new(&config, devices)?;
         let merger = match config.huge_pages {
             HugeChoice::Off => Merger::default(),
-            HugeChoice::Auto | HugeChoice::Eager => Merger::new(pools),
+            HugeChoice::Auto => Merger::default().hinting(),
+            HugeChoice::Merge => Merger::new(pools).hinting(),
+            HugeChoice::MergeRegistered | HugeChoice::Eager => Merger::with_registered(pools),
         };
         if config.huge_pages == HugeChoice::Eager {
             merger.commit(&engine)?;
@@ -74,6 +78,7 @@ impl Cluster {
             engine,
             merger,
             stats: Stats::default(),
+            remote_memory: MapBudget::new(config.links.remote_memory),
             generations,
             config,
         })
@@ -106,8 +111,8 @@ impl Cluster {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Notes that a peer which can read what lies at `place` is told of it: if it does that through the kernel, and the
-    /// memory is registered, it is worth huge pages.
+    /// Notes that a peer which can read what lies at `place` is told of it. If it reads through the kernel, and the memory
+    /// is registered, huge pages double its speed: they are made, or hinted at, as `huge_pages` says.
     pub fn told_of(&self, cache: &Cache, place: &Whereabouts) {
         let through_kernel = cache.origin() == Origin::Registered && matches!(place, Whereabouts::Process(_));
         if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {
@@ -116,18 +121,19 @@ impl Cluster {
     }
 
     /// Where another process finds the tensors of `cache`.
-    #[must_use]
-    pub fn whereabouts(&self, cache: &Cache) -> Whereabouts {
+    pub fn whereabouts(&self, cache: &Cache) -> Result<Whereabouts> {
+        /// What the list is for, should there be no memory for it.
+        const TENSORS: &str = "the places of the tensors of a cache";
         if !cache.tensors().host_addressable() {
-            return Whereabouts::Hidden;
+            return Ok(Whereabouts::Hidden);
         }
-        match (cache.origin(), self.pool(cache.placement())) {
+        Ok(match (cache.origin(), self.pool(cache.placement())) {
             (Origin::Allocated, Some(arena)) => {
                 let base = arena.region().base();
-                let offsets = cache.addrs().iter().map(|addr| addr - base).collect();
+                let offsets = fallible::collect(TENSORS, cache.addrs().iter().map(|addr| addr - base))?;
                 Whereabouts::Pool(cache.placement(), offsets)
             }
-            _ => Whereabouts::Process(cache.addrs().to_vec()),
-        }
+            _ => Whereabouts::Process(fallible::copied(TENSORS, cache.addrs())?),
+        })
     }
 }

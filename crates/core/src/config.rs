@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::id::ClusterId;
@@ -43,7 +44,7 @@ impl Role {
     }
 }
 
-/// Which manager the engine serves. The modes differ in a few rules and codes (python-api.md §9).
+/// Which manager the engine serves. The modes differ in a few rules and codes (contract §9).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// `CacheManager`: roles are informational, pools are configured.
@@ -129,11 +130,15 @@ pub enum KernelChoice {
 /// Whether memory is put into huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugeChoice {
-    /// What pools have touched, in the background.
+    /// What the kernel gives by itself. One hint in the log if peers read registered memory slowly because of small pages.
     #[default]
     Auto,
-    /// Nothing; what the kernel gives of its own stays.
+    /// What the kernel gives by itself, without the hint.
     Off,
+    /// What pools have touched, in the background. Calls that meet a page being merged wait for it, up to milliseconds.
+    Merge,
+    /// As `Merge`, and registered memory that peers read through the kernel.
+    MergeRegistered,
     /// Pools before the engine is open, all of them committed, and registered memory when it is registered.
     Eager,
 }
@@ -181,12 +186,18 @@ pub struct LinkConfig {
     pub listen: Option<SocketAddr>,
     /// What a peer must prove to know, and this side proves.
     pub token: Option<Token>,
-    /// Whether a listener without a token accepts peers of other hosts.
+    /// A file that holds the token instead. `DataDist::open` reads it, once; the rules are those of [`token_file`].
+    ///
+    /// [`token_file`]: crate::token_file
+    pub token_file: Option<PathBuf>,
+    /// Whether peers are admitted without any proof where no token is set: everybody who can reach a listener.
     pub accept_remote: bool,
     /// How often a link that is silent is tried.
     pub heartbeat: Duration,
     /// How long a peer may be silent before its link breaks.
     pub silence: Duration,
+    /// For how long at most a peer may keep rows of this side pinned for one transfer, whatever deadline it announced.
+    pub pin_limit: Duration,
     /// Limit of a rank-table link, all its tries together.
     pub total: Duration,
     /// How many tries of a rank-table link fit into that limit at least: one takes its share of it at most. There are
@@ -202,6 +213,9 @@ pub struct LinkConfig {
     pub rank_hosts: BTreeMap<String, SocketAddr>,
     /// Whether both sides may link to each other (`llm.TransferBackend = hixl`).
     pub both_ways: bool,
+    /// Bytes of address space that the memory of all peers may take in this process, half of it for one link; `None` for
+    /// four times the memory of the machine. What does not fit is read through sockets.
+    pub remote_memory: Option<u64>,
 }
 
 impl Default for LinkConfig {
@@ -209,9 +223,11 @@ impl Default for LinkConfig {
         LinkConfig {
             listen: None,
             token: None,
+            token_file: None,
             accept_remote: false,
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(5),
+            pin_limit: Duration::from_secs(600),
             total: Duration::from_secs(120),
             retries: 1,
             transport: TransportChoice::Auto,
@@ -219,6 +235,7 @@ impl Default for LinkConfig {
             rank_port: 16_666,
             rank_hosts: BTreeMap::new(),
             both_ways: false,
+            remote_memory: None,
         }
     }
 }

@@ -5,8 +5,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Buckets of the histogram: bucket `i` counts calls of less than `2^i` nanoseconds; the last takes the rest.
-const BUCKETS: usize = 40;
+/// Buckets of the histogram: bucket `i` counts calls of less than `2^i` nanoseconds that no earlier bucket counts; the
+/// last takes the rest, those of `2^38` nanoseconds (about 275 seconds) and more.
+pub const BUCKETS: usize = 40;
 
 /// The counters.
 #[derive(Debug)]
@@ -33,7 +34,7 @@ impl Default for Counters {
 }
 
 /// The counters of one operation, as they were when read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpState {
     /// Calls that ended, failures included.
     pub calls: u64,
@@ -45,10 +46,27 @@ pub struct OpState {
     pub total_nanos: u64,
     /// The longest call in nanoseconds.
     pub max_nanos: u64,
-    /// Upper bound in nanoseconds of the fastest half, to a power of two.
+    /// An upper bound in nanoseconds of the fastest half: the next power of two, and never above `max_nanos`.
     pub p50_nanos: u64,
-    /// Upper bound in nanoseconds of the fastest 99 %, to a power of two.
+    /// An upper bound in nanoseconds of the fastest 99 %: the next power of two, and never above `max_nanos`.
     pub p99_nanos: u64,
+    /// How many calls took how long: see [`BUCKETS`].
+    pub buckets: [u64; BUCKETS],
+}
+
+impl Default for OpState {
+    fn default() -> Self {
+        OpState {
+            calls: 0,
+            failures: 0,
+            bytes: 0,
+            total_nanos: 0,
+            max_nanos: 0,
+            p50_nanos: 0,
+            p99_nanos: 0,
+            buckets: [0; BUCKETS],
+        }
+    }
 }
 
 impl Counters {
@@ -72,15 +90,18 @@ impl Counters {
     #[must_use]
     pub fn state(&self) -> OpState {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let histogram: Vec<u64> = self.histogram.iter().map(load).collect();
+        let buckets = std::array::from_fn(|bucket| load(&self.histogram[bucket]));
+        // After the buckets: a call enters its time here first, so the longest one in a bucket is known.
+        let max_nanos = load(&self.max_nanos);
         OpState {
             calls: load(&self.calls),
             failures: load(&self.failures),
             bytes: load(&self.bytes),
             total_nanos: load(&self.nanos),
-            max_nanos: load(&self.max_nanos),
-            p50_nanos: percentile(&histogram, 50),
-            p99_nanos: percentile(&histogram, 99),
+            max_nanos,
+            p50_nanos: percentile(&buckets, 50).min(max_nanos),
+            p99_nanos: percentile(&buckets, 99).min(max_nanos),
+            buckets,
         }
     }
 }

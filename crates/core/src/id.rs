@@ -3,6 +3,8 @@
 //! Not for: arithmetic on sizes (`desc::Geometry`) or layers (`plan`).
 
 use std::fmt;
+#[cfg(feature = "testing")]
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{ThreadId, current};
 use std::time::{Duration, Instant};
 
@@ -37,6 +39,8 @@ pub struct Deadline {
     name: &'static str,
     /// Asked now and then while the caller waits: whether the wait shall end early (Ctrl-C).
     interrupted: Option<(fn() -> bool, ThreadId)>,
+    #[cfg(feature = "testing")]
+    over: Option<&'static AtomicBool>,
 }
 
 impl Deadline {
@@ -47,7 +51,21 @@ impl Deadline {
     #[must_use]
     pub fn after(limit: Duration) -> Self {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
-        Deadline { at: Instant::now() + limit, limit, name: "sync_kv_timeout", interrupted: None }
+        Deadline {
+            at: Instant::now() + limit,
+            limit,
+            name: "sync_kv_timeout",
+            interrupted: None,
+            #[cfg(feature = "testing")]
+            over: None,
+        }
+    }
+
+    /// The same deadline, which has also passed once `over` is set: a test says when, and no clock.
+    #[cfg(feature = "testing")]
+    #[must_use]
+    pub fn over_when(self, over: Option<&'static AtomicBool>) -> Self {
+        Deadline { over, ..self }
     }
 
     /// The same moment, set by the option or argument called `name`.
@@ -66,6 +84,10 @@ impl Deadline {
     /// What is left; zero once it has passed.
     #[must_use]
     pub fn left(&self) -> Duration {
+        #[cfg(feature = "testing")]
+        if self.over.is_some_and(|over| over.load(Ordering::SeqCst)) {
+            return Duration::ZERO;
+        }
         self.at.saturating_duration_since(Instant::now())
     }
 

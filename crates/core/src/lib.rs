@@ -115,10 +115,12 @@ pub mod desc;
 pub mod device;
 pub mod engine;
 pub mod error;
+pub mod fallible;
 pub mod id;
 pub mod keys;
 mod lanes;
 pub mod links;
+pub mod log;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
 pub mod mem;
 pub mod merger;
@@ -132,6 +134,7 @@ pub mod table;
 pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
+pub mod token_file;
 pub mod transport;
 pub mod wire;
 
@@ -149,7 +152,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use id::{CacheId, ClusterId, Deadline};
 pub use keys::{CacheKey, NO_ID, Name};
 pub use links::{CommStatus, PeerAddress};
-pub use mem::{Access, Adopted, abandon as abandon_sockets, remember_process, this_process};
+pub use log::{Level, Line, Sink, install as install_log};
+pub use mem::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
 pub use stats::{LinkState, PoolReport, Snapshot};
 pub use status::StatusCode;
 pub use table::Cache;

@@ -1,14 +1,17 @@
-//! The merger: what pools have touched goes into huge pages, in the background and slowly.
+//! Puts what pools have touched into huge pages, in the background, where `huge_pages` asks for it.
 //!
 //! Copies get faster by it, reads of other processes through the kernel twice as fast, and a peer that maps a pool has one
-//! page to map where it had 512. It looks for work when much was moved or a link was made, on a thread that ends when there
-//! is nothing left, so that an idle engine has none (`the_merger_ends_when_there_is_nothing_left`). Only memory that is
-//! touched anyway is merged: a unit of which less than `ENOUGH` is in use stays as it is
-//! (`what_nobody_touched_stays_uncommitted`). Registered memory is merged as far as it is there, once peers may read it
-//! through the kernel (`lent`). What is to be committed ahead is committed and merged at once (`commit`). Not for: how
-//! (`mem`).
+//! page to map where it had 512. But a call that touches a unit while the kernel merges it waits, up to milliseconds, so
+//! nothing is merged by default, and calls then pay one branch (`a_merger_that_merges_nothing_takes_nothing`). It looks for
+//! work when much was moved or a link was made, on a thread that ends when there is nothing left
+//! (`the_merger_ends_when_there_is_nothing_left`). Only memory that is touched anyway is merged: a unit of which less than
+//! `ENOUGH` is in use stays as it is (`what_nobody_touched_stays_uncommitted`). Registered memory is merged only where that
+//! is asked for by name, as far as it is there, once peers may read it through the kernel (`lent`); otherwise one hint is
+//! logged where it lies in small pages (`hint`). What is to be committed ahead is committed and merged at once (`commit`).
+//! Not for: how (`mem`).
 
 mod commit;
+mod hint;
 mod lent;
 mod merging;
 
@@ -24,6 +27,7 @@ use crate::id::{CacheId, Deadline};
 use crate::mem::{Region, Tensors, usable_under};
 
 use commit::{Commit, UNITS_OF_A_PART};
+use hint::Hint;
 use lent::Lending;
 use merging::Merging;
 
@@ -43,10 +47,14 @@ const REST: Duration = Duration::from_secs(60);
 const SPARE: u64 = 256 << 20;
 /// How many units are merged between two looks at what is free.
 const UNITS_A_LOOK: u64 = 64;
-/// Merges the regions of one engine. Dropped, its thread has ended.
+
+/// Merges the regions of one engine; by default none. Dropped, its thread has ended.
 #[derive(Debug, Default)]
 pub struct Merger {
-    shared: Arc<Shared>,
+    /// None if it merges nothing.
+    shared: Option<Arc<Shared>>,
+    /// Where registered memory is left alone.
+    hint: Option<Hint>,
 }
 
 /// What was merged of one region, and what keeps it from going on.
@@ -61,7 +69,7 @@ pub struct Merged {
 #[derive(Debug, Default)]
 struct Shared {
     regions: Vec<Arc<Merging>>,
-    /// None if it merges nothing.
+    /// None if registered memory is left alone.
     lending: Option<Lending>,
     /// Since it last looked.
     moved: AtomicU64,
@@ -89,22 +97,42 @@ enum Walk {
 }
 
 impl Merger {
-    /// A merger of `regions`. It has no thread until there is work.
+    /// A merger of `regions`, which leaves registered memory alone. It has no thread until there is work.
     #[must_use]
     pub fn new(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
+        Self::over(regions, None)
+    }
+
+    /// A merger of `regions`, and of registered memory that is lent to it.
+    #[must_use]
+    pub fn with_registered(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
+        Self::over(regions, Some(Lending::new()))
+    }
+
+    fn over(regions: impl IntoIterator<Item = Arc<Region>>, lending: Option<Lending>) -> Self {
         let regions = regions.into_iter().map(|region| Arc::new(Merging::new(region))).collect();
-        Merger { shared: Arc::new(Shared { regions, lending: Some(Lending::new()), ..Shared::default() }) }
+        Merger { shared: Some(Arc::new(Shared { regions, lending, ..Shared::default() })), hint: None }
+    }
+
+    /// The same merger, which logs one hint if registered memory that peers read through the kernel lies in small pages.
+    #[must_use]
+    pub fn hinting(mut self) -> Self {
+        self.hint = Some(Hint::default());
+        self
     }
 
     /// Takes registered memory on loan that a peer is told of: what of it is there is merged, until it is given back.
     /// Not if the cache is not `kept` any more. Whether there is something new to merge.
     pub fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
-        self.shared.lending.as_ref().is_some_and(|lending| lending.lend(cache, tensors, kept))
+        if let Some(hint) = &self.hint {
+            hint.told_of(cache, tensors);
+        }
+        self.lending().is_some_and(|lending| lending.lend(cache, tensors, kept))
     }
 
     /// Gives back what was lent, of a cache that is not kept any more: once this returns nothing touches it.
     pub fn give_back(&self, cache: CacheId) {
-        if let Some(lending) = &self.shared.lending {
+        if let Some(lending) = self.lending() {
             lending.give_back(cache);
         }
     }
@@ -112,7 +140,11 @@ impl Merger {
     /// Bytes of registered memory that were merged.
     #[must_use]
     pub fn lent_bytes(&self) -> u64 {
-        self.shared.lending.as_ref().map_or(0, Lending::merged)
+        self.lending().map_or(0, Lending::merged)
+    }
+
+    fn lending(&self) -> Option<&Lending> {
+        self.shared.as_ref().and_then(|shared| shared.lending.as_ref())
     }
 
     /// Commits all of its regions now, in huge pages as far as the kernel gives them, on the workers of `engine`. `Err`,
@@ -120,14 +152,15 @@ impl Merger {
     pub fn commit(&self, engine: &CopyEngine) -> Result<()> {
         let bytes = |region: &Arc<Merging>| region.region.units() * Region::UNIT_BYTES;
         // What is reserved for them is there.
-        let wanted: u64 = self.shared.regions.iter().filter(|region| region.region.merges()).map(bytes).sum();
+        let Some(shared) = &self.shared else { return Ok(()) };
+        let wanted: u64 = shared.regions.iter().filter(|region| region.region.merges()).map(bytes).sum();
         let usable = usable_under(Path::new("/"));
         if wanted > usable {
             let text = "huge_pages = \"eager\" commits the pools at once, and there is not that much memory";
             let error = Error::new(ErrorKind::OutOfMemory, text).with("pool_bytes", wanted);
             return Err(error.with("usable_bytes", usable));
         }
-        for region in &self.shared.regions {
+        for region in &shared.regions {
             let parts =
                 usize::try_from(region.region.units().div_ceil(UNITS_OF_A_PART)).unwrap_or(usize::MAX);
             // Work, not a wait: it takes as long as the memory is large.
@@ -138,7 +171,8 @@ impl Merger {
 
     /// Notes that `bytes` were moved or allocated; looks for work once it is much.
     pub fn moved(&self, bytes: u64) {
-        let before = self.shared.moved.fetch_add(bytes, Ordering::Relaxed);
+        let Some(shared) = &self.shared else { return };
+        let before = shared.moved.fetch_add(bytes, Ordering::Relaxed);
         if before.saturating_add(bytes) >= LOOK_AFTER {
             self.look();
         }
@@ -147,16 +181,17 @@ impl Merger {
     /// Looks for work, and starts on it. Never waits for any to be done.
     #[cold]
     pub fn look(&self) {
-        self.shared.moved.store(0, Ordering::Relaxed);
-        let mut state = self.shared.locked();
-        if state.closed || state.running || !self.shared.due() {
+        let Some(shared) = &self.shared else { return };
+        shared.moved.store(0, Ordering::Relaxed);
+        let mut state = shared.locked();
+        if state.closed || state.running || !shared.due() {
             return;
         }
         // The one before has said that it ends, and does nothing else any more.
         if let Some(ended) = state.thread.take() {
             let _ = ended.join();
         }
-        let shared = self.shared.clone();
+        let shared = shared.clone();
         // Without a thread nothing is merged, and the next look tries again.
         state.thread = Builder::new().name("llm-merge".into()).spawn(move || shared.work()).ok();
         state.running = state.thread.is_some();
@@ -166,24 +201,25 @@ impl Merger {
     #[must_use]
     pub fn merged(&self, region: &Region) -> Merged {
         let of = |work: &&Arc<Merging>| std::ptr::eq(&raw const *work.region, region);
-        let work = self.shared.regions.iter().find(of);
+        let work = self.shared.as_ref().and_then(|shared| shared.regions.iter().find(of));
         work.map_or_else(Merged::default, |work| work.report())
     }
 
     /// Whether its thread is at work.
     #[must_use]
     pub fn running(&self) -> bool {
-        self.shared.locked().running
+        self.shared.as_ref().is_some_and(|shared| shared.locked().running)
     }
 
     /// Ends its thread, and starts none any more.
     pub fn close(&self) {
+        let Some(shared) = &self.shared else { return };
         let thread = {
-            let mut state = self.shared.locked();
+            let mut state = shared.locked();
             state.closed = true;
             state.thread.take()
         };
-        self.shared.closing.notify_all();
+        shared.closing.notify_all();
         if let Some(thread) = thread {
             let _ = thread.join();
         }

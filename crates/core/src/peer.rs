@@ -12,22 +12,15 @@ use crate::cluster::Cluster;
 use crate::desc::Geometry;
 use crate::engine::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
-use crate::links::{Answer, Link, hear_next, location, say, say_before};
+use crate::links::{Answer, Link, location, say, say_before};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
 use crate::table::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::transport::Stream;
-use crate::wire::{Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
-
-/// After a description the next request of the same call comes within microseconds: it is watched for before the thread
-/// sleeps. Elsewhere a thread that waits uses no CPU.
-const PATIENCE: Duration = Duration::from_micros(60);
-/// A caller may leave this side's rows pinned, while it does not take its bytes, for no longer than this.
-const LONGEST: Duration = Duration::from_secs(600);
-/// A stream is idle until its link ends: the wait for a request has no limit of its own, the keeper's is what ends it.
-const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+use crate::wire::{self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan};
 
 /// The memory of a peer is read straight; the ring is for host memory that a device cannot read.
 const STAGED: Staging = Staging { path: crate::config::SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -44,24 +37,36 @@ impl Answers {
 }
 
 impl Answer for Answers {
-    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<()> {
-        let mut patience = Duration::ZERO;
-        while let Some(request) =
-            hear_next::<Request>(stream, MESSAGE_LIMIT, patience, Deadline::after(NEVER))?
-        {
-            patience = PATIENCE;
-            let started = Instant::now();
-            let call = Call { cluster: &self.cluster, link, stream, unlinked };
-            let served = call.serve(request);
-            let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
-            self.cluster.stats.counted(Op::Served, started.elapsed(), done);
-            match served {
-                Ok(()) | Err(Ended::Refused) => {}
-                Err(Ended::Unlinked) => return Ok(()),
-                Err(Ended::Broken(error)) => return Err(error),
+    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
+        let silence = self.cluster.config.links.silence;
+        // The request is there, or its first bytes are: what a large one may take, and how long, is asked of the link.
+        let begun = Deadline::after(silence).named("the time that a request is given");
+        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
+        let heard = frame.and_then(|frame| {
+            let read = |(kind, body, held): (_, Vec<u8>, _)| Ok((wire::open::<Request>(kind, &body)?, held));
+            frame.map(read).transpose()
+        });
+        let (request, _held) = match heard {
+            Ok(Some(heard)) => heard,
+            Ok(None) => return Ok(false),
+            // It was read to its end: the peer is told, and its next request may fit.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && !stream.is_closed() => {
+                say(stream, &Reply::failed(&error), Deadline::after(silence))?;
+                return Ok(true);
             }
+            Err(error) => return Err(error),
+        };
+        stream.restart_pace();
+        let started = Instant::now();
+        let call = Call { cluster: &self.cluster, link, stream, unlinked };
+        let served = call.serve(request);
+        let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
+        self.cluster.stats.counted(Op::Served, started.elapsed(), done);
+        match served {
+            Ok(()) | Err(Ended::Refused) => Ok(true),
+            Err(Ended::Unlinked) => Ok(false),
+            Err(Ended::Broken(error)) => Err(error),
         }
-        Ok(())
     }
 }
 
@@ -86,33 +91,47 @@ struct Call<'a> {
 impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         match request {
-            Request::Describe { name, limit_ms } => self.told(limit(limit_ms), || self.describe(name.into())),
-            Request::Consume { name, cache, first, count, limit_ms } => self.told(limit(limit_ms), || {
-                self.wanted()?;
-                self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
-                Ok(Reply::Done { bytes: 0 })
-            }),
+            Request::Describe { name, limit_ms } => {
+                self.told(self.limit(limit_ms), || self.describe(name.into()))
+            }
+            Request::Consume { name, cache, first, count, limit_ms } => {
+                self.told(self.limit(limit_ms), || {
+                    self.wanted()?;
+                    self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
+                    Ok(Reply::Done { bytes: 0 })
+                })
+            }
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.told(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.read(&call, plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
-                let call = Wanted { name: name.into(), cache: CacheId(cache), deadline: limit(limit_ms) };
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.write(&call, plan, (from, to), ahead)
             }
-            Request::Locate { addrs, limit_ms } => self.told(limit(limit_ms), || self.locate(&addrs)),
-            Request::Ping { limit_ms } => self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
+            Request::Locate { addrs, limit_ms } => self.told(self.limit(limit_ms), || self.locate(&addrs)),
+            Request::Ping { limit_ms } => self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
-                let told = self.told(limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                let told = self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
                 told.and(Err(Ended::Unlinked))
             }
         }
+    }
+
+    /// What the caller has left, by this side's clock; no caller may keep rows pinned for longer than `llm.LinkPinLimit`.
+    fn limit(&self, limit_ms: u64) -> Deadline {
+        let most = self.cluster.config.links.pin_limit;
+        Deadline::after(Duration::from_millis(limit_ms).min(most))
+            .named("what was left of the caller's sync_kv_timeout")
     }
 
     /// Answers with what `call` gives, or with its error.
@@ -145,11 +164,11 @@ impl Call<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
-            let place = self.cluster.whereabouts(cache);
+            let place = self.cluster.whereabouts(cache)?;
             if reach.seen(&place) {
                 self.cluster.told_of(cache, &place);
             }
-            record.location = location(place);
+            record.location = location(place)?;
             // The peer is about to read it, perhaps in place, which nobody here would see.
             self.cluster.merger.moved(cache.geometry().bytes());
         }
@@ -158,12 +177,13 @@ impl Call<'_> {
 
     /// Which caches addresses lie in.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
-        let spots = self.cluster.table.locate(addrs);
+        let spots = self.cluster.table.locate(addrs)?;
         let spot = |(at, found): (usize, Option<table::Spot>)| {
             let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
             Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
         };
-        spots.into_iter().enumerate().map(spot).collect::<Result<_>>().map(Reply::Located)
+        let spots = fallible::tried("the places of addresses", spots.into_iter().enumerate().map(spot));
+        spots.map(Reply::Located)
     }
 
     /// The cache a request is about, if its name still leads there, open to peers.
@@ -194,7 +214,7 @@ impl Call<'_> {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
                 let ahead = self.link.writes_now();
-                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes)), ahead, call.deadline)
+                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -204,6 +224,7 @@ impl Call<'_> {
         let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
             return Err(Ended::Refused);
         };
+        self.stream.restart_pace();
         let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.cluster.stats.travelled(Op::Served, bytes);
@@ -218,7 +239,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(None, Some(ends(cache.geometry())))?;
                 CopyEngine::can_receive(cache.tensors())?;
-                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
@@ -228,6 +249,7 @@ impl Call<'_> {
             self.begin(begun, bytes, call.deadline, say)
         };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
+        self.stream.restart_pace();
         let progress = Progress::default();
         let (engine, tensors) = (&self.cluster.engine, cache.tensors());
         let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
@@ -292,13 +314,15 @@ impl Call<'_> {
         };
         let pinned = self.pinned(call, |cache| {
             plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
-            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes)), call.deadline)
+            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
-        let progress = Arc::new(Progress::default());
-        let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, call.deadline, &progress);
-        drop(pin);
+        // A peer whose memory does not answer takes no thread of this side for as long as it likes.
+        let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
+        let (engine, held) = (&self.cluster.engine, Arc::new(pin));
+        // Kept beyond this call if the kernel may still write to the rows then.
+        let run = engine.run_holding(plan.clone(), from, to, STAGED, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
                 self.cluster.stats.travelled(Op::Served, outcome.bytes);
@@ -323,13 +347,13 @@ struct Wanted {
 }
 
 /// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
-fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Vec<u64>) -> Vec<u64> {
+fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
-    let mut rows = touched(cache.geometry().row_bytes() * together);
+    let mut rows = touched(cache.geometry().row_bytes() * together)?;
     for row in &mut rows {
         *row *= together;
     }
-    rows
+    Ok(rows)
 }
 
 /// A plan that came over the wire, of which bytes `from..to` are asked for.
@@ -356,10 +380,4 @@ fn nowhere(at: usize, addr: u64) -> Error {
 fn too_far_ahead(bytes: u64) -> Error {
     let text = "more bytes came with a request than may come unasked";
     Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)
-}
-
-/// What the caller has left, by this side's clock.
-fn limit(limit_ms: u64) -> Deadline {
-    Deadline::after(Duration::from_millis(limit_ms).min(LONGEST))
-        .named("what was left of the caller's sync_kv_timeout")
 }

@@ -296,7 +296,7 @@ impl Pool {
     #[inline]
     fn take(&mut self, pages: u32) -> Option<Extent> {
         let run = self.find(pages);
-        if run == NIL { None } else { Some(self.carve(run, pages)) }
+        if run == NIL || !self.storable() { None } else { Some(self.carve(run, pages)) }
     }
 
     fn take_tensors(&mut self, each: u32, count: u32) -> Option<Vec<Extent>> {
@@ -307,14 +307,15 @@ impl Pool {
         let mut taken = Vec::new();
         let mut left = count;
         while left > 0 {
-            if let Some(extent) = self.take(left * each) {
+            let room = taken.try_reserve(1).is_ok();
+            if room && let Some(extent) = self.take(left * each) {
                 taken.push(extent);
                 break;
             }
             // `take` is exact, so the longest run holds less than what is left.
             let run = self.longest(each);
             let whole = self.node(run).pages / each;
-            if whole == 0 {
+            if whole == 0 || !room || !self.storable() {
                 self.allocations -= taken.len() as u64;
                 taken.iter().rev().for_each(|extent: &Extent| self.give_back(extent.node()));
                 return None;
@@ -323,6 +324,12 @@ impl Pool {
             left -= whole;
         }
         Some(taken)
+    }
+
+    /// Whether there is a node for one more range.
+    #[inline]
+    fn storable(&mut self) -> bool {
+        self.spare != NIL || self.nodes.try_reserve(1).is_ok()
     }
 
     #[cold]

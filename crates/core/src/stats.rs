@@ -117,7 +117,7 @@ pub struct LinkState {
     pub pools: &'static str,
     /// How its registered memory travels: `process` or `stream`.
     pub registered: &'static str,
-    /// Why registered memory is not read by process id, on a link whose pools are mapped.
+    /// Why pools are not mapped, or else why registered memory is not read by process id, between processes of one host.
     pub refusal: Option<String>,
     /// Whether this side made the link.
     pub outgoing: bool,

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::convert::{held_int, inner_only_support, is_int, only_support, shown};
-use crate::error::invalid;
+use crate::convert::{self, held_int, inner_only_support, is_int, only_support, shown};
+use crate::error::{invalid, raise};
 use crate::{door, raw};
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -19,7 +19,8 @@ pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec
     if let Ok(list) = value.cast::<PyList>() {
         listed(name, list).map(Some)
     } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        raw::tuple_words(tuple).map_or_else(|| one_by_one(name, tuple.iter()), Ok).map(Some)
+        let words = raw::tuple_words(tuple).map_err(|error| raise(value.py(), &error))?;
+        words.map_or_else(|| one_by_one(name, tuple.len(), tuple.iter()), Ok).map(Some)
     } else if value.is_none() {
         Ok(None)
     } else {
@@ -29,14 +30,20 @@ pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec
 
 /// A list of block indices.
 pub(crate) fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
-    raw::list_words(list).map_or_else(|| one_by_one(name, list.iter()), Ok)
+    let words = raw::list_words(list).map_err(|error| raise(list.py(), &error))?;
+    words.map_or_else(|| one_by_one(name, list.len(), list.iter()), Ok)
 }
 
 /// A wrong type anywhere is found before a wrong width.
-fn one_by_one<'py>(name: &str, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
-    let mut indices = Vec::new();
+fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
+    let mut indices: Option<Vec<i64>> = None;
     let mut wide = None;
     for item in items {
+        let indices = match &mut indices {
+            Some(indices) => indices,
+            // Not before there is an item, whose interpreter an error needs.
+            none => none.insert(convert::room(item.py(), count)?),
+        };
         if !is_int(&item) {
             return Err(inner_only_support(name, "['int']", &item));
         }
@@ -47,17 +54,17 @@ fn one_by_one<'py>(name: &str, items: impl Iterator<Item = Any<'py>>) -> PyResul
     }
     match wide {
         Some(item) => Err(invalid(item.py(), name, shown(&item), "an integer of 64 bits")),
-        None => Ok(indices),
+        None => Ok(indices.unwrap_or_default()),
     }
 }
 
 /// `{source: destination}`, or an integer array of such rows.
 pub(crate) fn pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    if let Some(pairs) = raw::dict_words(dict) {
+    if let Some(pairs) = raw::dict_words(dict).map_err(|error| raise(value.py(), &error))? {
         return Ok(pairs);
     }
-    let mut pairs = Vec::with_capacity(dict.len());
+    let mut pairs = convert::room(value.py(), dict.len())?;
     // Nothing in the loop runs Python code, which could change the dict.
     for (src, dst) in dict.iter() {
         pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
@@ -68,10 +75,10 @@ pub(crate) fn pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
 /// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
 pub(crate) fn lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
-    if let Some(pairs) = raw::dict_lists(dict) {
+    if let Some(pairs) = raw::dict_lists(dict).map_err(|error| raise(value.py(), &error))? {
         return Ok(pairs);
     }
-    let mut pairs = Vec::with_capacity(dict.len());
+    let mut pairs = convert::room(value.py(), dict.len())?;
     // Nothing in the loop runs Python code, which could change the dict.
     for (src, list) in dict.iter() {
         let src = dict_key(name, &src)?;
@@ -82,7 +89,8 @@ pub(crate) fn lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
             if !is_int(&dst) {
                 return Err(inner_only_support("dict value", "['int']", &dst));
             }
-            pairs.push((src, held_int(name, &dst)?));
+            let dst = held_int(name, &dst)?;
+            convert::push(value.py(), &mut pairs, (src, dst))?;
         }
     }
     Ok(pairs)
@@ -126,22 +134,27 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let shape: Vec<usize> = array.getattr(intern!(py, "shape"))?.extract()?;
     let (true, [count, 2]) = (matches!(kind, 'i' | 'u'), &shape[..]) else { return Err(wrong()) };
     let as_words = (intern!(py, "<i8"), "C", "unsafe", false, false); // the last: no copy of what is so already
-    let words = array.call_method1(intern!(py, "astype"), as_words)?;
-    let bytes = words.call_method0(intern!(py, "tobytes"))?;
+    let words = array.call_method1(intern!(py, "astype"), as_words);
+    let bytes = words.and_then(|words| words.call_method0(intern!(py, "tobytes")));
+    // What numpy could not copy is a list of this call that got no memory, like any other.
+    let bytes = bytes.map_err(|error| convert::short(py, error, count.saturating_mul(16)))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
     if Some(bytes.len()) != count.checked_mul(16) {
         return Err(wrong());
     }
-    door::aside(py, || words_of(bytes, kind == 'u'))
-        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))
+    let mut pairs = convert::room(py, *count)?;
+    door::aside(py, || words_of(bytes, kind == 'u', &mut pairs))
+        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))?;
+    Ok(pairs)
 }
 
-/// Pairs of little-endian words. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
-fn words_of(bytes: &[u8], unsigned: bool) -> Result<Vec<(i64, i64)>, u64> {
+/// Appends pairs of little-endian words to `pairs`, which has room for them. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
+fn words_of(bytes: &[u8], unsigned: bool, pairs: &mut Vec<(i64, i64)>) -> Result<(), u64> {
     let (words, _) = bytes.as_chunks::<8>();
     if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {
         return Err(u64::from_le_bytes(wrapped));
     }
     let (rows, _) = words.as_chunks::<2>();
-    Ok(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))).collect())
+    pairs.extend(rows.iter().map(|&[src, dst]| (i64::from_le_bytes(src), i64::from_le_bytes(dst))));
+    Ok(())
 }

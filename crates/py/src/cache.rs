@@ -4,7 +4,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result};
+use llm_datadist_core::{
+    Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result, fallible,
+};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -49,13 +51,13 @@ pub(crate) struct ManagedCache {
     engine: u64,
     id: CacheId,
     kind: CacheKind,
-    addrs: Box<[u64]>,
+    addrs: Arc<Vec<u64>>,
 }
 
 impl ManagedCache {
     /// What to remember of `cache`, which the engine of this number made.
     pub(crate) fn of(engine: u64, cache: &Cache) -> Self {
-        ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.addrs().into() }
+        ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.tensors().shared_addrs() }
     }
 
     /// How its rows are read.
@@ -77,7 +79,7 @@ impl ManagedCache {
     }
 
     fn tensor_addrs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, &self.addrs)
+        PyList::new(py, self.addrs.iter())
     }
 }
 
@@ -98,9 +100,8 @@ impl TensorView {
             let text = "the tensors are in memory that the CPU cannot address";
             return Err(Error::new(ErrorKind::NotEnabled, text));
         }
-        Ok((0..cache.addrs().len())
-            .map(|index| TensorView { cache: Held::new(cache.clone()), index })
-            .collect())
+        let view = |index| TensorView { cache: Held::new(cache.clone()), index };
+        fallible::collect("the views of tensors", (0..cache.addrs().len()).map(view))
     }
 
     /// The view of one of them, if it is there.

@@ -251,6 +251,13 @@ pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> 
     checked(arg_value.py(), check::link_token(&text).map(drop))
 }
 
+/// A path; `init` reads the file.
+#[pyfunction]
+pub(crate) fn check_link_token_file(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
+    let text = convert::text("link_token_file", arg_value)?;
+    checked(arg_value.py(), check::link_token_file(&text).map(drop))
+}
+
 /// Milliseconds: 1 to an hour.
 #[pyfunction]
 pub(crate) fn check_link_heartbeat(arg_value: &Any<'_>) -> PyResult<()> {
@@ -263,6 +270,12 @@ pub(crate) fn check_link_silence(arg_value: &Any<'_>) -> PyResult<()> {
     checked(arg_value.py(), check::link_silence(convert::any_int("link_silence", arg_value)?, 1))
 }
 
+/// Milliseconds, up to a day.
+#[pyfunction]
+pub(crate) fn check_link_pin_limit(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_pin_limit(convert::any_int("link_pin_limit", arg_value)?))
+}
+
 /// `auto`, `shm` or `tcp`.
 #[pyfunction]
 pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
@@ -273,6 +286,12 @@ pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<
 #[pyfunction]
 pub(crate) fn check_link_streams(arg_value: &Any<'_>) -> PyResult<()> {
     checked(arg_value.py(), check::link_streams(convert::any_int("link_streams", arg_value)?))
+}
+
+/// Bytes: 0 or more.
+#[pyfunction]
+pub(crate) fn check_link_remote_memory(arg_value: &Any<'_>) -> PyResult<()> {
+    checked(arg_value.py(), check::link_remote_memory(convert::any_int("link_remote_memory", arg_value)?))
 }
 
 /// 1 to 65535.

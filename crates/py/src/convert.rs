@@ -1,17 +1,17 @@
 //! Python values → core structs. The right type and the right width, or `TypeError` / `ValueError`.
 //!
 //! Not for: meaning (`core::check`). A `bool` is not an integer anywhere. `None` where an object of the front is wanted
-//! passes the type test and fails at the first attribute, as `AttributeError` (python-api.md §0.3).
+//! passes the type test and fails at the first attribute, as `AttributeError` (contract §0.3).
 
 use std::fmt::Display;
 
-use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement, fallible};
+use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyString, PyTuple, PyType};
 
-use crate::error::invalid;
+use crate::error::{invalid, raise};
 use crate::front::Front;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -101,13 +101,32 @@ pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     value.extract().map_err(|_| invalid(value.py(), name, shown(value), "an integer of 64 bits"))
 }
 
-/// A `list` of addresses; a tuple is refused (python-api.md §4.3, §7.6).
+/// A `list` of addresses; a tuple is refused (contract §4.3, §7.6).
 pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
     if let Some(other) = list.iter().find(|item| !is_int(item)) {
         return Err(inner_only_support(name, "['int']", &other));
     }
-    list.iter().map(|item| int(name, &item)).collect()
+    gathered(value.py(), list.len(), list.iter().map(|item| int(name, &item)))
+}
+
+/// What a list of a call is for, should there be no memory for it.
+const LISTS: &str = "the lists of a call";
+
+/// An empty list with room for `count`.
+pub(crate) fn room<T>(py: Python<'_>, count: usize) -> PyResult<Vec<T>> {
+    fallible::room(LISTS, count).map_err(|error| raise(py, &error))
+}
+
+/// Adds one item to a list: the code of Python that gave it may have made it longer than it was.
+pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T) -> PyResult<()> {
+    fallible::push(LISTS, list, item).map_err(|error| raise(py, &error))
+}
+
+/// `error`, which is the engine's own if Python had no memory for `bytes`.
+#[cold]
+pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
+    if error.is_instance_of::<PyMemoryError>(py) { raise(py, &fallible::short(LISTS, bytes)) } else { error }
 }
 
 /// Whether `value` is an instance of a class of the front; exact instances answer without a lookup.
@@ -183,12 +202,25 @@ pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
         }
     };
     if let Ok(tuple) = value.cast::<PyTuple>() {
-        tuple.iter().map(one).collect()
+        gathered(value.py(), tuple.len(), tuple.iter().map(one))
     } else if let Ok(list) = value.cast::<PyList>() {
-        list.iter().map(one).collect()
+        gathered(value.py(), list.len(), list.iter().map(one))
     } else {
         Err(only_support("cache_keys", "['list', 'tuple']", value))
     }
+}
+
+/// The list of what `items` give, about `count` of them.
+pub(crate) fn gathered<T>(
+    py: Python<'_>,
+    count: usize,
+    items: impl Iterator<Item = PyResult<T>>,
+) -> PyResult<Vec<T>> {
+    let mut list = room(py, count)?;
+    for item in items {
+        push(py, &mut list, item?)?;
+    }
+    Ok(list)
 }
 
 /// What a `CacheKey` names; `None` for a placeholder.

@@ -1,5 +1,5 @@
 //! The engine as Python calls it: one short method per operation; convert and check in the order of the contract
-//! (python-api.md §7), then through the door.
+//! (contract §7), then through the door.
 //!
 //! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
 
@@ -23,7 +23,7 @@ use crate::links::{self, Membership, by_rank};
 use crate::near::{self, Near};
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
-use crate::{local, raw, stats};
+use crate::{local, log, raw, stats};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -57,20 +57,20 @@ impl DataDist {
             check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
         let (one_sided, mode) = (config.remote_accessible, config.mode);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
-        let opened = DataDist { engine: Engine::open(py, config)?, cluster, one_sided, mode, number };
-        opened.report(py)?;
-        Ok(opened)
+        let engine = Engine::open(py, config);
+        log::drain(py)?;
+        Ok(DataDist { engine: engine?, cluster, one_sided, mode, number })
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let reported = self.report(py);
+        let reported = log::drain(py);
         self.engine.close(py);
         reported
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let snapshot = self.engine.enter(py, |engine| Ok(engine.stats()))?;
-        self.report(py)?;
+        log::drain(py)?;
         stats::dict(py, &snapshot)
     }
 
@@ -93,7 +93,7 @@ impl DataDist {
         }
         let peers = links::peers(&infos)?;
         let linked = self.engine.enter(py, |engine| Ok(links::link(engine, &peers, timeout, one_local)));
-        self.report(py)?;
+        log::drain(py)?;
         links::codes(py, &linked?, self.engine.codes())
     }
 
@@ -112,7 +112,7 @@ impl DataDist {
         let peers = links::peers(&infos)?;
         let call = |engine: &_| Ok(links::unlink(engine, &peers, timeout, force, strict));
         let unlinked = self.engine.enter(py, call);
-        self.report(py)?;
+        log::drain(py)?;
         links::codes(py, &unlinked?, self.engine.codes())
     }
 
@@ -121,21 +121,21 @@ impl DataDist {
         let given = Membership::new(self.cluster, comm_name, cluster_rank_info, rank_table)?;
         let Membership { name, clusters, rank_table } = given;
         let entered = self.engine.enter(py, |engine| by_rank(engine)?.link(&name, &clusters, &rank_table));
-        self.report(py)?;
+        log::drain(py)?;
         entered
     }
 
     fn unlink(&self, comm_id: &Any<'_>) -> PyResult<()> {
         let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
         let left = self.engine.enter(py, |engine| by_rank(engine)?.unlink(comm));
-        self.report(py)?;
+        log::drain(py)?;
         left
     }
 
     fn comm_status(&self, comm_id: &Any<'_>) -> PyResult<i64> {
         let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
         let status = self.engine.enter(py, |engine| by_rank(engine)?.comm_status(comm));
-        self.report(py)?;
+        log::drain(py)?;
         status.map(links::status_number)
     }
 
@@ -146,14 +146,14 @@ impl DataDist {
         };
         let listen = links::listen(listen)?;
         let switched = self.engine.enter(py, |engine| engine.switch_role(new, listen));
-        self.report(py)?;
+        log::drain(py)?;
         switched
     }
 
     fn check_link(&self, remote_cluster_id: &Any<'_>) -> PyResult<()> {
         let (py, cluster) = (remote_cluster_id.py(), ClusterId(int("remote_cluster_id", remote_cluster_id)?));
         let checked = self.engine.enter(py, |engine| engine.check_link(cluster));
-        self.report(py)?;
+        log::drain(py)?;
         checked
     }
 
@@ -404,19 +404,12 @@ impl DataDist {
         self.engine.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
     }
 
-    /// Logs what became of links since the last time. An engine that is closed has nothing to say.
-    fn report(&self, py: Python<'_>) -> PyResult<()> {
-        let Some(notes) = self.engine.notes(py) else { return Ok(()) };
-        let front = Front::get(py)?;
-        notes.into_iter().try_for_each(|note| front.log_info.call1(py, (note,)).map(drop))
-    }
-
     /// Pulls, and logs what became of links if that fails.
     pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
         let pulled =
             self.engine.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
         if pulled.is_err() {
-            self.report(py)?;
+            log::drain(py)?;
         }
         pulled
     }
@@ -425,7 +418,7 @@ impl DataDist {
         let pushed =
             self.engine.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
         if pushed.is_err() {
-            self.report(py)?;
+            log::drain(py)?;
         }
         pushed
     }

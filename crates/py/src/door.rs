@@ -77,6 +77,7 @@ impl Engine {
     pub(crate) fn open(py: Python<'_>, config: Config) -> PyResult<Self> {
         let codes = error::codes_of(config.mode);
         remember_process();
+        crate::log::install();
         let engine = detached(py, codes, || Ok(DataDist::open(config)?.interrupted_by(interrupted)))?;
         Ok(Engine { process: this_process(), codes, open: RwLock::new(Some(Held::new(Arc::new(engine)))) })
     }
@@ -93,11 +94,6 @@ impl Engine {
     /// Which code a kind of error has here.
     pub(crate) fn codes(&self) -> Codes {
         self.codes
-    }
-
-    /// What became of links since the last time; `None` once closed, or in another process.
-    pub(crate) fn notes(&self, py: Python<'_>) -> Option<Vec<String>> {
-        py.detach(|| survived(|| Ok(self.engine()?.notes()))).ok()
     }
 
     /// Closes the engine: later calls fail, those under way end normally, memory lives as long as views of it.

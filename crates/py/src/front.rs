@@ -45,8 +45,8 @@ pub(crate) struct Front {
     pub(crate) cluster_info: Py<PyType>,
     /// Called with the text of an argument error before it is raised.
     pub(crate) log_error: Py<PyAny>,
-    /// Called with a line that says what became of a link.
-    pub(crate) log_info: Py<PyAny>,
+    /// Called to hand the engine's lines to the log.
+    pub(crate) drain_log: Py<PyAny>,
     /// Members of `LLMStatusCode`, in the order of `StatusCode::ALL`.
     status: Vec<Py<PyAny>>,
     /// Members of `DataType`, in the order of `DataType::ALL`.
@@ -94,7 +94,7 @@ impl Front {
             transfer_key_config: class("TransferWithCacheKeyConfig")?,
             cluster_info: class("LLMClusterInfo")?,
             log_error: named("log_error")?.unbind(),
-            log_info: named("log_info")?.unbind(),
+            drain_log: named("drain_log")?.unbind(),
             status: members(
                 &named("LLMStatusCode")?,
                 StatusCode::ALL.iter().map(|code| (code.name(), code.value())),

@@ -1,4 +1,4 @@
-//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (python-api.md §8.1).
+//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (contract §8.1).
 //!
 //! Not for: the transfer under way (`task`), or rules (`core::check`).
 
@@ -103,15 +103,15 @@ fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let items = listed(name, value)?;
     match items.iter().find(|item| !is_int(item)) {
         Some(other) => Err(inner_only_support(name, "['int']", other)),
-        None => items.iter().map(|item| int(name, item)).collect(),
+        None => convert::gathered(value.py(), items.len(), items.iter().map(|item| int(name, item))),
     }
 }
 
 fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
     if let Ok(list) = value.cast::<PyList>() {
-        Ok(list.iter().collect())
+        convert::gathered(value.py(), list.len(), list.iter().map(Ok))
     } else if let Ok(tuple) = value.cast::<PyTuple>() {
-        Ok(tuple.iter().collect())
+        convert::gathered(value.py(), tuple.len(), tuple.iter().map(Ok))
     } else {
         Err(only_support(name, "['list', 'tuple']", value))
     }

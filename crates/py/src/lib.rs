@@ -15,56 +15,68 @@ mod kv;
 mod layerwise;
 mod links;
 mod local;
+mod log;
 mod near;
 #[expect(
     unsafe_code,
-    reason = "unsafe room 3: DLPack capsules, the adoption of the caller's addresses, numbers read from lists that \
-              `gil_used` below keeps other threads from changing"
+    reason = "unsafe room 3: DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \
+              read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
 mod stats;
 mod task;
 mod transfer;
 
-use llm_datadist_core::{DataType, StatusCode};
+use llm_datadist_core::{DataType, KeptLists, StatusCode};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+/// Adds functions to a module, each under its own name.
+macro_rules! functions {
+    ($module:expr, $($function:path)*) => { $($module.add_function(wrap_pyfunction!($function, $module)?)?;)* };
+}
+
+/// Memory of this library alone: Python's own, and that of other libraries, is not touched.
+#[global_allocator]
+static LISTS: KeptLists = KeptLists::new();
+
 /// Native module of `llm_datadist`; its stub `_core.pyi` documents every name.
 // `gil_used`: `raw` reads lists on the word that no other thread of the interpreter runs (`tests/test_bad_input.py`).
+// A function and no declarative module: the refusal must come before the first class is made, because the classes are
+// made once in a process and belong to the interpreter that made them (`tests/test_subinterpreter.py`).
 #[pymodule(gil_used = true)]
-mod _core {
-    #[pymodule_export]
-    use crate::cache::{LooseCache, ManagedCache, TensorView};
-    #[pymodule_export]
-    use crate::checks::{
-        check_cache_key, check_copy_kernel, check_copy_workers, check_device_id, check_dict,
-        check_dimensions, check_huge_pages, check_inner, check_int32, check_int64, check_isinstance,
-        check_layer_range, check_link_heartbeat, check_link_retry_count, check_link_silence,
-        check_link_streams, check_link_token, check_link_total_time, check_link_transport, check_list_int32,
-        check_list_int64, check_list_uint64, check_mem_utilization, check_positive_or_set_default,
-        check_rank_hosts, check_rank_port, check_swap_in_path, check_sync_kv_timeout, check_uint8,
-        check_uint16, check_uint32, check_uint64, tensor_bytes,
-    };
-    #[pymodule_export]
-    use crate::datadist::DataDist;
-    #[pymodule_export]
-    use crate::door::abandon_sockets;
-    #[pymodule_export]
-    use crate::front::register_types;
-    #[pymodule_export]
-    use crate::kv::KvCaches;
-    #[pymodule_export]
-    use crate::task::TransferTask;
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    raw::main_interpreter_only()?;
+    module.add_class::<cache::LooseCache>()?;
+    module.add_class::<cache::ManagedCache>()?;
+    module.add_class::<cache::TensorView>()?;
+    module.add_class::<datadist::DataDist>()?;
+    module.add_class::<kv::KvCaches>()?;
+    module.add_class::<task::TransferTask>()?;
+    validators(module)?;
+    functions!(module, door::abandon_sockets front::register_types);
+    functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("STATUS_CODES", status_codes(module.py())?)?;
+    module.add("DATA_TYPES", data_types(module.py())?)
+}
 
-    use super::{Bound, PyModule, PyModuleMethods, PyResult};
-
-    #[pymodule_init]
-    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        module.add("STATUS_CODES", super::status_codes(module.py())?)?;
-        module.add("DATA_TYPES", super::data_types(module.py())?)
-    }
+/// Functions that check one argument.
+fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    functions!(
+        module,
+        checks::check_cache_key checks::check_copy_kernel checks::check_copy_workers checks::check_device_id
+        checks::check_dict checks::check_dimensions checks::check_huge_pages checks::check_inner
+        checks::check_int32 checks::check_int64 checks::check_isinstance checks::check_layer_range
+        checks::check_link_heartbeat checks::check_link_pin_limit checks::check_link_remote_memory checks::check_link_retry_count checks::check_link_silence
+        checks::check_link_streams checks::check_link_token checks::check_link_token_file
+        checks::check_link_total_time checks::check_link_transport checks::check_list_int32
+        checks::check_list_int64 checks::check_list_uint64 checks::check_mem_utilization
+        checks::check_positive_or_set_default checks::check_rank_hosts checks::check_rank_port
+        checks::check_swap_in_path checks::check_sync_kv_timeout checks::check_uint8 checks::check_uint16
+        checks::check_uint32 checks::check_uint64 checks::tensor_bytes
+    );
+    Ok(())
 }
 
 /// Name → number of every status code, in the order of the contract.

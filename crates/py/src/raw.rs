@@ -10,13 +10,28 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
+use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result, fallible};
 use pyo3::Borrowed;
+use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::door::Held;
+
+/// Refuses every interpreter but the first of the process: the classes of this module exist once in a process, so a
+/// second interpreter would replace what the first one works with (`tests/test_subinterpreter.py`).
+pub(crate) fn main_interpreter_only() -> PyResult<()> {
+    // SAFETY: the caller is attached to an interpreter, because it runs the start of a module.
+    let interpreter = unsafe { ffi::PyInterpreterState_Get() };
+    // SAFETY: the interpreter of this thread, so it lives.
+    if unsafe { ffi::PyInterpreterState_GetID(interpreter) } == 0 {
+        return Ok(());
+    }
+    Err(PyImportError::new_err(
+        "llm_datadist cannot be imported in a subinterpreter; use it in the main interpreter, or in a process of its own",
+    ))
+}
 
 /// Takes the caller's word, given by calling a register function of the public API, that `addrs` are tensors of `desc`
 /// which stay valid, readable and writable for as long as the cache is registered or its handle lives.
@@ -25,6 +40,9 @@ pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<
     // `register_blocks_cache` and `Cache.create_cpu_cache`, the only ways here; numbers alone are checked by `new`.
     unsafe { Adopted::new(desc, kind, addrs) }
 }
+
+/// What the lists below are for, should there be no memory for one.
+const LISTS: &str = "the lists of a call";
 
 /// `DLPack`'s number for memory that the CPU addresses, and the only device number it has.
 pub(crate) const DL_CPU: (i32, i32) = (1, 0);
@@ -214,10 +232,10 @@ unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
 /// as referenced: nothing below runs code of Python, so the list keeps them (test: `tests/test_bad_input.py`). That holds
 /// because the module is one with `gil_used = true`, for dicts as well: without the interpreter's lock another thread
 /// could change the list meanwhile.
-pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Option<Vec<i64>> {
-    let mut words = Vec::with_capacity(list.len());
-    push_words(list, |word| words.push(word))?;
-    Some(words)
+pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Result<Option<Vec<i64>>> {
+    let mut words = fallible::room(LISTS, list.len())?;
+    let plain = push_words(list, |word| words.push(word));
+    Ok(plain.map(|()| words))
 }
 
 fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()> {
@@ -231,36 +249,41 @@ fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()>
 }
 
 /// The same of a tuple.
-pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Option<Vec<i64>> {
-    let mut words = Vec::with_capacity(tuple.len());
-    for at in 0..isize::try_from(tuple.len()).ok()? {
+pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>> {
+    let mut words = fallible::room(LISTS, tuple.len())?;
+    for at in 0..tuple.len().cast_signed() {
         // SAFETY: attached (`tuple` says so), a tuple, whose length never changes.
         let item = unsafe { ffi::PyTuple_GetItem(tuple.as_ptr(), at) };
         // SAFETY: an item that the tuple keeps.
-        words.push(unsafe { word(item) }?);
+        let Some(word) = (unsafe { word(item) }) else { return Ok(None) };
+        words.push(word);
     }
-    Some(words)
+    Ok(Some(words))
 }
 
 /// The items of a dict in its order, if all are plain integers of 64 bits.
-pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Option<Vec<(i64, i64)>> {
-    let mut words = Vec::with_capacity(dict.len());
-    each_item(dict, |src, dst| {
+pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
+    let mut words = fallible::room(LISTS, dict.len())?;
+    let plain = each_item(dict, |src, dst| {
         // SAFETY: an item that the dict keeps: nothing runs between that could change it.
         words.push((src, unsafe { word(dst.as_ptr()) }?));
         Some(())
-    })?;
-    Some(words)
+    });
+    Ok(plain.map(|()| words))
 }
 
 /// The same of a dict whose values are lists, which are put one after the other.
-pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Option<Vec<(i64, i64)>> {
-    let mut words = Vec::with_capacity(dict.len());
-    each_item(dict, |src, value| {
+pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
+    let (mut words, mut short) = (fallible::room(LISTS, dict.len())?, None);
+    let plain = each_item(dict, |src, value| {
         let list = value.cast::<PyList>().ok()?;
+        if let Err(error) = fallible::grow(LISTS, &mut words, list.len()) {
+            short = Some(error);
+            return None;
+        }
         push_words(&list, |dst| words.push((src, dst)))
-    })?;
-    Some(words)
+    });
+    short.map_or(Ok(plain.map(|()| words)), Err)
 }
 
 /// Calls `each` with every plain key of `dict` and its value, which must run no code of Python, until it gives up.

@@ -61,5 +61,6 @@ fn link<'py>(py: Python<'py>, state: &LinkState) -> PyResult<Bound<'py, PyDict>>
 fn op<'py>(py: Python<'py>, state: &OpState) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     fields!(dict, state, calls failures bytes total_nanos max_nanos p50_nanos p99_nanos);
+    dict.set_item("buckets", state.buckets.to_vec())?;
     Ok(dict)
 }

@@ -3,13 +3,15 @@
 //!
 //! Not for: streams that break (`broken`), or a process that was stopped (`tests/test_peer_faults.py`).
 
+use std::sync::Arc;
 use std::thread;
 
 use llm_datadist_core::check::Side;
 use llm_datadist_core::mem::Tensors;
+use llm_datadist_core::plan::SpanList;
 use llm_datadist_core::transport::{Stream, Tcp, Transport};
 use llm_datadist_core::wire::{
-    self, MOST_AHEAD, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
+    self, MOST_AHEAD, Pairs, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::{
     CacheId, CacheKind, DataDist, ErrorKind, Geometry, Layers, Name, Placement, PushRows,
@@ -47,7 +49,7 @@ fn each(judge: impl Fn(&Bed)) {
 /// `len` bytes at the start of the source, to `dst` in each tensor.
 fn plan(dst: u64, len: u64) -> WirePlan {
     let span = WireSpan { src: 0, dst, len, count: 1, src_step: 0, dst_step: 0 };
-    let steps = WireSteps::Spans { waves: vec![1], spans: vec![span] };
+    let steps = WireSteps::Spans { waves: vec![1], spans: SpanList::pack([span]).unwrap() };
     WirePlan { num_tensors: TENSORS, src_tensor: 0, dst_tensor: 0, steps }
 }
 
@@ -141,10 +143,23 @@ fn bytes_behind_a_refused_request_are_passed_over() {
         let (whole, tensor) = (2 * BLOCK, BLOCKS * BLOCK);
         let good = || plan(0, BLOCK);
         let uneven = |mut plan: WirePlan| {
-            plan.steps = WireSteps::Spans { waves: vec![2], spans: vec![] };
+            plan.steps = WireSteps::Spans { waves: vec![2], spans: SpanList::default() };
             plan
         };
+        let at = |dst| WireSpan { src: 0, dst, len: BLOCK, count: 1, src_step: 0, dst_step: 0 };
+        let over = |spans: Vec<WireSpan>| {
+            let steps =
+                WireSteps::Spans { waves: vec![spans.len() as u32], spans: SpanList::pack(spans).unwrap() };
+            WirePlan { steps, ..good() }
+        };
+        let blocks = |pairs| WirePlan {
+            steps: WireSteps::Blocks { len: BLOCK, src: 0, dst: 0, pairs: Pairs(Arc::new(pairs)) },
+            ..good()
+        };
         let cases = [
+            ("one destination twice", bed.cache(), over(vec![at(0), at(0)]), (0, whole), Some(Wrong)),
+            ("over each other", bed.cache(), over(vec![at(BLOCK - 1), at(0)]), (0, whole), Some(Wrong)),
+            ("one block twice", bed.cache(), blocks(vec![(0, 1), (1, 1)]), (0, whole), Some(Wrong)),
             ("another cache", CacheId(99), good(), (0, whole), None),
             ("closed to peers", closed.cache.id(), good(), (0, whole), Some(Wrong)),
             ("behind the tensor", bed.cache(), plan(tensor - 1, BLOCK), (0, whole), Some(Wrong)),

@@ -16,6 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::LONG;
+use crate::bed::accepted;
 
 pub fn soon() -> Deadline {
     Deadline::after(LONG)
@@ -91,7 +92,7 @@ impl Fake {
 
     /// The next stream that comes.
     pub fn accept(&self) -> Stream {
-        self.listener.accept().unwrap().unwrap()
+        accepted(&*self.listener).unwrap()
     }
 
     /// The next stream, greeted; and what for.
@@ -108,7 +109,7 @@ impl Fake {
         say(&stream, &Challenge { nonce });
         let proof: Proof = hear(&stream).unwrap();
         assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce));
-        let welcome = Welcome { from: self.party, mac: [0; 32], local };
+        let welcome = Welcome { from: self.party, mac: [0; 32], local, secret: None };
         say(&stream, &Welcome { mac: welcome_mac(b"", &said, nonce, &welcome), ..welcome.clone() });
         (stream, hello.purpose)
     }

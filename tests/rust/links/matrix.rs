@@ -20,6 +20,7 @@ use super::{
     Held, LONG, Pair, WAYS, Way, address, config, eventually, link, of, open, row, text, times, unlink,
 };
 use crate::bed::desc;
+use crate::log;
 
 const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
 
@@ -157,7 +158,7 @@ fn only_who_knows_the_token_is_let_in() {
                 Ok(()) => assert!(fits),
                 Err(error) => {
                     assert!(!fits && error.kind() == ErrorKind::LinkFailed, "{way:?}: {error}");
-                    let shown = format!("{error:?} {:?} {:?} {near:?}", near.notes(), far.notes());
+                    let shown = format!("{error:?} {:?} {near:?}", log::texts(&[]));
                     assert!(!shown.contains(one) && !shown.contains(other), "a token shows");
                 }
             }
@@ -339,20 +340,20 @@ fn what_strangers_say_is_refused() {
     let cases: [(&[u8], bool); 7] = [
         (b"GET / HTTP/1.1\r\n\r\n", true),
         (b"LD\x01\x01\x04\0\0\0abcd", true),
-        (b"LD\x04\x01\x00\0\0\0", true),
-        (b"LD\x04\x01\xFF\xFF\xFF\xFF", true),
-        (b"LD\x04\x07\x01\0\0\0x", true),
-        (b"LD\x04\x01\x04\0\0\0\xFF\xFF\xFF\xFF", true),
-        (b"LD\x04\xFF\x04\0\0\0\x01\0\0\0", true),
+        (b"LD\x05\x01\x00\0\0\0", true),
+        (b"LD\x05\x01\xFF\xFF\xFF\xFF", true),
+        (b"LD\x05\x07\x01\0\0\0x", true),
+        (b"LD\x05\x01\x04\0\0\0\xFF\xFF\xFF\xFF", true),
+        (b"LD\x05\xFF\x04\0\0\0\x01\0\0\0", true),
     ];
     for (said, refused) in cases {
         let mut stream = TcpStream::connect(at).unwrap();
         stream.write_all(said).unwrap();
         let answer = rest(&mut stream);
-        assert_eq!(answer.starts_with(b"LD\x04\xFF"), refused, "{said:?}: {answer:?}");
+        assert_eq!(answer.starts_with(b"LD\x05\xFF"), refused, "{said:?}: {answer:?}");
     }
     // Half a frame, and the end.
-    for said in [&b""[..], b"L", b"LD\x04\x01\x04", b"LD\x04\x01\x10\0\0\0abc"] {
+    for said in [&b""[..], b"L", b"LD\x05\x01\x04", b"LD\x05\x01\x10\0\0\0abc"] {
         let mut stream = TcpStream::connect(at).unwrap();
         stream.write_all(said).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -423,6 +424,10 @@ fn a_flood_of_strangers_keeps_nobody_out() {
 
 #[test]
 fn five_hundred_and_twelve_links_of_one_process() {
+    // Each link of a peer takes a descriptor, and an engine keeps most of them for the application.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
     let mut hub = config(1, Way::Tcp);
     hub.links.heartbeat = Duration::from_millis(200);
     let hub = open(hub, Way::Tcp);

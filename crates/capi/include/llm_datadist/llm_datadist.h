@@ -7,7 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -150,6 +152,17 @@ struct ClusterInfo {
   uint8_t reserved[128] = {};
 };
 
+// Levels of the log, the most severe first.
+enum class LogLevel : int32_t {
+  kError = LLM_DATADIST_LOG_ERROR,
+  kWarning = LLM_DATADIST_LOG_WARNING,
+  kInfo = LLM_DATADIST_LOG_INFO,
+  kDebug = LLM_DATADIST_LOG_DEBUG
+};
+
+// Takes one line of the log: its level, which part of the engine it comes from, and its text.
+using LogCallback = std::function<void(LogLevel level, const char *target, const char *text)>;
+
 // Layouts that programs and libraries of different ages share.
 namespace layout {
 constexpr size_t Rounded(size_t bytes, size_t align) { return (bytes + align - 1U) / align * align; }
@@ -210,6 +223,11 @@ inline std::vector<LlmDatadistIp> Of(const std::vector<IpInfo> &infos) {
   return list;
 }
 
+// What the library calls for every line. An exception of the callback ends the program.
+inline void Log(int32_t level, const char *target, const char *text, void *callback) noexcept {
+  (*static_cast<const LogCallback *>(callback))(static_cast<LogLevel>(level), target, text);
+}
+
 // Clusters and the lists they point into.
 class Clusters {
  public:
@@ -256,6 +274,27 @@ class LlmDataDist {
 
   LlmDataDist(const LlmDataDist &) = delete;
   LlmDataDist &operator=(const LlmDataDist &) = delete;
+
+  // Sends lines of max_level and more severe ones to callback, for all objects of the process; an empty one removes it.
+  // It is called on threads of the engine too, and on several at a time. It must return soon, must not throw, and must not
+  // call this library. When this call returns, the callback before is not running and is not called again. Without a
+  // callback, errors go to standard error, unless the environment variable LLM_DATADIST_LOG is "off".
+  static Status SetLogCallback(LogCallback callback, LogLevel max_level = LogLevel::kInfo) {
+    if (!view::Understood()) {
+      return LLM_FAILED;
+    }
+    static std::mutex turn;
+    static LogCallback *kept = nullptr;  // not destroyed at exit, when threads of an engine may still log
+    const std::lock_guard<std::mutex> guard(turn);
+    LogCallback *given = callback ? new LogCallback(std::move(callback)) : nullptr;
+    const Status status = llm_datadist_set_log_callback(given == nullptr ? nullptr : view::Log, given,
+                                                        static_cast<int32_t>(max_level));
+    if (status == LLM_SUCCESS) {
+      std::swap(kept, given);
+    }
+    delete given;
+    return status;
+  }
 
   // Opens the engine. OPTION_DEVICE_ID is mandatory. LLM_SUCCESS, and nothing else, while it is open.
   Status Initialize(const std::map<std::string, std::string> &options) {

@@ -8,10 +8,30 @@
 #include <stdint.h>
 
 /**
+ * Levels of the log, the most severe first.
+ */
+#define LLM_DATADIST_LOG_ERROR 1
+
+/**
+ * Something that is likely to be a mistake.
+ */
+#define LLM_DATADIST_LOG_WARNING 2
+
+/**
+ * What became of links.
+ */
+#define LLM_DATADIST_LOG_INFO 3
+
+/**
+ * Details.
+ */
+#define LLM_DATADIST_LOG_DEBUG 4
+
+/**
  * The version of this interface. It grows when a function is added, or a reserved word comes into use; a library serves
  * programs of its own version and of all below. One that cannot has another name (`libllm_datadist.so.1`).
  */
-#define LLM_DATADIST_ABI_VERSION 1
+#define LLM_DATADIST_ABI_VERSION 2
 
 /**
  * One option: both texts end in a null byte.
@@ -114,6 +134,12 @@ typedef struct {
    */
   uint64_t reserved[16];
 } LlmDatadistRegisterCfg;
+
+/**
+ * Takes one line of the log: its level, which part of the engine it comes from, its text, and the `user_data` that was
+ * given. The texts end in a null byte and are valid during the call.
+ */
+typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
 
 /**
  * One batch slot of a peer's cache.
@@ -326,6 +352,25 @@ uint32_t llm_datadist_register_cache(uint64_t handle,
  */
 uint32_t llm_datadist_unregister_cache(uint64_t handle,
                                        int64_t cache_id);
+
+/**
+ * Sends lines of `max_level` and more severe ones to `callback`; null removes it. There is one callback in a process,
+ * for all objects.
+ *
+ * The callback runs on the thread that caused the line, which may be a thread of the engine, and on several threads at a
+ * time. It must return soon, must not throw or jump out, and must not call this library: a line that it causes is
+ * dropped, and this function fails. When this function returns, the old callback is not running and is never called
+ * again, so its `user_data` may go; whoever calls this must therefore hold no lock that the callback takes.
+ *
+ * Without a callback, errors go to standard error, unless the environment variable `LLM_DATADIST_LOG` is `off` when the
+ * first object is made. A forked child starts without a callback.
+ *
+ * # Safety
+ * `callback` may be called with `user_data` on any thread until it is replaced.
+ */
+uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
+                                       void *user_data,
+                                       int32_t max_level);
 
 /**
  * Brings one batch slot of a peer here.

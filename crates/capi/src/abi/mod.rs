@@ -3,8 +3,9 @@
 //! Every function that returns a number gives a status (`LLM_SUCCESS` is 0). After any other, the calling thread may ask
 //! `llm_datadist_last_error` for the reason. Null where a value is needed, handles that were freed, and panics are
 //! statuses too, never a crash; pointers that are neither null nor valid are the caller's business, as everywhere in C.
-//! Not for: pointers (`raw`), layouts (`types`), calls that move bytes (`transfers`), or any decision.
+//! Not for: pointers (`raw`), layouts (`types`), calls that move bytes (`transfers`), the log (`log`), or any decision.
 
+mod log;
 mod raw;
 mod transfers;
 mod types;
@@ -14,6 +15,10 @@ use std::sync::Once;
 
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode, check::cpp};
 
+pub use log::{
+    LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,
+    LlmDatadistLogCallback, llm_datadist_set_log_callback,
+};
 pub use transfers::{
     llm_datadist_copy_blocks, llm_datadist_copy_cache, llm_datadist_pull_blocks, llm_datadist_pull_cache,
     llm_datadist_push_blocks, llm_datadist_push_cache,
@@ -53,6 +58,7 @@ pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
     let mut handle = 0;
     guarded(|| {
         watch_forks();
+        crate::log::install();
         handle = door::make(ClusterId(cluster_id), role)?;
         Ok(())
     });

@@ -11,7 +11,7 @@ use std::ffi::c_char;
 
 /// The version of this interface. It grows when a function is added, or a reserved word comes into use; a library serves
 /// programs of its own version and of all below. One that cannot has another name (`libllm_datadist.so.1`).
-pub const LLM_DATADIST_ABI_VERSION: u32 = 1;
+pub const LLM_DATADIST_ABI_VERSION: u32 = 2;
 
 /// A structure that may say more one day.
 pub(super) trait Reserved {

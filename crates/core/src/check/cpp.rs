@@ -1,4 +1,4 @@
-//! What only the C++ class says: its options, its structures, and lists of blocks (cpp-api.md §2 to §4).
+//! What only the C++ class says: its options, its structures, and lists of blocks (contract, C++ §2 to §4).
 //!
 //! Not for: rules it shares with the Python calls (the rest of `check`), or pointers (the C interface).
 
@@ -8,12 +8,14 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::json::json;
 use super::options;
 use super::values::{self, clipped, decimal, one_of};
 use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
 use crate::desc::{CacheDesc, DataType, Geometry, Placement, tensor_bytes};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::ClusterId;
 
 const DEVICE_ID: &str = "llm.DeviceId";
@@ -41,7 +43,7 @@ pub fn role(number: i32) -> Result<Role> {
     Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
 }
 
-/// Reads the options of `Initialize` (cpp-api.md §2, §4).
+/// Reads the options of `Initialize` (contract, C++ §2, §4).
 pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
     let text = |key: &str| given.get(key).map(String::as_str);
     let filled = |key: &str| text(key).filter(|text| !text.is_empty());
@@ -94,8 +96,7 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
     let invalid = |reason: String| {
         Error::new(ErrorKind::InvalidArgument, format!("{BUFFERS}: {reason}")).with("text", clipped(text))
     };
-    let read: Value =
-        serde_json::from_str(text).map_err(|error| invalid("not JSON".into()).because(error))?;
+    let read: Value = json(text).map_err(|error| invalid("not JSON".into()).because(error))?;
     let Value::Object(fields) = read else { return Err(invalid("not a JSON object".into())) };
     let number = |fields: &serde_json::Map<String, Value>, name: &str| {
         let found = fields.get(name);
@@ -312,7 +313,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
         i64::try_from(block)
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
-    let blocks: Vec<i64> = list.iter().enumerate().map(block).collect::<Result<_>>()?;
+    let blocks = fallible::tried(super::pieces::REQUEST, list.iter().enumerate().map(block))?;
     super::named(name, &blocks)?;
     Ok(blocks)
 }
@@ -323,7 +324,7 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     if lists.is_empty() {
         return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
     }
-    let mut pairs = Vec::with_capacity(src.len().saturating_mul(lists.len()));
+    let mut pairs = fallible::room(super::pieces::REQUEST, src.len().saturating_mul(lists.len()))?;
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;

@@ -1,13 +1,14 @@
-//! Where the bytes of a layer land at a peer, once it has said what is there: python-api.md §8.2.
+//! Where the bytes of a layer land at a peer, once it has said what is there: contract §8.2.
 //!
 //! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
 
 use super::layerwise::LayerRows;
-use super::pieces::{Move, Pieces};
+use super::pieces::{Move, Pieces, REQUEST};
 use super::transfer::{Far, Moves, cut, equal_blocks, far_row, reachable};
 use super::{Side, batch_cache, blocks_cache, row};
-use crate::desc::Geometry;
+use crate::desc::{CacheKind, Geometry};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 
 /// Far memory that a tensor of this side goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,11 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
         reachable("the far cache", far.accessible)?;
         match rows {
             LayerRows::Slot => {
-                batch_cache("the far cache", far.side.kind)?;
+                match (near.kind, far.side.kind) {
+                    (CacheKind::Batch, kind) => batch_cache("the far cache", kind)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, far.side.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Batch) => {}
+                }
                 far_row(far, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
@@ -85,7 +90,7 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec
             numbered("src_block_indices", src, here.rows())?;
             numbered("dst_block_indices", dst, u64::MAX / here.row_bytes().max(1))?;
             let pairs = src.iter().copied().zip(dst.iter().copied());
-            Ok((Pieces::blocks(here.row_bytes(), pairs)?, src.clone()))
+            Ok((Pieces::blocks(here.row_bytes(), pairs)?, fallible::copied(REQUEST, src)?))
         }
         LayerRows::SlotToBlocks { dst, block_bytes } => {
             row("src_batch_index", slot, here)?;

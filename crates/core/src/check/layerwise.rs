@@ -1,4 +1,4 @@
-//! The layer-wise asynchronous transfer: arguments → what of each layer moves, and where to (python-api.md §8.1, seed
+//! The layer-wise asynchronous transfer: arguments → what of each layer moves, and where to (contract §8.1, seed
 //! `transfer_cache_async.md`).
 //!
 //! Not for: waiting for layers (`task`), or what only the peer knows of its caches (`landing`).
@@ -6,6 +6,7 @@
 use super::{LayerRange, Side};
 use crate::desc::{CacheKind, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::ClusterId;
 use crate::keys::Name;
 
@@ -25,7 +26,8 @@ pub struct LayerwiseArgs {
 /// What of each layer moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerRows {
-    /// The batch slot that the destination names.
+    /// The batch slot that the destination names. A blocks cache is one slot of one block here, its first
+    /// (contract §17).
     Slot,
     /// Blocks into blocks, pair by pair.
     Blocks {
@@ -70,19 +72,20 @@ pub enum Target {
     },
 }
 
-/// What of each layer moves (python-api.md §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
+/// What of each layer moves (contract §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
 /// besides, for those who have other checks in between).
 pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     source_placement(near.placement)?;
     block_lists(args)?;
     block_bytes_alone(args)?;
     whole_layers(near.geometry, args.tensors_per_layer)?;
-    let (src, dst) = (args.src_blocks.clone(), args.dst_blocks.clone());
+    let copied = |blocks: &[u64]| fallible::copied(super::pieces::REQUEST, blocks);
+    let (src, dst) = (copied(&args.src_blocks)?, copied(&args.dst_blocks)?);
     if !src.is_empty() {
         equal_blocks(near.geometry, args.dst_block_bytes)?;
         return Ok(LayerRows::Blocks { src, dst });
     }
-    if near.kind == CacheKind::Blocks {
+    if near.kind == CacheKind::Blocks && !dst.is_empty() {
         let text = "src_cache is a blocks cache, and src_block_indices were not given";
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
@@ -150,13 +153,30 @@ fn equal_blocks(near: Geometry, given: Option<u64>) -> Result<()> {
     }
 }
 
+/// A blocks cache without lists is one slot of one block, and goes to the first slot or block of the far cache.
+fn one_block(to: &Destination) -> Result<()> {
+    match to.target {
+        Target::Cache { name: Name::Row { row: row @ 1.., .. }, .. } => {
+            let text = format!(
+                "batch_index={row} of cache_key must be 0: src_cache is a blocks cache without src_block_indices, \
+                 which is one slot of one block"
+            );
+            Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Rows 13 and 13a: what one destination reads, and whether there are as many addresses as tensors.
 pub fn destination(near: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
     let (row, range) = (to.src_row, to.src_layers);
     let blocks = !args.src_blocks.is_empty();
-    if blocks && row != 0 {
+    if (blocks || near.kind == CacheKind::Blocks) && row != 0 {
         let text = format!("src_batch_index {row} != 0 while src is blocks");
         return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+    }
+    if near.kind == CacheKind::Blocks && !blocks {
+        one_block(to)?;
     }
     let layers = whole_layers(near.geometry, args.tensors_per_layer)?;
     if range.end <= range.first || range.end > layers {

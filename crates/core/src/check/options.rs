@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use super::json::json;
 use super::values::{self, clipped, decimal, ip_address, one_of};
 use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result};
@@ -17,7 +18,7 @@ use crate::id::ClusterId;
 /// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 
-/// Reads the options of `init` (python-api.md §5.1, §5.2). Unknown keys are ignored, unusable values are not.
+/// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored, unusable values are not.
 pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
     let text = |key: &str| options.get(key).map(String::as_str);
     let mut config = Config::new(role, cluster);
@@ -51,7 +52,7 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     Ok(config)
 }
 
-/// What goes without saying in this mode: a device pool (clients.md §1.2, clients 9 to 11 configure none).
+/// What goes without saying in this mode: a device pool.
 fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     config.mode = Mode::KvCacheManager;
     let mut share = Share::DEFAULT;
@@ -111,9 +112,14 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         }
         links.both_ways = true;
     }
-    links.token = text("llm.LinkToken").map(values::link_token).transpose()?;
+    token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
     silence(&mut links, text)?;
+    if let Some(limit) = text("llm.LinkPinLimit") {
+        let limit = number("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
+        values::link_pin_limit(limit)?;
+        links.pin_limit = Duration::from_millis(limit.unsigned_abs());
+    }
     if let Some(transport) = text("llm.LinkTransport") {
         links.transport = values::link_transport(transport)?;
     }
@@ -121,6 +127,11 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         let streams = number("llm.LinkStreams", streams, "1 to 16")?;
         values::link_streams(streams)?;
         links.streams = usize::try_from(streams).unwrap_or(1);
+    }
+    if let Some(bytes) = text("llm.LinkRemoteMemory") {
+        let bytes = number("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
+        values::link_remote_memory(bytes)?;
+        links.remote_memory = Some(bytes.unsigned_abs());
     }
     if let Some(port) = text("llm.RankPort") {
         let port = number("llm.RankPort", port, "1 to 65535")?;
@@ -131,6 +142,18 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.rank_hosts = values::rank_hosts(hosts)?;
     }
     Ok(links)
+}
+
+/// The token, or the file that holds it: one of the two.
+fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
+    if token.is_some() && file.is_some() {
+        let text = "llm.LinkToken and llm.LinkTokenFile are both given; give one of them";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    links.token = token.map(values::link_token).transpose()?;
+    links.token_file = file.map(values::link_token_file).transpose()?;
+    Ok(())
 }
 
 /// Where to listen: `llm.ListenIp` and `llm.ListenPort` as the Python front splits them, else the text it splits.
@@ -163,7 +186,7 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
     }
 }
 
-/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (python-api.md §5).
+/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (contract §5).
 fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
     let seconds = |key: &str| {
         let Some(seconds) = text(key) else { return Ok(None) };
@@ -206,8 +229,8 @@ fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfi
 
 fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
     let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
-    let value: Value = serde_json::from_str(text)
-        .map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
+    let value: Value =
+        json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
     let Value::Object(fields) = value else {
         return Err(invalid("the pool configuration must be one JSON object".into()));
     };

@@ -4,6 +4,10 @@
 //! twenty-four (docs/performance.md). Not for: which rows a request names (`transfer`, `landing`).
 
 use crate::error::{Error, Result};
+use crate::fallible;
+
+/// What the lists of a request are for, should there be no memory for one.
+pub(super) const REQUEST: &str = "the lists of a request";
 
 /// Bytes of one tensor that go from one place to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,11 +58,11 @@ impl Pieces {
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let pairs = pairs.map(|(src, dst)| (src as u32, dst as u32)).collect();
+            let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
             return Ok(Pieces::Blocks { len, first: (0, 0), pairs });
         }
         let one = |(src, dst): (u64, u64)| Move { src: src * len, dst: dst * len, len };
-        Ok(Pieces::Listed(pairs.map(one).collect()))
+        fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
     }
 
     /// How many.

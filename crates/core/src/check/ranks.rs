@@ -1,4 +1,4 @@
-//! The rank table of `link()` → where each end of a communicator is, and why there (clients.md §3.2).
+//! The rank table of `link()` → where each end of a communicator is, and why there.
 //!
 //! Written for what clients send: numbers may be texts, unknown fields are ignored, missing ones do without. Not for:
 //! resolving names, or knowing which addresses are this host's (`links`).
@@ -8,6 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use serde_json::{Map, Value};
 
+use super::json::json;
 use super::values::{clipped, decimal, ip_address};
 use crate::config::LinkConfig;
 use crate::error::{Error, ErrorKind, Result};
@@ -54,7 +55,7 @@ pub fn most_members(count: usize) -> Result<()> {
     Err(Error::argument("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
-/// The rules for the other arguments of `link()` (python-api.md §6.5).
+/// The rules for the other arguments of `link()` (contract §6.5).
 pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Result<()> {
     comm_name(name)?;
     most_members(clusters.len())?;
@@ -134,8 +135,7 @@ impl Table {
         let invalid = |reason: &str| {
             Error::new(ErrorKind::InvalidArgument, format!("rank_table {reason}")).with("text", &shown)
         };
-        let table: Value =
-            serde_json::from_str(text).map_err(|error| invalid("is not JSON").because(error))?;
+        let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
         let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
         let mut entries = Vec::new();

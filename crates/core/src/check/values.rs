@@ -4,14 +4,19 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Fewest characters of a token: what is shorter can be guessed.
 const TOKEN_CHARACTERS: usize = 16;
+
+/// Most bytes of a path: the kernel's limit, less the null byte.
+const PATH_BYTES: usize = 4095;
 
 /// A device number: 0 or above.
 pub fn device_id(value: i64) -> Result<()> {
@@ -67,9 +72,15 @@ pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
     one_of("copy_kernel", text, &kernels)
 }
 
-/// `huge_pages`: `auto`, `off` or `eager`.
+/// `huge_pages`: `auto`, `off`, `merge`, `merge_registered` or `eager`.
 pub fn huge_pages(text: &str) -> Result<HugeChoice> {
-    let choices = [("auto", HugeChoice::Auto), ("off", HugeChoice::Off), ("eager", HugeChoice::Eager)];
+    let choices = [
+        ("auto", HugeChoice::Auto),
+        ("off", HugeChoice::Off),
+        ("merge", HugeChoice::Merge),
+        ("merge_registered", HugeChoice::MergeRegistered),
+        ("eager", HugeChoice::Eager),
+    ];
     one_of("huge_pages", text, &choices)
 }
 
@@ -85,6 +96,19 @@ pub fn link_token(text: &str) -> Result<Token> {
     }
 }
 
+/// `link_token_file`: an absolute path. Anything else is not shown, because it may be the token itself, given in the
+/// wrong place.
+pub fn link_token_file(text: &str) -> Result<PathBuf> {
+    if text.starts_with('/') && !text.contains('\0') && text.len() <= PATH_BYTES {
+        return Ok(PathBuf::from(text));
+    }
+    let count = text.chars().count();
+    let text = format!(
+        "link_token_file=({count} characters, not shown) is not an absolute path of at most {PATH_BYTES} bytes"
+    );
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
 /// `link_heartbeat`: milliseconds, up to an hour.
 pub fn link_heartbeat(value: i64) -> Result<()> {
     within("link_heartbeat", value, 1, 3_600_000)
@@ -93,6 +117,11 @@ pub fn link_heartbeat(value: i64) -> Result<()> {
 /// `link_silence`: milliseconds, at least two heartbeats (of `heartbeat` milliseconds), up to a day.
 pub fn link_silence(value: i64, heartbeat: i64) -> Result<()> {
     within("link_silence", value, heartbeat.saturating_mul(2), 86_400_000)
+}
+
+/// `link_pin_limit`: milliseconds, up to a day.
+pub fn link_pin_limit(value: i64) -> Result<()> {
+    within("link_pin_limit", value, 1, 86_400_000)
 }
 
 /// `link_transport`: `auto`, `shm` or `tcp`.
@@ -107,6 +136,11 @@ pub fn link_streams(value: i64) -> Result<()> {
     within("link_streams", value, 1, 16)
 }
 
+/// `link_remote_memory`: bytes, 0 or more.
+pub fn link_remote_memory(value: i64) -> Result<()> {
+    within("link_remote_memory", value, 0, i64::MAX)
+}
+
 /// `rank_port`: 1 to 65535.
 pub fn rank_port(value: i64) -> Result<()> {
     within("rank_port", value, 1, i64::from(u16::MAX))
@@ -118,7 +152,7 @@ pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
         let value = format!("{:?}", clipped(text));
         Error::argument("rank_hosts", value, format_args!("a JSON object of name: \"ip:port\"; {reason}"))
     };
-    let hosts: Value = serde_json::from_str(text).map_err(|error| invalid("not JSON").because(error))?;
+    let hosts: Value = json(text).map_err(|error| invalid("not JSON").because(error))?;
     let Value::Object(hosts) = hosts else { return Err(invalid("not an object")) };
     let host = |(name, host): (String, Value)| {
         let reason = || format!("{:?} is {}", clipped(&name), clipped(&host.to_string()));
@@ -161,7 +195,7 @@ pub fn page_shift(value: u64) -> Result<u32> {
     }
 }
 
-/// The dimension indices of a descriptor of `rank` dimensions (python-api.md §4.2, rows 8 and 9).
+/// The dimension indices of a descriptor of `rank` dimensions (contract §4.2, rows 8 and 9).
 pub fn dimensions(rank: usize, batch_dim_index: i64, seq_len_dim_index: i64) -> Result<()> {
     let rank = i64::try_from(rank).unwrap_or(i64::MAX);
     if rank == 0 {

@@ -12,6 +12,7 @@ use super::{DataDist, End};
 use crate::check::{self, Destination, Far, Landing, LayerRows, LayerwiseArgs, Target};
 use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::links::{Finder, Known, Link};
@@ -21,8 +22,11 @@ use crate::table::Cache;
 use crate::task::{Carrier, Leg, Task};
 use crate::wire::Spot;
 
+/// What the lists below are for, should there be no memory for one.
+const LAYERS: &str = "the layers of a transfer";
+
 impl DataDist {
-    /// Starts to bring layers of a cache to peers, each as soon as it is ready (python-api.md §8, seed
+    /// Starts to bring layers of a cache to peers, each as soon as it is ready (contract §8, seed
     /// `transfer_cache_async.md`). `Err` for what the arguments alone decide; all else is an outcome of the task. Layers
     /// that keep a destination waiting for longer than `patience` fail it.
     ///
@@ -118,7 +122,7 @@ struct Route {
 /// Tensors of a layer that go to one far cache.
 struct Part {
     cache: CacheId,
-    plan: Arc<CopyPlan>,
+    plan: CopyPlan,
 }
 
 impl Carrier for Bringer {
@@ -166,7 +170,8 @@ impl Bringer {
             near: self.near.clone(),
             deadline,
         };
-        call.counted(|| call.rounds(|known| call.take(known, &part.plan, route.near_rows.clone())))
+        let (rows, plan) = (|| fallible::copied(LAYERS, &route.near_rows), Arc::new(part.plan.clone()));
+        call.counted(|| call.rounds(|known| call.take(known, &plan, rows()?)))
     }
 
     fn route(&self, link: Arc<Link>, deadline: Deadline) -> Result<Route> {
@@ -190,14 +195,14 @@ impl Bringer {
         let range = self.to.src_layers;
         check::landed_layers(far, first_layer, range.end - range.first, self.per_layer)?;
         let mut moves = check::landing(self.near.side(), &self.rows, self.to.src_row, Landing::Cache(far))?;
-        let plan = CopyPlan::moves(&mut moves);
+        let plan = CopyPlan::moves(&mut moves)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
             let dst = (first_layer + index) * self.per_layer;
-            let plan = Arc::new(plan.in_tensors(src, dst, self.per_layer));
-            vec![Part { cache: known.cache, plan }]
+            let part = Part { cache: known.cache, plan: plan.in_tensors(src, dst, self.per_layer) };
+            fallible::collect(LAYERS, std::iter::once(part))
         };
-        let layers = (0..range.end - range.first).map(part).collect();
+        let layers = fallible::tried(LAYERS, (0..range.end - range.first).map(part))?;
         Ok(Route { link, near_rows: moves.near_rows, layers })
     }
 
@@ -213,10 +218,10 @@ impl Bringer {
                 let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
                 let plan = alike.plan(&link, run[0], deadline)?;
                 let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
-                parts.push(Part { cache: CacheId(run[0].cache), plan: Arc::new(plan) });
+                fallible::push(LAYERS, &mut parts, Part { cache: CacheId(run[0].cache), plan })?;
                 src_tensor += run.len();
             }
-            layers.push(parts);
+            fallible::push(LAYERS, &mut layers, parts)?;
         }
         Ok(Route { link, near_rows: alike.near_rows, layers })
     }
@@ -260,8 +265,8 @@ impl Alike<'_> {
         }
         let (near, to) = (self.bringer.near.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
         let mut moves = check::landing(near, &self.bringer.rows, self.bringer.to.src_row, to)?;
-        self.near_rows.clone_from(&moves.near_rows);
-        let plan = CopyPlan::moves(&mut moves);
+        let plan = CopyPlan::moves(&mut moves)?;
+        self.near_rows = moves.near_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)
     }

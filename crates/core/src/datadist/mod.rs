@@ -18,21 +18,29 @@ use crate::cluster::Cluster;
 use crate::config::{Config, HugeChoice, Mode, Role, SwapInPath};
 use crate::desc::{CacheDesc, CacheKind, Placement};
 use crate::device::DeviceSet;
-use crate::engine::Staging;
+use crate::engine::{Limit, Staging};
 use crate::error::Result;
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::CacheKey;
 use crate::lanes::Lanes;
 use crate::links::{Links, Transports};
-use crate::mem::Adopted;
+use crate::mem::{self, Adopted};
 use crate::peer::Answers;
 use crate::plan::{CopyPlan, Ends};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::table::{Cache, pin, unpinned};
 use crate::task::Task;
+use crate::token_file;
 
 /// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
 const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+/// Calls that name fewer blocks do not ask whether there is memory for their lists.
+const MANY_BLOCKS: usize = 1 << 20;
+/// Bytes that the lists of a call take for each block, while it runs: the request, the plan and the rows to pin
+/// (`lists_of_a_call_take_what_is_asked_for`).
+const BYTES_OF_A_BLOCK: u64 = 128;
 
 /// One end of a copy as the caller names it.
 #[derive(Clone, Debug)]
@@ -55,6 +63,8 @@ pub struct DataDist {
     cluster: Arc<Cluster>,
     role: Mutex<Role>,
     interrupted: Option<fn() -> bool>,
+    #[cfg(feature = "testing")]
+    over: Option<&'static std::sync::atomic::AtomicBool>,
 }
 
 impl DataDist {
@@ -75,7 +85,9 @@ impl DataDist {
         Self::open_with(config, devices, transports)
     }
 
-    fn open_with(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+    fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        config.links.token = token_file::token(&config.links)?;
+        config.links.token_file = None;
         let cluster = Arc::new(Cluster::open(config, devices)?);
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {
@@ -85,6 +97,8 @@ impl DataDist {
             role: Mutex::new(cluster.config.role),
             cluster,
             interrupted: None,
+            #[cfg(feature = "testing")]
+            over: None,
         })
     }
 
@@ -93,6 +107,14 @@ impl DataDist {
     #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
         self.interrupted = Some(interrupted);
+        self
+    }
+
+    /// The same engine, whose calls find their limit passed once `over` is set, and before that never early.
+    #[cfg(feature = "testing")]
+    #[must_use]
+    pub fn over_when(mut self, over: &'static std::sync::atomic::AtomicBool) -> Self {
+        self.over = Some(over);
         self
     }
 
@@ -139,7 +161,7 @@ impl DataDist {
         })
     }
 
-    /// Enters the caller's memory as a cache (python-api.md §7.6, §7.7). Whether peers may reach it follows from the mode
+    /// Enters the caller's memory as a cache (contract §7.6, §7.7). Whether peers may reach it follows from the mode
     /// where `remote_accessible` does not say.
     pub fn register(
         &self,
@@ -154,16 +176,16 @@ impl DataDist {
                 let deadline = self.deadline();
                 adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-            self.cluster.table.register(adopted, &check::bindings(keys), access)
+            self.cluster.table.register(adopted, &check::bindings(keys)?, access)
         })
     }
 
-    /// Removes a registered cache (python-api.md §7.8), and waits for the copies and transfers of this process that use
+    /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process that use
     /// it: its memory may go away once this succeeds. After a timeout it has left for all other calls, and the same call
     /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Register, || {
-            let Some(cache) = self.cluster.table.unregister(id) else { return Ok(()) };
+            let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
             self.cluster.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
             self.cluster.table.left(id);
@@ -201,12 +223,13 @@ impl DataDist {
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
         self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
+            room_for_lists(pairs.len())?;
             let cache = self.resolve(cache)?;
             let request = match self.mode() {
                 Mode::CacheManager => check::copy_blocks(cache.side(), pairs),
                 Mode::KvCacheManager => check::copy_rows(cache.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::OneCache);
+            let plan = CopyPlan::blocks(&request, Ends::OneCache)?;
             self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
         })
     }
@@ -225,11 +248,12 @@ impl DataDist {
         let op = if into_device { Op::SwapIn } else { Op::SwapOut };
         self.cluster.stats.timed(op, || {
             let (src, dst) = (src?, dst?);
+            room_for_lists(pairs.len())?;
             let request = match self.mode() {
                 Mode::CacheManager => check::swap_blocks(src.side(), dst.side(), pairs),
                 Mode::KvCacheManager => check::swap_rows(src.side(), dst.side(), pairs),
             }?;
-            let plan = CopyPlan::blocks(&request, Ends::TwoCaches);
+            let plan = CopyPlan::blocks(&request, Ends::TwoCaches)?;
             let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
             self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
         })
@@ -274,7 +298,7 @@ impl DataDist {
             let deadline = self.deadline();
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let range = checked(src.side(), dst.side(), args)?;
-            let plan = CopyPlan::range(&range, ends(&src, &dst));
+            let plan = CopyPlan::range(&range, ends(&src, &dst))?;
             let rows = vec![(range.src_row, range.dst_row)];
             self.run(Op::CopyCache, (&src, &dst), rows, plan, STAGED, deadline)
         })
@@ -293,12 +317,22 @@ impl DataDist {
         if plan.waves().is_empty() {
             return Ok(());
         }
-        let (reads, writes) = rows.into_iter().unzip();
+        let what = "the lists of a request";
+        let reads = fallible::collect(what, rows.iter().map(|row| row.0))?;
+        let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
+        drop(rows);
         let _pins = pin((src, reads), (dst, writes), deadline)?;
         self.cluster.kept(src)?;
         self.cluster.kept(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
-        let outcome = self.cluster.engine.run(plan, ends.0, ends.1, staging, deadline, &Arc::default())?;
+        let outcome = self.cluster.engine.run(
+            plan,
+            ends.0,
+            ends.1,
+            staging,
+            Limit::Start(deadline),
+            &Arc::default(),
+        )?;
         self.cluster.stats.moved(op, &outcome);
         self.cluster.merger.moved(outcome.bytes);
         Ok(())
@@ -328,7 +362,10 @@ impl DataDist {
     }
 
     fn deadline(&self) -> Deadline {
-        Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted)
+        let deadline = Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted);
+        #[cfg(feature = "testing")]
+        let deadline = deadline.over_when(self.over);
+        deadline
     }
 }
 
@@ -339,6 +376,15 @@ impl Drop for DataDist {
         self.close_tasks();
         self.cluster.merger.close();
     }
+}
+
+/// `Err` if a call that names so many blocks would take more memory for its lists than this process may use now. Few are
+/// not asked about: the question takes longer than copying them.
+fn room_for_lists(blocks: usize) -> Result<()> {
+    if blocks < MANY_BLOCKS {
+        return Ok(());
+    }
+    mem::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
 }
 
 fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {

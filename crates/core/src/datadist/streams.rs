@@ -73,7 +73,7 @@ impl Streams {
         let request = Request::Read {
             name: self.name.into(),
             cache: self.known.cache.0,
-            plan: WirePlan::from(&*self.plan),
+            plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
             limit_ms: limit_ms(self.deadline),
@@ -99,7 +99,7 @@ impl Streams {
         let request = Request::Write {
             name: self.name.into(),
             cache: self.known.cache.0,
-            plan: WirePlan::from(&*self.plan),
+            plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
             ahead,

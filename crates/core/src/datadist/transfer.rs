@@ -12,14 +12,14 @@ use super::{DataDist, End, STAGED};
 use crate::check::{self, ExtParam, Far, Layers, Moves, PullRows, PushRows};
 use crate::cluster::Cluster;
 use crate::config::Mode;
-use crate::engine::{Progress, arrived};
+use crate::engine::{Progress, STILL_READING, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{CacheId, ClusterId, Deadline};
 use crate::keys::{CacheKey, Name};
 use crate::links::{self, Known, Link, SAID_BY, limit_ms, location};
 use crate::plan::CopyPlan;
 use crate::stats::Op;
-use crate::table::{Cache, pin_reads, pin_writes};
+use crate::table::{Cache, Pin, pin_reads, pin_writes};
 use crate::wire::{Reply, Request, WirePlan};
 
 /// How often a call starts over because the far cache changed under it; each time costs a request and the deadline goes
@@ -46,11 +46,12 @@ pub struct CacheIndex {
 }
 
 impl DataDist {
-    /// Brings rows of a peer's cache here (python-api.md §7.12, §7.13). An error says what arrived.
+    /// Brings rows of a peer's cache here (contract §7.12, §7.13). An error says what arrived.
     pub fn pull(&self, from: FarName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
             let near = self.near(from.cluster, to)?;
+            super::room_for_lists(pulled_blocks(rows))?;
             check::pull_near(near.side(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
             let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
@@ -66,12 +67,13 @@ impl DataDist {
         })
     }
 
-    /// Brings rows of a cache of this engine to a peer's (python-api.md §7.14, §7.15): they are in place there when this
+    /// Brings rows of a cache of this engine to a peer's (contract §7.14, §7.15): they are in place there when this
     /// returns. All layers are one submission under one deadline. An error says how far it got.
     pub fn push(&self, from: &End, to: FarName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Push, || {
             let deadline = self.deadline();
             let near = self.near(to.cluster, from)?;
+            super::room_for_lists(pushed_blocks(rows))?;
             check::push_near(near.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
@@ -85,11 +87,12 @@ impl DataDist {
                     let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
                     let mut moves = check::push(call.near.side(), far, rows, layers)?;
                     let near_rows = std::mem::take(&mut moves.near_rows);
-                    let outcome = call.take(known, &Arc::new(CopyPlan::moves(&mut moves)), near_rows)?;
+                    let plan = Arc::new(CopyPlan::moves(&mut moves)?);
+                    let outcome = call.take(known, &plan, near_rows)?;
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
-                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (python-api.md §17,
+                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (contract §17,
                         // further rulings).
                         self.cluster.table.release_row(call.near.id(), *row);
                     }
@@ -142,6 +145,24 @@ impl DataDist {
                 Err(Error::new(ErrorKind::CacheNotFound, text))
             }
         }
+    }
+}
+
+/// How many blocks a pull names.
+fn pulled_blocks(rows: &PullRows) -> usize {
+    match rows {
+        PullRows::Slot { .. } | PullRows::Part { .. } => 0,
+        PullRows::Blocks { near, .. } | PullRows::Rows { near, .. } | PullRows::SlotToBlocks { near } => {
+            near.len()
+        }
+    }
+}
+
+/// How many blocks a push names.
+fn pushed_blocks(rows: &PushRows) -> usize {
+    match rows {
+        PushRows::Slot { .. } => 0,
+        PushRows::Blocks { near, .. } | PushRows::Rows { near, .. } => near.len(),
     }
 }
 
@@ -203,7 +224,7 @@ impl Call<'_> {
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 
-    /// In remote-accessible mode both caches must be (python-api.md §12.4).
+    /// In remote-accessible mode both caches must be (contract §12.4).
     pub(super) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
             check::reachable("the cache of this side", self.near.remote_accessible())?;
@@ -213,14 +234,14 @@ impl Call<'_> {
 
     /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
     fn bring(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
-        let plan = Arc::new(CopyPlan::moves(moves));
+        let plan = Arc::new(CopyPlan::moves(moves)?);
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let pinned = pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?;
+        let pinned = Arc::new(pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?);
         self.cluster.kept(&self.near)?;
         let mut progress = Arc::new(Progress::default());
-        let outcome = self.moved_in(known, &plan, &mut progress);
+        let outcome = self.moved_in(known, &plan, &mut progress, &pinned);
         let row_bytes = self.near.geometry().row_bytes();
         let with_arrived = |error| arrived(error, &progress, &plan, row_bytes);
         let outcome = outcome.map_err(with_arrived)?;
@@ -246,12 +267,21 @@ impl Call<'_> {
         known: &Arc<Known>,
         plan: &Arc<CopyPlan>,
         progress: &mut Arc<Progress>,
+        pinned: &Arc<Pin>,
     ) -> Result<Moved> {
         if let Some(tensors) = &known.tensors
             && let Some(unwritten) = self.link.unwritten(known.cache)
         {
             let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
-            let run = self.cluster.engine.run(plan.clone(), from, to, STAGED, self.deadline, progress);
+            let (engine, held) = (&self.cluster.engine, pinned.clone());
+            let run = engine.run_holding(plan.clone(), from, to, STAGED, self.deadline, progress, held);
+            // The kernel may still write to the rows: nothing else may be brought there.
+            if run.as_ref().is_err_and(|error| error.fact(STILL_READING).is_some()) {
+                if !self.link.still_unwritten(known.cache, unwritten) || !self.link.current(known) {
+                    *progress = Arc::default();
+                }
+                return run.map(|outcome| Moved::Bytes(outcome.bytes));
+            }
             // The kernel allowed it when the link was made, and does not now: the sockets always work.
             let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
             if !refused && self.link.still_unwritten(known.cache, unwritten) {
@@ -305,15 +335,15 @@ impl Call<'_> {
 
     /// The bytes of a push, by the way that is open.
     fn taken(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
-        let whereabouts = self.cluster.whereabouts(&self.near);
+        let whereabouts = self.cluster.whereabouts(&self.near)?;
         if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
             self.cluster.told_of(&self.near, &whereabouts);
             let geometry = self.near.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
-                plan: WirePlan::from(&**plan),
-                source: location(whereabouts),
+                plan: WirePlan::try_from(&**plan)?,
+                source: location(whereabouts)?,
                 num_tensors: geometry.num_tensors(),
                 tensor_bytes: geometry.tensor_bytes(),
                 limit_ms: limit_ms(self.deadline),

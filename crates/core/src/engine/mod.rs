@@ -1,11 +1,11 @@
-//! The copy engine: the only thing that moves bytes. Copy and swap are plans it runs; so will pull, push and
-//! layer-wise transfer be.
+//! The copy engine: the only thing that moves bytes. Copies, swaps, pulls, pushes and layers are plans it runs.
 //!
 //! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
 
-mod apart;
-mod handover;
+mod limit;
 mod progress;
+mod readers;
+mod reading;
 mod ring;
 mod route;
 mod stream;
@@ -13,18 +13,20 @@ mod tuner;
 mod wave;
 mod workers;
 
+pub use limit::Limit;
 pub use progress::{Arrived, Progress, arrived};
+pub use reading::STILL_READING;
 pub use route::Route;
 pub use tuner::Tuner;
 pub use workers::{Work, Workers};
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::config::{Config, SwapInPath};
 use crate::device::DeviceSet;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
-use crate::mem::{Access, Tensors};
+use crate::mem::{Access, ForeignProcess, Probe, Tensors};
 use crate::plan::CopyPlan;
 
 /// What a copy did.
@@ -41,6 +43,7 @@ pub struct Outcome {
 pub struct CopyEngine {
     devices: DeviceSet,
     workers: Workers,
+    readers: readers::Readers,
     tuner: Arc<Tuner>,
     /// Memory of other processes has page tables, and so speeds, of its own.
     foreign_tuner: Arc<Tuner>,
@@ -61,6 +64,9 @@ pub struct Staging {
     pub buffer_bytes: u64,
 }
 
+/// What must stay as long as the bytes of a copy may be touched: the pins of its rows.
+pub type Held = Arc<dyn std::any::Any + Send + Sync>;
+
 /// Memory at one end of a copy, and where it is placed.
 pub type End<'a> = (&'a Arc<Tensors>, crate::desc::Placement);
 
@@ -68,9 +74,11 @@ impl CopyEngine {
     /// An engine with the workers and choices of `config`, over `devices`.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
+        let workers = Workers::new("llm-copy", config.copy_workers)?;
         Ok(CopyEngine {
             devices,
-            workers: Workers::new(config.copy_workers)?,
+            readers: readers::Readers::new(workers.count()),
+            workers,
             foreign_tuner: Arc::new(tuner.beside()),
             ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
@@ -85,7 +93,7 @@ impl CopyEngine {
         if let Some(workers) = self.streamers.get() {
             return Ok(workers);
         }
-        let made = Workers::new(Some(self.streams))?;
+        let made = Workers::new("llm-stream", Some(self.streams))?;
         Ok(self.streamers.get_or_init(|| made))
     }
 
@@ -96,8 +104,8 @@ impl CopyEngine {
     }
 
     /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
-    pub fn spread(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
-        self.workers.run(work, units, deadline)
+    pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
+        self.workers.run(work, units, limit)
     }
 
     /// Bytes each kernel has copied, and what was learned of it in this process's memory.
@@ -112,18 +120,44 @@ impl CopyEngine {
         self.ring.bytes()
     }
 
+    /// Opens process `pid`, as [`ForeignProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
+    /// answer.
+    pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<ForeignProcess>> {
+        let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
+        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
+        let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
+        opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
+    }
+
     /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived); `progress` says which bytes. The caller holds pins on both ends until this returns. The
-    /// source may be another process's memory, the destination never.
+    /// never more than arrived); `progress` says which bytes, `limit` whether a copy that has begun is finished. The caller
+    /// holds pins on both ends until this returns. The source may be another process's memory, the destination never.
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
         src: End<'_>,
         dst: End<'_>,
         staging: Staging,
-        deadline: Deadline,
+        limit: impl Into<Limit>,
         progress: &Arc<Progress>,
     ) -> Result<Outcome> {
+        self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
+    }
+
+    /// As [`run`](Self::run), and keeps `held` as long as any byte may still be touched: beyond the end of the call if its
+    /// error carries [`STILL_READING`].
+    #[expect(clippy::too_many_arguments, reason = "what a copy is made of")]
+    pub fn run_holding(
+        &self,
+        plan: impl Into<Arc<CopyPlan>>,
+        src: End<'_>,
+        dst: End<'_>,
+        staging: Staging,
+        limit: impl Into<Limit>,
+        progress: &Arc<Progress>,
+        held: Held,
+    ) -> Result<Outcome> {
+        let limit = limit.into();
         let route = route::choose(&self.devices, src, dst, staging.path)?;
         src.0.check_mapped(Access::Read)?;
         dst.0.check_mapped(Access::Write)?;
@@ -141,16 +175,37 @@ impl CopyEngine {
             copier: route::copier(&self.devices, src, dst),
             tuner: tuner.clone(),
             progress: progress.clone(),
+            held,
         };
         let ended = match route {
-            Route::Direct => copy.direct(&self.workers, deadline),
+            Route::Direct => match src.0.process() {
+                Some(process) => {
+                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait())
+                }
+                None => copy.direct(&self.workers, limit),
+            },
             Route::Ring => {
                 let device = route::device(&self.devices, src, dst).as_ref();
-                self.ring.run(&copy, device, staging.buffer_bytes, deadline)
+                self.ring.run(&copy, device, staging.buffer_bytes, limit)
             }
         };
         ended.map_err(|error| so_far(error, progress, bytes))?;
         Ok(Outcome { bytes, route })
+    }
+}
+
+/// Another process being opened.
+struct Opening {
+    pid: i32,
+    probe: Probe,
+    opened: Mutex<Option<Result<Arc<ForeignProcess>>>>,
+}
+
+impl Work for Opening {
+    fn unit(&self, _: usize) -> Result<()> {
+        let opened = ForeignProcess::open(self.pid, self.probe);
+        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        Ok(())
     }
 }
 

@@ -7,8 +7,10 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
-use crate::error::Error;
+use crate::error::{Error, Result};
+use crate::fallible;
 use crate::plan::{CopyPlan, Piece};
 
 /// Tensors, and stretches of rows in each, that the text of an error names.
@@ -16,9 +18,16 @@ const SHOWN: usize = 8;
 /// Entries looked at, from the last, for one that a new entry continues: about as many as workers.
 const LOOK_BACK: usize = 16;
 
+/// Most stretches of rows that are told of.
+const MOST: usize = 1 << 20;
+/// What the lists below are for, should there be no memory for one.
+const TOLD: &str = "what arrived of a transfer";
+
 /// What is in place of one transfer. Each position is reported once.
 #[derive(Debug, Default)]
 pub struct Progress {
+    /// How long a read of another process may stand still.
+    pub(super) silence: Option<Duration>,
     bytes: AtomicU64,
     done: Mutex<Vec<Range<u64>>>,
 }
@@ -33,6 +42,12 @@ pub struct Arrived {
 }
 
 impl Progress {
+    /// Of a transfer that ends early if nothing of it moves for `silence`, where it reads another process.
+    #[must_use]
+    pub fn within(silence: Duration) -> Progress {
+        Progress { silence: Some(silence), ..Progress::default() }
+    }
+
     /// The bytes at positions `from..to` are in place.
     pub fn done(&self, from: u64, to: u64) {
         if from >= to {
@@ -55,33 +70,58 @@ impl Progress {
     }
 
     /// The rows, of `row_bytes` in the destination of `plan`, all of whose planned bytes are in place. Tensors without
-    /// one are left out. A row that the plan writes twice counts once both have happened.
-    #[must_use]
-    pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Vec<Arrived> {
-        let rows = |piece: Piece| rows_of(piece, row_bytes.max(1));
-        let one =
-            |wave: &crate::plan::Wave| wave.pieces(0, wave.tensor_bytes()).map(rows).collect::<Vec<_>>();
-        let planned = merged(plan.waves().iter().flat_map(one).collect());
-        let mut missing = vec![Vec::new(); plan.num_tensors() as usize];
-        for gap in self.gaps(plan.bytes()) {
-            for (index, piece) in plan.pieces(gap.start, gap.end) {
-                if let Some(missing) = missing.get_mut(index) {
-                    missing.push(rows(piece));
-                }
+    /// one are left out, and so is what comes behind [`MOST`] stretches of rows. A row that the plan writes twice counts once
+    /// both have happened. `Err` if there is no memory to tell.
+    pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<Arrived>> {
+        let mut arrived = Vec::new();
+        if self.bytes() == 0 {
+            return Ok(arrived);
+        }
+        let gaps = self.gaps(plan.bytes())?;
+        let row_bytes = row_bytes.max(1);
+        let mut planned = Stretches::default();
+        for wave in plan.waves() {
+            wave.pieces(0, wave.tensor_bytes())
+                .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
+        }
+        let (planned, mut count) = (planned.joined(), 0);
+        for (index, tensor) in (0..plan.num_tensors()).zip(plan.dst_tensor()..) {
+            let rows = without(&planned, &missing(plan, index, &gaps, row_bytes)?)?;
+            count += rows.len();
+            if count > MOST {
+                break;
+            }
+            if !rows.is_empty() {
+                fallible::push(TOLD, &mut arrived, Arrived { tensor, rows })?;
             }
         }
-        (plan.dst_tensor()..)
-            .zip(missing)
-            .map(|(tensor, missing)| Arrived { tensor, rows: without(&planned, &merged(missing)) })
-            .filter(|arrived| !arrived.rows.is_empty())
-            .collect()
+        Ok(arrived)
     }
 
     /// The positions below `total` that are not done.
-    fn gaps(&self, total: u64) -> Vec<Range<u64>> {
-        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        without(std::slice::from_ref(&(0..total)), &merged(done))
+    fn gaps(&self, total: u64) -> Result<Vec<Range<u64>>> {
+        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = Stretches::default();
+        done.iter().try_for_each(|range| all.add(range.clone()))?;
+        drop(done);
+        without(std::slice::from_ref(&(0..total)), &all.joined())
     }
+}
+
+/// The rows of the `index`-th tensor of `plan` of which some planned byte lies in `gaps`, which are positions of the plan.
+fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> Result<Vec<Range<u64>>> {
+    let (mut missing, mut start) = (Stretches::default(), 0u64);
+    for wave in plan.waves() {
+        let one = wave.tensor_bytes();
+        let from = start + one * u64::from(index);
+        let first = gaps.partition_point(|gap| gap.end <= from);
+        for gap in gaps[first..].iter().take_while(|gap| gap.start < from + one) {
+            let (first, last) = (gap.start.max(from) - from, gap.end.min(from + one) - from);
+            wave.pieces(first, last).try_for_each(|piece| missing.add(rows_of(piece, row_bytes)))?;
+        }
+        start += one * u64::from(plan.num_tensors());
+    }
+    Ok(missing.joined())
 }
 
 /// The error of a transfer with what of its destination is in place nevertheless: all of it in [`Error::arrived`], some
@@ -89,7 +129,9 @@ impl Progress {
 #[cold]
 #[must_use]
 pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
-    let whole = progress.arrived(plan, row_bytes);
+    let Ok(whole) = progress.arrived(plan, row_bytes) else {
+        return error.with("arrived", "unknown, for want of memory");
+    };
     let mut text = String::new();
     for tensor in whole.iter().take(SHOWN) {
         // Writing to a text cannot fail.
@@ -109,21 +151,54 @@ fn rows_of(piece: Piece, row_bytes: u64) -> Range<u64> {
     piece.dst / row_bytes..(piece.dst + piece.len).div_ceil(row_bytes)
 }
 
-/// The same numbers as ranges that are ascending and apart.
-fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    ranges.sort_unstable_by_key(|range| range.start);
-    let mut apart: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match apart.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => apart.push(range),
+/// Ranges that are joined before there are twice as many as are apart: so they take what the rows take, however many pieces
+/// there are.
+#[derive(Default)]
+struct Stretches {
+    all: Vec<Range<u64>>,
+    /// How many there may be before they are joined; 0 before the first time.
+    most: usize,
+}
+
+impl Stretches {
+    /// Fewer are joined at the end.
+    const FEW: usize = 1024;
+
+    fn add(&mut self, range: Range<u64>) -> Result<()> {
+        match self.all.last_mut() {
+            Some(last) if last.start <= range.start && range.start <= last.end => {
+                last.end = last.end.max(range.end);
+                return Ok(());
+            }
+            _ => {}
         }
+        if self.all.len() >= self.most.max(Self::FEW) {
+            self.join();
+            self.most = 2 * self.all.len();
+        }
+        fallible::push(TOLD, &mut self.all, range)
     }
-    apart
+
+    fn join(&mut self) {
+        self.all.sort_unstable_by_key(|range| range.start);
+        self.all.dedup_by(|next, last| {
+            let touches = next.start <= last.end;
+            if touches {
+                last.end = last.end.max(next.end);
+            }
+            touches
+        });
+    }
+
+    /// The same numbers as ranges that are ascending and apart.
+    fn joined(mut self) -> Vec<Range<u64>> {
+        self.join();
+        self.all
+    }
 }
 
 /// What of `ranges` is not in `holes`; both ascending and apart.
-fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<u64>> {
+fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>>> {
     let mut left = Vec::new();
     let mut first = 0;
     for range in ranges {
@@ -133,13 +208,13 @@ fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Vec<Range<u64>> {
         }
         for hole in holes[first..].iter().take_while(|hole| hole.start < range.end) {
             if at < hole.start {
-                left.push(at..hole.start);
+                fallible::push(TOLD, &mut left, at..hole.start)?;
             }
             at = at.max(hole.end);
         }
         if at < range.end {
-            left.push(at..range.end);
+            fallible::push(TOLD, &mut left, at..range.end)?;
         }
     }
-    left
+    Ok(left)
 }

@@ -5,10 +5,11 @@
 //! swap-in that needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
 //! of a plan need no barrier. Not for: deciding whether to go this way (`route`).
 
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::handover::HandOver;
+use super::Limit;
 use super::wave::Copying;
 use super::workers::Workers;
 use crate::device::{Copy, Device};
@@ -48,15 +49,18 @@ impl RingOwner {
         copying: &Copying,
         device: &dyn Device,
         block_bytes: u64,
-        deadline: Deadline,
+        limit: Limit,
     ) -> Result<()> {
         if copying.plan.waves().is_empty() {
             return Ok(());
         }
-        let loan = self.borrow(device, block_bytes, deadline)?;
+        let loan = self.borrow(device, block_bytes, limit.to_wait())?;
+        limit.begin()?;
         let mut draining = Draining::start(copying, &loan, block_bytes);
-        let fed = fill(copying, &loan.buffers, block_bytes, &draining.counts, deadline);
-        let outcome = draining.finish().and(fed);
+        let fed = fill(copying, &loan.buffers, block_bytes, &draining, limit);
+        let drained = draining.finish();
+        // The reason that the draining stage gives tells more than that it ended.
+        let outcome = drained.and(fed);
         // A draining stage that died leaves no failure: only bytes that were counted in place are in place.
         let missing = copying.plan.bytes().saturating_sub(copying.progress.bytes());
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
@@ -84,7 +88,7 @@ impl RingOwner {
         };
         let drainer = match &state.drainer {
             Some(drainer) => drainer.clone(),
-            None => state.drainer.insert(Arc::new(Workers::new(Some(1))?)).clone(),
+            None => state.drainer.insert(Arc::new(Workers::new("llm-ring", Some(1))?)).clone(),
         };
         state.lent = true;
         Ok(Loan { owner: self, buffers, drainer })
@@ -111,50 +115,67 @@ impl Drop for Loan<'_> {
 
 /// The draining stage, as the filling stage sees it. Dropped, also by a panic, it has ended and holds nothing.
 struct Draining {
-    counts: Arc<HandOver>,
-    failure: Arc<Mutex<Option<Error>>>,
+    /// Buffers that were filled, in the order of the pieces; `None` once nothing follows.
+    full: Option<SyncSender<usize>>,
+    /// Buffers that are free, or why there will be no more. Closed once the stage has let go of the copy.
+    free: Receiver<Result<usize>>,
 }
 
 /// What the draining stage works with. Dropped, also by a panic or unused, it lets go of the copy and then says so.
 struct Stage {
     copying: Copying,
     buffers: Arc<Tensors>,
-    failure: Arc<Mutex<Option<Error>>>,
+    full: Receiver<usize>,
     // Last, because fields drop in order.
-    end: End,
-}
-
-struct End(Arc<HandOver>);
-
-impl Drop for End {
-    fn drop(&mut self) {
-        self.0.end();
-    }
+    free: SyncSender<Result<usize>>,
 }
 
 impl Draining {
     fn start(copying: &Copying, loan: &Loan<'_>, block_bytes: u64) -> Self {
-        let counts: Arc<HandOver> = Arc::default();
-        let failure: Arc<Mutex<Option<Error>>> = Arc::default();
-        let stage = Stage {
-            copying: copying.clone(),
-            buffers: loan.buffers.clone(),
-            failure: failure.clone(),
-            end: End(counts.clone()),
-        };
+        let (to_stage, full) = sync_channel(BUFFERS);
+        // Room for every buffer and a failure: the draining stage never waits to say something.
+        let (to_fill, free) = sync_channel(BUFFERS + 1);
+        for buffer in 0..BUFFERS {
+            let _ = to_fill.send(Ok(buffer));
+        }
+        let stage = Stage { copying: copying.clone(), buffers: loan.buffers.clone(), full, free: to_fill };
         loan.drainer.spawn(move || {
             if let Err(error) = stage.drain(block_bytes) {
-                *stage.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                let _ = stage.free.send(Err(error));
             }
         });
-        Draining { counts, failure }
+        Draining { full: Some(to_stage), free }
     }
 
-    /// Says that nothing follows, waits for the end, and returns the failure.
+    /// The next free buffer. A limit on the whole copy holds also while buffers come back at once.
+    fn free(&self, limit: Limit) -> Result<usize> {
+        let doing = "copying through the swap-in ring";
+        limit.go_on(doing)?;
+        let free = match limit {
+            Limit::Start(_) => self.free.recv().map_err(|_| ended_early()),
+            Limit::Whole(deadline) => self.free.recv_timeout(deadline.left()).map_err(|end| match end {
+                RecvTimeoutError::Timeout => deadline.error(doing),
+                RecvTimeoutError::Disconnected => ended_early(),
+            }),
+        };
+        free?
+    }
+
+    /// Hands a buffer over.
+    fn filled(&self, buffer: usize) -> Result<()> {
+        let sent = self.full.as_ref().map(|full| full.send(buffer));
+        if matches!(sent, Some(Ok(()))) { Ok(()) } else { Err(ended_early()) }
+    }
+
+    /// Says that nothing follows, waits for the end, and returns the failure that was not returned yet.
     fn finish(&mut self) -> Result<()> {
-        self.counts.close();
-        self.counts.wait_end();
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+        self.full = None;
+        let mut outcome = Ok(());
+        // Ends once the stage has let go of the copy, not at its failure.
+        for free in &self.free {
+            outcome = outcome.and(free.map(drop));
+        }
+        outcome
     }
 }
 
@@ -170,34 +191,21 @@ fn pieces(copying: &Copying, block_bytes: u64) -> impl Iterator<Item = (usize, P
     whole.flat_map(move |(tensor, whole)| blocks_of(whole, block_bytes).map(move |piece| (tensor, piece)))
 }
 
-/// The buffer of the `count`-th piece.
-fn buffer(count: u64) -> usize {
-    usize::try_from(count % BUFFERS as u64).unwrap_or(0)
-}
-
 /// The filling stage: host memory into the next free buffer.
 fn fill(
     copying: &Copying,
     buffers: &Tensors,
     block_bytes: u64,
-    counts: &HandOver,
-    deadline: Deadline,
+    draining: &Draining,
+    limit: Limit,
 ) -> Result<()> {
-    for (count, (tensor, piece)) in (0..).zip(pieces(copying, block_bytes)) {
-        let too_late = || deadline.error("copying through the swap-in ring");
-        let free = counts.wait_free(count, BUFFERS as u64, deadline);
-        // The limit holds also while buffers come back at once.
-        if free.is_none() || deadline.left().is_zero() {
-            return Err(too_late());
-        }
-        if free == Some(false) {
-            return Err(ended_early());
-        }
+    for (tensor, piece) in pieces(copying, block_bytes) {
+        let buffer = draining.free(limit)?;
         let src = copying.source(tensor, piece)?;
-        let dst = buffers.window(buffer(count), 0, piece.len)?;
+        let dst = buffers.window(buffer, 0, piece.len)?;
         // The draining stage reads the buffer next, so it belongs in the caches.
         copying.copier.copy(&[Copy { src, dst }], copying.tuner.cached())?;
-        counts.filled();
+        draining.filled(buffer)?;
     }
     Ok(())
 }
@@ -205,15 +213,12 @@ fn fill(
 impl Stage {
     /// The draining stage: buffers into place, each then free again; ends after the first failure.
     fn drain(&self, block_bytes: u64) -> Result<()> {
-        let Stage { copying, buffers, end: End(counts), .. } = self;
+        let Stage { copying, buffers, full, free } = self;
         let total = copying.plan.bytes();
         // Pieces leave the ring in the order they entered, which is that of the plan.
         let mut at = 0;
-        for (count, (tensor, piece)) in (0..).zip(pieces(copying, block_bytes)) {
-            if !counts.wait_filled(count) {
-                return Ok(());
-            }
-            let src = buffers.window(buffer(count), 0, piece.len)?;
+        for ((tensor, piece), buffer) in pieces(copying, block_bytes).zip(full) {
+            let src = buffers.window(buffer, 0, piece.len)?;
             let dst = copying.target(tensor, piece)?;
             let kernel = copying.tuner.choose(total, piece.len);
             let started = Instant::now();
@@ -221,7 +226,8 @@ impl Stage {
             copying.tuner.learn(total, piece.len, kernel, piece.len, started.elapsed());
             copying.progress.done(at, at + piece.len);
             at += piece.len;
-            counts.drained();
+            // Whoever fills may have given up.
+            let _ = free.send(Ok(buffer));
         }
         Ok(())
     }

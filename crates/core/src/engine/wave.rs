@@ -6,9 +6,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Progress;
+use super::readers::Readers;
 use super::tuner::Tuner;
 use super::workers::{Work, Workers};
+use super::{Held, Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::id::Deadline;
@@ -31,11 +32,15 @@ pub(super) struct Copying {
     pub(super) tuner: Arc<Tuner>,
     /// What is in place.
     pub(super) progress: Arc<Progress>,
+    /// Kept until nothing touches the memory any more.
+    #[expect(dead_code, reason = "held, not read")]
+    pub(super) held: Held,
 }
 
 impl Copying {
     /// Straight from source to destination, wave after wave.
-    pub(super) fn direct(&self, workers: &Workers, deadline: Deadline) -> Result<()> {
+    pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
+        limit.begin()?;
         let mut start = 0;
         for index in 0..self.plan.waves().len() {
             let wave = DirectWave::new(self.clone(), index, start, workers.count());
@@ -44,11 +49,30 @@ impl Copying {
             if wave.total <= INLINE || units == 1 {
                 (0..units).try_for_each(|unit| wave.unit(unit))?;
             } else {
-                workers.run(Arc::new(wave), units, deadline)?;
+                workers.run(Arc::new(wave), units, limit)?;
             }
             if index + 1 < self.plan.waves().len() {
-                deadline.check("copying")?;
+                limit.go_on("copying")?;
             }
+        }
+        Ok(())
+    }
+
+    /// The same out of process `pid`, by threads that the caller leaves at its deadline.
+    pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
+        let limits = (deadline, self.progress.silence);
+        let small = self.plan.bytes() <= INLINE;
+        if small && self.plan.waves().len() > 1 {
+            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
+        }
+        // A thread that reads little does it alone: what it shares with others costs as much as a block.
+        let most = if small { 1 } else { workers };
+        let mut start = 0;
+        for index in 0..self.plan.waves().len() {
+            let wave = DirectWave::new(self.clone(), index, start, workers);
+            start += wave.total;
+            let units = wave.units();
+            readers.run(pid, Arc::new(wave), units, most, limits)?;
         }
         Ok(())
     }
@@ -61,6 +85,24 @@ impl Copying {
     /// What it writes.
     pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         target(&self.plan, &self.dst, index, piece)
+    }
+}
+
+/// All waves of a small copy, one after the other, as one unit.
+struct Whole {
+    copying: Copying,
+    workers: usize,
+}
+
+impl Work for Whole {
+    fn unit(&self, _: usize) -> Result<()> {
+        let mut start = 0;
+        for index in 0..self.copying.plan.waves().len() {
+            let wave = DirectWave::new(self.copying.clone(), index, start, self.workers);
+            start += wave.total;
+            (0..wave.units()).try_for_each(|unit| wave.unit(unit))?;
+        }
+        Ok(())
     }
 }
 

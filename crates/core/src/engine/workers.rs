@@ -7,13 +7,11 @@
 use std::sync::{Arc, PoisonError};
 use std::thread::{Builder, JoinHandle, current};
 
-use rayon::{ThreadPool, ThreadPoolBuilder, current_thread_index};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::apart::Apart;
-
+use super::Limit;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
-use crate::id::Deadline;
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
 
 /// Work that can be cut into units which may run in any order and at the same time.
@@ -28,13 +26,13 @@ pub struct Workers {
     /// `None` only while dropping.
     pool: Option<ThreadPool>,
     threads: Vec<JoinHandle<()>>,
-    apart: Arc<Apart>,
     count: usize,
 }
 
 impl Workers {
-    /// `count` workers, the calling thread among them; [`Config::DEFAULT_WORKERS`] if none is given.
-    pub fn new(count: Option<usize>) -> Result<Self> {
+    /// `count` workers, the calling thread among them; [`Config::DEFAULT_WORKERS`] if none is given. `role` and a number name
+    /// each thread; the kernel shows 15 bytes (`every_thread_of_an_engine_is_named_after_its_role`).
+    pub fn new(role: &str, count: Option<usize>) -> Result<Self> {
         let count = count.unwrap_or(Config::DEFAULT_WORKERS);
         let refused =
             |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
@@ -44,7 +42,7 @@ impl Workers {
         let pool = ThreadPoolBuilder::new()
             .num_threads(helpers)
             .spawn_handler(|thread| {
-                let named = Builder::new().name(format!("llm-copy-{}", thread.index()));
+                let named = Builder::new().name(format!("{role}-{}", thread.index()));
                 threads.push(named.spawn(|| thread.run())?);
                 Ok(())
             })
@@ -52,7 +50,7 @@ impl Workers {
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
-        Ok(Workers { pool: Some(pool), threads, apart: Arc::new(Apart::new(helpers)), count })
+        Ok(Workers { pool: Some(pool), threads, count })
     }
 
     /// How many work at most on one job.
@@ -68,26 +66,20 @@ impl Workers {
         }
     }
 
-    /// Does units `0..units` of `work` and returns when nobody touches it any more. After a failure, or once the
-    /// deadline has passed, no further unit is started.
-    pub fn run(&self, work: Arc<impl Work>, units: usize, deadline: Deadline) -> Result<()> {
+    /// Does units `0..units` of `work` and returns when nobody touches it any more. After a failure, or once a limit on
+    /// the whole of it has passed, no further unit is started.
+    pub fn run(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
         let job = Arc::new(Job {
             units,
-            deadline,
+            limit: limit.into(),
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             state: Mutex::new(State { work: Some(work), inside: 0, failure: None }),
             left: Condvar::new(),
         });
-        if units > 1 {
-            self.apart.make_room();
-        }
         for _ in 1..self.count.min(units) {
-            let (job, apart) = (job.clone(), self.apart.clone());
-            self.spawn(move || {
-                apart.seen(current_thread_index().unwrap_or(usize::MAX));
-                job.help();
-            });
+            let job = job.clone();
+            self.spawn(move || job.help());
         }
         // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
         let closing = Closing(&job);
@@ -112,7 +104,7 @@ impl Drop for Workers {
 
 struct Job<W> {
     units: usize,
-    deadline: Deadline,
+    limit: Limit,
     next: AtomicUsize,
     stop: AtomicBool,
     state: Mutex<State<W>>,
@@ -135,8 +127,8 @@ impl<W: Work> Job<W> {
             if index >= self.units {
                 break;
             }
-            // The first unit of all runs even if the deadline is very short: a small copy never times out spuriously.
-            let in_time = if index == 0 { Ok(()) } else { self.deadline.check("copying") };
+            // The first unit of all runs even if the deadline is very short: a small transfer never times out spuriously.
+            let in_time = if index == 0 { Ok(()) } else { self.limit.go_on("copying") };
             if let Err(error) = in_time.and_then(|()| inside.unit(index)) {
                 inside.fail(error);
             }

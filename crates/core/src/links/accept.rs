@@ -1,127 +1,224 @@
-//! The accepting side: strangers greet in threads of their own, and become links, streams of links, or nothing.
+//! The accepting side: what a connection says step by step, until it is a link, a stream of one, or refused.
 //!
-//! A stranger costs one bounded connection: a thread for the length of a greeting, and frames of at most 4 KiB. Too many
-//! at a time, and the oldest has to go, so that silence keeps nobody out. Not for: what a greeting is (`greeting`).
+//! The control thread takes each step as soon as a frame is there, and waits for none. Two steps may take longer: mapping
+//! what the peer offers, and looking whether another process has its place. Threads of the server do those, a few at a time
+//! (`Work`). Not for: which connections there are and how many (`newcomers`), or what a greeting is (`greeting`).
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
-use super::greeting::{self, GREETING_TIME, Greeted};
+use super::Shared;
+use super::greeting::Guest;
 use super::link::{Kind, Link, Peer};
-use super::{Handle, Shared};
+use super::reach::{Offered, Reach};
+use super::refusals::{Reason, Refusal};
+use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
-use crate::transport::{Listener, Stream};
-use crate::wire::{self, Comm, Control, Purpose};
+use crate::transport::{Received, Stream};
+use crate::wire::{self, Attach, Attached, Comm, Control, Purpose};
 
-/// How long the listener rests after the system refused it a connection (no descriptors left, say).
-const REST: Duration = Duration::from_millis(50);
+/// A connection that is not yet a link or a stream of one, and the step it is at.
+#[derive(Debug)]
+pub(super) struct Newcomer {
+    stream: Arc<Stream>,
+    /// It came to the local socket.
+    local: bool,
+    /// When it must have become something.
+    until: Deadline,
+    step: Step,
+}
 
-/// Accepts until the listener is closed or the engine is gone.
-pub(super) fn accept(weak: &Handle, listener: &dyn Listener) {
-    loop {
-        match listener.accept() {
-            Ok(Some(stream)) => {
-                let Some(shared) = weak.upgrade() else { return };
-                let stream = Arc::new(stream);
-                shared.state.greet(&stream);
-                let (threads, greeter) = (shared.threads.clone(), stream.clone());
-                let started = threads.spawn("llm-greet", move || receive(&shared, &greeter));
-                if let (Err(error), Some(shared)) = (started, weak.upgrade()) {
-                    shared.state.greeted(&stream);
-                    stream.close();
-                    shared.state.note(error.to_string());
-                }
+#[derive(Debug)]
+enum Step {
+    /// It says who it is.
+    Hello,
+    /// It proves that.
+    Proof(Guest),
+    /// It makes a link, and offers its memory.
+    Attach(Making),
+    /// It says what it can see of this side's memory.
+    Attached(Making, Offered),
+}
+
+/// A link in the making.
+#[derive(Debug)]
+struct Making {
+    id: u64,
+    kind: Kind,
+    peer: Peer,
+}
+
+/// What becomes of a connection after a step.
+pub(super) enum Next {
+    /// It is at its next step.
+    Wait(Newcomer),
+    /// It is at its next step, and has proved who it is.
+    Proven(Newcomer),
+    /// A thread of the server takes the next step.
+    Work(Work),
+    /// It has become what it asked to be; if that is a stream, whoever has it keeps it open.
+    Done,
+}
+
+/// A step that may take a while.
+pub(super) struct Work {
+    newcomer: Making,
+    stream: Arc<Stream>,
+    until: Deadline,
+    what: What,
+}
+
+enum What {
+    /// Map what the peer offers.
+    Take(Attach, Vec<OwnedFd>),
+    /// Enter the link.
+    Enter(Option<Reach>),
+}
+
+impl Newcomer {
+    pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> Newcomer {
+        Newcomer { stream, local, until, step: Step::Hello }
+    }
+
+    /// Takes the step that `frame` allows.
+    pub(super) fn step(self, shared: &Arc<Shared>, frame: Received) -> Result<Next, Refusal> {
+        let Newcomer { stream, local, until, step } = self;
+        let (kind, body, descriptors) = frame;
+        match step {
+            Step::Hello => {
+                let config = &shared.cluster.config.links;
+                let (guest, answer) = Guest::challenge(&stream, &shared.me, config, (kind, body))?;
+                stream.send_now(&answer, &[])?;
+                Ok(Next::Wait(Newcomer { stream, local, until, step: Step::Proof(guest) }))
             }
-            Ok(None) => return,
-            Err(error) => {
-                let Some(shared) = weak.upgrade() else { return };
-                shared.state.note(format!("a connection could not be accepted: {error}"));
-                drop(shared);
-                std::thread::sleep(REST);
+            Step::Proof(mut guest) => {
+                let proven = guest.prove(&stream, &shared.me, (kind, &body));
+                let proven = proven.inspect_err(|refusal| told_communicator(shared, &guest, refusal))?;
+                admit(shared, Newcomer { stream, local, until, step: Step::Hello }, &guest, proven)
+            }
+            Step::Attach(newcomer) => {
+                let offered: Attach = wire::open(kind, &body).map_err(Refusal::unreadable)?;
+                Ok(Next::Work(Work { newcomer, stream, until, what: What::Take(offered, descriptors) }))
+            }
+            Step::Attached(newcomer, offered) => {
+                let seen: Attached = wire::open(kind, &body).map_err(Refusal::unreadable)?;
+                let reach = shared.reached(offered, seen);
+                Ok(Next::Work(Work { newcomer, stream, until, what: What::Enter(Some(reach)) }))
             }
         }
     }
 }
 
-/// One stranger, from the first byte to what becomes of it.
-fn receive(shared: &Arc<Shared>, stream: &Arc<Stream>) {
-    let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
-    let config = &shared.cluster.config.links;
-    let greeted = greeting::accept(stream, &shared.me, config, deadline);
-    let place = greeted.and_then(|greeted| {
-        shared.state.proven(stream);
-        admit(shared, stream, &greeted, deadline)
-    });
-    shared.state.greeted(stream);
-    match place {
-        Ok(Place::Serve(link)) => shared.serve(&link, stream),
-        Ok(Place::Kept) => {}
-        Err(error) => {
-            shared.state.note(format!("{} was not let in: {error}", stream.peer()));
-            let _ = stream.send(&wire::refusal(&error), deadline);
-            stream.close();
+impl Work {
+    /// Takes the step, on a thread of the server.
+    pub(super) fn run(self, shared: &Arc<Shared>) -> Result<Next, Refusal> {
+        let Work { newcomer, stream, until, what } = self;
+        match what {
+            What::Take(attach, descriptors) => {
+                let (offered, told) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
+                stream.send_now(&wire::encode(&told)?, &[])?;
+                let step = Step::Attached(newcomer, offered);
+                Ok(Next::Proven(Newcomer { stream, local: true, until, step }))
+            }
+            What::Enter(reach) => enter(shared, &stream, newcomer, reach).map(|()| Next::Done),
         }
+    }
+
+    pub(super) fn stream(&self) -> &Arc<Stream> {
+        &self.stream
     }
 }
 
-/// What becomes of a stream.
-enum Place {
-    /// The peer calls on it.
-    Serve(Arc<Link>),
-    /// It has gone where it belongs.
-    Kept,
-}
-
+/// What becomes of a stream whose peer has greeted. `proven` is false if it may only learn the local socket's name.
 fn admit(
     shared: &Arc<Shared>,
-    stream: &Arc<Stream>,
-    greeted: &Greeted<'_>,
-    deadline: Deadline,
-) -> Result<Place> {
-    let from = greeted.hello.from;
+    Newcomer { stream, local, until, .. }: Newcomer,
+    guest: &Guest,
+    proven: bool,
+) -> Result<Next, Refusal> {
+    let from = guest.hello.from;
     let cluster = ClusterId(from.cluster);
-    match &greeted.hello.purpose {
+    let welcome = |local, secret| guest.welcome(&shared.me, local, secret);
+    match &guest.hello.purpose {
         Purpose::Call { link, reverse } => {
-            let link = shared.state.by_id(cluster, from.instance, *link).ok_or_else(|| {
-                Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
-            })?;
+            let link = shared.state.by_id(cluster, from.instance, *link).ok_or_else(no_such_link)?;
             if *reverse {
-                greeted.welcome(&shared.me, None, deadline)?;
-                link.lend(stream);
-                return Ok(Place::Kept);
+                stream.send_now(&welcome(None, false)?, &[])?;
+                link.lend(&stream);
+            } else {
+                shared.server.admit(&link, &stream)?;
+                stream.send_now(&welcome(None, false)?, &[])?;
+                shared.server.watch(shared, &link, stream)?;
             }
-            link.serve_on(stream)?;
-            greeted.welcome(&shared.me, None, deadline).inspect_err(|_| link.served_on(stream))?;
-            Ok(Place::Serve(link))
+            Ok(Next::Done)
+        }
+        Purpose::Meet => {
+            // A peer of another user may be admitted; the secret is for this one's only.
+            let own = stream.credentials().is_some_and(crate::mem::same_user);
+            stream.send_now(&welcome(None, own)?, &[])?;
+            stream.close();
+            Ok(Next::Done)
+        }
+        Purpose::Knock { comm } => {
+            stream.send_now(&welcome(None, false)?, &[])?;
+            stream.close();
+            shared.state.knocked(comm);
+            Ok(Next::Done)
         }
         Purpose::Link { link, comm, probe_local } => {
             let kind = kind(shared, comm.as_ref())?;
-            let near = *probe_local && greeted.hello.host == shared.me.host;
+            let near = *probe_local && guest.hello.host == shared.me.host;
             if let Some(name) = shared.listeners.local_name().filter(|_| near) {
-                greeted.welcome(&shared.me, Some(name), deadline)?;
+                stream.send_now(&welcome(Some(name), false)?, &[])?;
                 stream.close();
-                return Ok(Place::Kept);
+                return Ok(Next::Done);
             }
-            greeted.welcome(&shared.me, None, deadline)?;
-            let reach = shared.reach(stream, deadline)?;
-            let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
+            if !proven {
+                return Err(Refusal::new(Reason::Stranger, super::greeting::stranger(&stream)));
+            }
+            if local && shared.cluster.config.links.transport == TransportChoice::Tcp {
+                let text = "llm.LinkTransport = tcp on this side: it makes links over TCP only";
+                return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
+            }
+            shared.state.room_for_incoming(cluster)?;
+            stream.send_now(&welcome(None, false)?, &[])?;
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
-            let link = Link::new(*link, kind, peer, transport, reach, stream.clone(), None);
-            // The word that this side has its half is the first on the control stream, whoever finds the link meanwhile
-            // and wants something of the peer; and only with it may the peer use the link
-            // (`members_meet_in_either_order_and_calls_wait_for_it`).
-            let first = link.speaker();
-            shared.enroll(&link)?;
-            if let Kind::Communicator(id) = kind {
-                super::communicator::joined(shared, id, cluster);
+            let newcomer = Making { id: *link, kind, peer };
+            if !stream.carries_descriptors() {
+                return Ok(Next::Work(Work { newcomer, stream, until, what: What::Enter(None) }));
             }
-            link.tell_as(&first, &Control::Pong).inspect_err(|error| {
-                shared.lost(&link, &error.to_string());
-            })?;
-            Ok(Place::Kept)
+            Reach::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
+            Ok(Next::Proven(Newcomer { stream, local, until, step: Step::Attach(newcomer) }))
         }
     }
+}
+
+/// Makes the link of a peer that has greeted, and says so.
+fn enter(
+    shared: &Arc<Shared>,
+    stream: &Arc<Stream>,
+    newcomer: Making,
+    reach: Option<Reach>,
+) -> Result<(), Refusal> {
+    let Making { id, kind, peer } = newcomer;
+    let cluster = peer.cluster;
+    let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
+    let link = Link::new(id, kind, peer, transport, reach, stream.clone(), None, shared.server.budget());
+    // The word that this side has its half is the first on the control stream, whoever finds the link meanwhile
+    // and wants something of the peer; and only with it may the peer use the link
+    // (`members_meet_in_either_order_and_calls_wait_for_it`).
+    let first = link.speaker();
+    shared.enroll(&link)?;
+    if let Kind::Communicator(id) = kind {
+        super::communicator::joined(shared, id, cluster);
+    }
+    let told = link.tell_as(&first, &Control::Pong);
+    drop(first);
+    told.inspect_err(|error| {
+        shared.lost(&link, &error.to_string());
+    })?;
+    Ok(())
 }
 
 /// What kind of link a peer makes; one of a communicator only if this side has entered it too.
@@ -133,4 +230,20 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
         Error::new(ErrorKind::NotLinked, text)
     })?;
     Ok(Kind::Communicator(known.id()))
+}
+
+/// A member whose mode is another one can never be met: the communicator has failed.
+fn told_communicator(shared: &Arc<Shared>, guest: &Guest, refusal: &Refusal) {
+    let Purpose::Link { comm: Some(comm), .. } = &guest.hello.purpose else { return };
+    if refusal.reason == Reason::Mode
+        && let Some(known) = shared.state.comm(comm)
+    {
+        known.fail(ClusterId(guest.hello.from.cluster), &refusal.error.to_string());
+        shared.state.announce();
+    }
+}
+
+#[cold]
+fn no_such_link() -> Error {
+    Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
 }

@@ -2,7 +2,7 @@
 //!
 //! Of two members the one of higher rank dials and the other listens; both keep at it until they have met or
 //! `link_total_time` has passed. A member that was here before and comes back is let in again, and looked for again if
-//! it is the one that listens (clients.md §3.2, rules 5 and 6). Not for: reading the table (`check`), or the search
+//! it is the one that listens. Not for: reading the table (`check`), or the search
 //! (`search`).
 
 use std::collections::BTreeMap;
@@ -11,19 +11,20 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use super::Shared;
 use super::link::Kind;
 use super::search::look;
 use crate::check::ranks::RankEnd;
-use crate::config::TransportChoice;
+use crate::config::{Token, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::ClusterId;
 use crate::transport::Address;
 use crate::wire::Comm;
 
-/// Most communicators of one process (python-api.md §16).
+/// Most communicators of one process (contract §16).
 pub(super) const MOST: usize = 512;
 /// Limit of one try to reach one address; shorter where more of `link_retry_count` would not fit into `link_total_time`.
 const TRY: Duration = Duration::from_secs(2);
@@ -65,6 +66,8 @@ pub(super) struct Progress {
     pub(super) left: bool,
     /// A thread is looking for members.
     pub(super) looking: bool,
+    /// A member said that it is there now.
+    pub(super) knocked: bool,
     /// The last thing that went wrong with each.
     pub(super) why: BTreeMap<ClusterId, String>,
 }
@@ -80,6 +83,7 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
         status: CommStatus::Preparing,
         left: false,
         looking: false,
+        knocked: false,
         why: BTreeMap::new(),
     };
     let config = &shared.cluster.config.links;
@@ -106,7 +110,7 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
 pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     let comm = shared.state.leave(id)?;
     for door in comm.abandon() {
-        shared.listeners.leave(&door);
+        shared.listeners.leave(shared, &door);
     }
     for end in &comm.ends {
         for link in shared.state.of(end.cluster) {
@@ -126,28 +130,49 @@ pub(super) fn joined(shared: &Arc<Shared>, id: u64, cluster: ClusterId) {
     }
 }
 
-/// Listens where members of higher rank will look: at the port of this one's device, and at a local socket.
+/// Listens where other members will look: at a local socket, and, where some of them have a higher rank, at the port of
+/// this one's device.
 fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     let Some(own) = comm.ends.iter().find(|end| end.cluster == comm.own) else { return Ok(()) };
+    let config = &shared.cluster.config.links;
+    let near = config.transport != TransportChoice::Tcp;
+    if near {
+        let local = comm.local_address(own, config.token.as_ref());
+        if let Err(error) = open(shared, comm, &local, [local.clone()]) {
+            let name = &comm.comm.name;
+            tracing::warn!(target: "llm_datadist::links", "no local socket for link({name:?}): {error}");
+        }
+    }
     if comm.ends.iter().all(|end| end.rank <= own.rank) {
         return Ok(());
     }
-    let near = shared.cluster.config.links.transport != TransportChoice::Tcp;
-    if near {
-        let local = comm.local_address(own);
-        if let Err(error) = open(shared, comm, &local, [local.clone()]) {
-            shared.state.note(format!("no local socket for link({:?}): {error}", comm.comm.name));
-        }
-    }
-    // The ports that the others will try, in their order; the host may go by an address that is not its own (behind a
-    // translation of addresses), then any will do.
-    let ips = [own.bind.ip(), any(own.bind.ip())].into_iter();
-    let places =
-        ips.flat_map(|ip| own.host.iter().map(move |at| Address::Tcp(SocketAddr::new(ip, at.port()))));
-    let Err(error) = open(shared, comm, &Address::Tcp(own.bind), places) else { return Ok(()) };
+    // The ports that the others will try, in their order.
+    let at = |ip: IpAddr| own.host.iter().map(move |at| Address::Tcp(SocketAddr::new(ip, at.port())));
+    let ip = own.bind.ip();
+    let asked = Address::Tcp(own.bind);
+    let Err(error) = open(shared, comm, &asked, at(ip)) else { return Ok(()) };
+    let elsewhere = error.fact("errno") == Some(&rustix::io::Errno::ADDRNOTAVAIL.raw_os_error().to_string());
+    let proven = config.token.is_some() || config.accept_remote;
+    let error = if elsewhere && proven {
+        // The host goes by an address that is not its own (a container, a translation of addresses): any will do, where
+        // whoever comes has to prove itself, or anybody may come.
+        tracing::warn!(
+            target: "llm_datadist::links",
+            "link({:?}) listens on all interfaces: {ip} (chosen by {}) is no address of this host",
+            comm.comm.name,
+            own.why
+        );
+        let Err(error) = open(shared, comm, &asked, at(any(ip))) else { return Ok(()) };
+        error
+    } else {
+        error
+    };
     if near && error.kind() != ErrorKind::Closed {
-        let text = format!("link({:?}) is open to members of this host only: {error}", comm.comm.name);
-        shared.state.note(text);
+        tracing::warn!(
+            target: "llm_datadist::links",
+            "link({:?}) is open to members of this host only: {error}",
+            comm.comm.name
+        );
         return Ok(());
     }
     Err(error.with("chosen_by", own.why))
@@ -167,7 +192,7 @@ fn open(
         return Ok(());
     }
     drop(progress);
-    shared.listeners.leave(asked);
+    shared.listeners.leave(shared, asked);
     Err(Error::new(ErrorKind::NotLinked, "the communicator was left").with("comm_id", comm.id))
 }
 
@@ -195,6 +220,34 @@ impl Communicator {
         let own = self.ends.iter().find(|end| end.cluster == self.own);
         let here = |own: &RankEnd| comm.listener == own.told || comm.listener == with_port(own);
         (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members) && own.is_some_and(here)
+    }
+
+    /// Whether it goes by that name and has these members.
+    pub(super) fn same_members(&self, comm: &Comm) -> bool {
+        (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members)
+    }
+
+    /// A member said that it is there now.
+    pub(super) fn knocked(&self) {
+        self.locked().knocked = true;
+        self.changed.notify_all();
+    }
+
+    /// A member can never be met.
+    pub(super) fn fail(&self, cluster: ClusterId, why: &str) {
+        let mut progress = self.locked();
+        progress.missing.retain(|&missing| missing != cluster);
+        progress.why.insert(cluster, why.to_owned());
+        if progress.status == CommStatus::Preparing {
+            progress.status = CommStatus::Failed;
+        }
+        drop(progress);
+        tracing::error!(
+            target: "llm_datadist::links",
+            "link({:?}) failed: cluster {cluster} cannot be linked: {why}",
+            self.comm.name
+        );
+        self.changed.notify_all();
     }
 
     /// As the table describes it, to be met where `listener` is. A port that this side's configuration gave may be
@@ -262,13 +315,24 @@ impl Communicator {
         }
     }
 
-    /// Where `listener` meets members of its host: a name that all of them can work out.
-    pub(super) fn local_address(&self, listener: &RankEnd) -> Address {
-        // Not a secret: whoever takes the name still has to greet.
+    /// Where `listener` meets members of its host: a name that all of them can work out. Without a token the name carries
+    /// the user, so that nobody else takes it by accident; with one only who knows the token can work it out.
+    pub(super) fn local_address(&self, listener: &RankEnd, token: Option<&Token>) -> Address {
         let Comm { name, members, .. } = &self.comm;
         let text = format!("{name:?} {members:?} {} {}", listener.cluster, with_port(listener));
-        let digest = Sha256::digest(text.as_bytes());
-        let mut name = String::from("llm_datadist.comm.");
+        let digest = match token.and_then(|token| Hmac::<Sha256>::new_from_slice(token.bytes()).ok()) {
+            Some(mut mac) => {
+                mac.update(b"local socket ");
+                mac.update(text.as_bytes());
+                mac.finalize().into_bytes()
+            }
+            None => Sha256::digest(text.as_bytes()),
+        };
+        let user = match token {
+            Some(_) => "token".to_owned(),
+            None => rustix::process::geteuid().as_raw().to_string(),
+        };
+        let mut name = format!("llm_datadist.{user}.comm.");
         for byte in &digest[..16] {
             // Writing to a text cannot fail.
             let _ = write!(name, "{byte:02x}");

@@ -2,20 +2,20 @@
 //!
 //! Not for: what is said in a greeting (`greeting`), or the side that accepts (`accept`).
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::dialer::Dialer;
-use super::keeper::Watch;
+use super::greeting::Key;
 use super::link::{ANSWER_TIME, Kind, Link, Peer};
-use super::reach::{self, Reach};
-use super::{Shared, greeting, keeper, talk};
+use super::reach::{self, Offered, Reach};
+use super::{Shared, greeting, talk};
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::transport::{Address, Stream};
-use crate::wire::{Comm, Control, GREETING_LIMIT, Party, Purpose};
+use crate::wire::{Attached, Comm, Control, GREETING_LIMIT, Party, Purpose, Welcome};
 
 impl Shared {
     /// Refuses if `cluster` is linked already. A link whose peer does not answer any more is none: it makes
@@ -43,30 +43,54 @@ impl Shared {
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
         let choice = self.cluster.config.links.transport;
+        let token = self.cluster.config.links.token.is_some();
         let link = u64::from_le_bytes(greeting::random()?);
         let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
-        let probe_local = choice != TransportChoice::Tcp && matches!(address, Address::Tcp(_));
+        // Without a token the two first meet at the local socket, also if they then talk over TCP.
+        let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
-        let (stream, welcome) = dialer.greet(Some(asked), purpose(probe_local), deadline)?;
-        let Some(name) = welcome.local.filter(|_| probe_local) else {
+        let (stream, welcome) = dialer.greet(Some(asked), purpose(meet), deadline)?;
+        let Some(name) = welcome.local.filter(|_| meet) else {
             return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
         };
         drop(stream);
         let local = self.dialer(Address::Unix(name));
-        let shown = Some(address.to_string());
-        let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
-            if near.from.instance != welcome.from.instance {
-                let text = "another process answers at the local socket that the peer named";
-                return Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &local.address));
+        let met = |near: &Welcome| {
+            if near.from.instance == welcome.from.instance {
+                return Ok(());
             }
-            self.establish(local, stream, &near.from, kind, link, shown, deadline)
-        });
-        let Err(why) = near else { return near };
-        let over = why.kind() == ErrorKind::Interrupted || deadline.passed();
-        if choice == TransportChoice::Shm || over {
-            return Err(why);
+            let text = "another process answers at the local socket that the peer named";
+            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &local.address))
+        };
+        if choice != TransportChoice::Tcp {
+            let shown = Some(address.to_string());
+            let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
+                met(&near)?;
+                self.establish(local.clone(), stream, &near.from, kind, link, shown, deadline)
+            });
+            let Err(why) = near else { return near };
+            let over = why.kind() == ErrorKind::Interrupted || deadline.passed();
+            if choice == TransportChoice::Shm || over {
+                return Err(why);
+            }
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "cluster {asked} is on this host, but only sockets reach it: {why}"
+            );
         }
-        self.state.note(format!("cluster {asked} is on this host, but only sockets reach it: {why}"));
+        let mut dialer = dialer;
+        if !dialer.key.proves() {
+            let known = local.greet(Some(asked), Purpose::Meet, deadline).and_then(|(_, near)| {
+                met(&near)?;
+                Ok(near.secret)
+            });
+            match known {
+                Ok(Some(secret)) => dialer.key = Key::Secret(secret),
+                Ok(None) => {}
+                Err(error) if !dialer.accept_remote => return Err(error),
+                Err(_) => {}
+            }
+        }
         let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
         self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
     }
@@ -95,31 +119,43 @@ impl Shared {
         }
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
-        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer));
+        let budget = self.server.budget();
+        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer), budget);
         self.enroll(&link)?;
         Ok(link)
     }
 
     /// What can be seen of the peer's memory over `stream`.
-    pub(super) fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
+    fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
         if !stream.carries_descriptors() {
             return Ok(None);
         }
         let reach = Reach::exchange(&self.cluster, stream, deadline)?;
+        self.note_readers();
+        Ok(Some(reach))
+    }
+
+    /// The same on the side that accepts, which took what was `offered` and learned what is `seen` of this side.
+    pub(super) fn reached(&self, offered: Offered, seen: Attached) -> Reach {
+        self.note_readers();
+        Reach::complete(&self.cluster, offered, seen)
+    }
+
+    /// Says once that others may read this process.
+    fn note_readers(&self) {
         if reach::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
-            self.state.note(
+            tracing::warn!(
+                target: "llm_datadist::links",
                 "this process may be read by every process of its user from now on (Yama's ptrace_scope is lifted for \
                  it, so that peers of this host can read registered caches); llm.LinkTransport = tcp avoids it"
-                    .into(),
             );
         }
-        Ok(Some(reach))
     }
 
     /// Enters a link that is complete, in place of what the same peer left behind. Another process of the same cluster
     /// id keeps its link as long as it answers (`a_process_that_was_replaced_is_noticed`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        self.keep()?;
+        self.control.start(self)?;
         let Peer { cluster, instance, .. } = link.peer();
         let restarted = self.state.rivals(link);
         if let Some(rival) = restarted.iter().find(|rival| rival.answers(ANSWER_TIME / 2)) {
@@ -134,33 +170,23 @@ impl Shared {
             let again = stale.peer().instance == *instance;
             let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
             if stale.alive() {
-                self.state.note(format!("a link to cluster {cluster} was replaced: {why}"));
+                tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
             }
             stale.shatter(why);
         }
-        self.state.note(link.report());
-        self.bell.ring();
+        tracing::info!(target: "llm_datadist::links", "{}", link.report());
+        self.control.ring();
         Ok(())
     }
 
-    /// Starts the thread that keeps links, once.
-    fn keep(self: &Arc<Self>) -> Result<()> {
-        let mut keeping = self.keeping.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*keeping {
-            let (weak, bell) = (Arc::downgrade(self), self.bell.clone());
-            let watch = Watch::new(&bell)?;
-            self.threads.spawn("llm-links", move || keeper::keep(&weak, &bell, watch))?;
-            *keeping = true;
-        }
-        Ok(())
-    }
-
-    fn dialer(&self, address: Address) -> Dialer {
+    pub(super) fn dialer(&self, address: Address) -> Dialer {
         let transport = match address {
             Address::Unix(_) => self.transports.unix.clone(),
             _ => self.transports.tcp.clone(),
         };
-        Dialer { transport, address, me: self.me.clone(), token: self.cluster.config.links.token.clone() }
+        let config = &self.cluster.config.links;
+        let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
+        Dialer { transport, address, me: self.me.clone(), key, accept_remote }
     }
 }
 
@@ -170,7 +196,11 @@ impl Link {
         let transport = self.transport();
         let way = match self.reach() {
             Some(reach) => {
-                let pools = if reach.pooled() { "pools mapped, " } else { "" };
+                let pools = match reach.unmapped() {
+                    Some(why) => &format!("pools by sockets ({why}), "),
+                    None if reach.pooled() => "pools mapped, ",
+                    None => "",
+                };
                 let why = reach.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
                 format!("{transport}: {pools}registered memory by {why}")
             }

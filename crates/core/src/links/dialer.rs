@@ -4,25 +4,28 @@
 
 use std::sync::Arc;
 
-use super::greeting::{self, Me};
+use super::greeting::{self, Key, Me};
 use super::link::Link;
-use crate::config::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
+use crate::mem::same_user;
 use crate::transport::{Address, Stream, Transport};
 use crate::wire::{Purpose, Welcome};
 
 /// The way to one peer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Dialer {
     pub(super) transport: Arc<dyn Transport>,
     pub(super) address: Address,
     pub(super) me: Me,
-    pub(super) token: Option<Token>,
+    pub(super) key: Key,
+    /// Whoever answers is believed without a proof (`llm.LinkAcceptRemote`).
+    pub(super) accept_remote: bool,
 }
 
 impl Dialer {
-    /// A stream to whoever answers at the address, greeted for `purpose`.
+    /// A stream to whoever answers at the address, greeted for `purpose`. The peer has proved who it is, unless it only
+    /// names its local socket.
     pub(super) fn greet(
         &self,
         asked: Option<crate::id::ClusterId>,
@@ -30,7 +33,15 @@ impl Dialer {
         deadline: Deadline,
     ) -> Result<(Stream, Welcome)> {
         let stream = self.transport.dial(&self.address, deadline)?;
-        let welcome = greeting::dial(&stream, &self.me, self.token.as_ref(), asked, purpose, deadline)?;
+        let local = stream.carries_descriptors();
+        let known = self.key.proves() || self.accept_remote || stream.credentials().is_some_and(same_user);
+        if local && !known {
+            return Err(greeting::other_user("the process at the local socket", &stream));
+        }
+        let welcome = greeting::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
+        if !known && welcome.local.is_none() {
+            return Err(greeting::stranger(&stream));
+        }
         Ok((stream, welcome))
     }
 

@@ -13,6 +13,7 @@ use super::link::Link;
 use super::talk;
 use crate::check::Far;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::{CacheId, Deadline};
 use crate::keys::Name;
 use crate::mem::Tensors;
@@ -69,7 +70,9 @@ impl Link {
     /// memory nothing can: there the owner compares.
     pub(crate) fn current(&self, known: &Known) -> bool {
         let Place { place, generation } = known.at;
-        self.reach().is_none_or(|reach| reach.generations().still(place, generation))
+        self.reach()
+            .and_then(|reach| reach.generations())
+            .is_none_or(|generations| generations.still(place, generation))
     }
 
     /// Asks the owner what `name` leads to.
@@ -89,7 +92,8 @@ impl Link {
             let allowed = format!("at most {MAX_ADDRS} for one destination");
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));
         }
-        let request = Request::Locate { addrs: addrs.to_vec(), limit_ms: limit_ms(deadline) };
+        let addrs_asked = fallible::copied("the lists of a request", addrs)?;
+        let request = Request::Locate { addrs: addrs_asked, limit_ms: limit_ms(deadline) };
         match self.ask(&request, deadline)? {
             Reply::Located(spots) if spots.len() == addrs.len() => Ok(spots),
             reply => Err(self.unexpected(&reply)),

@@ -11,6 +11,7 @@ use hashbrown::HashMap;
 use super::calls::{self, Calls, MOST_CALLS};
 use super::dialer::Dialer;
 use super::far::{self, Known};
+use super::limits::{Budget, Held, PeerBudget};
 use super::reach::Reach;
 use super::writes::Writes;
 use crate::counters::Counters;
@@ -24,8 +25,6 @@ use crate::wire::{self, Control};
 /// Streams on which one peer may call. It has [`MOST_CALLS`] at most; some that it has closed may not be noticed yet
 /// (`the_streams_of_one_peer_are_bounded`).
 const MOST_SERVED: usize = 2 * MOST_CALLS;
-/// A message on the control stream that is not taken at once is given up: the peer is not reading.
-const CONTROL_LIMIT: Duration = Duration::from_millis(20);
 /// How long a peer that may be gone is given to answer.
 pub(super) const ANSWER_TIME: Duration = Duration::from_secs(1);
 
@@ -61,8 +60,7 @@ pub struct Link {
     transport: &'static str,
     reach: Option<Reach>,
     control: Arc<Stream>,
-    /// Who sends on the control stream. The one lock that is held across a socket: for one short message, which is given
-    /// up if it is not taken at once.
+    /// Who sends on the control stream. Held across a socket, which takes one short message at once or never.
     speaking: Mutex<()>,
     /// Opens a stream for calls; `None` where only the peer can, and is asked to.
     pub(super) dialer: Option<Dialer>,
@@ -82,6 +80,8 @@ pub struct Link {
     active: AtomicUsize,
     /// No new ones: the link is about to be unlinked.
     settling: AtomicBool,
+    /// What its peer's large requests may take.
+    budget: Arc<PeerBudget>,
     requests: Counters,
     transfers: Counters,
 }
@@ -95,6 +95,7 @@ struct Serving {
 }
 
 impl Link {
+    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
     pub(super) fn new(
         id: u64,
         kind: Kind,
@@ -103,6 +104,7 @@ impl Link {
         reach: Option<Reach>,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
+        budget: &Arc<Budget>,
     ) -> Arc<Link> {
         Arc::new(Link {
             id,
@@ -124,6 +126,7 @@ impl Link {
             writes: Writes::default(),
             active: AtomicUsize::new(0),
             settling: AtomicBool::new(false),
+            budget: PeerBudget::new(budget),
             requests: Counters::default(),
             transfers: Counters::default(),
         })
@@ -196,12 +199,9 @@ impl Link {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
             transport: self.transport,
-            pools: self
-                .reach
-                .as_ref()
-                .map_or("stream", |reach| if reach.pooled() { "mapped" } else { "none" }),
+            pools: self.reach.as_ref().map_or("stream", Reach::pools),
             registered: seen(self.reach.as_ref().is_some_and(|reach| reach.refusal().is_none())),
-            refusal: self.reach.as_ref().and_then(|reach| reach.refusal()).map(str::to_owned),
+            refusal: self.reach.as_ref().and_then(Reach::refused).map(str::to_owned),
             outgoing: self.dialer.is_some(),
             silent_ms: u64::try_from(self.silent().as_millis()).unwrap_or(u64::MAX),
             requests: self.requests.state(),
@@ -242,7 +242,12 @@ impl Link {
         &self.control
     }
 
-    /// Sends one control message; a peer that does not read loses it.
+    /// Waits until a request of `bytes` fits what the peer may have here, and says until when it must have arrived.
+    pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
+        self.budget.admit(bytes, silence).map_err(|error| self.named(error))
+    }
+
+    /// Sends one control message; a peer that does not read loses the link.
     pub(super) fn tell(&self, message: &Control) -> Result<()> {
         self.tell_as(&self.speaker(), message)
     }
@@ -253,13 +258,10 @@ impl Link {
     }
 
     pub(super) fn tell_as(&self, _: &Speaker<'_>, message: &Control) -> Result<()> {
-        let limit = Deadline::after(CONTROL_LIMIT).named("the limit of a control message");
-        self.control.send(&wire::encode(message)?, limit).map_err(|error| match error.kind() {
-            // The limit is none of the caller's, who may have all the time in the world.
-            ErrorKind::Timeout => {
-                Error::new(ErrorKind::NotLinked, "the peer does not read its control stream").because(error)
-            }
-            _ => error,
+        let frame = wire::encode(message)?;
+        self.control.send_now(&frame, &[]).inspect_err(|error| {
+            // What it has taken of the message would be read as something else.
+            self.shatter(format!("a control message could not be sent: {error}"));
         })
     }
 
@@ -325,6 +327,11 @@ impl Link {
             stream.close();
         }
         Ok(())
+    }
+
+    /// On how many streams the peer's calls are answered.
+    pub(super) fn serves(&self) -> usize {
+        self.served().streams.len()
     }
 
     /// Forgets a stream that has ended.

@@ -5,19 +5,14 @@
 //! wait for a peer happen under it. Not for: who comes in (`accept`).
 
 use std::net::SocketAddr;
-use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use hashbrown::HashMap;
 
-use super::{Shared, Transports, accept};
+use super::{Shared, Transports};
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::transport::{Address, Listener};
-
-/// How long closing waits for the thread that accepts, which holds the name of a local socket until it has ended.
-const CLOSING: Duration = Duration::from_millis(200);
 
 #[derive(Default)]
 pub(super) struct Listeners {
@@ -33,28 +28,23 @@ struct Open {
     others: HashMap<Address, (Door, usize)>,
 }
 
-/// A listener, with a thread that accepts.
+/// A listener that the control thread watches.
 struct Door {
-    listener: Arc<dyn Listener>,
-    /// Ends with the thread.
-    ended: Receiver<()>,
+    number: u64,
+    address: Address,
 }
 
 impl Door {
     fn port(&self) -> Option<SocketAddr> {
-        match self.listener.address() {
+        match self.address {
             Address::Tcp(address) => Some(address),
             _ => None,
         }
     }
 
     /// Closes it; its address is free when this returns.
-    fn close(self) {
-        let Door { listener, ended } = self;
-        listener.close();
-        drop(listener);
-        // Nothing is ever sent: this is the end of the thread, or of the patience.
-        let _ = ended.recv_timeout(CLOSING);
+    fn close(self, shared: &Shared) {
+        shared.control.leave(self.number);
     }
 }
 
@@ -76,8 +66,8 @@ impl Listeners {
         let now = open.main.as_ref().and_then(Door::port);
         match (asked, now) {
             (None, _) => {
-                open.main.take().into_iter().for_each(Door::close);
-                open.local.take().into_iter().for_each(|(_, door)| door.close());
+                open.main.take().into_iter().for_each(|door| door.close(shared));
+                open.local.take().into_iter().for_each(|(_, door)| door.close(shared));
                 return Ok(());
             }
             (Some(asked), Some(now))
@@ -87,17 +77,17 @@ impl Listeners {
             }
             (Some(asked), Some(now)) if asked.port() == now.port() => {
                 // Two listeners cannot have one port, if one of them is at every address.
-                open.main.take().into_iter().for_each(Door::close);
+                open.main.take().into_iter().for_each(|door| door.close(shared));
                 let opened = Self::open(shared, &Address::Tcp(asked));
                 if opened.is_err() {
                     let before = Self::open(shared, &Address::Tcp(now));
-                    open.main = before.inspect_err(|lost| shared.state.note(lost.to_string())).ok();
+                    open.main = before.inspect_err(|lost| log_error(lost)).ok();
                 }
                 open.main = Some(opened?);
             }
             (Some(asked), _) => {
                 let opened = Self::open(shared, &Address::Tcp(asked))?;
-                open.main.replace(opened).into_iter().for_each(Door::close);
+                open.main.replace(opened).into_iter().for_each(|door| door.close(shared));
             }
         }
         shared.note_open_door(open.main.as_ref().and_then(Door::port));
@@ -105,17 +95,23 @@ impl Listeners {
         Ok(())
     }
 
-    /// The local socket that peers of this host are sent to; once.
+    /// The local socket that peers of this host are sent to; once. Without a token they meet this engine there even if
+    /// they then talk over TCP.
     fn open_local(open: &mut Open, shared: &Arc<Shared>) {
-        if shared.cluster.config.links.transport == TransportChoice::Tcp || open.local.is_some() {
+        let config = &shared.cluster.config.links;
+        let unused = config.transport == TransportChoice::Tcp && config.token.is_some();
+        if unused || open.local.is_some() {
             return;
         }
         let name = format!("llm_datadist.{:016x}", shared.me.party.instance);
         match Self::open(shared, &Address::Unix(name.clone())) {
             Ok(door) => open.local = Some((name, door)),
-            // Peers of this host come through the other listener and use sockets, as those of other hosts do.
+            // With a token, peers of this host come through the other listener, as those of other hosts do.
             Err(error) => {
-                shared.state.note(format!("no local socket, peers of this host use sockets: {error}"));
+                tracing::error!(
+                    target: "llm_datadist::links",
+                    "no local socket: peers of this host need a token, and use TCP: {error}"
+                );
             }
         }
     }
@@ -133,6 +129,7 @@ impl Listeners {
             *users += 1;
             return Ok(());
         }
+        Self::open_local(&mut open, shared);
         let mut refused = None;
         for place in places {
             match Self::open(shared, &place) {
@@ -148,42 +145,36 @@ impl Listeners {
     }
 
     /// A communicator no longer listens; with the last of them the listener goes.
-    pub(super) fn leave(&self, asked: &Address) {
+    pub(super) fn leave(&self, shared: &Shared, asked: &Address) {
         let mut open = self.locked();
         let Some((_, users)) = open.others.get_mut(asked) else { return };
         *users -= 1;
         if *users == 0
             && let Some((door, _)) = open.others.remove(asked)
         {
-            door.close();
+            door.close(shared);
         }
     }
 
     /// Ends everything; nothing is opened any more.
-    pub(super) fn close(&self) {
+    pub(super) fn close(&self, shared: &Shared) {
         let mut open = self.locked();
         open.closed = true;
         let Open { main, local, others, .. } = &mut *open;
         let local = local.take().map(|(_, door)| door);
         for door in main.take().into_iter().chain(local).chain(others.drain().map(|(_, (door, _))| door)) {
-            // Whoever closes the engine waits for all threads at once.
-            door.listener.close();
+            door.close(shared);
         }
     }
 
-    /// Listens at `address`, with a thread that accepts.
+    /// Listens at `address`; the control thread accepts.
     fn open(shared: &Arc<Shared>, address: &Address) -> Result<Door> {
         let Transports { tcp, unix } = &shared.transports;
         let transport = if matches!(address, Address::Unix(_)) { unix } else { tcp };
         let listener: Arc<dyn Listener> = transport.listen(address)?.into();
-        let (weak, accepting) = (Arc::downgrade(shared), listener.clone());
-        let (ending, ended) = channel();
-        shared.threads.spawn("llm-listen", move || {
-            accept::accept(&weak, accepting.as_ref());
-            drop(accepting);
-            drop(ending);
-        })?;
-        Ok(Door { listener, ended })
+        let address = listener.address();
+        shared.control.start(shared)?;
+        Ok(Door { number: shared.control.listen(listener)?, address })
     }
 
     fn unclosed(&self) -> Result<MutexGuard<'_, Open>> {
@@ -200,12 +191,21 @@ impl Shared {
     /// Says who may come in where no token is asked for.
     fn note_open_door(&self, at: Option<SocketAddr>) {
         let config = &self.cluster.config.links;
-        let Some(at) = at.filter(|at| config.token.is_none() && !at.ip().is_loopback()) else { return };
-        let who = if config.accept_remote {
-            "peers of any host (llm.LinkAcceptRemote)"
-        } else {
-            "peers of this host only"
-        };
-        self.state.note(format!("listening on {at} without a token: {who} are accepted"));
+        let Some(at) = at.filter(|_| config.token.is_none()) else { return };
+        if config.accept_remote {
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "listening on {at} without a token: everybody who can reach it is admitted (llm.LinkAcceptRemote)"
+            );
+        } else if !at.ip().is_loopback() {
+            tracing::info!(
+                target: "llm_datadist::links",
+                "listening on {at} without a token: only processes of this host and this user are admitted"
+            );
+        }
     }
+}
+
+fn log_error(error: &Error) {
+    tracing::error!(target: "llm_datadist::links", "{error}");
 }

@@ -1,9 +1,9 @@
 //! Links: which clusters this one is linked with, and the threads that listen, greet and keep them alive.
 //!
 //! ```text
-//! link_clusters ── dialer ── greeting ─┐
-//! listener ─────── accept ── greeting ─┼─ link ── control stream ── keeper
-//! link (rank table) ── communicator ───┘      └── call streams ──── one call at a time; answered by `Answer`
+//! link_clusters ── dialer ─── greeting ─┐
+//! listener ─────── accept ─── greeting ─┼─ link ── control stream ── control (one thread, which also accepts)
+//! link (rank table) ── communicator ────┘      └── call streams ──── server (a few threads); answered by `Answer`
 //! ```
 //!
 //! One lock (`state`), held for a few look-ups and never across a socket; under it only the progress of a communicator is
@@ -14,14 +14,19 @@ mod accept;
 mod calls;
 mod communicator;
 mod connect;
+mod control;
 mod dialer;
 mod far;
 mod greeting;
-mod keeper;
+mod limits;
 mod link;
 mod listeners;
+mod newcomers;
+mod poller;
 mod reach;
+mod refusals;
 mod search;
+mod server;
 mod state;
 mod talk;
 mod threads;
@@ -33,11 +38,11 @@ pub use link::{Kind, Link, Peer};
 pub(crate) use calls::Lease;
 pub(crate) use far::{Known, SAID_BY, limit_ms, reply};
 pub(crate) use reach::location;
-pub(crate) use talk::{hear_next, say, say_before};
+pub(crate) use talk::{say, say_before};
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::check::ranks::RankEnd;
@@ -47,9 +52,12 @@ use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
 use crate::transport::{Address, Stream, Tcp, Transport, Unix};
 use crate::wire::{Comm, Control};
+use control::ControlThread;
 use greeting::Me;
-use keeper::Bell;
+use limits::Connections;
 use listeners::Listeners;
+use refusals::Refusals;
+use server::Server;
 use state::State;
 use threads::Threads;
 
@@ -58,9 +66,9 @@ const FAREWELL: Duration = Duration::from_secs(10);
 
 /// Answers what peers ask.
 pub(crate) trait Answer: Send + Sync {
-    /// Answers the calls that come on `stream` until it ends, or until the peer unlinks: then `unlinked` is called before
-    /// it is answered, so that the peer, once it knows, finds no trace of the link here.
-    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<()>;
+    /// Answers the next request on `stream`, which is there or on its way; `false` if the stream has ended. If the peer
+    /// unlinks, `unlinked` is called before it is answered, so that the peer, once it knows, finds no trace of the link here.
+    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool>;
 }
 
 /// Where one cluster of a `link_clusters` or `unlink_clusters` call is.
@@ -100,9 +108,10 @@ pub(crate) struct Shared {
     me: Me,
     answer: Box<dyn Answer>,
     state: State,
-    bell: Arc<Bell>,
-    /// Whether the keeper was started.
-    keeping: Mutex<bool>,
+    control: Arc<ControlThread>,
+    server: Arc<Server>,
+    limits: Connections,
+    refusals: Refusals,
     listeners: Listeners,
     /// It was said that others may read this process.
     opened_to_readers: AtomicBool,
@@ -118,15 +127,18 @@ impl Links {
         transports: Transports,
     ) -> Result<Links> {
         let config = &cluster.config;
+        let (threads, limits) = (Arc::<Threads>::default(), Connections::of_this_process());
         let shared = Arc::new(Shared {
             me: Me::new(config.cluster, config.remote_accessible)?,
             answer,
-            state: State::default(),
-            bell: Arc::new(Bell::new()?),
-            keeping: Mutex::default(),
+            state: State::new(limits),
+            control: Arc::new(ControlThread::new()?),
+            server: Arc::new(Server::new(threads.clone(), limits)?),
+            limits,
+            refusals: Refusals::default(),
             listeners: Listeners::default(),
             opened_to_readers: AtomicBool::default(),
-            threads: Arc::default(),
+            threads,
             transports,
             cluster,
         });
@@ -227,18 +239,14 @@ impl Links {
     pub(crate) fn states(&self) -> Vec<LinkState> {
         self.shared.state.states()
     }
-
-    /// Lines for the log since the last call.
-    pub(crate) fn notes(&self) -> Vec<String> {
-        self.shared.state.notes()
-    }
 }
 
 impl Drop for Links {
     fn drop(&mut self) {
-        self.shared.listeners.close();
+        self.shared.listeners.close(&self.shared);
         self.shared.state.close();
-        self.shared.bell.ring();
+        self.shared.server.close();
+        self.shared.control.ring();
         self.shared.threads.wait(FAREWELL);
     }
 }
@@ -266,17 +274,14 @@ impl Shared {
         if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 
-    /// The links the keeper looks after; `None` once all is closed.
-    fn kept(&self) -> Option<Vec<Arc<Link>>> {
-        self.state.kept()
-    }
-
     /// A link broke; `false` if that was known, or it had made room for another.
     fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.shatter(why);
         let removed = self.state.remove(link);
         if removed {
-            self.state.note(format!("the link to cluster {} broke: {why}", link.peer().cluster));
+            // The first reason is the one that counts.
+            let why = link.why().map_or(why, |(_, why)| why);
+            tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer().cluster);
         }
         removed
     }
@@ -294,46 +299,33 @@ impl Shared {
         link.shatter(why);
         self.state.remove(link);
         self.state.forgive(link.peer().cluster);
-        self.bell.ring();
+        self.control.ring();
     }
 
-    /// Opens a stream on which the peer calls, in a thread that then answers on it.
-    fn dial_back(self: &Arc<Self>, link: &Arc<Link>) {
-        if !link.may_open() {
-            return;
-        }
-        let (shared, caller) = (self.clone(), link.clone());
-        let serve = move || {
-            let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
-            let opened = caller.open_reverse(deadline).map(Arc::new);
-            let opened = opened.and_then(|stream| caller.serve_on(&stream).map(|()| stream));
-            caller.opened();
-            match opened {
-                Ok(stream) => shared.serve(&caller, &stream),
-                Err(error) => shared.state.note(format!("no stream for the calls of the peer: {error}")),
-            }
-        };
-        if let Err(error) = self.threads.spawn("llm-serve", serve) {
-            link.opened();
-            self.state.note(error.to_string());
-        }
+    /// Opens a stream on which the peer of `link` may call.
+    fn open_reverse(&self, link: &Arc<Link>) -> Result<Arc<Stream>> {
+        let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
+        link.open_reverse(deadline).map(Arc::new)
     }
 
-    /// Answers the peer's calls on `stream`, which the link knows, until it ends.
-    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) {
+    /// Answers the next request on `stream`; `false` if nothing more comes on it.
+    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
         let gone = std::cell::Cell::new(false);
         let unlinked = || gone.set(self.state.remove(link));
-        if let Err(error) = self.answer.answer(link, stream, &unlinked) {
+        let on = self.answer.answer(link, stream, &unlinked).unwrap_or_else(|error| {
             // Of interest only while the link goes on: a broken one has been reported with its reason.
             if link.alive() {
-                self.state.note(format!("a call of cluster {} ended early: {error}", link.peer().cluster));
+                let cluster = link.peer().cluster;
+                tracing::info!(target: "llm_datadist::links", "a call of cluster {cluster} ended early: {error}");
             }
-        }
-        stream.close();
-        link.served_on(stream);
+            false
+        });
         if gone.get() {
+            stream.close();
             self.drop_link(link, "the peer unlinked");
+            return false;
         }
+        on
     }
 }
 

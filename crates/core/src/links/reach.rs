@@ -16,14 +16,22 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 use crate::mem::{self, ForeignGenerations, ForeignProcess, ForeignRegion, Probe, Tensors};
 use crate::transport::Stream;
-use crate::wire::{self, Attach, Attached, GREETING_LIMIT, Location, Run};
+use crate::wire::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
+
+/// The most descriptors that a peer may send: its generations and two pools.
+const MOST_DESCRIPTORS: usize = 3;
+/// How long the memory of a peer's process may take to answer when it is opened.
+const PROBE_LIMIT: Duration = Duration::from_millis(500);
 
 /// What this process can see of a peer's, and the other way round.
 #[derive(Debug)]
 pub(crate) struct Reach {
-    generations: ForeignGenerations,
+    /// `None` if they could not be mapped: then nothing of the peer is read in place.
+    generations: Option<ForeignGenerations>,
     /// By placement.
     pools: [Option<Arc<ForeignRegion>>; 2],
+    /// Why the peer's pools are not read in place, although it offered them.
+    unmapped: Option<String>,
     /// `Err` says why memory outside of the pools cannot be read.
     process: Result<Arc<ForeignProcess>, String>,
     /// What the peer says it can see of ours.
@@ -31,8 +39,21 @@ pub(crate) struct Reach {
 }
 
 impl Reach {
-    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it.
+    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it: the side that dials.
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
+        Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
+        let (offered, descriptors): (Attach, _) = talk::hear_with(stream, GREETING_LIMIT, deadline)?;
+        let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
+        talk::say(stream, &told, deadline)?;
+        let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        Ok(Reach::complete(cluster, taken, seen))
+    }
+
+    /// Has `send` send what `cluster` offers.
+    pub(crate) fn offer(
+        cluster: &Cluster,
+        send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,
+    ) -> Result<()> {
         let pools = Placement::ALL.map(|placement| cluster.pool(placement).map(|arena| arena.region()));
         let shared = pools.map(|region| region.and_then(|region| Some((region.len(), region.descriptor()?))));
         let generations = cluster.generations().descriptor();
@@ -47,32 +68,60 @@ impl Reach {
             regions: shared.map(|pool| pool.map(|(len, _)| len)),
             probe: Some((probe.address, probe.secret)),
         };
-        stream.send_with(&wire::encode(&offer)?, &descriptors, deadline)?;
-        let (offered, descriptors): (Attach, _) = talk::hear_with(stream, GREETING_LIMIT, deadline)?;
-        let taken = Taken::of(&offered, descriptors, stream.peer_pid());
-        let told = Attached {
-            mapped: taken.as_ref().map(|_| ()).map_err(ToString::to_string),
-            registered: taken.as_ref().map_or_else(
-                |error| Err(error.to_string()),
-                |taken| taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
-            ),
-        };
-        talk::say(stream, &told, deadline)?;
-        let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
-        let Taken { generations, pools, process } = taken?;
-        // A page of a pool that is touched already has to be mapped by the peer at its first read.
-        cluster.merger.look();
-        Ok(Reach { generations, pools, process, seen })
+        send(&wire::encode(&offer)?, &descriptors)
     }
 
-    /// The generations of the peer's table.
-    pub(crate) fn generations(&self) -> &ForeignGenerations {
-        &self.generations
+    /// Takes what the peer of `stream` offers, and what it is told about that.
+    pub(crate) fn take(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: Vec<OwnedFd>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> (Offered, Attached) {
+        let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
+        let told = Attached {
+            mapped: taken.unmapped.clone().map_or(Ok(()), Err),
+            registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
+        };
+        (taken, told)
+    }
+
+    /// What was taken, with what the peer says it can see of this side's.
+    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
+        let Offered { generations, pools, unmapped, process } = taken;
+        // A page of a pool that is touched already has to be mapped by the peer at its first read.
+        cluster.merger.look();
+        Reach { generations, pools, unmapped, process, seen }
+    }
+
+    /// The generations of the peer's table; `None` if they could not be mapped.
+    pub(crate) fn generations(&self) -> Option<&ForeignGenerations> {
+        self.generations.as_ref()
+    }
+
+    /// Why the peer's pools are not read in place, although it offered them.
+    pub(crate) fn unmapped(&self) -> Option<&str> {
+        self.unmapped.as_deref()
     }
 
     /// Whether a pool of the peer can be read in place.
     pub(crate) fn pooled(&self) -> bool {
         self.pools.iter().any(Option::is_some)
+    }
+
+    /// How the memory of the peer's pools travels, for reports.
+    pub(crate) fn pools(&self) -> &'static str {
+        match (&self.unmapped, self.pooled()) {
+            (Some(_), _) => "stream",
+            (None, true) => "mapped",
+            (None, false) => "none",
+        }
+    }
+
+    /// Why something of the peer is not read in place, for reports.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.unmapped().or(self.refusal())
     }
 
     /// Why the peer's registered memory cannot be read by process id, if it cannot.
@@ -103,7 +152,7 @@ impl Reach {
             }
             Location::Process { runs } => {
                 let Ok(process) = &self.process else { return Ok(None) };
-                Tensors::of_process(process.clone(), Run::unpack(runs, count)?.into(), bytes)?
+                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
             }
             Location::Hidden => return Ok(None),
         };
@@ -117,44 +166,127 @@ pub(super) fn guarded() -> bool {
     scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
-struct Taken {
-    generations: ForeignGenerations,
+/// What of a peer's offer could be taken. What could not travels through sockets: that is no reason to refuse a link.
+#[derive(Debug)]
+pub(crate) struct Offered {
+    generations: Option<ForeignGenerations>,
     pools: [Option<Arc<ForeignRegion>>; 2],
+    unmapped: Option<String>,
     process: Result<Arc<ForeignProcess>, String>,
 }
 
-impl Taken {
-    fn of(offered: &Attach, descriptors: Vec<OwnedFd>, pid: Option<i32>) -> Result<Taken> {
-        let mut descriptors = descriptors.into_iter();
-        let mut next = || {
-            descriptors.next().ok_or_else(|| {
-                Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
-            })
+impl Offered {
+    fn of(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: Vec<OwnedFd>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Offered {
+        let who = || stream.peer_pid().map_or_else(|| "unknown".into(), |pid| pid.to_string());
+        let mut descriptors =
+            if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
+        let generations = Self::generations(cluster, offered, &mut descriptors);
+        let mapped = generations
+            .as_ref()
+            .map_err(ToString::to_string)
+            .and_then(|_| Self::pools(cluster, offered, &mut descriptors).map_err(|error| error.to_string()));
+        // Without generations nobody knows whether what was read was still the cache.
+        let process = match &generations {
+            Ok(_) => Self::process(cluster, offered, stream, deadline),
+            Err(error) => Err(error.to_string()),
         };
+        if let Err(why) = &mapped {
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "the memory of the peer at {} (process {}) is not mapped, its pools are read through sockets: {why}",
+                stream.peer(),
+                who(),
+            );
+        }
+        let (pools, unmapped) = match mapped {
+            Ok(pools) => (pools, None),
+            Err(why) => ([None, None], Some(why)),
+        };
+        Offered { generations: generations.ok(), pools, unmapped, process }
+    }
+
+    fn generations(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: &mut impl Iterator<Item = OwnedFd>,
+    ) -> Result<ForeignGenerations> {
         if !offered.generations {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer shares no generations"));
         }
-        let generations = ForeignGenerations::map(next()?)?;
-        let mut map = |len: Option<u64>| len.map(|len| ForeignRegion::map(next()?, len)).transpose();
-        let pools = [map(offered.regions[0])?, map(offered.regions[1])?];
-        let process = match (pid, offered.probe) {
-            (Some(pid), Some((address, secret))) => {
-                ForeignProcess::open(pid, Probe { address, secret }).map_err(|error| error.to_string())
-            }
-            (None, _) => Err("the peer's process id is not visible here".into()),
-            (_, None) => Err("the peer does not offer it".into()),
+        ForeignGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory)
+            .map_err(bounded)
+    }
+
+    fn pools(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: &mut impl Iterator<Item = OwnedFd>,
+    ) -> Result<[Option<Arc<ForeignRegion>>; 2]> {
+        let budget = &cluster.remote_memory;
+        // So that one peer leaves something to the others.
+        let most = budget.limit() / 2;
+        let sum = offered.regions.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
+        if sum.is_none_or(|sum| sum > most) {
+            let offered = sum.map_or_else(|| "more than 2^64".into(), |sum| sum.to_string());
+            let text = "the pools of the peer are larger than one link may map";
+            let error = Error::new(ErrorKind::System, text);
+            return Err(bounded(error.with("offered_bytes", offered).with("limit_bytes", most)));
+        }
+        let mut map = |len: Option<u64>| {
+            len.map(|len| ForeignRegion::map(descriptors.next().ok_or_else(missing)?, len, budget))
+                .transpose()
         };
-        Ok(Taken { generations, pools, process })
+        Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])
+    }
+
+    fn process(
+        cluster: &Cluster,
+        offered: &Attach,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Result<Arc<ForeignProcess>, String> {
+        let (pid, (address, secret)) = match (stream.peer_pid(), offered.probe) {
+            (Some(pid), Some(probe)) => (pid, probe),
+            (None, _) => return Err("the peer's process id is not visible here".into()),
+            (_, None) => return Err("the peer does not offer it".into()),
+        };
+        let limit = Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the limit of opening a process");
+        let opened = cluster.engine.open_process(pid, Probe { address, secret }, limit);
+        opened.map_err(|error| error.to_string())
     }
 }
 
+#[cold]
+fn missing() -> Error {
+    Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
+}
+
+/// The same error with the option that allows more.
+#[cold]
+fn bounded(error: Error) -> Error {
+    error.with("option", "link_remote_memory")
+}
+
 /// Where the tensors of a cache lie, for the wire.
-pub(crate) fn location(whereabouts: Whereabouts) -> Location {
-    match whereabouts {
+pub(crate) fn location(whereabouts: Whereabouts) -> Result<Location> {
+    let location = match whereabouts {
         Whereabouts::Pool(placement, offsets) => {
-            Location::Region { region: placement as u8, runs: Run::pack(&offsets) }
+            Location::Region { region: placement as u8, runs: Run::pack(&offsets)? }
         }
-        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs) },
+        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
         Whereabouts::Hidden => Location::Hidden,
+    };
+    match &location {
+        // Such a list would not be read; the sockets need none.
+        Location::Region { runs, .. } | Location::Process { runs } if runs.len() > MAX_RUNS => {
+            Ok(Location::Hidden)
+        }
+        _ => Ok(location),
     }
 }

@@ -15,6 +15,7 @@ use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::transport::Address;
+use crate::wire::Purpose;
 
 /// Rest between two rounds of tries: short at first, because peers often start together.
 const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
@@ -30,7 +31,8 @@ pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
     }
     comm.miss(link.peer().cluster);
     if let Err(error) = look(shared, &comm) {
-        shared.state.note(format!("cluster {} is not looked for again: {error}", link.peer().cluster));
+        let cluster = link.peer().cluster;
+        tracing::error!(target: "llm_datadist::links", "cluster {cluster} is not looked for again: {error}");
     }
 }
 
@@ -41,9 +43,12 @@ pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()>
         return Ok(());
     }
     let (weak, looking) = (Arc::downgrade(shared), comm.clone());
-    let started = shared.threads.spawn("llm-comm", move || {
+    let started = shared.threads.spawn("llm-search", move || {
         let deadline = Deadline::after(looking.limit).named("link_total_time");
         let (mut rest, mut told) = (*RESTS.start(), false);
+        if let Some(shared) = weak.upgrade() {
+            looking.knock(&shared, deadline);
+        }
         while let Some(shared) = weak.upgrade() {
             looking.round(&shared, deadline);
             if !looking.goes_on(&shared, deadline, &mut told) {
@@ -66,6 +71,21 @@ impl Communicator {
         rank(cluster) < rank(self.own)
     }
 
+    /// Tells members of this host that dial this one that it is there now, in case they came first and rest between two
+    /// tries (`whoever_knocks_ends_the_rest`).
+    fn knock(&self, shared: &Arc<Shared>, deadline: Deadline) {
+        let config = &shared.cluster.config.links;
+        if config.transport == TransportChoice::Tcp {
+            return;
+        }
+        for end in self.ends.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
+            let dialer = shared.dialer(self.local_address(end, config.token.as_ref()));
+            let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one try");
+            // Whoever is not there yet will find this side listening.
+            let _ = dialer.greet(Some(end.cluster), Purpose::Knock { comm: self.at(end) }, limit);
+        }
+    }
+
     /// Tries every missing member that this side dials.
     fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let missing = self.locked().missing.clone();
@@ -77,6 +97,11 @@ impl Communicator {
                     if !link.alive() {
                         self.miss(end.cluster);
                     }
+                    shared.state.announce();
+                }
+                // No further try helps where the two do not fit together.
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                    self.fail(end.cluster, &error.to_string());
                     shared.state.announce();
                 }
                 Err(error) => drop(self.locked().why.insert(end.cluster, error.to_string())),
@@ -103,7 +128,7 @@ impl Communicator {
         progress.looking = on;
         drop(progress);
         if let Some(note) = note {
-            shared.state.note(note);
+            tracing::error!(target: "llm_datadist::links", "{note}");
             shared.state.announce();
         }
         on
@@ -111,8 +136,9 @@ impl Communicator {
 
     /// Tries the addresses at which a member may be.
     fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<Arc<Link>> {
-        let local =
-            (shared.cluster.config.links.transport != TransportChoice::Tcp).then(|| self.local_address(end));
+        let config = &shared.cluster.config.links;
+        let local = (config.transport != TransportChoice::Tcp)
+            .then(|| self.local_address(end, config.token.as_ref()));
         let comm = self.at(end);
         let mut first = None;
         for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
@@ -142,12 +168,13 @@ impl Communicator {
 
     /// Whether somebody woke it early.
     fn rest(&self, rest: Duration) -> bool {
-        let progress = self.locked();
-        if progress.left {
+        let mut progress = self.locked();
+        if progress.left || std::mem::take(&mut progress.knocked) {
             return true;
         }
         let waited = self.changed.wait_timeout(progress, rest);
-        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+        let (mut progress, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut progress.knocked) || !waited.timed_out()
     }
 
     /// What has come of the search, for people.
@@ -170,5 +197,48 @@ impl Communicator {
         let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
         let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
         format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+    use crate::wire::Comm;
+
+    #[test]
+    fn whoever_knocks_ends_the_rest() {
+        let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
+        let progress = Progress {
+            missing: vec![ClusterId(1)],
+            met: vec![],
+            doors: vec![],
+            status: CommStatus::Preparing,
+            left: false,
+            looking: true,
+            knocked: false,
+            why: BTreeMap::new(),
+        };
+        let hour = Duration::from_secs(3600);
+        let waiting = Communicator {
+            id: 1,
+            comm,
+            own: ClusterId(2),
+            ends: vec![],
+            limit: hour,
+            one_try: hour,
+            progress: Mutex::new(progress),
+            changed: Condvar::new(),
+        };
+        assert!(!waiting.rest(Duration::ZERO), "nobody has come");
+        // Before the rest, as well as in the middle of it.
+        waiting.knocked();
+        assert!(waiting.rest(hour));
+        std::thread::scope(|scope| {
+            let rested = scope.spawn(|| waiting.rest(hour));
+            waiting.knocked();
+            assert!(rested.join().unwrap());
+        });
     }
 }

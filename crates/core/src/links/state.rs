@@ -2,31 +2,26 @@
 //!
 //! Not for: sockets; whatever has to be closed or told is handed out, and done by the caller without the lock.
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use hashbrown::{HashMap, HashSet};
 
 use super::communicator::{CommStatus, Communicator};
+use super::limits::Connections;
 use super::link::{Kind, Link, broken};
+use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
-use crate::transport::Stream;
 
-/// Strangers that may be greeting at a time; one more, and the oldest has to go
-/// (`strangers_keep_no_peer_out`).
-const MOST_STRANGERS: usize = 256;
-/// Links of one engine, far above what anybody makes (python-api.md §16 names 512).
+/// Links of one engine, far above what anybody makes (contract §16 names 512).
 const MOST_LINKS: usize = 4096;
-/// Lines that are kept for the log; the oldest go first.
-const MOST_NOTES: usize = 256;
 /// Broken links whose reason is kept.
 const MOST_BROKEN: usize = 1024;
 
-#[derive(Default)]
 pub(super) struct State {
+    limits: Connections,
     entries: Mutex<Entries>,
     /// A link came, went, or is no longer being made.
     changed: Condvar,
@@ -44,9 +39,6 @@ struct Entries {
     last_comm: u64,
     /// The engine is taking another role: no link may come about.
     quiet: bool,
-    /// And whether they have proved that they know the token: those are left alone.
-    strangers: VecDeque<(Arc<Stream>, bool)>,
-    notes: VecDeque<String>,
 }
 
 /// The right to link one cluster; others who want to wait for it.
@@ -72,6 +64,23 @@ impl Drop for Quiet<'_> {
 }
 
 impl State {
+    pub(super) fn new(limits: Connections) -> State {
+        State { limits, entries: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// Refuses a link that a peer makes, if there are too many of those; one of the same cluster takes its place.
+    pub(super) fn room_for_incoming(&self, cluster: ClusterId) -> Result<(), Refusal> {
+        let entries = self.locked();
+        let incoming = |link: &&Arc<Link>| link.kind() != Kind::Outgoing && link.peer().cluster != cluster;
+        if entries.links.values().flatten().filter(incoming).count() < self.limits.incoming {
+            return Ok(());
+        }
+        let text =
+            "peers have made too many links; a higher limit of open files (ulimit -n) makes room for more";
+        let error = Error::new(ErrorKind::LinkFailed, text).with("limit", self.limits.incoming);
+        Err(Refusal::new(Reason::Full, error))
+    }
+
     /// Refuses if there is a link, or one on the way; until what is returned goes, none can come about.
     pub(super) fn quiet(&self) -> Result<Quiet<'_>> {
         let mut entries = self.locked();
@@ -192,7 +201,7 @@ impl State {
         all.iter().find(|link| link.id == id && link.peer().instance == instance && link.alive()).cloned()
     }
 
-    /// All links, for the keeper; `None` once closed.
+    /// All links, for the control thread; `None` once closed.
     pub(super) fn kept(&self) -> Option<Vec<Arc<Link>>> {
         let entries = self.locked();
         (!entries.closed).then(|| entries.links.values().flatten().cloned().collect())
@@ -209,7 +218,7 @@ impl State {
     }
 
     /// A number for a new communicator. It counts from 1 and leaves out every number that is a status code, because
-    /// callers compare the two (clients.md §1.2, client 8).
+    /// callers compare the two.
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
         let mut entries = self.locked();
         entries.open()?;
@@ -258,35 +267,13 @@ impl State {
         self.changed.notify_all();
     }
 
-    /// A stranger that greets; the oldest of too many is sent away.
-    pub(super) fn greet(&self, stranger: &Arc<Stream>) {
-        let mut entries = self.locked();
-        entries.strangers.push_back((stranger.clone(), false));
-        let unproven = |entries: &Entries| entries.strangers.iter().filter(|(_, proven)| !proven).count();
-        let oldest = (unproven(&entries) > MOST_STRANGERS)
-            .then(|| entries.strangers.iter().position(|(_, proven)| !proven))
-            .flatten()
-            .and_then(|at| entries.strangers.remove(at));
-        let closed = entries.closed;
+    /// A member of the communicator `comm` is there now: nobody waits before dialling it again.
+    pub(super) fn knocked(&self, comm: &crate::wire::Comm) {
+        let entries = self.locked();
+        let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
+        let known: Vec<_> = known.collect();
         drop(entries);
-        if closed {
-            stranger.close();
-        }
-        if let Some((oldest, _)) = oldest {
-            oldest.close();
-        }
-    }
-
-    /// A stranger that knows the token.
-    pub(super) fn proven(&self, stranger: &Arc<Stream>) {
-        for (known, proven) in &mut self.locked().strangers {
-            *proven |= Arc::ptr_eq(known, stranger);
-        }
-    }
-
-    /// A stranger that has greeted, or gone.
-    pub(super) fn greeted(&self, stranger: &Arc<Stream>) {
-        self.locked().strangers.retain(|(known, _)| !Arc::ptr_eq(known, stranger));
+        known.iter().for_each(|comm| comm.knocked());
     }
 
     /// Ends everything.
@@ -295,7 +282,6 @@ impl State {
         entries.closed = true;
         let links: Vec<_> = entries.links.drain().flat_map(|(_, all)| all).collect();
         let comms: Vec<_> = entries.comms.drain().map(|(_, comm)| comm).collect();
-        let strangers: Vec<_> = entries.strangers.drain(..).collect();
         drop(entries);
         for comm in comms {
             comm.abandon();
@@ -305,24 +291,7 @@ impl State {
             let _ = link.tell(&crate::wire::Control::Bye { reason, unlinked: false });
             link.shatter("this engine was finalized");
         }
-        // After the goodbyes: the control stream of a link that has just been made may still be among them.
-        for (stranger, _) in strangers {
-            stranger.close();
-        }
         self.changed.notify_all();
-    }
-
-    /// A line for the log.
-    pub(super) fn note(&self, line: String) {
-        let mut entries = self.locked();
-        if entries.notes.len() == MOST_NOTES {
-            entries.notes.pop_front();
-        }
-        entries.notes.push_back(line);
-    }
-
-    pub(super) fn notes(&self) -> Vec<String> {
-        self.locked().notes.drain(..).collect()
     }
 
     /// Every link as it is now.

@@ -31,18 +31,8 @@ pub(crate) fn hear<T: DeserializeOwned>(
     patience: Duration,
     deadline: Deadline,
 ) -> Result<T> {
-    hear_next(stream, limit, patience, deadline)?.ok_or_else(|| ended(stream))
-}
-
-/// As [`hear`]; `None` if the peer closed the stream between two messages.
-pub(crate) fn hear_next<T: DeserializeOwned>(
-    stream: &Stream,
-    limit: usize,
-    patience: Duration,
-    deadline: Deadline,
-) -> Result<Option<T>> {
-    let frame = stream.receive(limit, patience, deadline)?;
-    frame.map(|(kind, body)| wire::open(kind, &body)).transpose()
+    let (kind, body) = stream.receive(limit, patience, deadline)?.ok_or_else(|| ended(stream))?;
+    wire::open(kind, &body)
 }
 
 /// As [`hear`], with the descriptors that came with the message.

@@ -11,6 +11,7 @@ use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat};
 use rustix::mm::ProtFlags;
 
 use super::region::{Aligned, HUGE_PAGE};
+use super::{MapBudget, Reserved};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Seals what this process has mapped already: for others it is there to read, at its length, for ever. `false` if the
@@ -30,10 +31,18 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     if !seals.contains(SealFlags::SHRINK) {
         return Err(refused("the peer's memory could shrink while it is read: it is not sealed"));
     }
+    // Without this seal the peer could punch holes: of memory in reserved huge pages they cannot be filled again.
+    if !seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        return Err(refused("the peer's memory could lose pages while it is read: it is not sealed"));
+    }
     let stat = fstat(descriptor).map_err(|error| because("the peer's memory has no length", error))?;
     let has = u64::try_from(stat.st_size).unwrap_or(0);
     if has < len || len == 0 {
         return Err(refused("the peer's memory is shorter than it said").with("has_bytes", has));
+    }
+    if u64::try_from(stat.st_blksize).is_ok_and(|page| page > HUGE_PAGE as u64) {
+        return Err(refused("the peer's memory is made of pages that are too large")
+            .with("page_bytes", stat.st_blksize));
     }
     Ok(())
 }
@@ -43,11 +52,14 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
 pub struct ForeignRegion {
     len: u64,
     mapped: Aligned,
+    /// Returned after the mapping has gone: fields drop in order.
+    _reserved: Reserved,
 }
 
 impl ForeignRegion {
-    /// Maps the first `len` bytes behind `fd` for reading. `Err` if they are not there, or could go away.
-    pub fn map(fd: OwnedFd, len: u64) -> Result<Arc<ForeignRegion>> {
+    /// Maps the first `len` bytes behind `fd` for reading. `Err` if they are not there, could go away, or are more than is
+    /// left of `budget`.
+    pub fn map(fd: OwnedFd, len: u64, budget: &Arc<MapBudget>) -> Result<Arc<ForeignRegion>> {
         refuse_shrinking(&fd, len)?;
         let refused = |error: rustix::io::Errno| {
             Error::new(ErrorKind::System, "the peer's memory could not be mapped")
@@ -56,10 +68,13 @@ impl ForeignRegion {
         };
         let whole = usize::try_from(len).ok().and_then(|bytes| bytes.checked_next_multiple_of(HUGE_PAGE));
         let whole = whole.ok_or_else(|| refused(rustix::io::Errno::NOMEM))?;
+        let reserved = budget.reserve(whole as u64)?;
+        // Not with MAP_NORESERVE: it changes nothing for ordinary pages, and where pages are reserved huge ones the kernel
+        // would end this process at a page that it has not, instead of refusing the mapping.
         let mapped = Aligned::map(&fd, whole, ProtFlags::READ).map_err(refused)?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(Arc::new(ForeignRegion { len, mapped }))
+        Ok(Arc::new(ForeignRegion { len, mapped, _reserved: reserved }))
     }
 
     /// Address of its first byte in this process.

@@ -5,12 +5,14 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::foreign::{refuse_shrinking, seal};
+use super::{MapBudget, Reserved, memfd};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Places with a number: 128 MiB of address space, of which only the pages of used places ever exist.
@@ -29,22 +31,18 @@ pub struct Generations {
 }
 
 impl Generations {
+    /// Bytes of address space that the numbers of one process take, here and at each peer that maps them.
+    pub const BYTES: u64 = BYTES as u64;
+
     /// Numbers that all start at 0.
     pub fn new() -> Result<Generations> {
-        let refused = |error: rustix::io::Errno| {
-            Error::new(ErrorKind::OutOfMemory, "no memory for the generations of the cache table")
-                .with("bytes", BYTES)
-                .because(std::io::Error::from(error))
-        };
         let made = || {
-            let kind = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-            let descriptor = memfd_create("llm_datadist generations", kind)?;
-            ftruncate(&descriptor, BYTES as u64)?;
+            let descriptor = memfd::create("llm_datadist generations", Self::BYTES, MemfdFlags::empty())?;
             let numbers = Numbers::map(&descriptor, ProtFlags::READ | ProtFlags::WRITE)?;
             let sealed = seal(&descriptor);
             Ok(Generations { numbers, descriptor, sealed })
         };
-        made().map_err(refused)
+        made().map_err(|errno| memfd::refused("generations of the cache table", Self::BYTES, errno))
     }
 
     /// The number of `place`; the largest one, which no reader may trust, where there are no numbers any more.
@@ -71,12 +69,17 @@ impl Generations {
 
 /// The numbers of a peer, as they are now.
 #[derive(Debug)]
-pub struct ForeignGenerations(Numbers);
+pub struct ForeignGenerations {
+    numbers: Numbers,
+    /// Returned after the mapping has gone: fields drop in order.
+    _reserved: Reserved,
+}
 
 impl ForeignGenerations {
-    /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else.
-    pub fn map(fd: OwnedFd) -> Result<ForeignGenerations> {
-        refuse_shrinking(&fd, BYTES as u64)?;
+    /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else, or `budget` is used up.
+    pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>) -> Result<ForeignGenerations> {
+        refuse_shrinking(&fd, Generations::BYTES)?;
+        let reserved = budget.reserve(Generations::BYTES)?;
         let numbers = Numbers::map(&fd, ProtFlags::READ).map_err(|error| {
             Error::new(ErrorKind::System, "the peer's generations could not be mapped")
                 .with("bytes", BYTES)
@@ -84,13 +87,13 @@ impl ForeignGenerations {
         })?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(ForeignGenerations(numbers))
+        Ok(ForeignGenerations { numbers, _reserved: reserved })
     }
 
     /// The number of `place`, to compare before a read.
     #[must_use]
     pub fn of(&self, place: u32) -> u64 {
-        self.0.of(place)
+        self.numbers.of(place)
     }
 
     /// Whether `place` still has `generation`, asked after a read: if so, nothing read before was already reused.
@@ -98,7 +101,7 @@ impl ForeignGenerations {
     pub fn still(&self, place: u32, generation: u64) -> bool {
         // The reads before stay before the look at the number.
         fence(Ordering::Acquire);
-        generation != NEVER && self.0.of(place) == generation
+        generation != NEVER && self.numbers.of(place) == generation
     }
 }
 

@@ -11,6 +11,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::param::page_size;
 
 use super::region::HUGE_PAGE;
@@ -28,6 +29,10 @@ const UNIT_PAGES: usize = 512;
 const PRESENT: u64 = 1 << 63;
 const FILE: u64 = 1 << 61;
 const EXCLUSIVE: u64 = 1 << 56;
+
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<PagemapScan>(b'f', 16);
+const SCAN_PRESENT: u64 = 1 << 3;
+const SCAN_HUGE: u64 = 1 << 6;
 
 /// Why a unit was not put into a huge page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +154,33 @@ impl Tensors {
     }
 }
 
+/// A question about a range of pages: `struct pm_scan_arg` of `linux/fs.h`.
+#[repr(C)]
+#[derive(Default)]
+struct PagemapScan {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// Its answer: `struct page_region`.
+#[repr(C)]
+#[derive(Default)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
 /// What the kernel says about every page of this process.
 #[derive(Debug)]
 pub struct OwnPages(File);
@@ -173,6 +205,28 @@ impl OwnPages {
             u64::from_ne_bytes(*entry) & (PRESENT | FILE | EXCLUSIVE) == PRESENT | EXCLUSIVE
         };
         entries.iter().all(own).then(|| Ok(merge(from, HUGE_PAGE)?))
+    }
+
+    /// Whether the page at `at` is a huge one. `None` if no page is there, or the kernel does not say (before Linux 6.7).
+    #[must_use]
+    pub fn huge(&self, at: u64) -> Option<bool> {
+        let mut found = PageRegion::default();
+        let mut scan = PagemapScan {
+            size: size_of::<PagemapScan>() as u64,
+            start: at,
+            end: at.checked_add(page_size() as u64)?,
+            vec: (&raw mut found) as u64,
+            vec_len: 1,
+            category_mask: SCAN_PRESENT,
+            return_mask: SCAN_PRESENT | SCAN_HUGE,
+            ..PagemapScan::default()
+        };
+        // SAFETY: the kernel defines this opcode for this structure, and reads and writes nothing else but `found`.
+        let question = unsafe { Updater::<PAGEMAP_SCAN, _>::new(&mut scan) };
+        // SAFETY: it writes to the two values above, which live until it returns; the pages are only looked at.
+        unsafe { ioctl(&self.0, question) }.ok()?;
+        // What it does not find it does not write.
+        (found.categories & SCAN_PRESENT != 0).then_some(found.categories & SCAN_HUGE != 0)
     }
 }
 

@@ -1,24 +1,56 @@
 //! How much memory this process may use: what the machine has to spare, and the limits it runs under.
 //!
-//! Control groups of both versions, and the limits of the process. What cannot be read sets no limit. Asked once, when an
-//! engine opens that was told no size. Not for: holding anybody to it; the kernel does that.
+//! Control groups of both versions, and the limits of the process. What cannot be read sets no limit. Asked when an engine
+//! opens, and before much memory is touched at once. Not for: holding anybody to it; the kernel does that.
 
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
+
+use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes that this process could use now without pushing anything out. An address space or a file size that is limited
 /// counts by half, because other things need some of it too.
 #[must_use]
 pub fn usable_bytes() -> u64 {
     let memory = usable_under(Path::new("/"));
-    let taken = number(Path::new("/proc/self/statm")).unwrap_or(0).saturating_mul(page_bytes());
-    let room = getrlimit(Resource::As).current.map(|limit| limit.saturating_sub(taken) / 2);
+    let room = address_space_left().map(|left| left / 2);
     let file = getrlimit(Resource::Fsize).current.map(|limit| limit / 2);
     [room, file].into_iter().flatten().fold(memory, u64::min)
 }
 
-/// The same without the limits of the process, read from the `proc` and `sys` folders under `root`.
+/// Bytes of address space that this process may still take; `None` if that is not limited.
+#[must_use]
+pub(super) fn address_space_left() -> Option<u64> {
+    let limit = getrlimit(Resource::As).current?;
+    let taken = number(Path::new("/proc/self/statm")).unwrap_or(0).saturating_mul(page_bytes());
+    Some(limit.saturating_sub(taken))
+}
+
+/// Bytes of memory that the machine has; 64 GiB where it does not say.
+#[must_use]
+pub(super) fn machine_bytes() -> u64 {
+    fields(&PathBuf::from("/proc/meminfo"), "MemTotal:").map_or(64 << 30, |kib| kib << 10)
+}
+
+/// `Err` if `bytes` are more than this process could use now: asked before that much is touched at once. In a control group
+/// allocations do not fail: touching more memory than the group may have ends a process of the group instead.
+pub fn refuse_beyond_room(what: &str, bytes: u64) -> Result<()> {
+    refuse_beyond_room_under(Path::new("/"), what, bytes)
+}
+
+/// The same with the `proc` and `sys` folders under `root`.
+pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<()> {
+    let usable = usable_under(root);
+    if bytes <= usable {
+        return Ok(());
+    }
+    let text =
+        format!("{what} need more memory than this process may use now (control group, or free memory)");
+    Err(Error::new(ErrorKind::OutOfMemory, text).with("bytes", bytes).with("usable_bytes", usable))
+}
+
+/// As [`usable_bytes`], without the limits of the process, read from the `proc` and `sys` folders under `root`.
 #[must_use]
 pub fn usable_under(root: &Path) -> u64 {
     let available = fields(&root.join("proc/meminfo"), "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);

@@ -14,29 +14,34 @@
 //!
 //! Not for: which bytes to copy (`plan`), or who copies them (`engine`).
 
+mod budget;
 mod credentials;
 mod foreign;
 mod generations;
 mod huge;
 mod identity;
+mod kept;
 pub mod kernel;
 mod limits;
-mod lists;
+mod memfd;
 mod page_faults;
 mod process;
 mod region;
 mod smaps;
 mod sockets;
+#[cfg(feature = "testing")]
+pub mod stall;
 mod tensors;
 pub mod vectored;
 
-pub use credentials::peer_process;
+pub use budget::{MapBudget, Reserved};
+pub use credentials::{Credentials, peer_credentials, same_user};
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
 pub use huge::{OwnPages, Refusal};
 pub use identity::{remember_process, this_process};
-pub use limits::{usable_bytes, usable_under};
-pub use lists::keep_lists;
+pub use kept::KeptLists;
+pub use limits::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes, usable_under};
 pub use page_faults::{faulted, page_faults};
 pub use process::{ForeignProcess, Probe, allow_readers, own_probe};
 pub use region::{HugePages, Region};

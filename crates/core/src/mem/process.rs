@@ -97,7 +97,8 @@ impl ForeignProcess {
     }
 
     /// Reads every first window, of this process's tensors, into the second, of equal length and writable here. When it
-    /// returns, all bytes are in place and came from the process that was opened.
+    /// returns, all bytes are in place and came from the process that was opened. If the memory does not answer it does not
+    /// return before that process ends: not for the thread of a caller (`engine::readers`).
     pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)]) -> Result<()> {
         let wrong = |(src, dst): &(Window<'_>, Window<'_>)| {
             src.len() != dst.len() || src.reach() != Reach::Process || dst.reach() != Reach::Host
@@ -146,6 +147,8 @@ impl ForeignProcess {
 
     /// Reads the process's `far` into this one's `near`, as many bytes as both have; again while a signal interrupts it.
     fn call(&self, near: &[libc::iovec], far: &[libc::iovec]) -> io::Result<u64> {
+        #[cfg(feature = "testing")]
+        super::stall::pass(far);
         loop {
             let (many, wanted) = (near.len() as libc::c_ulong, far.len() as libc::c_ulong);
             // SAFETY: `near` names the secret of the caller and windows of live, writable tensors of this process (promise

@@ -6,11 +6,11 @@ use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 
-use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, fstat};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::foreign::seal;
-use super::smaps;
+use super::{memfd, smaps};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Huge pages are 2 MiB on every machine this maps shared memory on; a base aligned to less never gets one.
@@ -75,14 +75,10 @@ impl Region {
         let too_large = || Error::new(ErrorKind::OutOfMemory, "the pool is larger than the address space");
         let bytes = usize::try_from(len).map_err(|_| too_large().with("bytes", len))?;
         let whole = bytes.checked_next_multiple_of(HUGE_PAGE).ok_or_else(too_large)?;
-        let refused = |error: rustix::io::Errno| {
-            let text = format!("no memory for the {name}");
-            Error::new(ErrorKind::OutOfMemory, text).with("bytes", len).because(std::io::Error::from(error))
-        };
         // Reserved huge pages are taken only if the whole pool fits: a partial grant would fault later, at a touch.
         let mapping = match Mapping::reserved_pages(name, whole) {
             Ok(mapping) => mapping,
-            Err(_) => Mapping::ordinary(name, whole).map_err(refused)?,
+            Err(_) => Mapping::ordinary(name, whole).map_err(|errno| memfd::refused(name, len, errno))?,
         };
         Ok(Region { base: mapping.range.base as u64, len, mapping: Some(mapping) })
     }
@@ -169,7 +165,7 @@ impl Region {
 impl Mapping {
     /// Made of huge pages that the administrator reserved; `Err` if there are not enough for all of it.
     fn reserved_pages(name: &str, len: usize) -> rustix::io::Result<Self> {
-        let descriptor = Self::file(name, len, MemfdFlags::HUGETLB)?;
+        let descriptor = memfd::create(name, len as u64, memfd::HUGE_2MB)?;
         // SAFETY: no address is asked for, so the kernel chooses a range nobody uses, aligned to its huge pages.
         let at = unsafe { mmap(null_mut(), len, RW, MapFlags::SHARED, &descriptor, 0) }?;
         let range = Aligned { base: at as usize, held: (at as usize, len), advised: false };
@@ -178,22 +174,24 @@ impl Mapping {
 
     /// Made of ordinary pages, aligned so that the kernel may merge them into huge ones.
     fn ordinary(name: &str, len: usize) -> rustix::io::Result<Self> {
-        let descriptor = Self::file(name, len, MemfdFlags::empty())?;
+        let descriptor = memfd::create(name, len as u64, MemfdFlags::empty())?;
         let range = Aligned::map(&descriptor, len, RW)?;
         let huge = if range.advised { HugePages::Advised } else { HugePages::Unavailable };
         Ok(Mapping { range, sealed: seal(&descriptor), descriptor, huge })
-    }
-
-    fn file(name: &str, len: usize, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {
-        let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)?;
-        ftruncate(&descriptor, len as u64)?;
-        Ok(descriptor)
     }
 }
 
 impl Aligned {
     /// The first `len` bytes of `descriptor`, a multiple of [`HUGE_PAGE`].
     pub(super) fn map(descriptor: &OwnedFd, len: usize, rights: ProtFlags) -> rustix::io::Result<Self> {
+        // First anywhere: what the kernel refuses is refused here, where nothing is left behind.
+        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+        let anywhere = unsafe { mmap(null_mut(), len, rights, MapFlags::SHARED, descriptor, 0) }?;
+        if (anywhere as usize).is_multiple_of(HUGE_PAGE) {
+            return Ok(Self::advised(anywhere as usize, (anywhere as usize, len), len));
+        }
+        // SAFETY: the mapping just made, which nobody knows of.
+        let _unmapped = unsafe { munmap(anywhere, len) };
         // One huge page more than needed, so that an aligned start can be chosen inside the reservation.
         let held_len = len.checked_add(HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
         let nothing = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -212,9 +210,14 @@ impl Aligned {
             }
             return Err(error);
         }
-        // SAFETY: the range is the mapping just made, and this advice changes no contents.
+        Ok(Self::advised(base, (held, held_len), len))
+    }
+
+    /// `len` bytes mapped at `base`, for which huge pages are welcome.
+    fn advised(base: usize, held: (usize, usize), len: usize) -> Self {
+        // SAFETY: the range is a mapping that was just made, and this advice changes no contents.
         let advised = unsafe { madvise(base as *mut c_void, len, Advice::LinuxHugepage) }.is_ok();
-        Ok(Aligned { base, held: (held, held_len), advised })
+        Aligned { base, held, advised }
     }
 }
 

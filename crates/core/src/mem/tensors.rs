@@ -12,6 +12,10 @@ use super::{ForeignProcess, ForeignRegion, Region};
 use crate::check::{self, Side};
 use crate::desc::{CacheDesc, CacheKind};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+
+/// What the lists below are for, should there be no memory for one.
+const ADDRESSES: &str = "the addresses of tensors";
 
 /// Addresses of the caller's own memory, one per tensor, with the caller's promise about them.
 ///
@@ -20,11 +24,11 @@ use crate::error::{Error, ErrorKind, Result};
 pub struct Adopted {
     desc: CacheDesc,
     side: Side,
-    addrs: Box<[u64]>,
+    addrs: Arc<Vec<u64>>,
 }
 
 impl Adopted {
-    /// Takes `addrs`, one per tensor of `desc`, each above zero (python-api.md §4.3, §7.6).
+    /// Takes `addrs`, one per tensor of `desc`, each above zero (contract §4.3, §7.6).
     ///
     /// # Safety
     ///
@@ -33,7 +37,8 @@ impl Adopted {
     /// between them stay inside the memory given, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let side = check::addresses(desc, kind, addrs)?;
-        Ok(Adopted { desc: desc.clone(), side, addrs: addrs.into() })
+        let addrs = Arc::new(fallible::copied(ADDRESSES, addrs)?);
+        Ok(Adopted { desc: desc.clone(), side, addrs })
     }
 
     /// What the caller said it is.
@@ -56,7 +61,8 @@ impl Adopted {
 
 /// The tensors of one cache: equal sizes, any addresses, one owner that is let go when this drops.
 pub struct Tensors {
-    addrs: Box<[u64]>,
+    /// Shared with the handles of the caller, for which a copy might fail once the cache is made.
+    addrs: Arc<Vec<u64>>,
     tensor_bytes: u64,
     memory: Memory,
     /// Gives the memory back when dropped (a lease of a pool, a mapping); nothing for adopted memory.
@@ -120,11 +126,12 @@ impl Tensors {
 
     /// Tensors of `tensor_bytes` at the addresses `addrs` of another process: to be read, never written, and not by the
     /// CPU. Wrong addresses are reported by the read.
-    pub fn of_process(process: Arc<ForeignProcess>, addrs: Box<[u64]>, tensor_bytes: u64) -> Result<Tensors> {
+    pub fn of_process(process: Arc<ForeignProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
         if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
             let text = format!("{tensor_bytes} bytes at {addr:#x} are outside every address space");
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
+        let addrs = Arc::new(addrs);
         Ok(Tensors { addrs, tensor_bytes, memory: Memory::Process(process), _owner: None })
     }
 
@@ -143,6 +150,12 @@ impl Tensors {
     #[must_use]
     pub fn addrs(&self) -> &[u64] {
         &self.addrs
+    }
+
+    /// The same, shared.
+    #[must_use]
+    pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
+        self.addrs.clone()
     }
 
     /// Bytes of one tensor.
@@ -184,8 +197,8 @@ impl Tensors {
     pub fn check_mapped(&self, access: Access) -> Result<()> {
         let Memory::Adopted(known) = &self.memory else { return Ok(()) };
         let unmapped = known[access as usize].get_or_init(|| {
-            let ranges: Vec<_> = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes)).collect();
-            smaps::first_unmapped(&ranges, access == Access::Write)
+            let ranges = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
+            smaps::first_unmapped(ranges, access == Access::Write)
         });
         let Some(addr) = unmapped else { return Ok(()) };
         let way = if access == Access::Write { "writable" } else { "readable" };
@@ -221,7 +234,7 @@ fn inside(
     len: u64,
     offsets: impl IntoIterator<Item = u64>,
     tensor_bytes: u64,
-) -> Result<Box<[u64]>> {
+) -> Result<Arc<Vec<u64>>> {
     let at = |offset: u64| {
         let end = offset.checked_add(tensor_bytes);
         if end.is_none_or(|end| end > len) {
@@ -230,7 +243,12 @@ fn inside(
         }
         Ok(base + offset)
     };
-    offsets.into_iter().map(at).collect()
+    let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
+    fallible::grow(ADDRESSES, &mut addrs, offsets.size_hint().0)?;
+    for offset in offsets {
+        fallible::push(ADDRESSES, &mut addrs, at(offset)?)?;
+    }
+    Ok(Arc::new(addrs))
 }
 
 impl Reach {

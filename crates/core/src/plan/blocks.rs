@@ -9,6 +9,8 @@ use std::sync::Arc;
 use super::Ends;
 use super::order::{self, Pair};
 use super::wave::{Piece, Span, Wave};
+use crate::error::Result;
+use crate::fallible;
 
 /// Fewer blocks than these are spans: there is nothing to gain.
 const FEW: usize = 64;
@@ -67,37 +69,42 @@ impl Blocks {
     }
 
     /// As spans, one for each block.
-    pub(super) fn single_spans(&self) -> Vec<Span> {
-        self.pieces().map(|Piece { src, dst, len }| Span::single(src, dst, len)).collect()
+    pub(super) fn single_spans(&self) -> impl ExactSizeIterator<Item = Span> + '_ {
+        self.pieces().map(|Piece { src, dst, len }| Span::single(src, dst, len))
     }
 }
 
 /// The waves of `pairs` of blocks, with the result of copying one after the other in the order given. All of them lie
 /// in a tensor.
-pub(super) fn waves(len: u64, (src, dst): (u64, u64), pairs: Vec<(u32, u32)>, ends: Ends) -> Vec<Wave> {
-    let free = apart(&pairs, ends) || !order::order_matters(&pairs, ends);
-    let levels = if free { vec![pairs] } else { order::levels(&pairs, ends) };
+pub(super) fn waves(
+    len: u64,
+    (src, dst): (u64, u64),
+    pairs: Vec<(u32, u32)>,
+    ends: Ends,
+) -> Result<Vec<Wave>> {
+    let free = apart(&pairs, ends)? || !order::order_matters(&pairs, ends)?;
+    let levels = if free { vec![pairs] } else { order::levels(&pairs, ends)? };
     let wave = |mut pairs: Vec<(u32, u32)>| {
-        by_source(&mut pairs);
+        by_source(&mut pairs)?;
         let scattered = scattered(&pairs);
         let blocks = Blocks { len, src, dst, pairs: Arc::new(pairs) };
         if scattered {
-            Wave::of_blocks(blocks)
+            Ok(Wave::of_blocks(blocks))
         } else {
-            Wave::new(order::strided(order::contiguous(blocks.pieces())))
+            Wave::new(order::strided(order::contiguous(blocks.pieces())?)?)
         }
     };
-    levels.into_iter().map(wave).collect()
+    fallible::tried(order::PLAN, levels.into_iter().map(wave))
 }
 
 /// Whether no block is written twice or, in one cache, read and written, of those that lie near each other; `false` also if
 /// that takes a longer look.
-fn apart(pairs: &[(u32, u32)], ends: Ends) -> bool {
+fn apart(pairs: &[(u32, u32)], ends: Ends) -> Result<bool> {
     let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
     let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
-        return false;
+        return Ok(false);
     };
-    let (mut bits, mut met) = (vec![0u64; words + 1], 0);
+    let (mut bits, mut met) = (fallible::filled(order::PLAN, 0u64, words + 1)?, 0);
     for &(_, dst) in pairs {
         // None is above `most`, so every one has its bit.
         if let Some(word) = bits.get_mut(dst as usize / 64) {
@@ -107,24 +114,25 @@ fn apart(pairs: &[(u32, u32)], ends: Ends) -> bool {
         }
     }
     let written = |src: u32| bits.get(src as usize / 64).is_some_and(|word| word >> (src % 64) & 1 != 0);
-    met == 0 && (ends == Ends::TwoCaches || !pairs.iter().fold(false, |any, &(src, _)| any | written(src)))
+    let clear = met == 0;
+    Ok(clear && (ends == Ends::TwoCaches || !pairs.iter().fold(false, |any, &(src, _)| any | written(src))))
 }
 
 /// Sorts pairs by where they read, those that read the same block by where they write.
-fn by_source(pairs: &mut Vec<(u32, u32)>) {
+fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     /// Blocks that one list may leave out for each that it names.
     const SPARSE: usize = 4;
     /// No block is written there: such a list is sorted by comparing.
     const NOWHERE: u32 = u32::MAX;
     if pairs.is_sorted() {
-        return;
+        return Ok(());
     }
     let most = pairs.iter().fold(0, |most, &(src, _)| src.max(most));
     let Some(room) = usize::try_from(most).ok().filter(|&most| most < SPARSE * pairs.len()) else {
         return order::by_source(pairs);
     };
     // A place for each block of the source: most lists read no block twice, and then two passes are enough.
-    let mut to = vec![NOWHERE; room + 1];
+    let mut to = fallible::filled(order::PLAN, NOWHERE, room + 1)?;
     let mut once = true;
     for &(src, dst) in pairs.iter() {
         // None is above `most`, so every one has its place.
@@ -144,6 +152,7 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) {
         }
         filled += usize::from(dst != NOWHERE);
     }
+    Ok(())
 }
 
 /// Whether joining would leave nearly as many.

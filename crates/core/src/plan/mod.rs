@@ -5,16 +5,22 @@
 //! `check` before and by `mem::Window` again) or who moves the bytes (`engine`).
 
 mod blocks;
+mod conflicts;
 mod order;
 mod parts;
+mod span_list;
 mod wave;
 
 pub use blocks::Blocks;
+pub use parts::MOST_WAVES;
+pub use span_list::{Received, SpanList};
 pub use wave::{Piece, Span, Wave};
 
 use std::sync::Arc;
 
 use crate::check::{BlockPairs, CopyRange, Move, Moves, Pieces};
+use crate::error::Result;
+use crate::fallible;
 
 /// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
 /// `src_tensor + t` into tensor `dst_tensor + t`.
@@ -24,7 +30,7 @@ pub struct CopyPlan {
     src_tensor: u32,
     dst_tensor: u32,
     /// Shared by the plans of all layers of one transfer.
-    waves: Arc<[Wave]>,
+    waves: Arc<Vec<Wave>>,
 }
 
 /// Whether a plan reads and writes the same cache.
@@ -38,56 +44,55 @@ pub enum Ends {
 
 impl CopyPlan {
     /// One range in every tensor. A range onto itself is nothing to do.
-    #[must_use]
-    pub fn range(range: &CopyRange, ends: Ends) -> Self {
+    pub fn range(range: &CopyRange, ends: Ends) -> Result<Self> {
         let onto_itself = ends == Ends::OneCache && range.src_offset == range.dst_offset;
         let spans = if onto_itself {
             vec![]
         } else {
             vec![Span::single(range.src_offset, range.dst_offset, range.bytes)]
         };
-        Self::new(range.num_tensors, vec![Wave::new(spans)])
+        Ok(Self::new(range.num_tensors, vec![Wave::new(spans)?]))
     }
 
     /// Whole blocks, with the result of copying the pairs one after the other in the order given.
-    #[must_use]
-    pub fn blocks(request: &BlockPairs, ends: Ends) -> Self {
+    pub fn blocks(request: &BlockPairs, ends: Ends) -> Result<Self> {
         let len = request.block_bytes;
         let moved = |&(src, dst): &(u64, u64)| ends == Ends::TwoCaches || src != dst;
         let any = request.pairs.iter().fold(0, |any, &(src, dst)| any | src | dst);
         let waves = if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-            let mut pairs: Vec<_> =
-                request.pairs.iter().map(|&(src, dst)| (src as u32, dst as u32)).collect();
+            let narrow = request.pairs.iter().map(|&(src, dst)| (src as u32, dst as u32));
+            let mut pairs = fallible::collect(order::PLAN, narrow)?;
             if !request.pairs.iter().all(moved) {
                 pairs.retain(|(src, dst)| src != dst);
             }
-            blocks::waves(len, (0, 0), pairs, ends)
+            blocks::waves(len, (0, 0), pairs, ends)?
         } else {
             let piece = |&(src, dst): &(u64, u64)| Piece { src: src * len, dst: dst * len, len };
-            in_order(request.pairs.iter().copied().filter(moved).collect(), ends, piece)
+            let mut pairs = fallible::copied(order::PLAN, &request.pairs)?;
+            pairs.retain(moved);
+            in_order(pairs, ends, piece)?
         };
-        Self::new(request.num_tensors, waves)
+        Ok(Self::new(request.num_tensors, waves))
     }
 
     /// What a pull or push moves between two caches, with the result of moving piece after piece in the order given.
     /// Takes the pieces out of `moves`.
-    #[must_use]
-    pub fn moves(moves: &mut Moves) -> Self {
+    pub fn moves(moves: &mut Moves) -> Result<Self> {
         // Taken, not copied: fresh memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
-            Pieces::Blocks { len, first, pairs } => blocks::waves(len, first, pairs, Ends::TwoCaches),
+            Pieces::Blocks { len, first, pairs } => blocks::waves(len, first, pairs, Ends::TwoCaches)?,
             Pieces::Listed(pieces) => {
-                in_order(pieces, Ends::TwoCaches, |&Move { src, dst, len }| Piece { src, dst, len })
+                in_order(pieces, Ends::TwoCaches, |&Move { src, dst, len }| Piece { src, dst, len })?
             }
         };
         let plan = Self::new(moves.num_tensors, waves);
-        CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan }
+        Ok(CopyPlan { src_tensor: moves.src_tensor, dst_tensor: moves.dst_tensor, ..plan })
     }
 
-    fn new(num_tensors: u32, waves: Vec<Wave>) -> Self {
-        let waves = waves.into_iter().filter(|wave| wave.count() > 0).collect();
-        CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves }
+    fn new(num_tensors: u32, mut waves: Vec<Wave>) -> Self {
+        waves.retain(|wave| wave.count() > 0);
+        CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves: Arc::new(waves) }
     }
 
     /// The same spans in other tensors: from tensor `src_tensor + t` into tensor `dst_tensor + t`, for each of
@@ -145,12 +150,12 @@ impl CopyPlan {
 }
 
 /// The waves of pieces, merged.
-fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Vec<Wave> {
+fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Result<Vec<Wave>> {
     let levels =
-        if order::order_matters(&pieces, ends) { order::levels(&pieces, ends) } else { vec![pieces] };
+        if order::order_matters(&pieces, ends)? { order::levels(&pieces, ends)? } else { vec![pieces] };
     let wave = |mut wave: Vec<T>| {
-        order::by_source(&mut wave);
-        Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))))
+        order::by_source(&mut wave)?;
+        Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))?)?)
     };
-    levels.into_iter().map(wave).collect()
+    fallible::tried(order::PLAN, levels.into_iter().map(wave))
 }

@@ -7,6 +7,11 @@ use hashbrown::{HashMap, HashSet};
 use super::Ends;
 use super::wave::{Piece, Span};
 use crate::check::Move;
+use crate::error::Result;
+use crate::fallible;
+
+/// What the lists below are for, should there be no memory for one.
+pub(super) const PLAN: &str = "a plan";
 
 /// Something that is read in one place and written in another. Two that share a place share it whole.
 pub(super) trait Pair: Copy {
@@ -27,15 +32,15 @@ impl Pair for Move {
 }
 
 /// Whether some pair writes a block that another pair writes, or (in one cache) reads.
-pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> bool {
+pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
     if pairs.len() < 2 {
-        return false;
+        return Ok(false);
     }
-    let mut written = Places::of(pairs);
+    let mut written = Places::of(pairs)?;
     if pairs.iter().any(|pair| !written.add(pair.ends().1)) {
-        return true;
+        return Ok(true);
     }
-    ends == Ends::OneCache && pairs.iter().any(|pair| written.has(pair.ends().0))
+    Ok(ends == Ends::OneCache && pairs.iter().any(|pair| written.has(pair.ends().0)))
 }
 
 /// A set of places: a bit for each where they are dense, as blocks of a cache are, else a hash set.
@@ -46,16 +51,23 @@ enum Places {
 
 impl Places {
     /// An empty set for places that `pairs` may write.
-    fn of<T: Pair>(pairs: &[T]) -> Places {
+    fn of<T: Pair>(pairs: &[T]) -> Result<Places> {
         let (any, most) =
             pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.ends().1, pair.ends().1.max(most)));
         let unit = any.trailing_zeros().min(63);
         // A bit is much cheaper than an entry: up to this many for each place the bits are smaller as well.
         let words = (most >> unit) / 64 + 1;
-        match usize::try_from(words) {
-            Ok(words) if words <= pairs.len() => Places::Dense { unit, bits: vec![0; words] },
-            _ => Places::Sparse(HashSet::with_capacity(pairs.len())),
-        }
+        Ok(match usize::try_from(words) {
+            Ok(words) if words <= pairs.len() => {
+                Places::Dense { unit, bits: fallible::filled(PLAN, 0, words)? }
+            }
+            _ => {
+                let mut set = HashSet::new();
+                let room = set.try_reserve(pairs.len());
+                room.map_err(|_| fallible::short(PLAN, 2 * size_of_val(pairs)))?;
+                Places::Sparse(set)
+            }
+        })
     }
 
     /// Adds a place; `false` if it is there already.
@@ -91,23 +103,24 @@ impl Places {
 }
 
 /// Sorts pairs by where they read, those that read the same place by where they write.
-pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) {
-    sort_by_number(pairs, |pair| pair.ends().0);
+pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
+    sort_by_number(pairs, |pair| pair.ends().0)?;
     for fan in pairs.chunk_by_mut(|a, b| a.ends().0 == b.ends().0) {
         fan.sort_unstable_by_key(|pair| pair.ends().1);
     }
+    Ok(())
 }
 
 /// Sorts by a number, equal ones in the order they had. Lists of blocks are long and their numbers differ in few bits, so
 /// long lists are dealt out digit by digit: a fraction of the time of comparing (`tests/rust/plan.rs` compares results).
-pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) {
+fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Result<()> {
     const FEW: usize = 512;
     if items.is_sorted_by_key(&number) {
-        return;
+        return Ok(());
     }
     if items.len() < FEW {
         items.sort_by_key(number);
-        return;
+        return Ok(());
     }
     let (all, any) =
         items.iter().fold((u64::MAX, 0), |(all, any), item| (all & number(item), any | number(item)));
@@ -117,8 +130,8 @@ pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) ->
     let most = items.len().ilog2().clamp(8, 16);
     let digits = (high - low).div_ceil(most);
     let width = (high - low).div_ceil(digits.max(1));
-    let mut dealt = items.clone();
-    let mut next = vec![0usize; 1 << width];
+    let mut dealt = fallible::copied(PLAN, items)?;
+    let mut next = fallible::filled(PLAN, 0usize, 1 << width)?;
     for turn in 0..digits {
         let shift = low + turn * width;
         let digit = |item: &T| usize::try_from((number(item) >> shift) & ((1 << width) - 1)).unwrap_or(0);
@@ -137,17 +150,18 @@ pub(super) fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) ->
         }
         std::mem::swap(items, &mut dealt);
     }
+    Ok(())
 }
 
 /// Splits pairs into waves: each pair runs as early as the pairs before it that touch its blocks allow.
-pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Vec<Vec<T>> {
+pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
     struct Free {
         read: usize,
         write: usize,
     }
-    let mut blocks: HashMap<(bool, u64), Free> = HashMap::with_capacity(2 * pairs.len());
+    let mut blocks: HashMap<(bool, u64), Free> = fallible::map(PLAN, 2 * pairs.len())?;
     // In two caches block 3 read and block 3 written are different blocks.
     let apart = ends == Ends::TwoCaches;
     let mut waves: Vec<Vec<T>> = Vec::new();
@@ -157,31 +171,32 @@ pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Vec<Vec<T>> {
         let earliest_write = blocks.entry((false, dst)).or_default().write;
         let level = earliest_read.max(earliest_write);
         if waves.len() <= level {
-            waves.resize_with(level + 1, Vec::new);
+            // One more than there are, never two: every wave before it has a pair that this one waits for.
+            fallible::push(PLAN, &mut waves, Vec::new())?;
         }
-        waves[level].push(pair);
+        fallible::push(PLAN, &mut waves[level], pair)?;
         let source = blocks.entry((apart, src)).or_default();
         source.write = source.write.max(level + 1);
         let target = blocks.entry((false, dst)).or_default();
         (target.read, target.write) = (level + 1, level + 1);
     }
-    waves
+    Ok(waves)
 }
 
 /// Joins neighbours whose source and destination both continue.
-pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Vec<Span> {
-    let mut runs: Vec<Span> = Vec::with_capacity(pieces.len());
+pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec<Span>> {
+    let mut runs: Vec<Span> = fallible::room(PLAN, pieces.len())?;
     for Piece { src, dst, len } in pieces {
         match runs.last_mut() {
             Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += len,
             _ => runs.push(Span::single(src, dst, len)),
         }
     }
-    runs
+    Ok(runs)
 }
 
 /// Joins three or more equal runs at a constant distance into one strided span.
-pub(super) fn strided(runs: Vec<Span>) -> Vec<Span> {
+pub(super) fn strided(runs: Vec<Span>) -> Result<Vec<Span>> {
     let step = |a: &Span, b: &Span| {
         let same = a.len == b.len;
         same.then(|| (b.src.wrapping_sub(a.src).cast_signed(), b.dst.wrapping_sub(a.dst).cast_signed()))
@@ -192,9 +207,9 @@ pub(super) fn strided(runs: Vec<Span>) -> Vec<Span> {
     };
     // Shuffled blocks have none, and stay as they are.
     if !runs.windows(3).any(even) {
-        return runs;
+        return Ok(runs);
     }
-    let mut spans = Vec::with_capacity(runs.len());
+    let mut spans = fallible::room(PLAN, runs.len())?;
     let mut at = 0;
     while at < runs.len() {
         let mut last = at;
@@ -212,5 +227,5 @@ pub(super) fn strided(runs: Vec<Span>) -> Vec<Span> {
         spans.push(runs[at]);
         at += 1;
     }
-    spans
+    Ok(spans)
 }

@@ -2,15 +2,19 @@
 //!
 //! Not for: which spans a request becomes (`order`), or whether they lie inside a tensor (`parts`, `mem::Window`).
 
-use std::borrow::Cow;
+use serde::{Deserialize, Serialize};
 
 use super::blocks::Blocks;
+use super::order::PLAN;
+use super::span_list::Packed;
+use crate::error::Result;
+use crate::fallible;
 
 /// `count` pieces of `len` bytes in one tensor: piece `k` goes from `src + k·src_step` to `dst + k·dst_step`.
 ///
 /// One span covers a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th block
-/// (steps above `len`) and one block fanned out to many (`src_step` 0).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// (steps above `len`) and one block fanned out to many (`src_step` 0). In a message the fields stand in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     /// First byte read, from the start of the tensor.
     pub src: u64,
@@ -70,19 +74,23 @@ enum Form {
         ends: Vec<u64>,
     },
     Blocks(Blocks),
+    /// Spans of a long plan of a peer.
+    Packed(Packed),
 }
 
 impl Wave {
-    pub(super) fn new(spans: Vec<Span>) -> Self {
+    pub(super) fn new(spans: Vec<Span>) -> Result<Self> {
         let mut bytes = 0;
-        let ends = spans
-            .iter()
-            .map(|span| {
-                bytes += span.bytes();
-                bytes
-            })
-            .collect();
-        Wave { form: Form::Spans { spans, ends }, bytes }
+        let end = |span: &Span| {
+            bytes += span.bytes();
+            bytes
+        };
+        let ends = fallible::collect(PLAN, spans.iter().map(end))?;
+        Ok(Wave { form: Form::Spans { spans, ends }, bytes })
+    }
+
+    pub(super) fn of_packed(packed: Packed, bytes: u64) -> Self {
+        Wave { form: Form::Packed(packed), bytes }
     }
 
     pub(super) fn of_blocks(blocks: Blocks) -> Self {
@@ -91,11 +99,23 @@ impl Wave {
     }
 
     /// The spans; blocks are one each.
+    pub fn spans(&self) -> impl Iterator<Item = Span> + '_ {
+        let (listed, packed) = match &self.form {
+            Form::Spans { spans, .. } => (&spans[..], None),
+            Form::Packed(packed) => (&[][..], Some(packed)),
+            Form::Blocks(_) => (&[][..], None),
+        };
+        let blocks = self.blocks().into_iter().flat_map(Blocks::single_spans);
+        listed.iter().copied().chain(packed.into_iter().flat_map(Packed::iter)).chain(blocks)
+    }
+
+    /// How many spans.
     #[must_use]
-    pub fn spans(&self) -> Cow<'_, [Span]> {
+    pub fn num_spans(&self) -> usize {
         match &self.form {
-            Form::Spans { spans, .. } => Cow::Borrowed(spans),
-            Form::Blocks(blocks) => Cow::Owned(blocks.single_spans()),
+            Form::Spans { spans, .. } => spans.len(),
+            Form::Packed(packed) => packed.count,
+            Form::Blocks(blocks) => blocks.pairs.len(),
         }
     }
 
@@ -110,6 +130,7 @@ impl Wave {
     pub fn count(&self) -> u64 {
         match &self.form {
             Form::Spans { spans, .. } => spans.iter().map(|span| span.count).sum(),
+            Form::Packed(packed) => packed.pieces,
             Form::Blocks(blocks) => blocks.pairs.len() as u64,
         }
     }
@@ -124,6 +145,7 @@ impl Wave {
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = Piece> + '_ {
         let (index, skip) = match &self.form {
             Form::Spans { ends, .. } => (ends.partition_point(|&end| end <= from), 0),
+            Form::Packed(packed) => packed.seek(from),
             Form::Blocks(blocks) => {
                 (usize::try_from(from / blocks.len).unwrap_or(usize::MAX), from % blocks.len)
             }
@@ -147,9 +169,9 @@ struct Pieces<'a> {
     form: &'a Form,
     at: u64,
     to: u64,
-    /// Of the span, or of the block.
+    /// Of the span, or of the block; of a packed span its first byte.
     index: usize,
-    /// Bytes of the block that come before the first piece.
+    /// Bytes of the block that come before the first piece; of packed spans, the bytes of all before this one.
     skip: u64,
 }
 
@@ -165,6 +187,16 @@ impl Iterator for Pieces<'_> {
                 let piece = blocks.piece(self.index)?;
                 self.index += 1;
                 (piece, std::mem::take(&mut self.skip))
+            }
+            Form::Packed(packed) => {
+                let (span, next) = packed.at(self.index)?;
+                let (inside, end) = (self.at - self.skip, self.skip + span.bytes());
+                let (k, skip) = (inside / span.len, inside % span.len);
+                let (src, dst) = span.piece(k);
+                if self.at + (span.len - skip) == end {
+                    (self.index, self.skip) = (next, end);
+                }
+                (Piece { src, dst, len: span.len }, skip)
             }
             Form::Spans { spans, ends } => {
                 let (span, end) = (spans.get(self.index)?, *ends.get(self.index)?);

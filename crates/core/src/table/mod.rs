@@ -14,6 +14,7 @@ pub use cache::{Cache, Origin};
 pub use pin::{Pin, RowUse, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
 pub use remote::{Found, Spot};
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use hashbrown::HashMap;
@@ -22,9 +23,13 @@ use shards::Shards;
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::CacheId;
 use crate::keys::CacheKey;
 use crate::mem::{Adopted, Generations, Tensors};
+
+/// What the lists of the table are for, should there be no memory for one.
+const TABLE: &str = "the table of caches";
 
 /// What becomes of a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,23 +80,23 @@ struct Slot {
 #[derive(Debug)]
 enum RowKeys {
     One(Option<CacheKey>),
-    Many(Box<[Option<CacheKey>]>),
+    Many(Vec<Option<CacheKey>>),
 }
 
 impl RowKeys {
-    fn of(keys: &[(u64, CacheKey)]) -> Self {
-        match keys {
+    fn of(keys: &[(u64, CacheKey)]) -> Result<Self> {
+        Ok(match keys {
             [] => RowKeys::One(None),
             &[(0, key)] => RowKeys::One(Some(key)),
             keys => {
                 let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
-                let mut by_row = vec![None; usize::try_from(rows).unwrap_or(0)].into_boxed_slice();
+                let mut by_row = fallible::filled(TABLE, None, usize::try_from(rows).unwrap_or(0))?;
                 for &(row, key) in keys {
                     by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
                 }
                 RowKeys::Many(by_row)
             }
-        }
+        })
     }
 
     fn all(&self) -> &[Option<CacheKey>] {
@@ -159,7 +164,7 @@ impl Table {
         keys: &[(u64, CacheKey)],
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
-        let by_row = RowKeys::of(keys);
+        let by_row = RowKeys::of(keys)?;
         // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
@@ -168,6 +173,12 @@ impl Table {
         {
             let text = format!("{key} already names a live cache");
             return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
+        }
+        let replaced = state.replaced(keys);
+        // Everything that takes memory comes before the first change.
+        state.make_room(keys)?;
+        if taken == Taken::Replace {
+            fallible::grow(TABLE, &mut released, keys.len())?;
         }
         for &(_, key) in keys {
             released.extend(state.unbind(key));
@@ -182,6 +193,9 @@ impl Table {
             state.keys.insert(key, (place, u32::try_from(row).unwrap_or(u32::MAX)));
         }
         drop(state);
+        for (old, (key, count)) in replaced {
+            warn_of_replacement(id, old, key, count);
+        }
         Ok(cache)
     }
 
@@ -200,7 +214,7 @@ impl Table {
     }
 
     /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
-    /// with its key. Unknown ids and registered caches: nothing to do (python-api.md §7.2, §7.4).
+    /// with its key. Unknown ids and registered caches: nothing to do (contract §7.2, §7.4).
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else { return };
@@ -217,7 +231,7 @@ impl Table {
     }
 
     /// Unbinds a key of an allocated cache; releases the cache if that was its last reference. Unknown keys and keys
-    /// of registered caches: nothing to do (python-api.md §7.5).
+    /// of registered caches: nothing to do (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.locked();
         let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
@@ -235,13 +249,14 @@ impl Table {
     }
 
     /// Removes a registered cache and its keys, and hands it out; once more whenever it is asked for, until
-    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (python-api.md §7.8).
-    pub fn unregister(&self, id: CacheId) -> Option<Arc<Cache>> {
+    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (contract §7.8).
+    pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else {
             // A pin keeps its cache alive: one that nobody holds is not in use.
-            return state.leaving.get(&id).and_then(Weak::upgrade);
+            return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
         };
+        state.leaving.try_reserve(1).map_err(|_| fallible::short(TABLE, state.leaving.len()))?;
         let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
         let cache = released.map(|slot| slot.cache);
@@ -250,7 +265,7 @@ impl Table {
             state.leaving.insert(id, Arc::downgrade(cache));
         }
         drop(state);
-        cache
+        Ok(cache)
     }
 
     /// Nothing uses a cache that was unregistered any more.
@@ -272,6 +287,19 @@ impl Table {
 }
 
 impl State {
+    /// Reserves what entering a cache with `keys` takes, and what taking it out again will. `Err`, and nothing is changed.
+    fn make_room(&mut self, keys: &[(u64, CacheKey)]) -> Result<()> {
+        if self.free.is_empty() {
+            fallible::grow(TABLE, &mut self.slots, 1)?;
+            // Every slot may become free, and freeing must not fail.
+            let places = self.slots.len() + 1;
+            fallible::grow(TABLE, &mut self.free, places)?;
+        }
+        let id = CacheId(self.last_id + 1);
+        self.ids.make_room(std::iter::once(&id))?;
+        self.keys.make_room(keys.iter().map(|(_, key)| key))
+    }
+
     fn slot(&self, place: Place) -> Option<&Slot> {
         self.slots.get(place as usize)?.as_ref()
     }
@@ -283,6 +311,17 @@ impl State {
     fn named(&self, key: CacheKey) -> Option<(&Slot, u32)> {
         let &(place, row) = self.keys.get(&key)?;
         Some((self.slot(place)?, row))
+    }
+
+    /// The caches that `keys` name now: of each, the first such key and how many there are.
+    fn replaced(&self, keys: &[(u64, CacheKey)]) -> BTreeMap<CacheId, (CacheKey, usize)> {
+        let mut replaced = BTreeMap::new();
+        for &(_, key) in keys {
+            if let Some((other, _)) = self.named(key) {
+                replaced.entry(other.cache.id()).or_insert((key, 0)).1 += 1;
+            }
+        }
+        replaced
     }
 
     fn place(&mut self, slot: Slot) -> Place {
@@ -338,6 +377,19 @@ impl State {
         self.free.push(place);
         Some(slot)
     }
+}
+
+/// Two caches under one key are nearly always a mistake: peers that ask for the key get the later one.
+#[cold]
+fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: usize) {
+    let more = if count > 1 { format!(" and {} more keys", count - 1) } else { String::new() };
+    tracing::warn!(
+        target: "llm_datadist::table",
+        cache_id = cache_id.0,
+        replaced_cache_id = old.0,
+        "a cache was registered under {key}{more}, which named another live cache: peers that ask for the key now get \
+         the new cache"
+    );
 }
 
 #[cold]

@@ -12,11 +12,15 @@ use hashbrown::HashSet;
 
 use super::Cache;
 use crate::error::Result;
+use crate::fallible;
 use crate::id::Deadline;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// A row held by one writer; any other number counts its readers.
 const WRITER: u32 = u32::MAX;
+
+/// What the lists below are for, should there be no memory for one.
+const PINS: &str = "the pins of a cache";
 
 /// Most numbers one cache keeps. Where there are more rows, neighbours share a number and exclude each other too.
 const MOST: u64 = 1 << 20;
@@ -101,7 +105,8 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
         }
         (cache.geometry().rows(), 1u64 << rows.shift)
     };
-    let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX)).collect();
+    let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX));
+    let all = fallible::gathered(PINS, all.size_hint().0, all)?;
     pin_writes(cache, all, deadline).map(|_| ())
 }
 
@@ -136,7 +141,7 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
     let pins = &cache.pins;
     let mut rows = pins.locked();
     if rows.held.is_empty() {
-        rows.prepare(cache.geometry().rows());
+        rows.prepare(cache.geometry().rows())?;
     }
     let mut ticket = None;
     let taken = loop {
@@ -145,7 +150,12 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
             let error = deadline.error("waiting for blocks that another call is copying");
             break Err(error.with("cache_id", cache.id()).with("row", row));
         }
-        ticket = ticket.or_else(|| Some(rows.claim(&used)));
+        if ticket.is_none() {
+            match rows.claim(&used) {
+                Ok(claimed) => ticket = Some(claimed),
+                Err(error) => break Err(error.with("cache_id", cache.id())),
+            }
+        }
         // The lock is let go before the caller is asked whether it was interrupted: a signal handler may use the cache.
         drop(pins.freed.wait_timeout(rows, deadline.nap()));
         let interrupted = deadline.interruption("waiting for blocks that another call is copying");
@@ -189,11 +199,12 @@ impl Pins {
 }
 
 impl Rows {
-    fn prepare(&mut self, rows: u64) {
+    fn prepare(&mut self, rows: u64) -> Result<()> {
         while rows >> self.shift > MOST {
             self.shift += 1;
         }
-        self.held = vec![0; self.index(rows) + 1];
+        self.held = fallible::filled(PINS, 0, self.index(rows) + 1)?;
+        Ok(())
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "at most MOST")]
@@ -216,12 +227,13 @@ impl Rows {
         used.writes.iter().find(|row| touched(row)).or_else(|| used.reads.iter().find(|row| written(row)))
     }
 
-    fn claim(&mut self, used: &RowUse) -> u64 {
-        self.last_ticket += 1;
-        let rows = |list: &[u64]| list.iter().map(|&row| self.index(row)).collect();
-        let (reads, writes) = (rows(&used.reads), rows(&used.writes));
-        self.claims.push(Claim { ticket: self.last_ticket, reads, writes });
-        self.last_ticket
+    fn claim(&mut self, used: &RowUse) -> Result<u64> {
+        let rows = |list: &[u64]| fallible::set(PINS, list.iter().map(|&row| self.index(row)));
+        let (reads, writes) = (rows(&used.reads)?, rows(&used.writes)?);
+        let ticket = self.last_ticket + 1;
+        fallible::push(PINS, &mut self.claims, Claim { ticket, reads, writes })?;
+        self.last_ticket = ticket;
+        Ok(ticket)
     }
 
     fn take(&mut self, used: &RowUse) {

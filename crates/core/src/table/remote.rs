@@ -8,10 +8,11 @@ use std::sync::Arc;
 use super::{Cache, Origin, Place, Slot, State, Table, no_cache, no_key};
 use crate::desc::CacheKind;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
 
-/// What the ids 0 and below of a public name mean (python-api.md §12.4).
+/// What the ids 0 and below of a public name mean (contract §12.4).
 const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 
 /// Where a name leads, and what to compare before that is believed again.
@@ -47,8 +48,8 @@ pub(super) struct Pulled(Vec<Range<u32>>);
 
 impl Pulled {
     /// Adds tensors; whether all of `count` are there now.
-    fn add(&mut self, tensors: Range<u32>, count: u32) -> bool {
-        self.0.push(tensors);
+    fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
+        fallible::push("the table of caches", &mut self.0, tensors)?;
         self.0.sort_unstable_by_key(|range| range.start);
         self.0.dedup_by(|next, last| {
             let joined = next.start <= last.end;
@@ -57,7 +58,7 @@ impl Pulled {
             }
             joined
         });
-        matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count)
+        Ok(matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count))
     }
 }
 
@@ -80,10 +81,11 @@ impl Table {
 
     /// Where each of `addrs` lies among the caches that peers may reach; where several share memory, in the one with most
     /// room behind the address. Looks at every cache: for the start of a transfer, not for each layer.
-    #[must_use]
-    pub fn locate(&self, addrs: &[u64]) -> Vec<Option<Spot>> {
-        let mut found = vec![None; addrs.len()];
-        let mut order: Vec<_> = (0..addrs.len()).collect();
+    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<Spot>>> {
+        /// What the lists are for, should there be no memory for one.
+        const PLACES: &str = "the places of addresses";
+        let mut found = fallible::filled(PLACES, None, addrs.len())?;
+        let mut order = fallible::collect(PLACES, 0..addrs.len())?;
         order.sort_unstable_by_key(|&at| addrs[at]);
         // Most caches hold none: they are told apart by their ends, under the lock, and nothing is made of them.
         let may_hold = |cache: &Cache| {
@@ -99,7 +101,7 @@ impl Table {
             let some = slots.iter().take(AT_ONCE).flatten();
             let some =
                 some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
-            let caches: Vec<_> = some.cloned().collect();
+            let caches = fallible::gathered(PLACES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
                 let bytes = cache.geometry().tensor_bytes();
@@ -114,12 +116,12 @@ impl Table {
                 }
             }
         }
-        found.into_iter().map(|spot| spot.map(|(_, spot)| spot)).collect()
+        fallible::collect(PLACES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
     }
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
     /// pulled under one request key, the key is unbound, and the cache released if that was its last reference
-    /// (python-api.md §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
+    /// (contract §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
     /// `Err` if the name leads to that cache no more: then nobody knows whether the bytes were still its own.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
         let mut state = self.locked();
@@ -130,7 +132,7 @@ impl Table {
     }
 
     /// Every tensor of a batch slot was pushed to a peer: unbinds the request key of that slot of an allocated cache, if
-    /// it has one (python-api.md, further rulings).
+    /// it has one (contract §17).
     pub fn release_row(&self, cache: CacheId, row: u32) {
         let mut state = self.locked();
         let place = state.ids.get(&cache).copied();
@@ -157,7 +159,7 @@ impl State {
             by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
         };
         let (place, slot) = found.ok_or_else(|| no_cache(id))?;
-        // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
+        // For whatever names a slot, a blocks cache is one slot (contract §12.1).
         let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
         if u64::from(row) < rows {
             return Ok((place, slot, row));
@@ -182,7 +184,13 @@ impl State {
             return Err(Error::argument("pulled", value, format_args!("the {tensors} tensors of the cache")));
         };
         let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
-        let complete = count == tensors || self.pulled.entry(key).or_default().add(first..end, tensors);
+        let complete = if count == tensors {
+            true
+        } else {
+            let room = self.pulled.try_reserve(1);
+            room.map_err(|_| fallible::short("the table of caches", self.pulled.len()))?;
+            self.pulled.entry(key).or_default().add(first..end, tensors)?
+        };
         Ok(if complete { self.unbind(key) } else { None })
     }
 

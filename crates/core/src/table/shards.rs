@@ -9,6 +9,9 @@ use std::hash::{BuildHasher, Hash};
 use hashbrown::DefaultHashBuilder;
 use hashbrown::hash_table::HashTable;
 
+use crate::error::Result;
+use crate::fallible;
+
 /// Enough that a step is below a millisecond for a million entries.
 const SHARDS: usize = 64;
 /// The small tables look at the lowest bits of a hash, and at the highest seven.
@@ -35,6 +38,24 @@ impl<K: Eq + Hash, V> Shards<K, V> {
     pub(super) fn get(&self, key: &K) -> Option<&V> {
         let hash = self.hashes.hash_one(key);
         self.tables[shard(hash)].find(hash, |(found, _)| found == key).map(|(_, value)| value)
+    }
+
+    /// Makes room for `keys`, so that to insert them takes no memory. `Err`, and nothing is changed.
+    pub(super) fn make_room<'a>(&mut self, keys: impl ExactSizeIterator<Item = &'a K>) -> Result<()>
+    where
+        K: 'a,
+    {
+        let hashes = &self.hashes;
+        let mut reserve = |shard: usize, more: usize| {
+            let room = self.tables[shard].try_reserve(more, |(found, _)| hashes.hash_one(found));
+            room.map_err(|_| fallible::short("the table of caches", (self.len + more) * size_of::<(K, V)>()))
+        };
+        if keys.len() <= 1 {
+            return keys.into_iter().try_for_each(|key| reserve(shard(hashes.hash_one(key)), 1));
+        }
+        let mut more = [0; SHARDS];
+        keys.for_each(|key| more[shard(hashes.hash_one(key))] += 1);
+        more.into_iter().enumerate().try_for_each(|(shard, more)| reserve(shard, more))
     }
 
     /// Puts a value in, in place of the one that was there.

@@ -1,25 +1,20 @@
-//! A listening socket that can be closed while someone waits at it: what `tcp` and `unix` listen with.
+//! A listening socket: what `tcp` and `unix` listen with.
 //!
-//! Not for: names and options of sockets (`tcp`, `unix`).
+//! Not for: names and options of sockets (`tcp`, `unix`), or waiting for connections (`links::control`).
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
 
-use super::transfer::timespec;
-use super::{Address, Listener, Stream, unavailable};
+use super::{Accepted, Address, Listener, Stream, unavailable};
 use crate::error::Result;
 use crate::mem::Kept;
 
 /// Connections that wait to be accepted; the kernel cuts it to what the administrator allows.
 const BACKLOG: i32 = 1024;
-/// How long to wait before accepting again when this process or the system has no room for one more connection.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// Makes a stream of a socket that was accepted; `None` if the peer is gone already.
 type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
@@ -27,8 +22,6 @@ type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
 pub(super) struct Door {
     _kept: Kept,
     socket: OwnedFd,
-    /// Readable from `close` on, for everybody.
-    wake: OwnedFd,
     address: Address,
     closed: AtomicBool,
     welcome: Welcome,
@@ -37,37 +30,25 @@ pub(super) struct Door {
 impl Door {
     /// Listens with a socket that is bound to `address` and does not block.
     pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
-        let failed = |errno| unavailable(&address, "listen at", errno);
-        listen(&socket, BACKLOG).map_err(failed)?;
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
-        Ok(Door { _kept: Kept::new(&socket), socket, wake, address, closed: AtomicBool::new(false), welcome })
-    }
-
-    /// Sleeps until someone knocks or the door closes; `limit` for sleeping without looking at the socket.
-    fn wait(&self, limit: Option<Duration>) -> Result<()> {
-        let look = if limit.is_some() { PollFlags::empty() } else { PollFlags::IN };
-        let mut sources = [PollFd::new(&self.wake, PollFlags::IN), PollFd::new(&self.socket, look)];
-        let sources = if limit.is_some() { &mut sources[..1] } else { &mut sources[..] };
-        match poll(sources, limit.map(timespec).as_ref()) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(unavailable(&self.address, "wait at", errno)),
-        }
+        listen(&socket, BACKLOG).map_err(|errno| unavailable(&address, "listen at", errno))?;
+        Ok(Door { _kept: Kept::new(&socket), socket, address, closed: AtomicBool::new(false), welcome })
     }
 }
 
 impl Listener for Door {
-    fn accept(&self) -> Result<Option<Stream>> {
+    fn accept(&self) -> Result<Accepted> {
         while !self.closed.load(Ordering::Acquire) {
             match accept_with(&self.socket, SocketFlags::CLOEXEC) {
                 Ok(socket) => {
                     if let Some(stream) = (self.welcome)(socket, &self.address) {
-                        return Ok(Some(stream));
+                        return Ok(Accepted::Stream(Box::new(stream)));
                     }
                 }
-                Err(Errno::AGAIN) => self.wait(None)?,
-                // The connection knocks again at once: without a pause this would spin.
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => self.wait(Some(PAUSE))?,
-                // That one left before it was let in, or its network did; the next may not.
+                Err(Errno::AGAIN) => return Ok(Accepted::Nobody),
+                Err(errno @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
+                    return Ok(Accepted::NoRoom(errno));
+                }
+                // That one left before it was accepted, or its network did; the next may not.
                 Err(
                     Errno::INTR
                     | Errno::CONNABORTED
@@ -85,7 +66,11 @@ impl Listener for Door {
                 Err(errno) => return Err(unavailable(&self.address, "accept at", errno)),
             }
         }
-        Ok(None)
+        Ok(Accepted::Closed)
+    }
+
+    fn readiness(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     fn address(&self) -> Address {
@@ -94,10 +79,9 @@ impl Listener for Door {
 
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        // Whoever dials from now on is refused, even while this value lives. Neither call can fail on a descriptor of
-        // ours in a way that matters: the counter is far from full.
+        // Refuses whoever dials from now on, even while this value lives. It cannot fail on a descriptor of this process
+        // in a way that matters.
         let _ = shutdown(&self.socket, Shutdown::Both);
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
 

@@ -4,17 +4,18 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::stream::About;
-use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use super::{Accepted, Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::Result;
 use crate::id::Deadline;
-use crate::mem::peer_process;
+use crate::mem::peer_credentials;
 
 /// Connections that wait to be accepted; one more is refused.
 const BACKLOG: usize = 1024;
@@ -26,10 +27,10 @@ pub struct Local {
 }
 
 /// What waits at one name.
-#[derive(Default)]
 struct Queue {
     arrived: Mutex<Arrived>,
-    changed: Condvar,
+    /// Counts the streams that wait: readable while there is one.
+    waiting: OwnedFd,
 }
 
 #[derive(Default)]
@@ -59,7 +60,7 @@ impl Transport for Local {
             peer: to.to_string(),
             same_host: true,
             carries_descriptors: true,
-            peer_pid: peer_process(near.as_fd()),
+            credentials: peer_credentials(near.as_fd()),
         };
         let far = Stream::new(far, about());
         let mut arrived = lock(&queue.arrived);
@@ -67,15 +68,18 @@ impl Transport for Local {
             return Err(refused(Errno::CONNREFUSED));
         }
         arrived.streams.push_back(far);
+        // Under the lock, so that the count is that of the streams. It cannot fail: the counter is far from full.
+        let _ = rustix::io::write(&queue.waiting, &1u64.to_ne_bytes());
         drop(arrived);
-        queue.changed.notify_one();
         let about = about();
         Ok(Stream::new(near, about))
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
         let Address::Local(name) = at else { return Err(foreign(self, at)) };
-        let queue = Arc::new(Queue::default());
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
+        let waiting = eventfd(0, flags).map_err(|errno| unavailable(at, "listen at", errno))?;
+        let queue = Arc::new(Queue { arrived: Mutex::default(), waiting });
         let mut listeners = lock(&self.listeners);
         listeners.retain(|_, known| known.upgrade().is_some_and(|queue| !lock(&queue.arrived).closed));
         if listeners.contains_key(name) {
@@ -87,17 +91,19 @@ impl Transport for Local {
 }
 
 impl Listener for Queued {
-    fn accept(&self) -> Result<Option<Stream>> {
+    fn accept(&self) -> Result<Accepted> {
         let mut arrived = lock(&self.queue.arrived);
-        loop {
-            if arrived.closed {
-                return Ok(None);
-            }
-            if let Some(stream) = arrived.streams.pop_front() {
-                return Ok(Some(stream));
-            }
-            arrived = self.queue.changed.wait(arrived).unwrap_or_else(PoisonError::into_inner);
+        if arrived.closed {
+            return Ok(Accepted::Closed);
         }
+        let Some(stream) = arrived.streams.pop_front() else { return Ok(Accepted::Nobody) };
+        let _ = rustix::io::read(&self.queue.waiting, &mut [0u8; 8]);
+        drop(arrived);
+        Ok(Accepted::Stream(Box::new(stream)))
+    }
+
+    fn readiness(&self) -> BorrowedFd<'_> {
+        self.queue.waiting.as_fd()
     }
 
     fn address(&self) -> Address {
@@ -111,7 +117,6 @@ impl Listener for Queued {
         let left = std::mem::take(&mut arrived.streams);
         drop(arrived);
         drop(left);
-        self.queue.changed.notify_all();
     }
 }
 

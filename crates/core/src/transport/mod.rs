@@ -12,7 +12,9 @@
 
 mod door;
 mod faults;
+mod inbox;
 mod local;
+mod pace;
 mod stream;
 mod tcp;
 mod transfer;
@@ -21,7 +23,9 @@ mod windows;
 
 #[cfg(feature = "testing")]
 pub use faults::{Fault, Faults, Faulty};
+pub use inbox::{Arrival, Inbox};
 pub use local::Local;
+pub use pace::Pace;
 pub use stream::{MAX_DESCRIPTORS, Received, Stream};
 pub use tcp::Tcp;
 pub use unix::Unix;
@@ -29,6 +33,7 @@ pub use windows::{LEAD, STRETCH, leads};
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
@@ -66,15 +71,31 @@ pub trait Transport: fmt::Debug + Send + Sync {
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>>;
 }
 
-/// Where others arrive.
+/// What a listener has for whoever asks.
+#[derive(Debug)]
+pub enum Accepted {
+    /// A connection.
+    Stream(Box<Stream>),
+    /// Nobody is waiting; the descriptor becomes readable when that changes.
+    Nobody,
+    /// A connection waits, but this process or the system has no descriptor or memory for it.
+    NoRoom(rustix::io::Errno),
+    /// The listener is closed.
+    Closed,
+}
+
+/// Where others arrive. Asking never waits: the control thread of an engine watches the descriptor.
 pub trait Listener: fmt::Debug + Send + Sync {
-    /// The next stream, after waiting for it without using the CPU; `None` once the listener is closed.
-    fn accept(&self) -> Result<Option<Stream>>;
+    /// The next connection that is waiting, if any.
+    fn accept(&self) -> Result<Accepted>;
+
+    /// Readable while a connection may be waiting.
+    fn readiness(&self) -> BorrowedFd<'_>;
 
     /// Where it listens, with the port it was given.
     fn address(&self) -> Address;
 
-    /// Listens no longer and wakes whoever accepts. More than once is fine.
+    /// Stops listening. More than once is fine.
     fn close(&self);
 }
 

@@ -10,7 +10,8 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -20,10 +21,12 @@ use rustix::net::{
 };
 
 use super::faults::Running;
+use super::pace::Pace;
 use super::transfer::{Moved, Transfer, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::Deadline;
-use crate::mem::Kept;
+use crate::mem::{Credentials, Kept};
 use crate::wire::{HEADER, Header};
 
 /// Most descriptors that travel with one frame.
@@ -48,6 +51,8 @@ pub struct Stream {
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
     pub(super) faults: Running,
+    /// How slow the peer may be, if there is a limit.
+    pub(super) pace: Mutex<Option<Pace>>,
 }
 
 /// What a transport knows about a connection it made.
@@ -56,7 +61,7 @@ pub(super) struct About {
     pub(super) peer: String,
     pub(super) same_host: bool,
     pub(super) carries_descriptors: bool,
-    pub(super) peer_pid: Option<i32>,
+    pub(super) credentials: Option<Credentials>,
 }
 
 impl Stream {
@@ -67,6 +72,7 @@ impl Stream {
             about,
             state: AtomicU8::new(OPEN),
             faults: Running::default(),
+            pace: Mutex::default(),
         }
     }
 
@@ -99,7 +105,25 @@ impl Stream {
     /// Process of the peer, where the kernel says so.
     #[must_use]
     pub fn peer_pid(&self) -> Option<i32> {
-        self.about.peer_pid
+        self.about.credentials.and_then(|peer| peer.pid)
+    }
+
+    /// Process and user of the peer, where the kernel says so.
+    #[must_use]
+    pub fn credentials(&self) -> Option<Credentials> {
+        self.about.credentials
+    }
+
+    /// From now on a peer that moves less than [`Pace::LEAST`], or what remains, within `limit` ends the stream.
+    pub fn demand_pace(&self, limit: Duration) {
+        *self.pace.lock().unwrap_or_else(PoisonError::into_inner) = Some(Pace::new(limit));
+    }
+
+    /// Gives the peer all of its time again: what went before was not its doing.
+    pub fn restart_pace(&self) {
+        if let Some(pace) = self.pace.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            pace.begin();
+        }
     }
 
     /// Ends the stream in both directions and wakes whoever waits on it. More than once is fine.
@@ -171,6 +195,43 @@ impl Stream {
         self.send_from(frame, first, SendFlags::empty(), deadline)
     }
 
+    /// Sends one frame at once, with copies of `descriptors`; what the socket does not take at once breaks the stream.
+    pub fn send_now(&self, frame: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        let mut sent = 0;
+        while sent < frame.len() {
+            let step = match descriptors {
+                [_, ..] if sent == 0 => self.push_with(frame, descriptors),
+                _ => self.push(&frame[sent..], SendFlags::empty()),
+            };
+            match step {
+                Ok(Moved::Bytes(bytes)) => sent += bytes,
+                Ok(Moved::NotYet | Moved::Ended) => {
+                    return Err(self.over("the peer does not read its socket").with("peer", self.peer()));
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.broken(error).with("peer", self.peer())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether there is something to receive, or the end of the stream, within `patience`, which is spent looking again
+    /// and again and giving way to other threads.
+    #[must_use]
+    pub fn readable_within(&self, patience: Duration) -> bool {
+        let since = Instant::now();
+        loop {
+            let peeked = recv(&self.socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+            if !matches!(peeked, Err(Errno::AGAIN | Errno::INTR)) {
+                return true;
+            }
+            if since.elapsed() >= patience {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    }
+
     pub(super) fn send_from(
         &self,
         frame: &[u8],
@@ -197,7 +258,19 @@ impl Stream {
         deadline: Deadline,
     ) -> Result<Option<(u8, Vec<u8>)>> {
         // The kernel closes what comes along where no room is given for it.
-        self.frame(limit, patience, deadline, |rest| self.pull(rest))
+        self.frame(limit, patience, deadline, |rest| self.pull(rest), |_| Ok(((), deadline)))
+            .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
+    }
+
+    /// As [`receive`](Self::receive), for requests of a peer: `admit` is asked once the length of the body is known, and
+    /// gives what is held while the body is, and the moment at which all of it must have arrived.
+    pub fn receive_admitted<T>(
+        &self,
+        limit: usize,
+        deadline: Deadline,
+        admit: impl FnOnce(usize) -> Result<(T, Deadline)>,
+    ) -> Result<Option<(u8, Vec<u8>, T)>> {
+        self.frame(limit, Duration::ZERO, deadline, |rest| self.pull(rest), admit)
     }
 
     /// The next frame with the descriptors that came along, at most [`MAX_DESCRIPTORS`].
@@ -205,18 +278,19 @@ impl Stream {
         let mut descriptors = Vec::new();
         // They are attached to the first byte of a frame, so none can come with the body.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
-        let frame = self.frame(limit, Duration::ZERO, deadline, step)?;
-        Ok(frame.map(|(kind, body)| (kind, body, descriptors)))
+        let frame = self.frame(limit, Duration::ZERO, deadline, step, |_| Ok(((), deadline)))?;
+        Ok(frame.map(|(kind, body, ())| (kind, body, descriptors)))
     }
 
     /// One frame whose header is read by `step`.
-    fn frame(
+    fn frame<T>(
         &self,
         limit: usize,
         patience: Duration,
         deadline: Deadline,
         mut step: impl FnMut(&mut [u8]) -> io::Result<Moved>,
-    ) -> Result<Option<(u8, Vec<u8>)>> {
+        admit: impl FnOnce(usize) -> Result<(T, Deadline)>,
+    ) -> Result<Option<(u8, Vec<u8>, T)>> {
         match self.state.load(Ordering::Acquire) {
             OPEN => {}
             CLOSED => return Ok(None),
@@ -237,15 +311,60 @@ impl Stream {
             self.mark(BROKEN);
             error.with("peer", &self.about.peer)
         })?;
+        let (held, deadline) = admit(header.length).inspect_err(|_| self.end(BROKEN))?;
+        let mut transfer = Transfer::new(self, Way::In, deadline);
         let (mut body, mut got) = (Vec::new(), 0);
         while got < header.length {
             if got == body.len() {
                 // Memory grows with what has arrived: a length alone is given `FIRST_STEP` at most.
-                body.resize(header.length.min(got + got.max(FIRST_STEP)), 0);
+                let next = header.length.min(got + got.max(FIRST_STEP));
+                if body.try_reserve_exact(next - got).is_err() {
+                    drop(body);
+                    return self.passed_by(header.length, got, &mut transfer);
+                }
+                body.resize(next, 0);
             }
             got += transfer.next((HEADER + got) as u64, || self.pull(&mut body[got..]))?;
         }
-        Ok(Some((header.kind, body)))
+        Ok(Some((header.kind, body, held)))
+    }
+
+    /// One step that does not sleep; an error of the socket breaks the stream.
+    pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<Moved>) -> Result<Moved> {
+        match self.state.load(Ordering::Acquire) {
+            OPEN => {}
+            CLOSED => return Ok(Moved::Ended),
+            _ => return Err(self.over("the connection broke before").with("peer", self.peer())),
+        }
+        loop {
+            match step(self) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.broken(error).with("peer", self.peer())),
+                Ok(moved) => return Ok(moved),
+            }
+        }
+    }
+
+    /// What follows cannot be read; a refusal may still be sent.
+    pub(super) fn unreadable(&self) {
+        self.mark(BROKEN);
+    }
+
+    /// `Err(OutOfMemory)` in place of a body of which `got` bytes were read. The rest is read away, so that the stream can go
+    /// on; but for a short body, behind which bytes of a cache may follow that nobody would know of.
+    #[cold]
+    fn passed_by<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
+        let error = fallible::short("a frame of the peer", length).with("peer", &self.about.peer);
+        if length <= FIRST_STEP {
+            self.spoilt();
+            return Err(error);
+        }
+        let mut away = [0; 4096];
+        while got < length {
+            let most = away.len().min(length - got);
+            got += transfer.next((HEADER + got) as u64, || self.pull(&mut away[..most]))?;
+        }
+        Err(error)
     }
 
     /// The stream ended where more had to come.
@@ -297,7 +416,7 @@ impl Stream {
         Ok(self.faults.passed(Way::In, received(got)?))
     }
 
-    fn pull_with(&self, rest: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<Moved> {
+    pub(super) fn pull_with(&self, rest: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<Moved> {
         let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -103,8 +103,12 @@ fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Res
         sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_RECEIVES)?;
         sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
     }
-    let about =
-        About { peer: Address::Tcp(far).to_string(), same_host, carries_descriptors: false, peer_pid: None };
+    let about = About {
+        peer: Address::Tcp(far).to_string(),
+        same_host,
+        carries_descriptors: false,
+        credentials: None,
+    };
     Ok(Stream::new(socket, about))
 }
 

@@ -3,6 +3,7 @@
 //! Not for: what is tried (`stream`).
 
 use std::io;
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -40,6 +41,8 @@ pub(super) struct Transfer<'a> {
     since: Option<Instant>,
     /// When it last asked whether to go on.
     asked: Option<Instant>,
+    /// Bytes that moved since the pace of the peer was last looked at.
+    unpaced: u64,
 }
 
 impl<'a> Transfer<'a> {
@@ -47,7 +50,16 @@ impl<'a> Transfer<'a> {
     const ASK: Duration = Duration::from_millis(100);
 
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
-        Transfer { stream, way, deadline, patience: Duration::ZERO, slept: false, since: None, asked: None }
+        Transfer {
+            stream,
+            way,
+            deadline,
+            patience: Duration::ZERO,
+            slept: false,
+            since: None,
+            asked: None,
+            unpaced: 0,
+        }
     }
 
     /// How many bytes the next step moves; the end of the stream is an error.
@@ -68,7 +80,10 @@ impl<'a> Transfer<'a> {
                 break error;
             }
             match step() {
-                Ok(Moved::Bytes(bytes)) => return Ok(Some(bytes)),
+                Ok(Moved::Bytes(bytes)) => {
+                    self.unpaced += bytes as u64;
+                    return Ok(Some(bytes));
+                }
                 Ok(Moved::Ended) => return Ok(None),
                 Ok(Moved::NotYet) => on = self.wait(slept).map(|sleeping| slept = sleeping),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -108,6 +123,22 @@ impl<'a> Transfer<'a> {
         }
     }
 
+    /// How long the peer may still stand still; an error if it has been too slow.
+    fn paced(&mut self) -> Result<Duration> {
+        let mut pace = self.stream.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(pace) = pace.as_mut() else { return Ok(Duration::MAX) };
+        pace.moved(std::mem::take(&mut self.unpaced));
+        let left = pace.left();
+        if !left.is_zero() {
+            return Ok(left);
+        }
+        let (moved, limit) = pace.facts();
+        let text = "the peer stalled: it moved less than 64 KiB within llm.LinkSilence";
+        Err(Error::new(ErrorKind::NotLinked, text)
+            .with("moved_bytes", moved)
+            .with("limit_ms", limit.as_millis()))
+    }
+
     /// Sleeps until the socket may be ready and says so; does not sleep while patience is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
         if !self.patience.is_zero() {
@@ -126,7 +157,8 @@ impl<'a> Transfer<'a> {
         };
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
-        match poll(&mut socket, Some(&timespec(self.deadline.nap()))) {
+        let nap = self.deadline.nap().min(self.paced()?);
+        match poll(&mut socket, Some(&timespec(nap))) {
             // A stalled stream would find the same again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
             Ok(_) | Err(Errno::INTR) => Ok(true),

@@ -14,7 +14,7 @@ use super::stream::About;
 use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
 use crate::id::Deadline;
-use crate::mem::peer_process;
+use crate::mem::peer_credentials;
 
 /// Streams between processes of one host.
 #[derive(Clone, Copy, Debug, Default)]
@@ -62,10 +62,10 @@ fn open(flags: SocketFlags) -> rustix::io::Result<OwnedFd> {
 }
 
 fn stream(socket: OwnedFd, address: &Address) -> Stream {
-    let peer_pid = peer_process(socket.as_fd());
-    let peer = match peer_pid {
+    let credentials = peer_credentials(socket.as_fd());
+    let peer = match credentials.and_then(|peer| peer.pid) {
         Some(pid) => format!("process {pid} over {address}"),
         None => address.to_string(),
     };
-    Stream::new(socket, About { peer, same_host: true, carries_descriptors: true, peer_pid })
+    Stream::new(socket, About { peer, same_host: true, carries_descriptors: true, credentials })
 }

@@ -5,17 +5,20 @@
 
 use std::ops::Range;
 
-use super::message::{Arrived, Place, Record, Reply, Run, WireName};
-use super::plan::{Pairs, WirePlan, WireSpan, WireSteps};
+use super::message::{Arrived, MAX_ARRIVED, Place, Record, Reply, Run, WireName};
+use super::plan::{Pairs, WirePlan, WireSteps};
 use crate::check::Side;
 use crate::desc::{CacheDesc, CacheKind, DataType, Geometry, Placement};
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
-use crate::plan::{Blocks, CopyPlan, Span, Wave};
+use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
 
 /// Tensors of which a failure says what arrived.
 const MOST_ARRIVED: usize = 1 << 12;
+/// What the lists of places are for, should there be no memory for one.
+const TENSORS: &str = "the places of the tensors of a cache";
 /// Characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
@@ -70,22 +73,24 @@ impl From<WireName> for Name {
     }
 }
 
-impl From<&CopyPlan> for WirePlan {
-    fn from(plan: &CopyPlan) -> Self {
+impl TryFrom<&CopyPlan> for WirePlan {
+    type Error = Error;
+
+    fn try_from(plan: &CopyPlan) -> Result<WirePlan> {
         let (num_tensors, src_tensor, dst_tensor) =
             (plan.num_tensors(), plan.src_tensor(), plan.dst_tensor());
         let only = if let [wave] = plan.waves() { wave.blocks() } else { None };
         let steps = if let Some(Blocks { len, src, dst, pairs }) = only {
             WireSteps::Blocks { len: *len, src: *src, dst: *dst, pairs: Pairs(pairs.clone()) }
         } else {
-            let waves: Vec<_> = plan.waves().iter().map(Wave::spans).collect();
+            // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
+            let count = |wave: &Wave| u32::try_from(wave.num_spans()).unwrap_or(u32::MAX);
             WireSteps::Spans {
-                // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
-                waves: waves.iter().map(|w| u32::try_from(w.len()).unwrap_or(u32::MAX)).collect(),
-                spans: waves.iter().flat_map(|wave| wave.iter()).map(|&span| span.into()).collect(),
+                waves: fallible::collect("a request", plan.waves().iter().map(count))?,
+                spans: SpanList::pack(plan.waves().iter().flat_map(Wave::spans))?,
             }
         };
-        WirePlan { num_tensors, src_tensor, dst_tensor, steps }
+        Ok(WirePlan { num_tensors, src_tensor, dst_tensor, steps })
     }
 }
 
@@ -100,44 +105,10 @@ impl TryFrom<WirePlan> for CopyPlan {
                 CopyPlan::from_blocks(num_tensors, src_tensor, dst_tensor, blocks)
             }
             WireSteps::Spans { waves, spans } => {
-                CopyPlan::from_parts(num_tensors, src_tensor, dst_tensor, apart(waves, spans)?)
+                CopyPlan::from_list(num_tensors, src_tensor, dst_tensor, &waves, spans)
             }
+            WireSteps::Unusable(unusable) => Err(unusable.0),
         }
-    }
-}
-
-/// The spans of each wave.
-fn apart(counts: Vec<u32>, spans: Vec<WireSpan>) -> Result<Vec<Vec<Span>>> {
-    let uneven = || {
-        let text = "the peer sent a plan whose waves and spans do not fit together";
-        Error::new(ErrorKind::NotLinked, text)
-    };
-    // No wave is empty, so there are no more waves than spans, whatever the numbers say.
-    if counts.len() > spans.len() {
-        return Err(uneven());
-    }
-    let mut spans = spans.into_iter().map(Span::from);
-    let mut waves = Vec::with_capacity(counts.len());
-    for count in counts {
-        // `take` stops at the last span, whatever the number says.
-        let wave: Vec<Span> = spans.by_ref().take(count as usize).collect();
-        if wave.is_empty() || wave.len() != count as usize {
-            return Err(uneven());
-        }
-        waves.push(wave);
-    }
-    if spans.next().is_some() { Err(uneven()) } else { Ok(waves) }
-}
-
-impl From<Span> for WireSpan {
-    fn from(Span { src, dst, len, count, src_step, dst_step }: Span) -> Self {
-        WireSpan { src, dst, len, count, src_step, dst_step }
-    }
-}
-
-impl From<WireSpan> for Span {
-    fn from(WireSpan { src, dst, len, count, src_step, dst_step }: WireSpan) -> Self {
-        Span { src, dst, len, count, src_step, dst_step }
     }
 }
 
@@ -183,8 +154,7 @@ impl Record {
 
 impl Run {
     /// `numbers` in as few runs as neighbours at a constant distance make.
-    #[must_use]
-    pub fn pack(numbers: &[u64]) -> Vec<Run> {
+    pub fn pack(numbers: &[u64]) -> Result<Vec<Run>> {
         let mut runs: Vec<Run> = Vec::new();
         for &number in numbers {
             match runs.last_mut() {
@@ -193,10 +163,10 @@ impl Run {
                     run.count = 2;
                 }
                 Some(run) if run.at(run.count) == number && run.count < u32::MAX => run.count += 1,
-                _ => runs.push(Run { start: number, step: 0, count: 1 }),
+                _ => fallible::push(TENSORS, &mut runs, Run { start: number, step: 0, count: 1 })?,
             }
         }
-        runs
+        Ok(runs)
     }
 
     /// The numbers of `runs`. `Err(NotLinked)` unless they are `expected`: a count is believed only where something else
@@ -209,7 +179,8 @@ impl Run {
                 .with("located", count)
                 .with("tensors", expected));
         }
-        Ok(runs.iter().flat_map(|run| (0..run.count).map(|k| run.at(k))).collect())
+        let numbers = runs.iter().flat_map(|run| (0..run.count).map(|k| run.at(k)));
+        fallible::gathered(TENSORS, expected as usize, numbers)
     }
 
     fn at(&self, k: u32) -> u64 {
@@ -221,15 +192,18 @@ impl Reply {
     /// The answer that a request failed with `error`; its facts and causes are in the message.
     #[must_use]
     pub fn failed(error: &Error) -> Reply {
-        let rows = |(tensor, rows): &(u32, Vec<Range<u64>>)| Arrived {
-            tensor: *tensor,
-            rows: rows.iter().map(|rows| (rows.start, rows.end)).collect(),
+        // What is left out is not said to have arrived: nobody relies on it.
+        let mut left = MAX_ARRIVED - MOST_ARRIVED;
+        let mut rows = |(tensor, rows): &(u32, Vec<Range<u64>>)| {
+            let rows = &rows[..rows.len().min(left)];
+            left -= rows.len();
+            Arrived { tensor: *tensor, rows: rows.iter().map(|rows| (rows.start, rows.end)).collect() }
         };
         Reply::Failed {
             kind: kind_number(error.kind()),
             message: error.to_string(),
             facts: Vec::new(),
-            arrived: error.arrived().iter().take(MOST_ARRIVED).map(rows).collect(),
+            arrived: error.arrived().iter().take(MOST_ARRIVED).map(&mut rows).collect(),
         }
     }
 

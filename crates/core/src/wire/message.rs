@@ -4,18 +4,26 @@
 //! the other. A field that changes place, type or width is a new [`VERSION`](super::VERSION). Not for: what the numbers
 //! mean together (`convert`, `check`).
 
+use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::plan::WirePlan;
+use crate::fallible;
 
 /// Most facts of a failure that are read.
 pub const MAX_FACTS: usize = 64;
 /// Most addresses of one [`Request::Locate`]: one takes a byte on the wire and many more in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
+/// Most runs of one [`Location`]: 24 MiB. Tensors that lie in more places than that are moved through sockets.
+pub const MAX_RUNS: usize = 1 << 20;
+/// Most stretches of rows, in all tensors together, that a failure says have arrived.
+pub const MAX_ARRIVED: usize = 1 << 16;
+/// Bytes of a peer's text that are kept: more than anybody reads.
+const MAX_TEXT: usize = 16 << 10;
 
 /// First frame of a greeting, from the side that dialled: who it is and what the stream is for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,6 +70,13 @@ pub enum Purpose {
         /// Whether the side that accepts will be the caller.
         reverse: bool,
     },
+    /// Asks, at the local socket, for the secret by which TCP streams of this engine's own user are known.
+    Meet,
+    /// A member of a communicator has just been told of it: the other side, which dials, need not wait any longer.
+    Knock {
+        /// Which communicator, as the side that dials describes it.
+        comm: Comm,
+    },
 }
 
 /// A communicator as its rank table describes it.
@@ -98,6 +113,8 @@ pub struct Welcome {
     pub mac: [u8; 32],
     /// Abstract name of its local socket, if the dialler is on its machine.
     pub local: Option<String>,
+    /// To [`Purpose::Meet`]: the key of greetings over TCP, which only processes of the same user get to know.
+    pub secret: Option<[u8; 32]>,
 }
 
 /// What one side lets the other map; its descriptors travel with the frame, in the order of the fields.
@@ -115,8 +132,10 @@ pub struct Attach {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
     /// Whether the regions were mapped, or why not.
+    #[serde(deserialize_with = "outcome")]
     pub mapped: Result<(), String>,
     /// Whether the process can be read, or why not.
+    #[serde(deserialize_with = "outcome")]
     pub registered: Result<(), String>,
 }
 
@@ -130,6 +149,7 @@ pub enum Control {
     /// The link ends.
     Bye {
         /// Why.
+        #[serde(deserialize_with = "text")]
         reason: String,
         /// Whether it was unlinked, and is not to be looked for again.
         unlinked: bool,
@@ -251,6 +271,7 @@ pub enum Reply {
     /// The source cannot be read from there.
     Unreachable {
         /// Why.
+        #[serde(deserialize_with = "text")]
         reason: String,
     },
     /// It failed.
@@ -258,11 +279,13 @@ pub enum Reply {
         /// Position of the kind in the closed list.
         kind: u8,
         /// What went wrong.
+        #[serde(deserialize_with = "text")]
         message: String,
         /// Facts around it.
         #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
         /// What of the destination is in place nevertheless.
+        #[serde(deserialize_with = "arrived")]
         arrived: Vec<Arrived>,
     },
     /// To locate: one for each address.
@@ -281,7 +304,7 @@ pub struct Spot {
 }
 
 /// Rows of one tensor of the destination that are whole.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Arrived {
     /// Which tensor.
     pub tensor: u32,
@@ -333,11 +356,13 @@ pub enum Location {
         /// 0 host, 1 device.
         region: u8,
         /// Offsets of the tensors.
+        #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
     /// In the memory of the owner's process.
     Process {
         /// Addresses of the tensors.
+        #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
     /// Nowhere a peer could read.
@@ -386,13 +411,158 @@ pub enum WireName {
     },
 }
 
+thread_local! {
+    /// Bytes that a list of the message now being read could not get: postcard's errors carry nothing.
+    static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Bytes that a list of the message just read could not get, if that is why it could not be read.
+pub(super) fn short_of() -> Option<usize> {
+    SHORT.take()
+}
+
 /// An empty fact takes two bytes on the wire and many more in memory.
 fn facts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
-    from.deserialize_seq(AtMost::<_, MAX_FACTS>(PhantomData))
+    let facts = from.deserialize_seq(AtMost::<(Text, Text), MAX_FACTS>(PhantomData))?;
+    Ok(facts.into_iter().map(|(name, value)| (name.0, value.0)).collect())
 }
 
 fn addresses<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     from.deserialize_seq(AtMost::<T, MAX_ADDRS>(PhantomData))
+}
+
+fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
+    from.deserialize_seq(AtMost::<Run, MAX_RUNS>(PhantomData))
+}
+
+fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error> {
+    from.deserialize_seq(Stretches(&mut 0))
+}
+
+/// What arrived, at most [`MAX_ARRIVED`] tensors and stretches of rows in all: two bytes each on the wire. Counts them.
+struct Stretches<'a>(&'a mut usize);
+
+impl Stretches<'_> {
+    fn push<T, E: serde::de::Error>(&mut self, list: &mut Vec<T>, item: T) -> Result<(), E> {
+        *self.0 += 1;
+        if *self.0 > MAX_ARRIVED {
+            return Err(E::custom("too many stretches of rows"));
+        }
+        append(list, item)
+    }
+}
+
+impl<'de> Visitor<'de> for Stretches<'_> {
+    type Value = Vec<Arrived>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {MAX_ARRIVED} stretches of rows")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Vec<Arrived>, A::Error> {
+        let mut list = Vec::new();
+        while let Some(next) = seq.next_element_seed(OfTensor(Stretches(self.0)))? {
+            self.push(&mut list, next)?;
+        }
+        Ok(list)
+    }
+}
+
+/// What arrived of one tensor.
+struct OfTensor<'a>(Stretches<'a>);
+
+impl<'de> DeserializeSeed<'de> for OfTensor<'_> {
+    type Value = Arrived;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Arrived, D::Error> {
+        from.deserialize_tuple(2, self)
+    }
+}
+
+impl<'de> Visitor<'de> for OfTensor<'_> {
+    type Value = Arrived;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a tensor and its rows")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Arrived, A::Error> {
+        let missing = || serde::de::Error::invalid_length(0, &"a tensor and its rows");
+        let tensor = seq.next_element()?.ok_or_else(missing)?;
+        let rows = seq.next_element_seed(Rows(self.0))?.ok_or_else(missing)?;
+        Ok(Arrived { tensor, rows })
+    }
+}
+
+/// Its stretches of rows.
+struct Rows<'a>(Stretches<'a>);
+
+impl<'de> DeserializeSeed<'de> for Rows<'_> {
+    type Value = Vec<(u64, u64)>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Rows<'_> {
+    type Value = Vec<(u64, u64)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("stretches of rows")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(next) = seq.next_element()? {
+            self.0.push(&mut list, next)?;
+        }
+        Ok(list)
+    }
+}
+
+/// Adds an item, or notes that there is no memory for it.
+fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
+    if fallible::grow("", list, 1).is_err() {
+        SHORT.set(Some(2 * list.len().max(1) * size_of::<T>()));
+        return Err(E::custom("no memory"));
+    }
+    list.push(item);
+    Ok(())
+}
+
+fn text<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    Text::deserialize(from).map(|text| text.0)
+}
+
+fn outcome<'de, D: Deserializer<'de>>(from: D) -> Result<Result<(), String>, D::Error> {
+    let outcome = Result::<(), Text>::deserialize(from)?;
+    Ok(outcome.map_err(|text| text.0))
+}
+
+/// The first [`MAX_TEXT`] bytes of a text.
+struct Text(String);
+
+impl<'de> Deserialize<'de> for Text {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_str(Cut)
+    }
+}
+
+struct Cut;
+
+impl Visitor<'_> for Cut {
+    type Value = Text;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text")
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Text, E> {
+        let most = text.len().min(MAX_TEXT);
+        let end = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+        Ok(Text(text[..end].to_owned()))
+    }
 }
 
 /// A list of a bounded length.
@@ -411,7 +581,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for AtMost<T, MOS
             if list.len() == MOST {
                 return Err(serde::de::Error::invalid_length(list.len() + 1, &self));
             }
-            list.push(next);
+            append(&mut list, next)?;
         }
         Ok(list)
     }

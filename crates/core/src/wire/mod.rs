@@ -12,18 +12,19 @@ mod plan;
 
 pub use convert::{kind_number, kind_of};
 pub use message::{
-    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_FACTS, Party, Place,
-    Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
+    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_ARRIVED, MAX_FACTS,
+    MAX_RUNS, Party, Place, Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
 };
-pub use plan::{Pairs, WirePlan, WireSpan, WireSteps};
+pub use plan::{Pairs, Unusable, WirePlan, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
 
 /// The version of everything but the header and the refusal.
-pub const VERSION: u8 = 4;
+pub const VERSION: u8 = 5;
 /// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
@@ -93,23 +94,70 @@ impl Header {
 
 /// The frame of a message: header and body, ready to send.
 pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
-    let written = postcard::to_extend(message, vec![0; HEADER]);
-    let mut frame = written.map_err(|error| {
-        Error::new(ErrorKind::System, "a message cannot be written as bytes").because(error)
-    })?;
+    let mut frame = Frame(Vec::new());
+    frame.reserve(HEADER).map_err(no_room)?;
+    frame.0.extend([0; HEADER]);
+    let mut frame = postcard::serialize_with_flavor(message, frame).map_err(no_room)?;
     let header = Header { kind: MESSAGE, length: frame.len() - HEADER }.write()?;
     frame[..HEADER].copy_from_slice(&header);
     Ok(frame)
 }
 
-/// The message in a body. `Err(NotLinked)` unless the body is that message, all of it and nothing else.
+/// A frame that grows as it is written, or fails to: what it carries has any length.
+struct Frame(Vec<u8>);
+
+impl Frame {
+    #[inline]
+    fn reserve(&mut self, more: usize) -> postcard::Result<()> {
+        fallible::grow("a message", &mut self.0, more).map_err(|_| postcard::Error::SerializeBufferFull)
+    }
+}
+
+impl postcard::ser_flavors::Flavor for Frame {
+    type Output = Vec<u8>;
+
+    #[inline]
+    fn try_extend(&mut self, data: &[u8]) -> postcard::Result<()> {
+        self.reserve(data.len())?;
+        self.0.extend_from_slice(data);
+        Ok(())
+    }
+
+    #[inline]
+    fn try_push(&mut self, data: u8) -> postcard::Result<()> {
+        self.reserve(1)?;
+        self.0.push(data);
+        Ok(())
+    }
+
+    fn finalize(self) -> postcard::Result<Vec<u8>> {
+        Ok(self.0)
+    }
+}
+
+/// The error of a message that could not be written. Lists that serialize themselves fail for want of memory only.
+#[cold]
+fn no_room(error: postcard::Error) -> Error {
+    use postcard::Error::{SerdeSerCustom, SerializeBufferFull};
+    match error {
+        SerializeBufferFull | SerdeSerCustom => {
+            Error::new(ErrorKind::OutOfMemory, "no memory for a message to a peer")
+        }
+        other => Error::new(ErrorKind::System, "a message cannot be written as bytes").because(other),
+    }
+}
+
+/// The message in a body. `Err(OutOfMemory)` if there was no memory for one of its lists, `Err(NotLinked)` unless the body is
+/// that message, all of it and nothing else.
 pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let unreadable = |why: &str| {
         let text = format!("the peer sent a message that cannot be read: {why}");
         Error::new(ErrorKind::NotLinked, text).with("bytes", body.len())
     };
-    let (message, rest) =
-        postcard::take_from_bytes(body).map_err(|error| unreadable("not this message").because(error))?;
+    let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match message::short_of() {
+        Some(bytes) => fallible::short("a message of a peer", bytes).with("bytes", body.len()),
+        None => unreadable("not this message").because(error),
+    })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
 }
 

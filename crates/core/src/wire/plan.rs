@@ -6,8 +6,13 @@
 use std::fmt;
 use std::sync::Arc;
 
-use serde::de::{Error, Visitor};
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+pub use crate::plan::Span as WireSpan;
+use crate::plan::{MOST_WAVES, Received, SpanList};
 
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,14 +29,15 @@ pub struct WirePlan {
 
 /// What a plan moves of each tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Heard")]
 pub enum WireSteps {
-    /// Any waves. Their spans stand in one list, so that what it takes in memory is bounded by its bytes
+    /// Any waves. Their spans stand in one list, packed, so that what it takes in memory is bounded by its bytes
     /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
     Spans {
         /// Spans of each wave.
         waves: Vec<u32>,
         /// The spans of all waves, one wave after the other.
-        spans: Vec<WireSpan>,
+        spans: SpanList,
     },
     /// One wave of equal blocks.
     Blocks {
@@ -44,23 +50,85 @@ pub enum WireSteps {
         /// Number read and number written.
         pairs: Pairs,
     },
+    /// A plan that was read to its end, and cannot be one, or for which there was no memory. Never sent.
+    #[serde(skip)]
+    Unusable(Unusable),
 }
 
-/// A span of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WireSpan {
-    /// First byte read.
-    pub src: u64,
-    /// First byte written.
-    pub dst: u64,
-    /// Bytes of one piece.
-    pub len: u64,
-    /// Pieces.
-    pub count: u64,
-    /// From one piece read to the next.
-    pub src_step: i64,
-    /// From one piece written to the next.
-    pub dst_step: i64,
+/// Why a plan that arrived is none. The rest of its message is as good as any: so the peer gets an answer.
+pub struct Unusable(pub(super) Error);
+
+impl Clone for Unusable {
+    fn clone(&self) -> Self {
+        Unusable(self.0.again())
+    }
+}
+
+impl PartialEq for Unusable {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.kind() == other.0.kind() && self.0.to_string() == other.0.to_string()
+    }
+}
+
+impl Eq for Unusable {}
+
+impl fmt::Debug for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+/// [`WireSteps`] as they are read: each list is checked and bounded before memory is taken for it.
+#[derive(Deserialize)]
+enum Heard {
+    Spans { waves: HeardCounts, spans: Received },
+    Blocks { len: u64, src: u64, dst: u64, pairs: HeardPairs },
+}
+
+impl From<Heard> for WireSteps {
+    fn from(heard: Heard) -> Self {
+        let steps = match heard {
+            Heard::Spans { waves, spans } => {
+                waves.0.and_then(|waves| Ok(WireSteps::Spans { waves, spans: spans.0? }))
+            }
+            Heard::Blocks { len, src, dst, pairs } => {
+                pairs.0.map(|pairs| WireSteps::Blocks { len, src, dst, pairs: Pairs(Arc::new(pairs)) })
+            }
+        };
+        steps.unwrap_or_else(|error| WireSteps::Unusable(Unusable(error)))
+    }
+}
+
+/// How many spans each wave has; an error for more waves than a plan may have.
+struct HeardCounts(Result<Vec<u32>>);
+
+impl<'de> Deserialize<'de> for HeardCounts {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_seq(Counts)
+    }
+}
+
+struct Counts;
+
+impl<'de> Visitor<'de> for Counts {
+    type Value = HeardCounts;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the number of spans of each wave")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<HeardCounts, A::Error> {
+        let mut counts = Ok(Vec::new());
+        while let Some(count) = seq.next_element()? {
+            if let Ok(list) = &mut counts {
+                let room = if list.len() < MOST_WAVES { Ok(()) } else { Err(too_many_waves()) };
+                if let Err(error) = room.and_then(|()| fallible::push("a plan", list, count)) {
+                    counts = Err(error);
+                }
+            }
+        }
+        Ok(HeardCounts(counts))
+    }
 }
 
 /// Pairs of numbers, shared with the plan they are of. In the message they are a byte string: the width in bytes (1, 2
@@ -70,11 +138,15 @@ pub struct Pairs(pub Arc<Vec<(u32, u32)>>);
 
 impl Serialize for Pairs {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_bytes(&self.packed())
+        // The encoder takes a failure of its own parts for one of memory: nothing else can fail in them.
+        to.serialize_bytes(&self.packed().map_err(serde::ser::Error::custom)?)
     }
 }
 
-impl<'de> Deserialize<'de> for Pairs {
+/// Pairs as they are read: an error for more than can have a destination each.
+struct HeardPairs(Result<Vec<(u32, u32)>>);
+
+impl<'de> Deserialize<'de> for HeardPairs {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_bytes(Bytes)
     }
@@ -82,7 +154,7 @@ impl<'de> Deserialize<'de> for Pairs {
 
 impl Pairs {
     #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
-    fn packed(&self) -> Vec<u8> {
+    fn packed(&self) -> Result<Vec<u8>> {
         let any = self.0.iter().fold(0, |any, &(src, dst)| any | src | dst);
         if u8::try_from(any).is_ok() {
             self.wide::<1>(|number| [number as u8])
@@ -93,43 +165,59 @@ impl Pairs {
         }
     }
 
-    fn wide<const WIDTH: usize>(&self, bytes: impl Fn(u32) -> [u8; WIDTH]) -> Vec<u8> {
-        let mut packed = vec![0; 1 + 2 * WIDTH * self.0.len()];
+    fn wide<const WIDTH: usize>(&self, bytes: impl Fn(u32) -> [u8; WIDTH]) -> Result<Vec<u8>> {
+        let mut packed = fallible::filled("a request", 0, 1 + 2 * WIDTH * self.0.len())?;
         packed[0] = u8::try_from(WIDTH).unwrap_or(0);
         for (room, &(src, dst)) in packed[1..].chunks_exact_mut(2 * WIDTH).zip(&*self.0) {
             room[..WIDTH].copy_from_slice(&bytes(src));
             room[WIDTH..].copy_from_slice(&bytes(dst));
         }
-        packed
+        Ok(packed)
     }
 }
 
 struct Bytes;
 
 impl Visitor<'_> for Bytes {
-    type Value = Pairs;
+    type Value = HeardPairs;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a width of 1, 2 or 4 and whole pairs of numbers of that width")
     }
 
-    fn visit_bytes<E: Error>(self, bytes: &[u8]) -> Result<Pairs, E> {
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<HeardPairs, E> {
         let pairs = match bytes.split_first() {
             Some((1, rest)) => unpacked::<1>(rest, |[number]| number.into()),
             Some((2, rest)) => unpacked::<2>(rest, |bytes| u16::from_le_bytes(bytes).into()),
             Some((4, rest)) => unpacked::<4>(rest, u32::from_le_bytes),
             _ => None,
         };
-        pairs.map(|pairs| Pairs(Arc::new(pairs))).ok_or_else(|| E::invalid_length(bytes.len(), &self))
+        pairs.map(HeardPairs).ok_or_else(|| E::invalid_length(bytes.len(), &self))
     }
 }
 
+/// `None` unless there are whole pairs. There are no more of them than destinations, so that narrow numbers, which take up
+/// to eight times as much memory as in the message, are few.
 fn unpacked<const WIDTH: usize>(
     bytes: &[u8],
     number: impl Fn([u8; WIDTH]) -> u32,
-) -> Option<Vec<(u32, u32)>> {
+) -> Option<Result<Vec<(u32, u32)>>> {
     let (numbers, rest) = bytes.as_chunks::<WIDTH>();
     let (pairs, odd) = numbers.as_chunks::<2>();
-    let whole = rest.is_empty() && odd.is_empty();
-    whole.then(|| pairs.iter().map(|&[src, dst]| (number(src), number(dst))).collect())
+    if !rest.is_empty() || !odd.is_empty() {
+        return None;
+    }
+    if pairs.len() as u64 > 1 << (8 * WIDTH) {
+        let text = "a plan writes one destination twice in one wave: it has more blocks than numbers";
+        let error = Error::new(ErrorKind::InvalidArgument, text);
+        return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
+    }
+    let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
+    Some(fallible::collect("a plan", pairs))
+}
+
+#[cold]
+fn too_many_waves() -> Error {
+    let text = format!("a plan with more than {MOST_WAVES} waves makes no sense");
+    Error::new(ErrorKind::InvalidArgument, text)
 }

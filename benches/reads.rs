@@ -1,0 +1,103 @@
+//! How long a read of another process's memory takes: `cargo bench -p llm-datadist-core --bench reads`.
+//!
+//! Microseconds of each call, median, 99th of a hundred and fastest: back to back, and with a pause between the calls, when
+//! threads have gone to sleep. The other process is this program, started again. Not for: links, or whole transfers
+//! (`transfer`).
+#![allow(unsafe_code, reason = "memory that the engine is promised")]
+#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark")]
+
+use std::hint::black_box;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use llm_datadist_core::check::BlockPairs;
+use llm_datadist_core::device::DeviceSet;
+use llm_datadist_core::engine::{CopyEngine, Progress, Staging};
+use llm_datadist_core::mem::{Adopted, ForeignProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::{
+    CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
+};
+
+const BYTES: usize = 64 << 20;
+const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+fn child() {
+    allow_readers();
+    let memory = vec![7_u8; BYTES];
+    let probe = own_probe().unwrap();
+    let (at, secret) = (memory.as_ptr() as u64, u128::from_le_bytes(probe.secret));
+    println!("{at} {} {secret}", probe.address);
+    std::io::stdout().flush().unwrap();
+    let _ = std::io::stdin().read_line(&mut String::new());
+    black_box(memory);
+}
+
+fn main() {
+    if std::env::var_os("READS_CHILD").is_some() {
+        return child();
+    }
+    let mut other = Command::new(std::env::current_exe().unwrap())
+        .env("READS_CHILD", "1")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(other.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let words: Vec<u128> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
+    let [at, address, secret] = words[..] else { unreachable!("three numbers") };
+    let number = |word: u128| u64::try_from(word).unwrap();
+    let probe = Probe { address: number(address), secret: secret.to_le_bytes() };
+    let process = ForeignProcess::open(i32::try_from(other.id()).unwrap(), probe).unwrap();
+    let src = Arc::new(Tensors::of_process(process, [number(at)].into(), BYTES as u64).unwrap());
+    let mut memory = vec![1_u8; BYTES];
+    let shape = vec![i64::try_from(BYTES).unwrap(), 1];
+    let desc = CacheDesc { num_tensors: 1, shape, data_type: DataType::Uint8, placement: Placement::Host };
+    // SAFETY: `memory` outlives every copy, and nothing else touches it.
+    let adopted = unsafe { Adopted::new(&desc, CacheKind::Blocks, &[memory.as_mut_ptr() as u64]) };
+    let dst = Arc::new(Tensors::adopted(adopted.unwrap()));
+    let config = Config::new(Role::Prompt, ClusterId(1));
+    let engine = CopyEngine::new(&config, DeviceSet::host_only()).unwrap();
+    for (blocks, block, calls, pauses) in [
+        (1, 4 << 10, 4000, true),
+        (1, 16 << 10, 4000, true),
+        (16, 16 << 10, 2000, true),
+        (1, 256 << 10, 2000, true),
+        (64, 64 << 10, 200, false),
+        (1, 64 << 20, 12, false),
+    ] {
+        let pairs = (0..blocks).map(|at| (at, at)).collect();
+        let plan = Arc::new(CopyPlan::blocks(
+            &BlockPairs { pairs, block_bytes: block, num_tensors: 1 },
+            Ends::TwoCaches,
+        ));
+        for pause in [false, true].into_iter().filter(|pause| pauses || !pause) {
+            let calls = if pause { 300 } else { calls };
+            let mut times: Vec<Duration> = (0..calls + calls / 10)
+                .map(|_| {
+                    if pause {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    let started = Instant::now();
+                    let (from, to) = ((&src, Placement::Host), (&dst, Placement::Host));
+                    let limit = Deadline::after(Duration::from_secs(60));
+                    let progress = Arc::new(Progress::default());
+                    engine.run(plan.clone(), from, to, STRAIGHT, limit, &progress).unwrap();
+                    started.elapsed()
+                })
+                .skip(calls / 10)
+                .collect();
+            times.sort_unstable();
+            let micros = |at: usize| times[at.min(times.len() - 1)].as_secs_f64() * 1e6;
+            let name = format!("{blocks} x {} KiB{}", block >> 10, if pause { ", 1 ms between" } else { "" });
+            let (half, last) = (micros(times.len() / 2), micros(times.len() * 99 / 100));
+            println!("{name:32} {half:10.2} {last:10.2} {:10.2}", micros(0));
+        }
+    }
+    black_box(&memory);
+    let _ = other.kill();
+    let _ = other.wait();
+}

@@ -1,0 +1,74 @@
+//! The log callback of C.
+//!
+//! Not for: when it is called (`crate::log`).
+
+use std::ffi::{CString, c_char, c_void};
+
+use crate::door::guarded;
+use crate::log;
+
+/// Levels of the log, the most severe first.
+pub const LLM_DATADIST_LOG_ERROR: i32 = 1;
+/// Something that is likely to be a mistake.
+pub const LLM_DATADIST_LOG_WARNING: i32 = 2;
+/// What became of links.
+pub const LLM_DATADIST_LOG_INFO: i32 = 3;
+/// Details.
+pub const LLM_DATADIST_LOG_DEBUG: i32 = 4;
+
+/// Takes one line of the log: its level, which part of the engine it comes from, its text, and the `user_data` that was
+/// given. The texts end in a null byte and are valid during the call.
+pub type LlmDatadistLogCallback = Option<
+    unsafe extern "C" fn(level: i32, target: *const c_char, text: *const c_char, user_data: *mut c_void),
+>;
+
+/// What the program gave.
+struct Given {
+    callback: unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void),
+    user_data: *mut c_void,
+}
+
+// SAFETY: the pointer is only handed back, and the caller of `llm_datadist_set_log_callback` promised that the callback
+// may use it on any thread.
+unsafe impl Send for Given {}
+// SAFETY: as above; the promise includes several threads at a time.
+unsafe impl Sync for Given {}
+
+impl Given {
+    fn call(&self, level: i32, target: &str, text: &str) {
+        let text_of = |text: &str| CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default();
+        let (target, text) = (text_of(target), text_of(text));
+        // SAFETY: both texts end in a null byte and live until the call returns; the rest is the promise of
+        // `llm_datadist_set_log_callback`.
+        unsafe { (self.callback)(level, target.as_ptr(), text.as_ptr(), self.user_data) };
+    }
+}
+
+/// Sends lines of `max_level` and more severe ones to `callback`; null removes it. There is one callback in a process,
+/// for all objects.
+///
+/// The callback runs on the thread that caused the line, which may be a thread of the engine, and on several threads at a
+/// time. It must return soon, must not throw or jump out, and must not call this library: a line that it causes is
+/// dropped, and this function fails. When this function returns, the old callback is not running and is never called
+/// again, so its `user_data` may go; whoever calls this must therefore hold no lock that the callback takes.
+///
+/// Without a callback, errors go to standard error, unless the environment variable `LLM_DATADIST_LOG` is `off` when the
+/// first object is made. A forked child starts without a callback.
+///
+/// # Safety
+/// `callback` may be called with `user_data` on any thread until it is replaced.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llm_datadist_set_log_callback(
+    callback: LlmDatadistLogCallback,
+    user_data: *mut c_void,
+    max_level: i32,
+) -> u32 {
+    guarded(|| {
+        super::watch_forks();
+        let given = callback.map(|callback| Given { callback, user_data });
+        let given = given.map(|given| -> log::Callback {
+            Box::new(move |level, target, text| given.call(level, target, text))
+        });
+        log::set(given, max_level)
+    })
+}

@@ -1,0 +1,205 @@
+//! Connections that are not yet a link or a stream of one: how many there may be, and until when.
+//!
+//! A connection that stalls costs a descriptor for the length of a greeting, and no thread. One more than there may be, and
+//! the oldest that has not proved who it is has to go, so that silence keeps nobody out (`strangers_keep_no_peer_out`).
+//! Not for: the steps of a greeting (`accept`).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Shared;
+use super::accept::{Newcomer, Next, Work};
+use super::greeting::GREETING_TIME;
+use super::poller::{Poller, Watching};
+use super::refusals::{Reason, Refusal};
+use crate::error::{Error, ErrorKind};
+use crate::id::Deadline;
+use crate::transport::{Arrival, Inbox, Stream};
+use crate::wire::{self, GREETING_LIMIT};
+
+/// The connections of one engine that are still greeting.
+#[derive(Debug)]
+pub(super) struct Newcomers {
+    most: usize,
+    /// By number, so that the oldest come first.
+    all: BTreeMap<u64, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    stream: Arc<Stream>,
+    proven: bool,
+    /// The control thread watches it for its greeting. A link that came of it is watched in its own right.
+    watched: bool,
+    /// `None` while a thread of the server takes a step.
+    waiting: Option<(Newcomer, Inbox)>,
+    until: Deadline,
+}
+
+/// What a thread of the server made of a connection.
+pub(super) struct Returned {
+    pub(super) number: u64,
+    pub(super) next: Result<Next, Refusal>,
+}
+
+impl Newcomers {
+    pub(super) fn new(most: usize) -> Newcomers {
+        Newcomers { most, all: BTreeMap::new() }
+    }
+
+    pub(super) fn has(&self, number: u64) -> bool {
+        self.all.contains_key(&number)
+    }
+
+    /// How long until the oldest has to go.
+    pub(super) fn next_limit(&self) -> Option<Duration> {
+        self.all.first_key_value().map(|(_, entry)| entry.until.left())
+    }
+
+    /// Takes in a connection; `local` says that it came to the local socket.
+    pub(super) fn enter(
+        &mut self,
+        shared: &Shared,
+        poller: &Poller,
+        (number, local): (u64, bool),
+        stream: Stream,
+    ) {
+        if self.all.len() >= self.most {
+            self.make_room(shared, poller);
+        }
+        let stream = Arc::new(stream);
+        let until = Deadline::after(GREETING_TIME).named("the limit of a greeting");
+        if let Err(errno) = poller.add(&*stream, number, Watching::Always) {
+            let error = Error::new(ErrorKind::System, "the connection cannot be watched");
+            refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
+            return;
+        }
+        let waiting = Some((Newcomer::new(stream.clone(), local, until), Inbox::default()));
+        self.all.insert(number, Entry { stream, proven: false, watched: true, waiting, until });
+    }
+
+    /// Sends the oldest away that has proved nothing; where all have, the oldest.
+    pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
+        let unproven = self.all.iter().find(|(_, entry)| !entry.proven);
+        let Some((&number, _)) = unproven.or_else(|| self.all.first_key_value()) else { return false };
+        let text = "too many connections are greeting at the same time";
+        let full = Error::new(ErrorKind::LinkFailed, text).with("limit", self.most);
+        self.end(shared, poller, number, Some(&Refusal::new(Reason::Full, full)));
+        true
+    }
+
+    /// Sends those away whose time is up.
+    pub(super) fn expire(&mut self, shared: &Shared, poller: &Poller) {
+        while let Some((&number, entry)) = self.all.first_key_value() {
+            if !entry.until.passed() {
+                return;
+            }
+            let late = entry.until.error("waiting for the greeting of the peer");
+            self.end(shared, poller, number, Some(&Refusal::new(Reason::Late, late)));
+        }
+    }
+
+    /// Takes what has arrived on the connection `number`.
+    pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
+        let Some(entry) = self.all.get_mut(&number) else { return };
+        let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
+        let next = match inbox.take(&entry.stream, GREETING_LIMIT) {
+            Ok(Arrival::Partial) => {
+                entry.waiting = Some((newcomer, inbox));
+                return;
+            }
+            // A connection that ends without a word was not refused: a probe of a load balancer, say.
+            Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
+            Ok(Arrival::Frame(frame)) => newcomer.step(shared, frame),
+            Err(error) => Err(Refusal::unreadable(error)),
+        };
+        self.go_on(shared, poller, number, next);
+    }
+
+    /// Takes back a connection for which a thread of the server has taken a step.
+    pub(super) fn back(&mut self, shared: &Arc<Shared>, poller: &Poller, returned: Returned) {
+        if self.has(returned.number) {
+            self.go_on(shared, poller, returned.number, returned.next);
+        }
+    }
+
+    fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
+        match next {
+            Ok(Next::Wait(newcomer)) => self.wait(shared, poller, number, newcomer),
+            Ok(Next::Proven(newcomer)) => {
+                if let Some(entry) = self.all.get_mut(&number) {
+                    entry.proven = true;
+                }
+                self.wait(shared, poller, number, newcomer);
+            }
+            Ok(Next::Work(work)) => {
+                if let Some(entry) = self.all.get_mut(&number) {
+                    entry.proven = true;
+                    // What comes meanwhile waits in the socket.
+                    entry.unwatch(poller);
+                }
+                shared.server.work(shared, number, work);
+            }
+            Ok(Next::Done) => {
+                if let Some(mut entry) = self.all.remove(&number) {
+                    entry.unwatch(poller);
+                }
+            }
+            Err(refusal) => self.end(shared, poller, number, Some(&refusal)),
+        }
+    }
+
+    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, newcomer: Newcomer) {
+        let Some(entry) = self.all.get_mut(&number) else { return };
+        entry.waiting = Some((newcomer, Inbox::default()));
+        if entry.watched {
+            return;
+        }
+        entry.watched = true;
+        if let Err(errno) = poller.add(&*entry.stream, number, Watching::Always) {
+            entry.watched = false;
+            let error = Error::new(ErrorKind::System, "the connection cannot be watched");
+            self.end(shared, poller, number, Some(&error.with("errno", errno.raw_os_error()).into()));
+        }
+    }
+
+    fn end(&mut self, shared: &Shared, poller: &Poller, number: u64, refusal: Option<&Refusal>) {
+        let Some(mut entry) = self.all.remove(&number) else { return };
+        entry.unwatch(poller);
+        match refusal {
+            Some(refusal) => refuse(shared, &entry.stream, refusal),
+            None => entry.stream.close(),
+        }
+    }
+
+    /// Ends all of them: the engine closes.
+    pub(super) fn close(&mut self, poller: &Poller) {
+        for mut entry in std::mem::take(&mut self.all).into_values() {
+            entry.unwatch(poller);
+            entry.stream.close();
+        }
+    }
+}
+
+impl Entry {
+    fn unwatch(&mut self, poller: &Poller) {
+        if std::mem::take(&mut self.watched) {
+            poller.remove(&*self.stream);
+        }
+    }
+}
+
+/// Says why to the peer and to the log, and closes the connection.
+fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
+    shared.refusals.log(stream.peer(), refusal);
+    // It may have gone, or not read what it was told before.
+    let _ = stream.send_now(&wire::refusal(&refusal.error), &[]);
+    stream.close();
+}
+
+/// What a thread of the server does for a connection.
+pub(super) fn take_step(shared: &Arc<Shared>, number: u64, work: Work) {
+    let next = work.run(shared);
+    shared.control.give_back(Returned { number, next });
+}

@@ -1,0 +1,187 @@
+//! Descriptors that one thread, or several, wait for together.
+//!
+//! A descriptor is taken out before it is closed: a process that was forked may hold its copy open, and what is closed here
+//! would wake the thread for ever (`what_was_removed_wakes_nobody_though_a_copy_is_held_open`). Not for: what an event
+//! means (`control`, `server`).
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// How often a descriptor is reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Watching {
+    /// While it is readable.
+    Always,
+    /// Once, to one thread, until it is watched again.
+    Once,
+}
+
+impl Watching {
+    fn flags(self) -> EventFlags {
+        match self {
+            Watching::Always => EventFlags::IN | EventFlags::RDHUP,
+            Watching::Once => EventFlags::IN | EventFlags::RDHUP | EventFlags::ONESHOT,
+        }
+    }
+}
+
+/// A set of descriptors, each with a number of the caller's choice.
+#[derive(Debug)]
+pub(super) struct Poller(OwnedFd);
+
+impl Poller {
+    pub(super) fn new() -> Result<Poller> {
+        let made = epoll::create(CreateFlags::CLOEXEC).map(Poller);
+        made.map_err(|errno| system("no descriptor to watch connections with", errno))
+    }
+
+    /// Reports `number` when `descriptor` is readable.
+    pub(super) fn add(
+        &self,
+        descriptor: impl AsFd,
+        number: u64,
+        watching: Watching,
+    ) -> rustix::io::Result<()> {
+        epoll::add(&self.0, descriptor, EventData::new_u64(number), watching.flags())
+    }
+
+    /// Reports a descriptor that is watched [`Once`](Watching::Once) once more.
+    pub(super) fn again(&self, descriptor: impl AsFd, number: u64) -> rustix::io::Result<()> {
+        epoll::modify(&self.0, descriptor, EventData::new_u64(number), Watching::Once.flags())
+    }
+
+    /// Reports a descriptor no longer.
+    pub(super) fn remove(&self, descriptor: impl AsFd) {
+        // Fails only if it was not watched.
+        let _ = epoll::delete(&self.0, descriptor);
+    }
+
+    /// Waits at most `limit` and appends the numbers of at most `most` descriptors to `ready`.
+    pub(super) fn wait(&self, ready: &mut Vec<u64>, most: usize, limit: Option<Duration>) -> Result<()> {
+        let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; MOST];
+        let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+        match epoll::wait(&self.0, &mut events[..most.min(MOST)], limit.as_ref()) {
+            Ok(count) => ready.extend(events[..count].iter().map(|event| event.data.u64())),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(system("connections cannot be watched", errno)),
+        }
+        Ok(())
+    }
+}
+
+/// Descriptors reported at once.
+const MOST: usize = 64;
+
+/// Wakes a thread that waits in a [`Poller`].
+#[derive(Debug)]
+pub(super) struct Bell(OwnedFd);
+
+impl Bell {
+    /// One that every ring wakes one thread for.
+    pub(super) fn counting() -> Result<Bell> {
+        Bell::make(EventfdFlags::SEMAPHORE)
+    }
+
+    /// One that stays readable until it is silenced.
+    pub(super) fn new() -> Result<Bell> {
+        Bell::make(EventfdFlags::empty())
+    }
+
+    fn make(flags: EventfdFlags) -> Result<Bell> {
+        let made = eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        made.map(Bell).map_err(|errno| system("no descriptor to wake a thread with", errno))
+    }
+
+    pub(super) fn ring(&self) {
+        // A full counter means that the bell is ringing already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Takes back what was rung: one ring of a counting bell, all of another.
+    pub(super) fn silence(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cold]
+fn system(text: &str, errno: Errno) -> Error {
+    Error::new(ErrorKind::System, text)
+        .with("errno", errno.raw_os_error())
+        .because(std::io::Error::from(errno))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    fn ready(poller: &Poller) -> Vec<u64> {
+        let mut ready = Vec::new();
+        poller.wait(&mut ready, MOST, Some(Duration::ZERO)).unwrap();
+        ready.sort_unstable();
+        ready
+    }
+
+    #[test]
+    fn only_what_is_readable_is_reported() {
+        let (poller, bell) = (Poller::new().unwrap(), Bell::new().unwrap());
+        let ((one, _quiet), (other, peer)) = (pair(), pair());
+        poller.add(&bell, 0, Watching::Always).unwrap();
+        poller.add(&one, 1, Watching::Always).unwrap();
+        poller.add(&other, 2, Watching::Once).unwrap();
+        assert!(ready(&poller).is_empty());
+        rustix::io::write(&peer, b"x").unwrap();
+        assert_eq!(ready(&poller), [2]);
+        assert!(ready(&poller).is_empty(), "once is once, though nothing was taken");
+        poller.again(&other, 2).unwrap();
+        bell.ring();
+        bell.ring();
+        assert_eq!(ready(&poller), [0, 2]);
+        bell.silence();
+        assert!(ready(&poller).is_empty());
+    }
+
+    #[test]
+    fn counting_bell_is_silenced_once_for_each_ring() {
+        let (poller, bell) = (Poller::new().unwrap(), Bell::counting().unwrap());
+        poller.add(&bell, 7, Watching::Always).unwrap();
+        bell.ring();
+        bell.ring();
+        bell.silence();
+        assert_eq!(ready(&poller), [7]);
+        bell.silence();
+        assert!(ready(&poller).is_empty());
+    }
+
+    #[test]
+    fn what_was_removed_wakes_nobody_though_a_copy_is_held_open() {
+        let poller = Poller::new().unwrap();
+        let (one, peer) = pair();
+        poller.add(&one, 1, Watching::Always).unwrap();
+        // As a process that was forked holds it.
+        let copy = rustix::io::dup(&one).unwrap();
+        rustix::io::write(&peer, b"x").unwrap();
+        assert_eq!(ready(&poller), [1]);
+        poller.remove(&one);
+        drop(one);
+        assert!(ready(&poller).is_empty());
+        drop(copy);
+    }
+}

@@ -1,0 +1,135 @@
+//! Renders the engine's `tracing` events as lines, for programs that have no `tracing` subscriber of their own.
+//!
+//! The engine emits events with the targets `llm_datadist::*`; a Rust program installs any subscriber to see them. The
+//! Python and C bindings install a [`Sink`] instead. Not for: levels and texts of events, which the modules choose.
+
+use std::fmt::{self, Write};
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::subscriber::{Interest, Subscriber, set_global_default};
+use tracing::{Event, Metadata};
+
+pub use tracing::Level;
+
+/// Most bytes of a line; the rest is cut off.
+const LONGEST: usize = 4096;
+
+/// One event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// How severe it is.
+    pub level: Level,
+    /// Which part of the engine emitted it: `llm_datadist::links`, for example.
+    pub target: &'static str,
+    /// The source file of the event; empty if it is not known.
+    pub file: &'static str,
+    /// The line in that file, or 0.
+    pub line: u32,
+    /// The message, then `name=value` for each field. Control characters are escaped, because part of the text may come
+    /// from a peer (`tests/rust/log.rs`).
+    pub text: String,
+}
+
+/// Where lines go.
+pub trait Sink: Send + Sync + 'static {
+    /// Returns whether lines of `level` are wanted. Called for every event, so that the answer may change at any time.
+    fn wants(&self, level: Level) -> bool;
+
+    /// Takes a line. Called on the thread of the event, which may be any thread of the engine.
+    fn take(&self, line: Line);
+}
+
+/// Sends every event of this process to `sink` from now on. Returns `false` if a subscriber was installed before.
+pub fn install(sink: impl Sink) -> bool {
+    set_global_default(Lines(sink)).is_ok()
+}
+
+/// Renders `event` as a line.
+#[must_use]
+pub fn line(event: &Event<'_>) -> Line {
+    let metadata = event.metadata();
+    let mut words = Words::default();
+    event.record(&mut words);
+    let file = metadata.file().unwrap_or_default();
+    Line {
+        level: *metadata.level(),
+        target: metadata.target(),
+        file: file.rsplit('/').next().unwrap_or(file),
+        line: metadata.line().unwrap_or_default(),
+        text: clean(&(words.message + &words.fields)),
+    }
+}
+
+struct Lines<S>(S);
+
+impl<S: Sink> Subscriber for Lines<S> {
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> Interest {
+        Interest::sometimes()
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && self.0.wants(*metadata.level())
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        self.0.take(line(event));
+    }
+
+    // The engine has no spans.
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// The message of an event, and its fields as text.
+#[derive(Default)]
+struct Words {
+    message: String,
+    fields: String,
+}
+
+impl Words {
+    // Writing to a text cannot fail.
+    fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
+        let _ = match field.name() {
+            "message" => self.message.write_fmt(value),
+            name => write!(self.fields, ", {name}={value}"),
+        };
+    }
+}
+
+impl Visit for Words {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, format_args!("{value}"));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.add(field, format_args!("{value:?}"));
+    }
+}
+
+/// `text` without control characters, and not too long.
+fn clean(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len().min(LONGEST));
+    for character in text.chars() {
+        if clean.len() >= LONGEST {
+            clean.push('…');
+            break;
+        }
+        if character.is_control() {
+            clean.extend(character.escape_default());
+        } else {
+            clean.push(character);
+        }
+    }
+    clean
+}

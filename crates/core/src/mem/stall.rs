@@ -1,0 +1,68 @@
+//! Tests only: memory of a process that does not answer the kernel, as behind userfaultfd, without the rights that needs.
+//!
+//! Not for: anything a release build does.
+
+use std::ops::Range;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+static STALLED: Mutex<Stalls> = Mutex::new(Stalls { ranges: Vec::new(), last: 0, waiting: Vec::new() });
+static CHANGED: Condvar = Condvar::new();
+
+struct Stalls {
+    ranges: Vec<(u64, Range<u64>)>,
+    last: u64,
+    /// Addresses at which a read waits now.
+    waiting: Vec<u64>,
+}
+
+/// Addresses of any process at which reads by process id wait, until this drops.
+#[derive(Debug)]
+pub struct Stall(u64, Range<u64>);
+
+impl Stall {
+    /// From now on reads of `addresses` wait.
+    #[must_use]
+    pub fn new(addresses: Range<u64>) -> Stall {
+        let mut stalls = locked();
+        stalls.last += 1;
+        let number = stalls.last;
+        stalls.ranges.push((number, addresses.clone()));
+        Stall(number, addresses)
+    }
+
+    /// How many reads wait at its addresses.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        locked().waiting.iter().filter(|at| self.1.contains(at)).count()
+    }
+}
+
+impl Drop for Stall {
+    fn drop(&mut self) {
+        locked().ranges.retain(|(number, _)| *number != self.0);
+        CHANGED.notify_all();
+    }
+}
+
+/// Waits while one of `vectors` is stalled.
+pub(super) fn pass(vectors: &[libc::iovec]) {
+    let mut stalls = locked();
+    let stalled = |stalls: &Stalls| {
+        vectors
+            .iter()
+            .map(|vector| vector.iov_base as u64)
+            .find(|at| stalls.ranges.iter().any(|(_, range)| range.contains(at)))
+    };
+    while let Some(at) = stalled(&stalls) {
+        stalls.waiting.push(at);
+        CHANGED.notify_all();
+        stalls = CHANGED.wait(stalls).unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = stalls.waiting.iter().position(|waiting| *waiting == at) {
+            stalls.waiting.swap_remove(index);
+        }
+    }
+}
+
+fn locked() -> MutexGuard<'static, Stalls> {
+    STALLED.lock().unwrap_or_else(PoisonError::into_inner)
+}

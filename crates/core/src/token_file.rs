@@ -1,0 +1,76 @@
+//! Reads the link token from a file that only its owner can read.
+//!
+//! Environment variables leak in containers: into child processes, crash reports and the container's description. The
+//! path may be a symbolic link, as secrets mounted by Kubernetes are; the rules apply to the file that was opened. Not
+//! for: which option names the file (`check`).
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use rustix::fs::{FileType, Mode, OFlags, fstat};
+use rustix::process::geteuid;
+
+use crate::check;
+use crate::config::{LinkConfig, Token};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Most bytes of the file.
+const LONGEST: u64 = 4096;
+
+/// The token that `links` gives, itself or by its file.
+pub fn token(links: &LinkConfig) -> Result<Option<Token>> {
+    match (&links.token, &links.token_file) {
+        (Some(_), Some(_)) => {
+            let text = "link_token and link_token_file are both given; give one of them";
+            Err(Error::new(ErrorKind::InvalidArgument, text))
+        }
+        (token, None) => Ok(token.clone()),
+        (None, Some(path)) => read(path).map(Some),
+    }
+}
+
+/// The token in the file at `path`: a regular file of this user or of root, which nobody else may read or write, of at
+/// most 4096 bytes. One line break at its end does not count.
+pub fn read(path: &Path) -> Result<Token> {
+    // Without waiting: opening a pipe would wait for its writer.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
+    private(path, &file)?;
+    let mut bytes = Vec::new();
+    let read = file.take(LONGEST + 1).read_to_end(&mut bytes);
+    read.map_err(|error| refused(path, "cannot be read").because(error))?;
+    if bytes.len() as u64 > LONGEST {
+        return Err(refused(path, &format!("is longer than {LONGEST} bytes")));
+    }
+    let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
+    let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
+    check::link_token(text).map_err(|error| error.with("link_token_file", path.display()))
+}
+
+/// Refuses a file that others could have written, or can read.
+fn private(path: &Path, file: &File) -> Result<()> {
+    let found = fstat(file).map_err(|errno| refused(path, "cannot be looked at").because(errno))?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+        return Err(refused(path, "is not a regular file"));
+    }
+    let (owner, user) = (found.st_uid, geteuid().as_raw());
+    if owner != user && owner != 0 {
+        let why = format!(
+            "belongs to uid {owner}; it must belong to uid {user}, which runs this process, or to root: use chown"
+        );
+        return Err(refused(path, &why));
+    }
+    let mode = found.st_mode & 0o7777;
+    if mode & 0o077 != 0 {
+        let why = format!("has mode {mode:04o}; only its owner may read it: use chmod 600");
+        return Err(refused(path, &why));
+    }
+    Ok(())
+}
+
+#[cold]
+fn refused(path: &Path, why: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("link_token_file={:?} {why}", path.display().to_string()))
+}

@@ -1,0 +1,111 @@
+"""The engine's log lines → the package's logger.
+
+Threads of the engine put lines into a queue and never call Python. While an engine is open, the daemon thread
+``llm-log`` hands them to :mod:`logging`. Calls that make or lose links, and calls that fail, do so themselves before
+they return. Not for: levels, layout and handlers (``log``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Optional
+
+from llm_datadist import _core, log
+
+__all__ = ["drain", "start", "stop"]
+
+# Seconds that a call waits for another thread that is handing lines over, and ``stop`` for the thread ``llm-log``. Both
+# end in microseconds, unless a handler of the program waits for the caller itself.
+_PATIENCE = 1.0
+
+_lock = threading.RLock()  # re-entrant, for handlers and signal handlers that call the engine
+_thread: Optional[threading.Thread] = None
+_descriptor: Optional[int] = None
+
+
+def drain() -> None:
+    """Hand over the lines that wait; afterwards none that was there before is still on its way to a handler."""
+    lock = _lock  # a handler may fork, and the child has another
+    if not lock.acquire(timeout=_PATIENCE):
+        return
+    try:
+        dropped, lines = _core.take_log()
+        if dropped:
+            log.warn("%s lines of the engine's log were dropped because they came faster than they were read", dropped)
+        for line in lines:
+            _hand_over(*line)
+    finally:
+        lock.release()
+
+
+def _hand_over(level: int, target: str, text: str, file: str, line: int, thread: str, time: float) -> None:
+    logger = log.get_logger()
+    if not logger.isEnabledFor(level):
+        return
+    record = logger.makeRecord(logger.name, level, file, line, text, (), None, func=target.replace("::", "."))
+    # When and where the engine emitted it, not when and where it was handed over.
+    record.relativeCreated += (time - record.created) * 1000
+    record.created, record.msecs, record.threadName = time, time % 1 * 1000 // 1, thread
+    logger.handle(record)
+
+
+def start() -> None:
+    """Start the thread ``llm-log``, if there is none. Where that fails, calls still hand over what waits."""
+    global _thread, _descriptor
+    with _lock:
+        if _thread is not None:
+            return
+        try:
+            descriptor = _core.open_log()
+        except OSError as error:
+            log.warn("the engine's log is read at calls only: %s", error)
+            return
+        if descriptor is None:
+            return
+        thread = threading.Thread(target=_read, args=(descriptor,), name="llm-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is going down
+            _core.close_log()
+            os.close(descriptor)
+            log.warn("the engine's log is read at calls only: %s", error)
+            return
+        _thread, _descriptor = thread, descriptor
+
+
+def stop() -> None:
+    """Hand over what waits and end the thread ``llm-log``."""
+    global _thread, _descriptor
+    with _lock:
+        thread, _thread, _descriptor = _thread, None, None
+        _core.close_log()
+    # Without the lock, which the thread needs for its last lines. A handler may have got here on that very thread.
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(_PATIENCE)
+    drain()
+
+
+def _read(descriptor: int) -> None:
+    try:
+        # It sleeps outside of the interpreter, and outside of the extension: a daemon thread may end there at any time.
+        while os.read(descriptor, 64):
+            # A handler of the program that raises must not end the log.
+            with contextlib.suppress(Exception):
+                drain()
+    finally:
+        os.close(descriptor)
+
+
+def _after_fork() -> None:
+    """Let go in a forked child, which has neither the thread nor the queue of its parent."""
+    global _lock, _thread, _descriptor  # noqa: PLW0603  (the parent's lock may be held for ever)
+    _lock = threading.RLock()
+    descriptor, _thread, _descriptor = _descriptor, None, None
+    _core.log_after_fork()
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,140 @@
+"""What ``stats()`` returns: plain dicts, with a type for each.
+
+Every field is documented here and in ``docs/stats.md``; ``tests/test_stats.py`` compares both with a real answer. Not
+for: counting, which the engine does.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, TypedDict
+
+__all__ = ["LinkStats", "OpStats", "PoolStats", "Stats", "SwapInStats", "TableStats"]
+
+
+class OpStats(TypedDict):
+    """Calls of one kind since the engine was opened.
+
+    The fields are read one by one while calls go on, so a call may be in one of them and not yet in another.
+    """
+
+    calls: int
+    """Calls that ended, failures included."""
+    failures: int
+    """Calls that failed."""
+    bytes: int
+    """Bytes moved by calls that succeeded."""
+    total_nanos: int
+    """Nanoseconds that all calls took together."""
+    max_nanos: int
+    """Nanoseconds of the longest call."""
+    p50_nanos: int
+    """An upper bound of the fastest half in nanoseconds: the next power of two, and never above ``max_nanos``."""
+    p99_nanos: int
+    """An upper bound of the fastest 99 % in nanoseconds: the next power of two, and never above ``max_nanos``."""
+    buckets: list[int]
+    """40 counts: entry ``i`` has the calls of at least ``2**(i-1)`` and less than ``2**i`` nanoseconds, the last entry
+    those of ``2**38`` nanoseconds (275 s) and more."""
+
+
+class PoolStats(TypedDict):
+    """One memory pool."""
+
+    capacity_bytes: int
+    """Bytes that can be handed out: whole pages."""
+    page_bytes: int
+    """Bytes of a page. Every tensor takes whole pages."""
+    used_bytes: int
+    """Bytes that are handed out, rounding to whole pages included."""
+    free_bytes: int
+    """Bytes that are not handed out."""
+    peak_used_bytes: int
+    """The most that ``used_bytes`` ever was."""
+    largest_free_run_bytes: int
+    """Bytes of the longest run of free pages: the largest request that would succeed now."""
+    used_ranges: int
+    """Runs of pages that are handed out."""
+    free_ranges: int
+    """Runs of free pages; many short ones mean fragmentation."""
+    allocations: int
+    """Runs handed out since the engine was opened."""
+    frees: int
+    """Runs taken back since the engine was opened."""
+    failures: int
+    """Requests refused because there was no room."""
+    huge_pages: str
+    """How the kernel was asked for huge pages."""
+    committed_bytes: int
+    """Bytes that the engine committed by touching them."""
+    merged_bytes: int
+    """Bytes that the engine had the kernel put into huge pages."""
+    merge_errno: Optional[int]
+    """The kernel's error number if it refused to; ``None`` if it never did."""
+
+
+class TableStats(TypedDict):
+    """The cache table."""
+
+    caches: int
+    """Caches, those that only a key still holds included."""
+    keys: int
+    """Keys that name a cache."""
+
+
+class SwapInStats(TypedDict):
+    """How swap-ins (host to device) travelled."""
+
+    direct: int
+    """Swap-ins copied straight to their blocks."""
+    ring: int
+    """Swap-ins copied through the staging ring."""
+
+
+class LinkStats(TypedDict):
+    """One link that lives."""
+
+    cluster: int
+    """Cluster id of the peer."""
+    address: str
+    """Address of the peer."""
+    transport: str
+    """How messages travel: ``"shm"``, ``"tcp"`` or ``"local"``."""
+    pools: str
+    """How the peer's pools are read: ``"mapped"``, ``"stream"``, or ``"none"`` if it has none that could be mapped."""
+    registered: str
+    """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
+    refusal: Optional[str]
+    """Why registered memory is not read by process id although pools are mapped; else ``None``."""
+    outgoing: bool
+    """Whether this side made the link."""
+    silent_ms: int
+    """Milliseconds since the peer's last sign of life."""
+    requests: OpStats
+    """Requests sent to the peer."""
+    transfers: OpStats
+    """Pulls from and pushes to the peer."""
+
+
+class Stats(TypedDict):
+    """Everything an engine counts."""
+
+    pools: dict[str, PoolStats]
+    """The pools by name, ``"device"`` and ``"host"``; one that was not configured is absent."""
+    table: TableStats
+    """The cache table."""
+    ops: dict[str, OpStats]
+    """Calls by kind: ``allocate``, ``deallocate``, ``remove_key``, ``register``, ``copy_cache``, ``copy_blocks``,
+    ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``."""
+    swap_in: SwapInStats
+    """How swap-ins travelled."""
+    links: list[LinkStats]
+    """The links that live."""
+    registered_merged_bytes: int
+    """Bytes of registered memory put into huge pages for peers, or found there; unregistered memory still counts."""
+    ring_bytes: int
+    """Bytes of device memory that the staging ring holds."""
+    plain_bytes: int
+    """Bytes copied with ordinary stores."""
+    streaming_bytes: int
+    """Bytes copied with streaming stores."""
+    copy_workers: int
+    """Workers that copy, the calling thread among them."""

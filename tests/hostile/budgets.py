@@ -1,0 +1,101 @@
+"""What an admitted peer may cost an engine: the one table that the tests and docs/security.md quote.
+
+`python -m hostile.budgets`, run in the folder of the tests, prints the table as docs/security.md has it between its two
+markers. Not for: how the costs are measured (`trial`).
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+MIB = 1 << 20
+BEGIN, END = "<!-- budgets: begin -->", "<!-- budgets: end -->"
+
+
+class Budget(NamedTuple):
+    """One number and what it bounds."""
+
+    value: int
+    unit: str
+    bounds: str
+
+
+BUDGETS: dict[str, Budget] = {
+    "idle_threads": Budget(12, "threads", "of an idle engine, with any number of links"),
+    "serving_threads": Budget(32, "threads", "beyond those, which answer the calls of all links"),
+    "call_threads": Budget(1, "thread", "beyond those, for each link that has a call under way"),
+    "pending": Budget(8, "", "of the open-file limit, 4 to 256 connections: those that are no link or stream yet"),
+    "incoming": Budget(4, "", "of what is left of that limit without 32, 8 to 4,096 links: those that peers made"),
+    "streams": Budget(4, "", "of that limit, 16 to 8,192 call streams of all links, beyond 2 of each link"),
+    "link_streams": Budget(128, "call streams", "of one link"),
+    "link_descriptors": Budget(2, "descriptors", "of one link beside its call streams"),
+    "link_frames": Budget(64 * MIB, "bytes", "of requests of one link that have begun and are not answered"),
+    "all_frames": Budget(256 * MIB, "bytes", "of such requests of all links"),
+    "peak_memory": Budget(512 * MIB, "bytes", "of resident memory that all peers together can cost"),
+    "mapped": Budget(
+        4, "times the memory of the host", "of all peers' memory that is mapped, unless an option differs"
+    ),
+    "pace": Budget(
+        64 << 10, "bytes", "that a transfer or request has to move within `link_silence`, or all that remain"
+    ),
+}
+DIVISORS = ("pending", "incoming", "streams")  # values that divide the limit of open files
+
+# Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
+ROLES = frozenset(
+    {
+        "llm-control",  # accepts connections, greets, watches all links
+        "llm-copy",  # copies
+        "llm-each",  # links one of several clusters that a call names
+        "llm-lane",  # carries layers that are ready
+        "llm-merge",  # puts memory into huge pages
+        "llm-search",  # looks for the members of a communicator
+        "llm-serve",  # answers the calls of peers
+    }
+)
+
+
+def value(name: str) -> int:
+    """The number of a budget."""
+    return BUDGETS[name].value
+
+
+def open_files(limit: int | None = None) -> int:
+    """A soft limit of open files, or this process's own."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+
+
+def pending(limit: int | None = None) -> int:
+    """Connections of an engine that are not yet a link, under a soft limit of open files."""
+    return max(4, min(open_files(limit) // value("pending"), 256))
+
+
+def incoming(limit: int | None = None) -> int:
+    """Links that peers made, under a soft limit of open files."""
+    return max(8, min((open_files(limit) - 32) // value("incoming"), 4096))
+
+
+def streams(limit: int | None = None) -> int:
+    """Call streams of all links beyond two of each, under a soft limit of open files."""
+    return max(16, min(open_files(limit) // value("streams"), 8192))
+
+
+def mapped() -> int:
+    """Bytes of peers' memory that an engine of this host maps."""
+    total = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
+    return value("mapped") * int(total) * 1024
+
+
+def table() -> str:
+    """The table as the documentation has it."""
+    rows = []
+    for name, budget in BUDGETS.items():
+        number = f"1/{budget.value}" if name in DIVISORS else f"{budget.value:,} {budget.unit}"
+        rows.append(f"| `{name}` | {number} | {budget.bounds} |")
+    return "\n".join([BEGIN, "", "| budget | value | bounds |", "| --- | --- | --- |", *rows, "", END])
+
+
+if __name__ == "__main__":
+    print(table())  # noqa: T201

@@ -1,0 +1,488 @@
+"""Sockets, frames, greetings and links of a peer that does what it likes.
+
+`Wire` is one socket that carries frames. `Peer` is who greets: it dials links and call streams, and can stop at any
+step of a greeting. `Listener` accepts what an engine dials. `Tender` answers the pings of many links, so that they
+stay alive while the attack goes on. Not for: the bytes of messages (`messages`) or what an attack may cost (`budgets`).
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+from . import messages as m
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+VERSION = int(os.environ.get("LLM_DATADIST_HOSTILE_VERSION", "5"))
+MAGIC = b"LD"
+MESSAGE, REFUSAL = 1, 255
+LIMIT = 10.0  # seconds: the most that one step of an attack waits
+GENERATIONS = 1 << 27  # bytes of the generations: 2^24 numbers of 8 bytes
+AHEAD = 48 << 10  # most cache bytes that follow a `Write` unasked
+STRETCH = 4 << 20  # bytes from one run of zeros to the next
+ZEROS = bytes(64)
+SEALS = 0x2 | 0x4 | 0x10  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
+F_ADD_SEALS = 1033
+
+# The steps of a greeting at which a dialler may stop. Before "welcome" it has not proved anything.
+STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
+
+
+def boot_id() -> str:
+    """What names this host in a `Hello`."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
+    """The eight bytes before a body; `length` may lie."""
+    return MAGIC + bytes([version, kind]) + struct.pack("<I", length)
+
+
+def frame(body: bytes, kind: int = MESSAGE, version: int = VERSION) -> bytes:
+    """A frame as it should be."""
+    return header(len(body), kind, version) + body
+
+
+class EndedError(ConnectionError):
+    """The other side closed the stream, or refused; the text is its reason."""
+
+
+class Wire:
+    """One socket that carries frames."""
+
+    def __init__(self, made: socket.socket, limit: float = LIMIT) -> None:
+        self.socket = made
+        made.settimeout(limit)
+
+    def send(self, data: bytes) -> None:
+        """Bytes, whatever they mean."""
+        self.socket.sendall(data)
+
+    def say(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        """One frame, with copies of descriptors."""
+        data = frame(body)
+        if descriptors:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+            data = data[self.socket.sendmsg([data], [rights]) :]
+        self.socket.sendall(data)
+
+    def hear(self) -> bytes:
+        """The body of the next message. `EndedError` if a refusal or nothing comes."""
+        kind, body, descriptors = self.receive()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if kind == REFUSAL:
+            raise EndedError(body[4:].decode())
+        return body
+
+    def receive(self) -> tuple[int, bytes, list[int]]:
+        """Kind and body of the next frame, and the descriptors that came with it."""
+        room = socket.CMSG_SPACE(8 * 4) if self.socket.family == socket.AF_UNIX else 0
+        start, extra, _, _ = self.socket.recvmsg(8, room)
+        descriptors: list[int] = []
+        for _, kind, data in extra:
+            if kind == socket.SCM_RIGHTS:
+                descriptors += array.array("i", data[: len(data) - len(data) % 4])
+        magic, version, kind, length = struct.unpack(
+            "<2sBBI", start + self.exactly(8 - len(start)) if start else self._end()
+        )
+        assert magic == MAGIC, magic
+        assert kind == REFUSAL or version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
+        return kind, self.exactly(length), descriptors
+
+    def exactly(self, count: int) -> bytes:
+        """So many bytes."""
+        got = bytearray()
+        while len(got) < count:
+            more = self.socket.recv(min(count - len(got), 1 << 20))
+            if not more:
+                self._end()
+            got += more
+        return bytes(got)
+
+    def _end(self) -> None:
+        raise EndedError("the other side closed the stream without a reason")
+
+    def ended(self, limit: float = LIMIT) -> bool:
+        """Whether the other side ends the stream within the limit, whatever it says before."""
+        until = time.monotonic() + limit
+        while (left := until - time.monotonic()) > 0:
+            self.socket.settimeout(left)
+            try:
+                if not self.socket.recv(1 << 16):
+                    return True
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+
+class Link:
+    """One link of a hostile peer."""
+
+    def __init__(self, peer: Peer, number: int, control: Wire, dial: Callable[[], Wire] | None) -> None:
+        self.peer, self.number, self.control = peer, number, control
+        self.dial = dial
+        self.seen: dict[str, str | None] = {}
+        self.calls: list[Wire] = []
+
+    def call(self, reverse: bool = False) -> Wire:
+        """One more call stream."""
+        assert self.dial is not None, "the engine dialled this link"
+        wire = self.dial()
+        self.calls.append(wire)
+        told = self.peer.greet(wire, m.purpose_call(self.number, reverse))
+        assert told["proved"], "the engine does not know the key"
+        return wire
+
+    def close(self) -> None:
+        """Close all streams without a goodbye."""
+        for wire in [self.control, *self.calls]:
+            wire.close()
+
+
+def ask(wire: Wire, request: bytes) -> dict[str, Any]:
+    """Make a request on a call stream; the answer."""
+    wire.say(request)
+    return m.read_reply(wire.hear())
+
+
+def payload(data: bytes) -> bytes:
+    """Cache bytes as they travel: with zeros before byte 0 and each 4 MiB, where more than 48 KiB are still to come."""
+    out = bytearray()
+    for at in range(0, len(data), STRETCH):
+        if len(data) - at > AHEAD:
+            out += ZEROS
+        out += data[at : at + STRETCH]
+    return bytes(out)
+
+
+def take(wire: Wire, count: int) -> bytes:
+    """Receive cache bytes that travel as `payload` says."""
+    out = bytearray()
+    for at in range(0, count, STRETCH):
+        if count - at > AHEAD:
+            assert wire.exactly(len(ZEROS)) == ZEROS
+        out += wire.exactly(min(STRETCH, count - at))
+    return bytes(out)
+
+
+def memory(length: int, seals: int = SEALS, name: str = "hostile") -> int:
+    """A sparse memfd of so many bytes, sealed; the caller closes it."""
+    import fcntl  # noqa: PLC0415
+
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, length)
+        if seals:
+            fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Offer:
+    """What a peer says of its memory, and the descriptors that it sends. By default a fair offer without pools."""
+
+    def __init__(
+        self,
+        descriptors: Sequence[int] | None = None,
+        *,
+        generations: bool = True,
+        regions: tuple[int | None, int | None] = (None, None),
+        probe: tuple[int, bytes] | None = None,
+    ) -> None:
+        self.body = m.attach(generations, regions, probe)
+        self.descriptors = [memory(GENERATIONS)] if descriptors is None else list(descriptors)
+
+    def close(self) -> None:
+        """Close this side's descriptors."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+class Peer:
+    """Who greets: a cluster id, an instance, a token or none."""
+
+    def __init__(
+        self, cluster: int, token: str | None, *, accessible: bool = True, instance: int | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
+        self.accessible = accessible
+        self.token = token
+        self.secret = b""  # the key over TCP where there is no token; `meet` obtains it
+        self.host = boot_id()
+        self.patience = LIMIT  # seconds that a step of its greetings may take
+
+    def party(self) -> bytes:
+        """How it names itself."""
+        return m.party(self.cluster, self.instance, self.accessible)
+
+    def key(self, wire: Wire) -> bytes:
+        """What it proves itself with."""
+        if self.token is not None:
+            return self.token.encode()
+        return b"" if wire.socket.family == socket.AF_UNIX else self.secret
+
+    # -- dialling ------------------------------------------------------------------------------------------------
+
+    def greet(
+        self, wire: Wire, purpose: bytes, *, stop: str = "welcome", asked: int | None = None, proof: bytes | None = None
+    ) -> dict[str, Any]:
+        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came.
+
+        `proof` replaces the proof that the key gives.
+        """
+        body = m.hello(purpose, self.party(), asked, self.host, os.urandom(16))
+        said = frame(body)
+        cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
+        wire.send(said if cut is None else said[:cut])
+        if cut is not None or stop == "hello":
+            return {}
+        challenge = wire.hear()
+        assert len(challenge) == 16, challenge
+        right = hmac.new(self.key(wire), b"dialer\0" + body + challenge, hashlib.sha256).digest()
+        answer = frame(right if proof is None else proof)
+        if stop == "half proof":
+            wire.send(answer[:20])
+            return {}
+        wire.send(answer)
+        if stop == "proof":
+            return {}
+        told = m.read_welcome(wire.hear(), VERSION)
+        signed = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
+        told["proved"] = hmac.compare_digest(signed.digest(), told["mac"])
+        return told
+
+    def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
+        """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
+        number = int.from_bytes(os.urandom(8), "little")
+        dial = lambda: dial_tcp(address, window, self.patience)  # noqa: E731
+        link = Link(self, number, dial(), dial)
+        with _closed_on_failure(link):
+            self.greet(link.control, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
+            if stop == "up":
+                assert link.control.hear() == m.PONG
+        return link
+
+    def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
+        """A link over the local socket, with memory offered. `stop` may also name a step of the offer."""
+        number = int.from_bytes(os.urandom(8), "little")
+        dial = lambda: dial_local(name, self.patience)  # noqa: E731
+        link = Link(self, number, dial(), dial)
+        with _closed_on_failure(link):
+            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
+            if stop not in STEPS:
+                self._offer(link, offer, stop)
+        return link
+
+    def _offer(self, link: Link, offer: Offer | None, stop: str) -> None:
+        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        made = Offer() if offer is None else offer
+        try:
+            if stop == "half attach":
+                link.control.send(frame(made.body)[:10])
+                return
+            link.control.say(made.body, made.descriptors)
+            m.read_attach(link.control.hear())
+            if stop == "attach":
+                return
+            link.control.say(m.attached())
+            link.seen = m.read_attached(link.control.hear())
+            if stop == "up":
+                assert link.control.hear() == m.PONG
+        finally:
+            if offer is None:
+                made.close()
+
+    def local_name(self, address: str) -> str:
+        """The abstract name of an engine's local socket, as it tells a process of its own host."""
+        with closing(dial_tcp(address)) as wire:
+            told = self.greet(wire, m.purpose_link(1, probe=True))
+        assert told["local"], told
+        return str(told["local"])
+
+    def meet(self, name: str) -> None:
+        """Obtain the secret that proves streams over TCP where there is no token."""
+        with closing(dial_local(name)) as wire:
+            self.secret = self.greet(wire, m.purpose_meet())["secret"] or b""
+
+    # -- accepting -----------------------------------------------------------------------------------------------
+
+    def answer(self, wire: Wire, local: str | None = None) -> dict[str, Any]:
+        """Greet as the side that accepts; the `Hello` of the engine that dialled."""
+        body = wire.hear()
+        challenge = os.urandom(16)
+        wire.say(challenge)
+        wire.hear()  # whoever dials here is welcome
+        unsigned = m.welcome(self.party(), bytes(32), local, None, VERSION)
+        mac = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
+        wire.say(m.welcome(self.party(), mac, local, None, VERSION))
+        return m.read_hello(body)
+
+
+def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:
+    """A connection to `ip:port`; `window` sets the receive buffer."""
+    host, port = address.rsplit(":", 1)
+    assert host in {"127.0.0.1", "[::1]"}, "only loopback is loaded"
+    made = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+    if window is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.settimeout(limit)
+    made.connect((host.strip("[]"), int(port)))
+    return Wire(made, limit)
+
+
+def dial_local(name: str, limit: float = LIMIT) -> Wire:
+    """A connection to an abstract name."""
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(limit)
+    made.connect(b"\0" + name.encode())
+    return Wire(made, limit)
+
+
+@contextmanager
+def _closed_on_failure(link: Link) -> Iterator[None]:
+    """Close the streams of a link that does not come about."""
+    try:
+        yield
+    except BaseException:
+        link.close()
+        raise
+
+
+class Listener:
+    """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own.
+
+    With an offer of memory it sends the engine to a local socket, over which the offer goes.
+    """
+
+    def __init__(self, peer: Peer, serve: Callable[[Wire], None], offer: Offer | None = None) -> None:
+        self.peer, self.serve, self.offer = peer, serve, offer
+        self.door = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.address = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.doors = [self.door]
+        self.local: str | None = None
+        if offer is not None:
+            self.local = f"hostile.{os.urandom(8).hex()}"
+            self.doors.append(socket.socket(socket.AF_UNIX))
+            self.doors[1].bind(b"\0" + self.local.encode())
+            self.doors[1].listen(256)
+        self.links: list[Link] = []
+        self.wires: list[Wire] = []
+        self.streams = 0  # call streams that were greeted
+        self.deaf: threading.Event | None = None  # nobody is greeted until it is set
+        self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
+        for thread in list(self.threads):
+            thread.start()
+
+    def _accept(self, door: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                wire = Wire(door.accept()[0])
+                self.wires.append(wire)
+                thread = threading.Thread(target=self._greet, args=(wire,), daemon=True)
+                self.threads.append(thread)
+                thread.start()
+
+    def _greet(self, wire: Wire) -> None:
+        with suppress(OSError, AssertionError):
+            if self.deaf is not None:
+                self.deaf.wait(2 * LIMIT)
+                return
+            probed = wire.socket.family != socket.AF_UNIX
+            told = self.peer.answer(wire, self.local if probed else None)
+            if told["is"] == "Link":
+                if self.local is not None and probed:
+                    return
+                if self.offer is not None:
+                    wire.say(self.offer.body, self.offer.descriptors)
+                    m.read_attach(wire.hear())
+                    wire.say(m.attached())
+                    m.read_attached(wire.hear())
+                wire.say(m.PONG)
+                self.links.append(Link(self.peer, told["link"], wire, None))
+            else:
+                self.streams += 1
+                self.serve(wire)
+
+    def __enter__(self) -> Listener:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for door in self.doors:
+            with suppress(OSError):
+                door.shutdown(socket.SHUT_RDWR)
+            door.close()
+        for wire in self.wires:
+            with suppress(OSError):
+                wire.socket.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(LIMIT)
+        for wire in self.wires:
+            wire.close()
+
+
+class Tender:
+    """Answers pings on many control streams from one thread, so that the engine takes their peer for alive."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.pings = 0
+        self.ended: list[Link] = []  # links that the engine closed
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def add(self, *links: Link) -> None:
+        """Look after these links from now on."""
+        with self.lock:
+            for link in links:
+                self.selector.register(link.control.socket, selectors.EVENT_READ, link)
+
+    def _run(self) -> None:
+        pings, pong = frame(m.PING), frame(m.PONG)
+        while not self.over.is_set():
+            for key, _ in self.selector.select(0.05):
+                link = key.data
+                try:
+                    data = link.control.socket.recv(1 << 16)
+                    count = data.count(pings)
+                    self.pings += count
+                    if count:
+                        link.control.socket.sendall(pong * count)
+                except OSError:
+                    data = b""
+                if not data:
+                    with self.lock:
+                        self.selector.unregister(key.fileobj)
+                    self.ended.append(link)
+
+    def __enter__(self) -> Tender:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join(LIMIT)
+        self.selector.close()

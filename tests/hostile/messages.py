@@ -1,0 +1,337 @@
+"""Every message of the protocol: encoders for what a hostile peer says, decoders for what it hears.
+
+Encoders take plain numbers and check nothing, because most of what they write here is wrong on purpose. Decoded
+messages are dictionaries with the name of the variant under "is". Not for: the order of messages (the docstring of the
+package).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .postcard import Reader, blob, flag, many, sint, some, text, uint
+
+NEVER = 600_000  # ms: a deadline that does not end the attack
+
+# -- the greeting --------------------------------------------------------------------------------------------------
+
+
+def party(cluster: int, instance: int, accessible: bool) -> bytes:
+    """Who speaks: cluster id, a random number of this engine, and whether its caches may be used without asking."""
+    return uint(cluster) + uint(instance) + flag(accessible)
+
+
+def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
+    """A communicator: its name, (cluster, rank) of each member, and what the table says of the listener."""
+    return text(name) + many([uint(cluster) + uint(rank) for cluster, rank in members]) + text(listener)
+
+
+def purpose_link(link: int, probe: bool = False, communicator: bytes | None = None) -> bytes:
+    """Variant 0: the control stream of a new link."""
+    return uint(0) + uint(link) + some(communicator) + flag(probe)
+
+
+def purpose_call(link: int, reverse: bool = False) -> bytes:
+    """Variant 1: a call stream of a link."""
+    return uint(1) + uint(link) + flag(reverse)
+
+
+def purpose_meet() -> bytes:
+    """Variant 2: asks for the secret."""
+    return uint(2)
+
+
+def purpose_knock(communicator: bytes) -> bytes:
+    """Variant 3: this side has entered a communicator."""
+    return uint(3) + communicator
+
+
+def hello(purpose: bytes, who: bytes, asked: int | None, host: str, nonce: bytes) -> bytes:
+    """The first message of a greeting."""
+    return purpose + who + some(None if asked is None else uint(asked)) + text(host) + nonce
+
+
+def read_hello(body: bytes) -> dict[str, Any]:
+    """What a dialler says first."""
+    reader = Reader(body)
+    kind = reader.uint()
+    told: dict[str, Any] = {"is": ("Link", "Call", "Meet", "Knock")[kind]}
+    if kind == 0:
+        told["link"] = reader.uint()
+        told["comm"] = reader.some(lambda: _read_comm(reader))
+        told["probe"] = reader.flag()
+    elif kind == 1:
+        told["link"], told["reverse"] = reader.uint(), reader.flag()
+    elif kind == 3:
+        told["comm"] = _read_comm(reader)
+    told["from"] = _read_party(reader)
+    told["asked"] = reader.some(reader.uint)
+    told["host"], told["nonce"] = reader.text(), reader.raw(16)
+    reader.done()
+    return told
+
+
+def _read_comm(reader: Reader) -> tuple[str, list[tuple[int, int]], str]:
+    return reader.text(), reader.many(lambda: (reader.uint(), reader.uint())), reader.text()
+
+
+def _read_party(reader: Reader) -> tuple[int, int, bool]:
+    return reader.uint(), reader.uint(), reader.flag()
+
+
+def welcome(who: bytes, mac: bytes, local: str | None, secret: bytes | None, version: int) -> bytes:
+    """The last message of a greeting."""
+    said = who + mac + some(None if local is None else text(local))
+    return said + some(secret) if version >= 5 else said
+
+
+def read_welcome(body: bytes, version: int) -> dict[str, Any]:
+    """What an acceptor says last. "unsigned" is the same message with a zero mac, which the mac covers."""
+    reader = Reader(body)
+    told: dict[str, Any] = {"from": _read_party(reader)}
+    start = reader.at
+    told["mac"] = reader.raw(32)
+    told["unsigned"] = body[:start] + bytes(32) + body[reader.at :]
+    told["local"] = reader.some(reader.text)
+    told["secret"] = reader.some(lambda: reader.raw(32)) if version >= 5 else None
+    reader.done()
+    return told
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def attach(
+    generations: bool = True,
+    regions: tuple[int | None, int | None] = (None, None),
+    probe: tuple[int, bytes] | None = None,
+) -> bytes:
+    """What the other side may map: generations, the regions of host and device, and where the secret for reads lies."""
+    lengths = b"".join(some(None if length is None else uint(length)) for length in regions)
+    return flag(generations) + lengths + some(None if probe is None else uint(probe[0]) + probe[1])
+
+
+def attached(mapped: str | None = None, registered: str | None = None) -> bytes:
+    """What became of an `Attach`: `None`, or why it could not be used."""
+    return b"".join(uint(0) if why is None else uint(1) + text(why) for why in (mapped, registered))
+
+
+def read_attach(body: bytes) -> dict[str, Any]:
+    """What the other side offers."""
+    reader = Reader(body)
+    told = {
+        "generations": reader.flag(),
+        "regions": [reader.some(reader.uint) for _ in range(2)],
+        "probe": reader.some(lambda: (reader.uint(), reader.raw(16))),
+    }
+    reader.done()
+    return told
+
+
+def read_attached(body: bytes) -> dict[str, str | None]:
+    """What the other side could use of an offer."""
+    reader = Reader(body)
+    told = {name: reader.text() if reader.uint() else None for name in ("mapped", "registered")}
+    reader.done()
+    return told
+
+
+# -- control streams -----------------------------------------------------------------------------------------------
+
+PING, PONG, DIAL = uint(0), uint(1), uint(3)
+
+
+def bye(reason: str = "the test ends it", unlinked: bool = False) -> bytes:
+    """The link ends."""
+    return uint(2) + text(reason) + flag(unlinked)
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
+
+
+def name_request(model: int, number: int) -> bytes:
+    """A cache by a request id."""
+    return uint(0) + uint(model) + uint(number)
+
+
+def name_blocks(model: int = 0) -> bytes:
+    """The blocks cache of a model."""
+    return uint(2) + uint(model)
+
+
+def name_row(cache: int, row: int = 0) -> bytes:
+    """A row of a cache by its id."""
+    return uint(3) + sint(cache) + uint(row)
+
+
+def span(src: int, dst: int, length: int, count: int = 1, src_step: int = 0, dst_step: int = 0) -> bytes:
+    """`count` pieces of `length` bytes."""
+    return uint(src) + uint(dst) + uint(length) + uint(count) + sint(src_step) + sint(dst_step)
+
+
+def plan_spans(waves: list[int], spans: list[bytes], tensors: int = 1, src: int = 0, dst: int = 0) -> bytes:
+    """A plan of spans; `waves` says how many spans each wave has."""
+    return uint(tensors) + uint(src) + uint(dst) + uint(0) + many([uint(wave) for wave in waves]) + many(spans)
+
+
+def plan_blocks(
+    length: int,
+    pairs: list[tuple[int, int]] | bytes,
+    tensors: int = 1,
+    base: tuple[int, int] = (0, 0),
+    first: tuple[int, int] = (0, 0),
+) -> bytes:
+    """A plan of equal blocks: byte `base[0] + n * length` for number `n` read, and the same for numbers written.
+
+    `pairs` are numbers, or the byte string as it stands in the message (its first byte is the width of the numbers).
+    """
+    packed = pairs if isinstance(pairs, bytes) else pack(pairs)
+    start = uint(tensors) + uint(first[0]) + uint(first[1])
+    return start + uint(1) + uint(length) + uint(base[0]) + uint(base[1]) + blob(packed)
+
+
+def pack(pairs: list[tuple[int, int]]) -> bytes:
+    """Pairs of numbers as a byte string, four bytes for each number."""
+    return b"\x04" + b"".join(number.to_bytes(4, "little") for pair in pairs for number in pair)
+
+
+def describe(name: bytes, limit_ms: int = NEVER) -> bytes:
+    """Request 0."""
+    return uint(0) + name + uint(limit_ms)
+
+
+def read(name: bytes, cache: int, plan: bytes, start: int, end: int, limit_ms: int = NEVER) -> bytes:
+    """Request 1: send me these bytes."""
+    return uint(1) + name + sint(cache) + plan + uint(start) + uint(end) + uint(limit_ms)
+
+
+def write(
+    name: bytes, cache: int, plan: bytes, start: int, end: int, ahead: bool = False, limit_ms: int = NEVER
+) -> bytes:
+    """Request 2: take these bytes."""
+    return uint(2) + name + sint(cache) + plan + uint(start) + uint(end) + flag(ahead) + uint(limit_ms)
+
+
+def fetch(
+    name: bytes, cache: int, plan: bytes, source: bytes, tensors: int, tensor_bytes: int, limit_ms: int = NEVER
+) -> bytes:
+    """Request 3: read these bytes out of my memory."""
+    return uint(3) + name + sint(cache) + plan + source + uint(tensors) + uint(tensor_bytes) + uint(limit_ms)
+
+
+def consume(name: bytes, cache: int, first: int, count: int, limit_ms: int = NEVER) -> bytes:
+    """Request 4: these tensors have been pulled."""
+    return uint(4) + name + sint(cache) + uint(first) + uint(count) + uint(limit_ms)
+
+
+def unlink(limit_ms: int = NEVER) -> bytes:
+    """Request 5."""
+    return uint(5) + uint(limit_ms)
+
+
+def ping(limit_ms: int = NEVER) -> bytes:
+    """Request 6."""
+    return uint(6) + uint(limit_ms)
+
+
+def locate(encoded_addresses: bytes, count: int, limit_ms: int = NEVER) -> bytes:
+    """Request 7: which caches do these addresses lie in."""
+    return uint(7) + uint(count) + encoded_addresses + uint(limit_ms)
+
+
+def run(start: int, step: int, count: int) -> bytes:
+    """`count` numbers at a constant distance."""
+    return uint(start) + uint(step) + uint(count)
+
+
+def in_region(runs: list[bytes], region: int = 0) -> bytes:
+    """A location in an attached region: offsets of the tensors."""
+    return uint(0) + bytes([region]) + many(runs)
+
+
+def in_process(runs: list[bytes]) -> bytes:
+    """A location in the caller's process: addresses of the tensors."""
+    return uint(1) + many(runs)
+
+
+HIDDEN = uint(2)
+
+# -- replies -------------------------------------------------------------------------------------------------------
+
+REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located")
+STALE = uint(3)
+
+
+def ready(count: int) -> bytes:
+    """Reply 1: so many bytes follow, or may be sent."""
+    return uint(1) + uint(count)
+
+
+def done(count: int = 0) -> bytes:
+    """Reply 2."""
+    return uint(2) + uint(count)
+
+
+def unreachable(reason: str) -> bytes:
+    """Reply 4."""
+    return uint(4) + text(reason)
+
+
+def failed(kind: int, message: str, facts: list[tuple[str, str]], arrived: list[bytes]) -> bytes:
+    """Reply 5."""
+    return uint(5) + bytes([kind]) + text(message) + many([text(a) + text(b) for a, b in facts]) + many(arrived)
+
+
+def located(spots: list[bytes]) -> bytes:
+    """Reply 6."""
+    return uint(6) + many(spots)
+
+
+def described(
+    *,
+    place: int = 0,
+    generation: int = 0,
+    cache: int = 1,
+    row: int = 0,
+    tensors: int = 2,
+    rows: int = 4,
+    row_bytes: int = 256,
+    blocks: bool = True,
+    placement: int = 0,
+    allocated: bool = True,
+    accessible: bool = True,
+    location: bytes = HIDDEN,
+) -> bytes:
+    """Reply 0: a cache."""
+    sizes = uint(row) + uint(tensors) + uint(rows) + uint(row_bytes)
+    flags = flag(blocks) + bytes([placement]) + flag(allocated) + flag(accessible)
+    return uint(0) + uint(place) + uint(generation) + sint(cache) + sizes + flags + location
+
+
+def read_reply(body: bytes) -> dict[str, Any]:
+    """An answer of the owner; of a description, ids and sizes."""
+    reader = Reader(body)
+    told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
+    if told["is"] == "Described":
+        told["place"], told["generation"] = reader.uint(), reader.uint()
+        told["cache"], told["row"] = reader.sint(), reader.uint()
+        told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
+        told["blocks"], told["placement"] = reader.flag(), reader.byte()
+        told["allocated"], told["accessible"] = reader.flag(), reader.flag()
+        kind = reader.uint()
+        told["region"] = reader.byte() if kind == 0 else None
+        three = lambda: (reader.uint(), reader.uint(), reader.uint())  # noqa: E731
+        told["runs"] = [] if kind == 2 else reader.many(three)
+    elif told["is"] in {"Ready", "Done"}:
+        told["bytes"] = reader.uint()
+    elif told["is"] == "Unreachable":
+        told["reason"] = reader.text()
+    elif told["is"] == "Failed":
+        told["kind"], told["message"] = reader.byte(), reader.text()
+        told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
+        pair = lambda: (reader.uint(), reader.uint())  # noqa: E731
+        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(pair)))
+    elif told["is"] == "Located":
+        told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
+    reader.done()
+    return told

@@ -1,0 +1,110 @@
+"""The postcard encoding, as far as the protocol uses it.
+
+Integers wider than a byte are little-endian groups of seven bits; the high bit says that more follow. Signed integers
+are zigzag-coded first. Booleans and bytes take one byte. Text, byte strings and lists start with their length. Options
+start with 0 or 1. An enum starts with the number of its variant. Structs, tuples and arrays of a fixed length are their
+fields, one after the other. Not for: which fields a message has (`messages`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+U64 = 2**64
+
+
+def uint(number: int) -> bytes:
+    """An unsigned number of 16 bits or more, or the length of something, or the number of a variant."""
+    assert 0 <= number < U64, number
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def sint(number: int) -> bytes:
+    """A signed number of 64 bits."""
+    return uint((number << 1) ^ (number >> 63) if number >= 0 else ((-number) << 1) - 1)
+
+
+def flag(value: bool) -> bytes:
+    """A boolean."""
+    return bytes([value])
+
+
+def blob(data: bytes) -> bytes:
+    """A byte string."""
+    return uint(len(data)) + data
+
+
+def text(value: str) -> bytes:
+    """A string."""
+    return blob(value.encode())
+
+
+def some(encoded: bytes | None) -> bytes:
+    """An option whose value is encoded already."""
+    return b"\x00" if encoded is None else b"\x01" + encoded
+
+
+def many(encoded: list[bytes]) -> bytes:
+    """A list whose items are encoded already."""
+    return uint(len(encoded)) + b"".join(encoded)
+
+
+class Reader:
+    """Takes values off the front of a body."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body, self.at = body, 0
+
+    def raw(self, count: int) -> bytes:
+        """So many bytes."""
+        taken = self.body[self.at : self.at + count]
+        assert len(taken) == count, "the body is too short"
+        self.at += count
+        return taken
+
+    def byte(self) -> int:
+        """One byte."""
+        return self.raw(1)[0]
+
+    def flag(self) -> bool:
+        """A boolean."""
+        value = self.byte()
+        assert value in {0, 1}, value
+        return value == 1
+
+    def uint(self) -> int:
+        """An unsigned number."""
+        number, shift = 0, 0
+        while True:
+            byte = self.byte()
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                assert number < U64, number
+                return number
+
+    def sint(self) -> int:
+        """A signed number."""
+        number = self.uint()
+        return number >> 1 if number & 1 == 0 else -((number + 1) >> 1)
+
+    def text(self) -> str:
+        """A string."""
+        return self.raw(self.uint()).decode()
+
+    def some(self, read: Callable[[], Any]) -> Any:
+        """An option."""
+        return read() if self.flag() else None
+
+    def many(self, read: Callable[[], Any]) -> list[Any]:
+        """A list."""
+        return [read() for _ in range(self.uint())]
+
+    def done(self) -> None:
+        """Nothing may follow."""
+        assert self.at == len(self.body), f"{len(self.body) - self.at} more bytes"

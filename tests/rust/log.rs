@@ -1,0 +1,144 @@
+//! The engine's log, as a Rust program sees it that installs a subscriber of its own.
+//!
+//! One collector serves the whole binary, because events come from threads of the engine and a process has one global
+//! subscriber. Tests run at the same time, so each looks only for lines with ids that no other test uses. Not for: how
+//! the bindings pass lines on (`tests/test_engine_log.py`, `tests/test_cpp.py`).
+
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+
+use llm_datadist_core::{CacheKey, CacheKind, DataDist, Level, Line, Placement, Sink, install_log};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+use crate::bed::{Own, config, desc};
+
+static LINES: Mutex<Vec<Line>> = Mutex::new(Vec::new());
+
+fn lines() -> MutexGuard<'static, Vec<Line>> {
+    LINES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Collector;
+
+impl Sink for Collector {
+    fn wants(&self, level: Level) -> bool {
+        level <= Level::DEBUG
+    }
+
+    fn take(&self, line: Line) {
+        lines().push(line);
+    }
+}
+
+/// Collects every line of this process from now on.
+pub fn collect() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| assert!(install_log(Collector), "no other subscriber in this binary"));
+}
+
+/// The texts since `collect` that hold all of `words`.
+pub fn texts(words: &[&str]) -> Vec<String> {
+    let all = lines();
+    let matching = all.iter().filter(|line| words.iter().all(|word| line.text.contains(word)));
+    matching.map(|line| line.text.clone()).collect()
+}
+
+/// The texts of errors since `collect` that hold all of `words`.
+pub fn errors(words: &[&str]) -> Vec<String> {
+    let all = lines();
+    let matching = all
+        .iter()
+        .filter(|line| line.level == Level::ERROR && words.iter().all(|word| line.text.contains(word)));
+    matching.map(|line| line.text.clone()).collect()
+}
+
+/// A subscriber as an application has one, which shares nothing with the engine's own: it keeps each event's level,
+/// target and fields, and asks the engine for its counters while it handles one.
+struct Application {
+    engine: Arc<DataDist>,
+    events: Arc<Mutex<Vec<(Level, String, Vec<(String, String)>)>>>,
+}
+
+#[derive(Default)]
+struct Fields(Vec<(String, String)>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0.push((field.name().into(), format!("{value:?}")));
+    }
+}
+
+impl Subscriber for Application {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        // Takes the lock of the cache table: an event under that lock would never return from here.
+        assert!(self.engine.stats().table.caches >= 1);
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let of = event.metadata();
+        self.events.lock().unwrap().push((*of.level(), of.target().to_owned(), fields.0));
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[test]
+fn second_cache_under_the_key_of_a_live_one_is_a_warning_with_both_ids() {
+    let engine = Arc::new(DataDist::open(config(1 << 20)).unwrap());
+    let events = Arc::default();
+    let application = Application { engine: engine.clone(), events: Arc::clone(&events) };
+    let register = |keys: &[Option<CacheKey>]| {
+        let shape = desc(Placement::Host, 1, 4, 8);
+        Own::new(&shape, CacheKind::Batch, |adopted| engine.register(adopted, keys, Some(true)).unwrap())
+    };
+    let request = |id| Some(CacheKey::Request { model: 3, id });
+    let (first, second, third) = tracing::subscriber::with_default(application, || {
+        let first = register(&[request(1), request(2)]);
+        assert!(events.lock().unwrap().is_empty(), "nothing is replaced yet");
+        let second = register(&[request(2), request(1)]);
+        let third = register(&[request(3)]);
+        (first, second, third)
+    });
+    let events = events.lock().unwrap();
+    let [(level, target, fields)] = events.as_slice() else { panic!("one event for two keys: {events:?}") };
+    assert_eq!((*level, target.as_str()), (Level::WARN, "llm_datadist::table"));
+    let field = |name: &str| fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone());
+    assert_eq!(field("cache_id"), Some(second.cache.id().0.to_string()));
+    assert_eq!(field("replaced_cache_id"), Some(first.cache.id().0.to_string()));
+    let message = field("message").unwrap();
+    assert!(message.contains("req_id 2 of model 3 and 1 more keys"), "{message}");
+    drop(third);
+}
+
+#[test]
+fn line_has_the_message_then_the_fields_and_no_control_characters() {
+    collect();
+    let from_a_peer = "a reason\nfrom a peer\u{1b}[2J";
+    tracing::error!(target: "llm_datadist::test", peer = 77_001, "refused: {from_a_peer}");
+    tracing::trace!(target: "llm_datadist::test", peer = 77_002, "not wanted");
+    tracing::warn!(target: "llm_datadist::test", peer = 77_003, "{}", "long ".repeat(10_000));
+    let all = lines();
+    let line = all.iter().find(|line| line.text.contains("77001")).unwrap();
+    assert_eq!((line.level, line.target), (Level::ERROR, "llm_datadist::test"));
+    assert_eq!(line.text, "refused: a reason\\nfrom a peer\\u{1b}[2J, peer=77001");
+    assert_eq!(line.file, "log.rs");
+    assert!(line.line > 0);
+    assert!(!all.iter().any(|line| line.text.contains("77002")), "TRACE is not wanted");
+    let long = all.iter().find(|line| line.text.starts_with("long")).unwrap();
+    assert!(long.text.len() < 5000, "{} bytes", long.text.len());
+}

@@ -1,0 +1,286 @@
+"""Lines of the engine's own threads, handed to Python's logging.
+
+The engine emits a WARNING when a cache is registered under the key of a live one, which a program can cause at any
+time; most tests use that one. Not for: levels and layout of the package's own lines (`test_logging.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+import pytest
+
+from llm_datadist import BlocksCacheKey, LLMDataDist, LLMException, _core, engine_log
+from memory import UserTensors, desc, run_fresh
+from peers import Ends, options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = 20.0
+WAITING = 1024  # lines that the queue holds
+
+
+class Collector(logging.Handler):
+    """Keeps records, says when one comes, and runs what a test wants run inside a handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.came = threading.Condition()
+        self.first: Callable[[], None] = lambda: None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.came:
+            self.records.append(record)
+            self.came.notify_all()
+            alone = len(self.records) == 1
+        if alone:
+            self.first()
+
+    def texts(self) -> list[str]:
+        with self.came:
+            return [record.getMessage() for record in self.records]
+
+    def wait_for(self, *words: str, count: int = 1) -> list[logging.LogRecord]:
+        """The records whose text has all `words`, once there are `count` of them."""
+
+        def found() -> list[logging.LogRecord]:
+            return [of for of in self.records if all(word in of.getMessage() for word in words)]
+
+        with self.came:
+            assert self.came.wait_for(lambda: len(found()) >= count, LIMIT), (words, self.texts())
+            return found()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    """The package's lines from WARNING on."""
+    logger, collector = logging.getLogger("LLM_DATADIST"), Collector()
+    level = logger.level
+    logger.addHandler(collector)
+    logger.setLevel(logging.WARNING)
+    yield collector
+    logger.removeHandler(collector)
+    logger.setLevel(level)
+
+
+def register_twice(dist: LLMDataDist, keep: list[Any], times: int = 2) -> tuple[int, int]:
+    """Register caches under one key; the ids of the last two."""
+    manager, own = dist.cache_manager, UserTensors()
+    keep.append(own)
+    ids = [manager.register_blocks_cache(desc(), own.addrs, BlocksCacheKey(1, 5)).cache_id for _ in range(times)]
+    return ids[-2], ids[-1]
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_a_line_comes_without_another_call(dist: LLMDataDist, collector: Collector) -> None:
+    keep: list[Any] = []
+    before = time.time()
+    old, new = register_twice(dist, keep)
+    (record,) = collector.wait_for("registered under")
+    after = time.time()
+    assert (record.levelname, record.name) == ("WARNING", "LLM_DATADIST")
+    assert f"cache_id={new}" in record.getMessage()
+    assert f"replaced_cache_id={old}" in record.getMessage()
+    assert (record.funcName, record.filename) == ("llm_datadist.table", "mod.rs")
+    assert record.lineno > 0
+    assert record.process == os.getpid()
+    assert before - 0.01 <= record.created <= after + 0.01
+    assert 0 <= record.msecs < 1000
+    assert "%" not in record.getMessage()
+    register_twice(dist, keep)
+    assert len(collector.wait_for("registered under", count=3)) == 3, "one for the third, one for the fourth"
+
+
+def test_a_line_of_an_engine_thread_comes_while_no_call_is_made(collector: Collector) -> None:
+    logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
+    with Ends() as ends:
+        far = ends.peer(options())
+        near = ends.near(options(llm__LinkHeartbeat=50, llm__LinkSilence=200))
+        assert near.link_clusters([far.at])[0] == "LLM_SUCCESS"
+        far.kill()
+        (record, *_) = collector.wait_for(f"the link to cluster {far.cluster} broke")
+        assert record.threadName.startswith("llm-")
+        assert record.threadName != "llm-log", "the thread that emitted it, not the one that handed it over"
+
+
+def test_lines_about_a_call_are_there_when_it_returns(collector: Collector) -> None:
+    logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
+    with Ends() as ends:
+        far, near = ends.peer(options()), ends.near(options())
+        near.link_clusters([far.at])
+        of_the_engine = [of for of in collector.records if of.funcName == "llm_datadist.links"]
+        assert any("cluster 2" in of.getMessage() for of in of_the_engine), "no waiting"
+
+
+def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
+    code = """
+    from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+    import array
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init({"llm.EnableCacheManager": "1"})
+    own = array.array("b", bytes(400))
+    for _ in range(2):
+        dist.cache_manager.register_blocks_cache(
+            CacheDesc(1, [4, 100], DataType.DT_INT8), [own.buffer_info()[0]], BlocksCacheKey(1, 5))
+    """
+    assert run_fresh(code) == ""
+    shown = run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL="2")
+    # Nobody finalizes, and the process ends at once: the line comes all the same.
+    assert shown.startswith("[WARNING] LLM_DATADIST("), shown
+    assert shown.count("\n") == 1
+    assert "replaced_cache_id=1" in shown
+
+
+def test_the_thread_lives_as_long_as_the_engine(start: Callable[..., LLMDataDist]) -> None:
+    assert not named("llm-log")
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        dist = start()
+        (thread,) = named("llm-log")
+        assert thread.daemon
+        dist.finalize()
+        assert not named("llm-log")
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_lines_of_a_failing_init_are_there_and_the_thread_is_not(start: Callable[..., LLMDataDist]) -> None:
+    with pytest.raises(LLMException):
+        start({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": "x"})
+    assert not named("llm-log")
+
+
+def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collector) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def blocked() -> None:
+        entered.set()
+        assert go_on.wait(LIMIT)
+
+    collector.first = blocked
+    keep: list[Any] = []
+    register_twice(dist, keep)
+    assert entered.wait(LIMIT)
+    # The handler is stuck, and the engine goes on: also calls that hand over lines themselves return.
+    register_twice(dist, keep, 3001)
+    dist.stats()
+    assert len(collector.records) == 1
+    go_on.set()
+    (dropped,) = collector.wait_for("lines of the engine's log were dropped")
+    lost = int(dropped.getMessage().split()[0])
+    assert lost == 3001 - WAITING
+    assert len(collector.wait_for("registered under", count=1 + WAITING)) == 1 + WAITING
+    assert collector.texts()[-1].endswith(f"cache_id={3003}, replaced_cache_id={3002}"), "the newest are kept"
+
+
+def test_a_handler_may_call_the_engine_and_may_fail(dist: LLMDataDist, collector: Collector) -> None:
+    seen: list[Any] = []
+
+    def failing() -> None:
+        seen.append(dist.stats()["table"]["caches"])
+        register_twice(dist, keep)
+        raise ValueError("a handler of the program")
+
+    keep: list[Any] = []
+    collector.first = failing
+    register_twice(dist, keep)
+    collector.wait_for("registered under", count=3)
+    assert seen == [2]
+    (thread,) = named("llm-log")
+    assert thread.is_alive()
+    register_twice(dist, keep)
+    collector.wait_for("registered under", count=5)
+
+
+def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collector: Collector) -> None:
+    dist = start()
+    done = threading.Event()
+
+    def finalizing() -> None:
+        dist.finalize()
+        done.set()
+
+    collector.first = finalizing
+    register_twice(dist, [])
+    assert done.wait(LIMIT)
+    again = start()
+    collector.first = lambda: None
+    register_twice(again, [])
+    collector.wait_for("registered under", count=2)
+
+
+def test_forked_child_logs_and_exits() -> None:
+    """A child has none of the threads, and its parent's lock is held for ever: here by a handler that waits."""
+    out = run_fresh(
+        """
+        import array, logging, os, sys, threading, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads, which is what is tried
+        from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+        entered, go_on = threading.Event(), threading.Event()
+        class Stuck(logging.Handler):
+            def emit(self, record):
+                if os.getpid() == parent:
+                    entered.set()
+                    assert go_on.wait(20)
+                else:
+                    seen.append(record.getMessage())
+                    came.set()
+        parent, seen, came = os.getpid(), [], threading.Event()
+        logger = logging.getLogger("LLM_DATADIST")
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        logger.addHandler(Stuck())
+        own = array.array("b", bytes(400))
+        def twice(dist):
+            for _ in range(2):
+                dist.cache_manager.register_blocks_cache(
+                    CacheDesc(1, [4, 100], DataType.DT_INT8), [own.buffer_info()[0]], BlocksCacheKey(1, 5))
+        def opened():
+            dist = LLMDataDist(LLMRole.PROMPT, 1)
+            dist.init({"llm.EnableCacheManager": "1"})
+            return dist
+        dist = opened()
+        twice(dist)
+        assert entered.wait(20)
+        child = os.fork()
+        if child == 0:
+            logger.handlers[0].createLock()  # the handler's own lock is logging's business
+            status = 1
+            try:
+                assert not [thread for thread in threading.enumerate() if thread.name == "llm-log"]
+                dist.finalize()
+                other = opened()
+                twice(other)
+                assert came.wait(20)
+                assert len(seen) == 1 and "replaced_cache_id=1" in seen[0], seen
+                other.finalize()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        go_on.set()
+        twice(dist)
+        dist.finalize()
+        assert not [thread for thread in threading.enumerate() if thread.name == "llm-log"]
+        print("both")
+        """
+    )
+    assert out.strip() == "both"
+
+
+def test_the_queue_is_empty_after_finalize_and_the_hooks_are_quiet(start: Callable[..., LLMDataDist]) -> None:
+    start().finalize()
+    assert _core.take_log() == (0, [])
+    engine_log.stop()
+    engine_log.drain()
+    assert json.dumps(_core.take_log()) == "[0, []]"

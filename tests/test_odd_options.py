@@ -1,0 +1,193 @@
+"""Every option with odd values: only the documented exceptions, and an engine that still opens afterwards.
+
+The values are of types and sizes that no table of a contract lists: numpy scalars, bytes, subclasses of ``str`` and
+``int``, lists that contain themselves, numbers of thousands of digits, JSON of 100,000 levels. Not for: which of the
+exceptions each of them gets (`test_config.py`, `test_lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import numpy as np
+import pytest
+
+from llm_datadist import DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, configs
+from memory import run_fresh
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+DEEP = 100_000
+
+
+class Text(str):
+    """A text of another class."""
+
+    __slots__ = ()
+
+
+class Number(int):
+    """An integer of another class."""
+
+
+def nested(levels: int = DEEP) -> list[Any]:
+    """A list in a list in a list."""
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def circular() -> list[Any]:
+    """A list that contains itself."""
+    value: list[Any] = [1]
+    value.append(value)
+    return value
+
+
+NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**63, 2**64, 10**5000, -(10**5000), 0.5, float("nan"), float("inf"), -0.0, 1j]
+NUMBERS += [None, True, False, Number(3), np.int64(3), np.float32(0.5), np.float64(0.5), np.bool_(True)]
+TEXTS: list[Any] = [
+    "",
+    " ",
+    "\0",
+    "x",
+    "1",
+    "-1",
+    "1" * 5000,
+    "\u0661",
+    "\u00b2",
+    "\ud800",
+    "nan",
+    Text("0"),
+    Text("x"),
+]
+TEXTS += [b"", b"1", bytearray(b"1")]
+LISTS: list[Any] = [[], (), [[]], [0], (0,), [0, [1]], [True], [None], ["0"], [0.0], [2**31], [-1], [10**5000]]
+LISTS += [{}, {"a": 1}, {1: "a"}, set(), range(3), np.array([1]), np.array([]), nested(), circular()]
+JSON = ["[]", "null", "NaN", '{"memory_size": 1e400}', '{"a": ' + "1" * 5000 + "}", '{"listen_ip_info": 5}']
+JSON += ['{"listen_ip_info": [[]]}', '{"listen_ip_info": null}', '{"listen_ip_info": [{"ip": 1e400}]}']
+DEEP_JSON = [
+    "[" * DEEP,
+    '{"a":' * DEEP,
+    "[" * DEEP + "]" * DEEP,
+    '{"listen_ip_info": [' + "[" * DEEP + "]" * DEEP + "]}",
+]
+OTHERS: list[Any] = [object(), int, lambda: 1, DataType.DT_INT8, LLMRole.PROMPT, INVALID]
+ODD = [*NUMBERS, *TEXTS, *LISTS, *JSON, *DEEP_JSON, *OTHERS]
+
+PROPERTIES = [option._name for option in configs._OPTIONS]
+KEYS = [option.key for option in configs._OPTIONS]
+KEYS += ["llm.Role", "llm.ListenIpInfo", "llm.ListenIp", "llm.ListenPort", "env.HCCL_CONNECT_TIMEOUT"]
+KEYS += ["ge.flowGraphMemMaxSize"]
+
+
+def small(mode: str) -> dict[str, Any]:
+    """Options of an engine that opens in no time."""
+    return {"llm.EnableCacheManager": mode, "ge.flowGraphMemMaxSize": "1048576", "ge.exec.deviceId": "0"}
+
+
+def documented(error: BaseException) -> bool:
+    """Whether it is what the contract lets an option raise, with a code that says that an argument is wrong."""
+    if isinstance(error, LLMException):
+        # An address that is understood and cannot be listened at is a failure of another kind.
+        return error.status_code is INVALID or "listen" in str(error)
+    return isinstance(error, (TypeError, ValueError)) and not isinstance(error, UnicodeDecodeError)
+
+
+def survive(call: Callable[[], Any], place: Any) -> bool:
+    """Whether the call succeeded; if not, its exception is a documented one and its text is short."""
+    raised: Optional[Exception] = None
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (which is what is judged)
+        raised = error
+    assert raised is None or documented(raised), (place, raised)
+    assert len(str(raised)) < 5000, place
+    return raised is None
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_takes_a_value_or_raises_what_is_documented(name: str) -> None:
+    passed = 0
+    for odd in ODD:
+        config = LLMConfig()
+        if survive(lambda: setattr(config, name, odd), (name, type(odd))):  # noqa: B023  (called at once)
+            passed += 1
+            if survive(config.generate_options, (name, type(odd))):
+                assert all(isinstance(text, str) for text in config.generate_options().values())
+    assert 0 < passed < len(ODD)
+
+
+@pytest.mark.parametrize("mode", ["1", "0"])
+@pytest.mark.parametrize("key", KEYS)
+def test_init_takes_an_option_or_raises_what_is_documented(key: str, mode: str) -> None:
+    for odd in ODD:
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        survive(lambda: dist.init({**small(mode), key: odd}), (key, type(odd)))  # noqa: B023  (called at once)
+        dist.finalize()
+    assert LLMDataDist.llm_engine_instance is None
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(small(mode))
+    dist.finalize()
+
+
+@pytest.mark.parametrize("text", DEEP_JSON, ids=range(len(DEEP_JSON)))
+def test_deep_json_is_an_argument_without_meaning(text: str) -> None:
+    """Where `init` reads it, `LLM_PARAM_INVALID`; where a setter does, the error of malformed JSON."""
+    for key, mode in [
+        ("llm.MemPoolConfig", "1"),
+        ("llm.HostMemPoolConfig", "1"),
+        ("llm.RankHosts", "1"),
+        ("llm.ClusterInfo", "0"),
+    ]:
+        with pytest.raises(LLMException, match="nested deeper than 64 levels") as caught:
+            LLMDataDist(LLMRole.PROMPT, 1).init({**small(mode), key: text})
+        assert caught.value.status_code is INVALID
+    config = LLMConfig()
+    with pytest.raises(LLMException, match="nested deeper than 64 levels"):
+        config.rank_hosts = text
+    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+        config.cluster_info = text
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    dist.init(small("1"))
+    with pytest.raises(LLMException, match="nested deeper than 64 levels") as caught:
+        dist.link("deep", {1: 0, 2: 1}, text)
+    assert caught.value.status_code is INVALID
+    dist.finalize()
+
+
+@pytest.mark.parametrize("levels", [1, 63, 64, 65])
+def test_the_bound_of_json_is_64_levels(levels: int) -> None:
+    config = LLMConfig()
+    text = '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
+    if levels > 64:
+        with pytest.raises(ValueError, match="nested deeper than 64 levels"):
+            config.cluster_info = text
+    else:
+        config.cluster_info = text
+
+
+def test_a_deep_text_does_not_end_the_process_on_a_small_stack() -> None:
+    out = run_fresh(
+        f"""
+        import threading
+        from llm_datadist import LLMConfig, LLMDataDist, LLMException, LLMRole
+        threading.stack_size(256 * 1024)
+        def read():
+            dist = LLMDataDist(LLMRole.PROMPT, 1)
+            try:
+                dist.init({{"llm.EnableCacheManager": "1", "llm.MemPoolConfig": "[" * {DEEP}}})
+            except LLMException as error:
+                seen.append(error.status_code.name)
+            try:
+                LLMConfig().cluster_info = "[" * {DEEP}
+            except ValueError:
+                seen.append("ValueError")
+        seen = []
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        print(seen)
+        """
+    )
+    assert out.splitlines()[-1] == "['LLM_PARAM_INVALID', 'ValueError']"

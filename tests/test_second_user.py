@@ -1,0 +1,250 @@
+"""Other users of the host: without a token they get nothing, and both sides say why (docs/security.md).
+
+The tests need root, because a child of theirs becomes another user; elsewhere they are skipped and counted. Not for:
+tokens between processes of one user (`test_door.py`), or what an admitted peer may cost (`test_hostile_peers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hostile import other_user
+from peers import (
+    LINK_FAILED,
+    OK,
+    Ends,
+    Peer,
+    by_blocks,
+    equal,
+    eventually,
+    free_ports,
+    linked,
+    options,
+    pattern,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of another user")
+
+NOBODY, SOMEBODY = 65534, 12345  # the user that stands for all unmapped ones, and an ordinary user
+TOKEN = "a token that both users know"  # noqa: S105
+OTHER = "a token that only the squatter knows"
+SETTINGS = ("link.?token", "link.?accept.?remote")  # what would admit the peer, however it is written
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Ends() as made:
+        yield made
+
+
+def as_user(ends: Ends, user: int, cluster: int = 3, **given: Any) -> Peer:
+    """An engine of another user."""
+    made = ends.adopt(Peer())
+    made.spoiled = True
+    made.become(user)
+    return made.open(options(**given), cluster)
+
+
+@contextmanager
+def running(user: int, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """`other_user` with one of its commands; ends with its input."""
+    arguments = [sys.executable, other_user.__file__, str(user), *command]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:  # noqa: S603
+        try:
+            yield made
+        finally:
+            if made.poll() is None:
+                made.kill()
+
+
+def heard(process: subprocess.Popen[str]) -> Any:
+    """The next line of `other_user`."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the process ended with {process.wait(10)}"
+    return json.loads(line)
+
+
+def finish(process: subprocess.Popen[str]) -> Any:
+    """End the input of `other_user`; its last word."""
+    assert process.stdin is not None
+    process.stdin.close()
+    return heard(process)
+
+
+def uses(near: Any, far: Peer, seed: int = 1) -> None:
+    """Bytes get across a link."""
+    far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    near.allocate("n", 4, 5000, 2, blocks=True)
+    near.pull_blocks(by_blocks(far.cluster), "n", range(4), range(4))
+    assert equal(near.read("n"), pattern(seed, 2, 4, 5000))
+
+
+def local_names(pid: int) -> list[str]:
+    """The abstract names at which a process listens."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of this very loop, among others
+            found = re.fullmatch(r"socket:\[(\d+)\]", str(entry.readlink()))
+            own.update(found.groups() if found else ())
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[7][1:] for row in rows if len(row) > 7 and row[7].startswith("@") and row[6] in own]
+
+
+def errors(peer: Peer, what: str) -> list[str]:
+    """The ERROR lines of a process's log that contain `what`."""
+    return [line for line in peer.said().splitlines() if "ERROR" in line and what in line]
+
+
+# -- no token ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("user", [NOBODY, SOMEBODY])
+def test_another_user_is_refused_without_a_token(ends: Ends, user: int, transport: str) -> None:
+    """The call fails with LLM_LINK_FAILED, and the log says why and what would admit the peer."""
+    far = ends.peer(options(llm__LinkTransport=transport))
+    near = as_user(ends, user, llm__LinkTransport=transport)
+    assert near.link_clusters([far.at]) == (LINK_FAILED, [LINK_FAILED])
+    assert near.links() == far.links() == []
+    told = eventually(lambda: errors(near, "token"), what=f"a reason in the log: {near.said()}")[-1]
+    for setting in SETTINGS:
+        assert re.search(setting, told, re.IGNORECASE), told
+    assert str(user) in told, f"who was refused: {told}"
+
+
+def test_a_refused_user_does_not_keep_the_owner_out(ends: Ends) -> None:
+    """A stranger that tries first, under the same cluster id, changes nothing for the real peer."""
+    far = ends.peer()
+    stranger = as_user(ends, NOBODY, 1)
+    assert stranger.link_clusters([far.at])[1] == [LINK_FAILED]
+    near = ends.near()
+    linked(near, far)
+    uses(near, far)
+    assert stranger.link_clusters([far.at])[1] == [LINK_FAILED]
+    assert len(near.links()) == len(far.links()) == 1
+
+
+@pytest.mark.parametrize("user", [NOBODY, SOMEBODY])
+def test_greetings_of_another_user_are_refused(ends: Ends, user: int) -> None:
+    """A client that shares no code with the engine fares no better, and hears what the listener's log says."""
+    far = ends.adopt(Peer()).open(options(accessible=True))
+    far.spoiled = True
+    names = local_names(far.pid())
+    assert names, "the engine has a local socket"
+    for way, at in [("tcp", far.address), *(("local", name) for name in names)]:
+        with running(user, "greet", way, at) as process:
+            refused = heard(process).get("refused", "")
+        for setting in SETTINGS:
+            assert re.search(setting, refused, re.IGNORECASE), (way, refused)
+        eventually(lambda text=refused: errors(far, text), what=f"{refused!r} in the log: {far.said()}")  # type: ignore[misc]
+        assert way == "tcp" or str(user) in refused, refused
+    assert far.links() == []
+
+
+def test_the_roles_may_be_exchanged(ends: Ends) -> None:
+    """The side that dials refuses a listener of another user as well."""
+    far = as_user(ends, SOMEBODY, 3)
+    near = ends.near()
+    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
+    assert near.links() == far.links() == []
+
+
+# -- what admits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_another_user_is_admitted_with_the_token(ends: Ends, transport: str) -> None:
+    given = {"llm__LinkToken": TOKEN, "llm__LinkTransport": transport}
+    far, near = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
+    assert near.link_clusters([far.at])[0] == OK
+    uses(near, far)
+    assert far.unlink_clusters([(3, None)], force=True)[0] == OK
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_another_user_is_admitted_where_everybody_is(ends: Ends, transport: str) -> None:
+    given = {"llm__LinkAcceptRemote": 1, "llm__LinkTransport": transport}
+    far, near = ends.peer(options(**given)), as_user(ends, NOBODY, **given)
+    assert near.link_clusters([far.at])[0] == OK
+    uses(near, far)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "shm"])
+@pytest.mark.parametrize("user", [0, NOBODY, SOMEBODY])
+def test_processes_of_one_user_need_no_token(ends: Ends, user: int, transport: str) -> None:
+    """Also over TCP: they meet at the local socket first. NOBODY is a user here, because all users are mapped."""
+    mapped = [int(number) for number in Path("/proc/self/uid_map").read_text().split()]
+    if user == NOBODY and mapped != [0, 0, 2**32 - 1]:
+        pytest.skip(f"user {NOBODY} stands for others here: /proc/self/uid_map has {mapped}")
+    given = {"llm__LinkTransport": transport}
+    far, near = as_user(ends, user, 2, **given), as_user(ends, user, 3, **given)
+    assert near.link_clusters([far.at])[0] == OK
+    uses(near, far)
+    (link,) = near.links()
+    assert link["transport"] == ("tcp" if transport == "tcp" else "shm")
+
+
+# -- others between ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", [0, SOMEBODY], ids=["forwarder of the same user", "forwarder of another user"])
+def test_a_forwarder_on_the_loopback_admits_nobody(ends: Ends, user: int) -> None:
+    """Whoever comes through it looks local to the listener."""
+    far = ends.peer(options(accessible=True))
+    with running(user, "forward", far.address) as process:
+        at = heard(process)
+        stranger = as_user(ends, NOBODY, accessible=True, llm__LinkTransport="tcp")
+        assert stranger.link_clusters([(2, at)])[1] == [LINK_FAILED]
+        with running(NOBODY, "greet", "tcp", at) as client:
+            assert "token" in heard(client).get("refused", "")
+        assert far.links() == []
+        near = ends.near(options(accessible=True))
+        assert near.link_clusters([(2, at)])[0] == OK, "the same user meets at the local socket"
+        uses(near, far)
+
+
+def _table(ports: int) -> tuple[dict[str, Any], str]:
+    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
+    servers = [{"server_id": "127.0.0.1", "device": devices}]
+    return {"llm__RankPort": ports, "llm__LinkTotalTime": 10}, json.dumps({"server_count": "1", "server_list": servers})
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_squatter_on_the_local_name_gains_nothing(ends: Ends, token: str | None) -> None:
+    """It hears not a byte, and the members of the rank table meet without waiting for it."""
+    given, table = _table(free_ports())
+    if token is not None:
+        given["llm__LinkToken"] = token
+    # The names that the squatter can work out: those of another token, as it does not know this one.
+    near = ends.near(options(**{**given, **({} if token is None else {"llm__LinkToken": OTHER})}))
+    before = set(local_names(os.getpid()))
+    near.link("pair", {1: 0, 2: 1}, table)
+    names = sorted(set(local_names(os.getpid())) - before)
+    assert names, "the listener of the rank table has a local name"
+    near.reset()
+    far = ends.peer(options(**given))
+    near = ends.near(options(**given))
+    with running(SOMEBODY, "squat", *names) as process:
+        assert heard(process) == "ready"
+        comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
+        # One try at the squatter's socket would take 2 s.
+        assert near.settled(comms[0], 1.9) == "OK", "the squatter delays the link"
+        assert far.settled(comms[1], 1.9) == "OK"
+        far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
+        near.allocate("n", 4, 5000, 2, blocks=True)
+        near.pull_blocks(by_blocks(2), "n", range(4), range(4))
+        assert equal(near.read("n"), pattern(1, 2, 4, 5000))
+        assert finish(process)["bytes"] == 0, "the squatter heard a greeting"

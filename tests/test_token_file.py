@@ -1,0 +1,177 @@
+"""The token in a file: the option, the variable, which of the sources counts, and that nothing shows the token.
+
+Not for: which files are refused (`tests/rust/token_file.rs`), or what a token protects (`test_door.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from conftest import options
+from llm_datadist import LLMConfig, LLMException, LLMStatusCode
+from memory import run_fresh
+from peers import LINK_FAILED, OK, Ends, Peer
+from peers import options as linked_options
+
+TOKEN, OTHER = "the token of this test", "another token, as long"
+NOBODY = 65534
+
+
+def secret(path: Path, token: str = TOKEN, mode: int = 0o600) -> str:
+    """A file with a token and a line break."""
+    path.write_text(token + "\n", encoding="utf-8")
+    path.chmod(mode)
+    return str(path)
+
+
+def test_the_property_is_a_path(tmp_path: Path) -> None:
+    config = LLMConfig()
+    assert config.link_token_file is None
+    assert "llm.LinkTokenFile" not in config.generate_options()
+    config.link_token_file = "/somewhere"  # noqa: S105  (a path)
+    assert config.generate_options()["llm.LinkTokenFile"] == "/somewhere", "opened by init, not here"
+    for wrong, kind in (
+        ("", LLMException),
+        ("/a\0b", LLMException),
+        (TOKEN, LLMException),
+        (5, TypeError),
+        (tmp_path, TypeError),
+        (b"x", TypeError),
+    ):
+        with pytest.raises(kind):
+            config.link_token_file = wrong  # type: ignore[assignment]
+    assert config.link_token_file == "/somewhere"  # noqa: S105
+
+
+def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
+    path, wrong = secret(tmp_path / "token"), secret(tmp_path / "wrong", OTHER)
+    with Ends() as ends:
+        near = ends.near(linked_options(llm__LinkTokenFile=path))
+        text = ends.peer(linked_options(llm__LinkToken=TOKEN))
+        file = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": path})).open(cluster=3)
+        other = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN_FILE": wrong})).open(cluster=4)
+        # The option outranks both variables.
+        both = {"LLM_DATADIST_TOKEN_FILE": wrong, "LLM_DATADIST_TOKEN": OTHER}
+        option = ends.adopt(Peer(environment=both)).open(linked_options(llm__LinkTokenFile=path), cluster=5)
+        assert near.link_clusters([text.at, file.at, other.at, option.at])[1] == [OK, OK, LINK_FAILED, OK]
+
+
+def test_the_file_is_read_once_by_init(tmp_path: Path, start: Callable[..., Any]) -> None:
+    path = tmp_path / "token"
+    settings = options(llm__LinkTokenFile=secret(path))
+    start(settings)
+    path.unlink()
+    assert settings["llm.LinkTokenFile"] == str(path)
+
+
+ENGINE = """
+from llm_datadist import LLMDataDist, LLMException, LLMRole
+def start(**extra):
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    try:
+        dist.init({"llm.EnableCacheManager": "1", **{"llm." + key: text for key, text in extra.items()}})
+    except LLMException as error:
+        print(error.status_code.name, error)
+    else:
+        print("started")
+        dist.finalize()
+start(**{GIVEN})
+"""
+
+FILE, VARIABLE = "LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN"
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ({"LinkToken": TOKEN, "LinkTokenFile": "good"}, {}, "llm.LinkToken and llm.LinkTokenFile are both given"),
+        ({}, {FILE: "good", VARIABLE: TOKEN}, "LLM_DATADIST_TOKEN_FILE and LLM_DATADIST_TOKEN are both set"),
+        ({}, {FILE: "good"}, "started"),
+        ({}, {FILE: "open"}, "has mode 0644; only its owner may read it: use chmod 600"),
+        ({}, {FILE: "none"}, "cannot be opened"),
+        ({}, {FILE: "", VARIABLE: TOKEN}, "started"),
+        ({}, {FILE: "good", VARIABLE: ""}, "started"),
+        # What a variable says does not matter where an option gives the token.
+        ({"LinkToken": TOKEN}, {FILE: "none"}, "started"),
+        ({"LinkToken": TOKEN}, {FILE: "none", VARIABLE: "short"}, "started"),
+        ({"LinkTokenFile": "good"}, {VARIABLE: "short"}, "started"),
+        ({"LinkTokenFile": "good"}, {FILE: "none"}, "started"),
+        ({"LinkTokenFile": "open"}, {VARIABLE: TOKEN}, "has mode 0644"),
+        ({}, {FILE: TOKEN}, "(22 characters, not shown) is not an absolute path"),
+        ({"LinkTokenFile": ""}, {VARIABLE: TOKEN}, "is not an absolute path"),
+    ],
+)
+def test_which_source_counts(tmp_path: Path, given: dict[str, str], environment: dict[str, str], expected: str) -> None:
+    paths = {
+        "good": secret(tmp_path / "good"),
+        "open": secret(tmp_path / "open", mode=0o644),
+        "none": str(tmp_path / "none"),
+    }
+    code = ENGINE.replace("{GIVEN}", repr({key: paths.get(text, text) for key, text in given.items()}))
+    out = run_fresh(code, **{key: paths.get(text, text) for key, text in environment.items()})
+    last = out.splitlines()[-1]
+    assert expected in last, out
+    assert last == "started" or last.startswith("LLM_PARAM_INVALID ")
+    assert TOKEN not in out
+
+
+def test_no_message_and_no_attribute_shows_the_token(
+    tmp_path: Path, start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="LLM_DATADIST")
+    texts: list[str] = []
+    for number, (token, mode) in enumerate([("tooshort", 0o600), (TOKEN, 0o644), (TOKEN * 1000, 0o600)]):
+        path = secret(tmp_path / str(number), token, mode)
+        with pytest.raises(LLMException) as caught:
+            start(options(llm__LinkTokenFile=path))
+        assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
+        assert path in str(caught.value)
+        texts += [repr(caught.value), str(vars(caught.value))]
+    dist = start(options(llm__LinkTokenFile=secret(tmp_path / "good")))
+    texts += [repr(vars(dist)), repr(dist._engine_options), *(record.getMessage() for record in caplog.records)]
+    assert not [text for text in texts if TOKEN in text or "tooshort" in text]
+
+
+def as_nobody(code: str) -> str:
+    """Run code as another user."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv, to run as another user")
+    command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable, "-c"]
+    probe = subprocess.run([*command, "import llm_datadist"], capture_output=True, check=False, cwd="/")  # noqa: S603
+    if probe.returncode != 0:
+        pytest.skip("another user cannot read this checkout or its Python")
+    done = subprocess.run(  # noqa: S603
+        [*command, textwrap.dedent(code)], capture_output=True, text=True, timeout=50, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_another_user_reads_its_own_file_and_no_other() -> None:
+    # Not under pytest's own folder, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        own, roots, readable = (Path(folder) / name for name in ("own", "root", "group"))
+        for path in (own, roots, readable):
+            secret(path)
+        if os.geteuid() == 0:
+            os.chown(own, NOBODY, NOBODY)
+            os.chown(readable, 0, NOBODY)
+            readable.chmod(0o640)
+        code = ENGINE.replace("start(**{GIVEN})\n", "")
+        code += f"for path in ({str(own)!r}, {str(roots)!r}, {str(readable)!r}):\n    start(LinkTokenFile=path)\n"
+        said = [line for line in as_nobody(code).splitlines() if not line.startswith("[ERROR]")]
+    assert said[0] == "started"
+    assert "cannot be opened" in said[1]
+    assert "Permission denied" in said[1]
+    assert "has mode 0640" in said[2]
