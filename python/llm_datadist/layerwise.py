@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.threads import name_this_thread
 from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
@@ -396,6 +397,7 @@ def drain(engine: _core.DataDist) -> None:
 
 def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
     """Ask for one layer after the other. Whatever ends this, no destination waits for ever."""
+    name_this_thread()
     asked: Optional[int] = layers[0]
     try:
         for asked in layers:
