@@ -41,11 +41,11 @@ pub(super) struct Job<W> {
     /// Nobody is inside, and no unit is left.
     over: AtomicBool,
     abandoned: AtomicBool,
-    inner: Mutex<Inner<W>>,
+    inner: Mutex<Inside<W>>,
     left: Condvar,
 }
 
-struct Inner<W> {
+struct Inside<W> {
     /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
     work: Option<Arc<W>>,
     inside: usize,
@@ -63,7 +63,7 @@ impl<W: Work> Job<W> {
             stop: AtomicBool::new(false),
             over: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            inner: Mutex::new(Inner { work: Some(work), inside: 0, asleep: false, failure: None }),
+            inner: Mutex::new(Inside { work: Some(work), inside: 0, asleep: false, failure: None }),
             left: Condvar::new(),
         }
     }
@@ -140,7 +140,7 @@ impl<W: Work> Job<W> {
 }
 
 impl<W> Job<W> {
-    fn locked(&self) -> MutexGuard<'_, Inner<W>> {
+    fn locked(&self) -> MutexGuard<'_, Inside<W>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
