@@ -1,7 +1,7 @@
 //! The allocator of the Python and C libraries: every block is its owner's alone, what is kept is bounded, and used again.
 //!
 //! Not for: what it gains (`benches/latency.rs`, `tests/test_threads.py`).
-#![allow(unsafe_code, reason = "the calls of an allocator")]
+#![allow(unsafe_code, clippy::multiple_unsafe_ops_per_block, reason = "the calls of an allocator")]
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::thread;
@@ -32,6 +32,7 @@ impl Held {
         held
     }
 
+    #[expect(clippy::mut_from_ref, reason = "the memory of the block, not its description")]
     fn bytes(&self) -> &mut [u8] {
         // SAFETY: the block has that many bytes and lives until `free`, which takes `self`.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.layout.size()) }
