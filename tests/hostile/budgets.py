@@ -51,8 +51,11 @@ ROLES = frozenset(
         "llm-each",  # links one of several clusters that a call names
         "llm-lane",  # carries layers that are ready
         "llm-merge",  # puts memory into huge pages
+        "llm-read",  # reads the memory of another process
+        "llm-ring",  # drains the buffers of a swap
         "llm-search",  # looks for the members of a communicator
         "llm-serve",  # answers the calls of peers
+        "llm-stream",  # carries one of several TCP streams of a large pull
     }
 )
 
