@@ -1,8 +1,8 @@
 """Single calls at two commits in turn: how long copies, swaps and pulls take beside a bare copy loop. Prints a table.
 
-`make bench-latency` measures the working tree; `make bench-latency BASE=<commit>` that commit as well, A B A B. Builds both
-first, then runs for about five minutes. Where the machine allows it, all runs have real-time priority (`chrt`), so that
-other programs disturb them less. Not for: what is measured (`latency.rs`).
+`make bench-latency` measures the working tree; with `BASE=<commit>` that commit as well, A B A B. It builds both
+first, then runs for about five minutes. Where that is allowed, runs have real-time priority (`chrt`), so that other
+programs disturb them less. Not for: what is measured (`latency.rs`).
 """
 
 from __future__ import annotations
@@ -13,33 +13,41 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "benches" / "latency.rs"
 # Calls of 256 KiB: p99.99 at most so many times that of the bare loop.
 JUDGED, MOST = 256 << 10, 3.0
-Row = dict[str, list[float]]
 COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
+# The columns of each kind and size of call.
+Run = dict[tuple[str, int], list[float]]
+
+
+def output(command: list[str], where: Path) -> str:
+    """What a command prints; what it says of errors goes to the terminal."""
+    return subprocess.run(command, cwd=where, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
 
 
 def build(tree: Path, target: Path) -> Path:
     """The benchmark of one tree, built outside of the clock."""
-    command = ["cargo", "build", "--release", "--locked", "--package", "llm-datadist-core", "--bench", "latency"]
+    command = ["cargo", "build", "--release", "--package", "llm-datadist-core", "--bench", "latency"]
     command += ["--message-format", "json", "--target-dir", str(target)]
-    told = subprocess.run(command, cwd=tree, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found = re.findall(r'"executable":"([^"]*latency-[^"]*)"', told)
+    found = re.findall(r'"executable":"([^"]*latency-[^"]*)"', output(command, tree))
     return Path(found[-1])
 
 
 def other(commit: str) -> Path:
     """A tree of another commit with the benchmark of this one."""
-    tree = ROOT / "target" / "latency-base"
+    tree = ROOT / "target" / "latency-base" / "tree"
     if tree.exists():
         shutil.rmtree(tree)
     tree.mkdir(parents=True)
-    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
+    packed = tree / "packed.tar"
+    output(["git", "archive", "--output", str(packed), commit], ROOT)
+    with tarfile.open(packed) as archive:
+        archive.extractall(tree, filter="data")
     source = BENCH.read_text(encoding="utf-8")
     if not (tree / "crates/core/src/mem/kept.rs").exists():
         source = source.replace("mem::{KeptLists, Region}", "mem::Region")
@@ -55,41 +63,46 @@ def other(commit: str) -> Path:
 def priority() -> list[str]:
     """How to run with real-time priority, if that is allowed."""
     ahead = ["chrt", "-f", "10"]
-    allowed = shutil.which("chrt") and subprocess.run([*ahead, "true"], check=False, capture_output=True).returncode == 0
-    return ahead if allowed else []
+    try:
+        output([*ahead, "true"], ROOT)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return ahead
 
 
-def run(binary: Path, ahead: list[str], more: list[str]) -> dict[tuple[str, int], list[float]]:
-    told = subprocess.run([*ahead, str(binary), "--plain", *more], check=True, stdout=subprocess.PIPE, text=True).stdout
+def run(binary: Path, ahead: list[str], more: list[str]) -> Run:
+    """Every row that one run of the benchmark prints."""
     rows = {}
-    for line in told.splitlines():
+    for line in output([*ahead, str(binary), "--plain", *more], ROOT).splitlines():
         if line.startswith("row,"):
             _, kind, size, _, *numbers = line.split(",")
             rows[kind, int(size)] = [float(number) for number in numbers]
     return rows
 
 
-def medians(runs: list[dict[tuple[str, int], list[float]]], key: tuple[str, int]) -> dict[str, float]:
+def medians(runs: list[Run], key: tuple[str, int]) -> dict[str, float]:
+    """The median of each column over all runs."""
     columns = zip(*(run[key] for run in runs))
     return dict(zip(COLUMNS, (statistics.median(column) for column in columns)))
 
 
-def ratio(runs: list[dict[tuple[str, int], list[float]]], key: tuple[str, int], name: str, bare: str) -> float:
+def ratio(runs: list[Run], key: tuple[str, int], name: str, bare: str) -> float:
     """The median of the ratios within one run each: what disturbs a run disturbs both."""
-    at = [COLUMNS.index(name), COLUMNS.index(bare)]
-    return statistics.median(run[key][at[0]] / run[key][at[1]] for run in runs)
+    at, beside = COLUMNS.index(name), COLUMNS.index(bare)
+    return statistics.median(run[key][at] / run[key][beside] for run in runs)
 
 
 def size_of(size: int) -> str:
+    """Bytes for people."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
-def table(now: list[dict[tuple[str, int], list[float]]], base: list[dict[tuple[str, int], list[float]]]) -> bool:
-    """Prints the table, and says whether calls of 256 KiB keep their bound."""
+def table(now: list[Run], base: list[Run]) -> bool:
+    """Print the table, and say whether calls of 256 KiB keep their bound."""
     kept = True
     head = ["call", "bytes", "p50 µs", "p99", "p99.99", "bare p99.99", "p50 / bare", "p99.99 / bare"]
     if base:
-        head += ["before: p50 / bare", "p99.99 / bare", "p50 after / before"]
+        head += ["before: p50 µs", "p50 / bare", "p99.99 / bare", "p50 after / before"]
     print("| " + " | ".join(head) + " |")
     print("| " + " | ".join(["---"] * len(head)) + " |")
     for key in now[0]:
@@ -99,17 +112,18 @@ def table(now: list[dict[tuple[str, int], list[float]]], base: list[dict[tuple[s
         cells = [kind, size_of(size), *(f"{ours[name]:.1f}" for name in ("p50", "p99", "p9999", "bare9999"))]
         cells += [f"{share:.2f}" for share in shares]
         if size == JUDGED:
-            kept &= shares[1] <= MOST
+            kept = kept and shares[1] <= MOST
             cells[-1] = f"**{cells[-1]}**"
         if base:
-            before = [ratio(base, key, "p50", "bare50"), ratio(base, key, "p9999", "bare9999")]
-            cells += [f"{share:.2f}" for share in before]
-            cells.append(f"{shares[0] / before[0]:.2f}")
+            before = medians(base, key)["p50"]
+            cells += [f"{before:.1f}", f"{ratio(base, key, 'p50', 'bare50'):.2f}"]
+            cells += [f"{ratio(base, key, 'p9999', 'bare9999'):.2f}", f"{ours['p50'] / before:.2f}"]
         print("| " + " | ".join(cells) + " |")
     return kept
 
 
 def main() -> int:
+    """Build, run in turn, print; 1 if calls of 256 KiB do not keep their bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", default="", help="a commit to compare with")
     parser.add_argument("--rounds", type=int, default=4)
@@ -117,15 +131,18 @@ def main() -> int:
     options = parser.parse_args()
     builds = [build(ROOT, ROOT / "target")]
     if options.base:
-        builds.append(build(other(options.base), ROOT / "target" / "latency-base" / "target"))
-    ahead, runs = priority(), [[] for _ in builds]  # type: list[str], list[list[dict[tuple[str, int], list[float]]]]
+        builds.append(build(other(options.base), ROOT / "target" / "latency-base" / "built"))
+    ahead = priority()
+    runs: list[list[Run]] = [[] for _ in builds]
     for turn in range(options.rounds):
-        for side in (range(len(builds)) if turn % 2 == 0 else reversed(range(len(builds)))):
+        for side in sorted(range(len(builds)), reverse=turn % 2 == 1):
             print(f"round {turn + 1} of {options.rounds}, {'before' if side else 'now'}", file=sys.stderr)
             runs[side].append(run(builds[side], ahead, options.more))
     kept = table(runs[0], runs[1] if options.base else [])
     way = "real-time priority" if ahead else "ordinary priority"
-    print(f"\nMedians of {options.rounds} runs each, {way}; ratios are medians of ratios within one run.")
+    print(
+        f"\nMedians of {options.rounds} runs each, {way}; ratios to the bare loop are medians of ratios within one run."
+    )
     print(f"Calls of 256 KiB: p99.99 at most {MOST:g} times that of the bare loop: {'kept' if kept else 'NOT KEPT'}.")
     return 0 if kept else 1
 

@@ -113,7 +113,9 @@ struct Bare([Region; 2]);
 impl Bare {
     fn new() -> Bare {
         let memory = [(); 2].map(|()| Region::shared("bare", POOL).unwrap());
-        memory.iter().for_each(|region| touch(region.base(), POOL));
+        for region in &memory {
+            touch(region.base(), POOL);
+        }
         Bare(memory)
     }
 
@@ -176,7 +178,9 @@ fn measured(block: u64, seconds: f64, bare: &Bare, mut call: impl FnMut((u64, u6
 
 fn link(near: &DataDist, far: &DataDist) {
     let peer = PeerAddress { cluster: ClusterId(2), remote: vec![far.listening().unwrap()], local: vec![] };
-    near.link_clusters(&[peer], Duration::from_secs(5)).into_iter().for_each(|outcome| outcome.unwrap());
+    for outcome in near.link_clusters(&[peer], Duration::from_secs(5)) {
+        outcome.unwrap();
+    }
 }
 
 /// Two linked engines, a cache of the second and one of the first.

@@ -181,7 +181,7 @@ def refused(
         assert same(before, after), "a refused call changed bytes"
 
 
-def in_fresh_process(code: str, timeout: float = 50.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_fresh_process(code: str, timeout: float = 300.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a new interpreter with warnings as errors; a crash of the engine cannot end the tests."""
     clean = {key: value for key, value in os.environ.items() if key != "ASCEND_GLOBAL_LOG_LEVEL"}
     return subprocess.run(  # noqa: S603  (this interpreter, our own code)

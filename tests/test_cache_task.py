@@ -336,7 +336,8 @@ def test_two_configs_for_one_cluster_have_results_of_their_own(bench: Bench) -> 
 def test_nobody_is_asked_for_layers_of_configs_that_have_failed(bench: Bench) -> None:
     gates = Gates(0)
     task = bench.start(gates, unlinked(), bench.far[0].config(range(1)))
-    eventually(lambda: task.errors()[0], what="the failure")
+    # Before it fails, its error says which layer it waits for.
+    eventually(lambda: task.errors()[0] is not None and task.errors()[0].status_code is UNLINKED, what="the failure")
     gates.open(0)
     assert task.get_results(SOON) == [UNLINKED, SUCCESS]
     eventually(lambda: not walkers(), what="the end of the thread")
@@ -734,7 +735,7 @@ def test_finalize_waits_while_layers_come(bench: Bench) -> None:
 
 
 def test_finalize_does_not_wait_for_ever(start: Any) -> None:
-    bench = Bench(start, llm__SyncKvCacheWaitTime="400")
+    bench = Bench(start, llm__SyncKvCacheWaitTime="3000")
     gates = Gates(1)
     task = bench.start(gates, bench.far[0].config(), bench.far[1].config(range(1)))
     gates.reached(1)

@@ -52,7 +52,7 @@ readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
 def run(command: Sequence[Any], **given: Any) -> str:
     """Run a program; its output, or a failure that shows what it said."""
     done = subprocess.run(  # noqa: S603  (compilers, and what they made of our own files)
-        list(map(str, command)), capture_output=True, text=True, timeout=120, check=False, **given
+        list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **given
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout

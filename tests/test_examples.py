@@ -23,7 +23,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name
 def run(arguments: list[str]) -> str:
     """Run Python on `arguments` in a fresh process; its output, or a failure that shows what it said."""
     done = subprocess.run(  # noqa: S603  (this interpreter, our own files)
-        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -74,7 +74,7 @@ def run_readme_pair(documented: str, prompt: str) -> tuple[str, str]:
             assert process.stdout is not None
             assert process.stdout.read(len(prompt)) == prompt
             output = run(["-c", links])
-            rest, _ = process.communicate("\n", timeout=20)
+            rest, _ = process.communicate("\n", timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -69,7 +69,7 @@ def mergers() -> int:
     return sum(name.exists() and name.read_text().strip() == "llm-merge" for name in names)
 
 
-def awaited(what: Callable[[], bool], limit: float = 20.0) -> bool:
+def awaited(what: Callable[[], bool], limit: float = 60.0) -> bool:
     """Whether it becomes true within the limit."""
     until = time.monotonic() + limit
     while not what():
@@ -226,7 +226,9 @@ def half_used(manager: Any, size: int) -> Any:
 
 @needs_merging
 @pytest.mark.parametrize("word", [None, "auto", "off", "merge", "merge_registered"])
-def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(word: str | None, start: Callable[..., Any]) -> None:
+def test_what_is_used_is_merged_in_the_background_where_asked_and_nothing_else(
+    word: str | None, start: Callable[..., Any]
+) -> None:
     extra = {} if word is None else {"llm__HugePages": word}
     manager = start(options(pool(128 << 20), pool(8 << 20), **extra)).cache_manager
     view = half_used(manager, 64 << 20)
@@ -295,9 +297,14 @@ def units_of(end: Any, name: str, size: int) -> int:
 
 
 @needs_merging
-@pytest.mark.parametrize(("word", "transport"), [("merge_registered", "auto"), ("merge", "auto"), ("auto", "auto"), ("off", "auto"), ("merge_registered", "tcp")])
-def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(word: str, transport: str) -> None:
-    rows, row_bytes = 40, 1 << 20
+@pytest.mark.parametrize(
+    ("word", "transport"),
+    [("merge_registered", "auto"), ("merge", "auto"), ("auto", "auto"), ("off", "auto"), ("merge_registered", "tcp")],
+)
+def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_the_kernel(
+    word: str, transport: str
+) -> None:
+    rows, row_bytes = 24, 512 << 10
     size = rows * row_bytes
     given = {"accessible": True, "llm__LinkTransport": transport, "llm__HugePages": word}
     with Ends() as ends:
@@ -322,8 +329,8 @@ def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_th
         near.push_blocks(by_blocks(2), "c", [5, 4, 2], [9, 8, 1], tensor_num_per_layer=1)
         theirs[[9, 8, 1]] = ours[[5, 4, 2]]
         merged_of(near, peer)
-        near.pull_blocks(by_blocks(2), "c", list(range(20, 40)), list(range(20)))
-        ours[:20] = theirs[20:40]
+        near.pull_blocks(by_blocks(2), "c", list(range(12, 24)), list(range(12)))
+        ours[:12] = theirs[12:24]
         assert equal(near.read("c"), [ours])
         assert equal(peer.read("c"), [theirs])
         near.unregister("c")

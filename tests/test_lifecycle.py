@@ -656,7 +656,7 @@ def test_a_signal_handler_may_finalize_at_any_moment() -> None:
 
         signal.signal(signal.SIGALRM, handler)
         end = time.monotonic() + 2
-        while time.monotonic() < end:
+        while time.monotonic() < end or count <= 100:  # on a busy machine a round takes long
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 5e-4))
             try:
                 dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})

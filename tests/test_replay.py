@@ -510,12 +510,12 @@ def test_trace_file_is_replayed_by_the_command(tmp_path: Path) -> None:
     path = _write(tmp_path, GOOD, {**GOOD, "timestamp": 9000, "hash_ids": [4, 11]})
     command = [sys.executable, "-m", "llm_datadist", "replay", path, "--layers", "1", "--host-pool", "8MiB"]
     done = subprocess.run(  # noqa: S603
-        command, capture_output=True, text=True, timeout=60, check=False
+        command, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "hit on device                 1" in done.stdout
     done = subprocess.run(  # noqa: S603
-        [*command, "--corrupt-at", "1"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--corrupt-at", "1"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert "request 1: block 4 (device" in done.stderr
@@ -714,7 +714,7 @@ def test_prefill_ends_with_its_input() -> None:
     lines = json.dumps(setup.message()) + "\n" + json.dumps({"compute": 0, "blocks": [5, 6], "free": []}) + "\n"
     for given, answers in (("", 0), (lines, 2)):
         done = subprocess.run(  # noqa: S603
-            prefill.COMMAND, input=given, capture_output=True, text=True, timeout=60, check=False
+            prefill.COMMAND, input=given, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 1
         said = [json.loads(line) for line in done.stdout.splitlines()]

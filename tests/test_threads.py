@@ -59,7 +59,9 @@ def attempt(call: Callable[[], Any], allowed: LLMStatusCode) -> Any:
 @pytest.fixture(params=["auto", "direct", "ring"])
 def manager(request: pytest.FixtureRequest, start: Callable[..., Any]) -> Any:
     """A manager with 8 MiB pools, for each way of swapping in."""
-    return start(options(pool(8 << 20), pool(8 << 20), llm__SwapInPath=request.param)).cache_manager
+    # Nothing here is about the limit of a call, and the default of 1 s is short for many threads on a busy machine.
+    given = {"llm__SwapInPath": request.param, "llm__SyncKvCacheWaitTime": "60000"}
+    return start(options(pool(8 << 20), pool(8 << 20), **given)).cache_manager
 
 
 def test_own_caches_from_allocation_to_release(manager: Any) -> None:

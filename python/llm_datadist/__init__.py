@@ -86,7 +86,7 @@ __all__ = [
     "TransferWithCacheKeyConfig",
 ]
 
-# Programs of the original read this variable after importing the package (python-api.md §1.1).
+# Programs of the original read this variable after importing the package (contract §1.1).
 os.environ.setdefault("AUTO_USE_UC_MEMORY", "0")
 
 _register_types(

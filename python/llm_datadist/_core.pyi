@@ -77,10 +77,10 @@ _Class: TypeAlias = type[Any] | list[type[Any]] | tuple[type[Any], ...]
 __version__: str
 
 STATUS_CODES: dict[str, int]
-"""Name → number of every status code (python-api.md §3.1)."""
+"""Name → number of every status code (contract §3.1)."""
 
 DATA_TYPES: dict[str, int]
-"""Name → number of every element type (python-api.md §3.2)."""
+"""Name → number of every element type (contract §3.2)."""
 
 def register_types(**classes: object) -> None:
     """Take over the front's classes and check that their numbers are the engine's. The latest import wins."""
@@ -108,7 +108,7 @@ def log_after_fork() -> None:
 
 @final
 class DataDist:
-    """An open engine (python-api.md §6, §7).
+    """An open engine (contract §6, §7).
 
     Every method raises ``LLM_ENGINE_FINALIZED`` after :meth:`close`, and ``LLM_FAILED`` in a process forked after it
     was opened.
@@ -137,7 +137,7 @@ class DataDist:
         needs_local: bool,
         one_local: bool,
     ) -> list[LLMStatusCode]:
-        """Link to peers within ``timeout`` milliseconds; one code for each (python-api.md §6.8).
+        """Link to peers within ``timeout`` milliseconds; one code for each (contract §6.8).
 
         A peer must have an own address with ``needs_local``, else the call is refused; with ``one_local`` exactly one,
         else its entry is.
@@ -151,25 +151,25 @@ class DataDist:
         always_force: bool,
         strict: bool,
     ) -> list[LLMStatusCode]:
-        """End links; one code for each (python-api.md §6.8). With ``strict`` there must be one to end (§9.3)."""
+        """End links; one code for each (contract §6.8). With ``strict`` there must be one to end (§9.3)."""
 
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator and return its number (python-api.md §6.5)."""
+        """Enter a communicator and return its number (contract §6.5)."""
 
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator (python-api.md §6.6)."""
+        """Leave a communicator (contract §6.6)."""
 
     def comm_status(self, comm_id: int) -> int:
-        """Return how far a communicator is, as the number of a ``RegisterMemStatus`` (python-api.md §6.7)."""
+        """Return how far a communicator is, as the number of a ``RegisterMemStatus`` (contract §6.7)."""
 
     def switch_role(self, role: LLMRole, listen: str | None) -> None:
-        """Take another role, and listen at ``listen`` or nowhere (python-api.md §6.9)."""
+        """Take another role, and listen at ``listen`` or nowhere (contract §6.9)."""
 
     def check_link(self, remote_cluster_id: int) -> None:
-        """Raise unless the peer answers within ``sync_kv_timeout`` (python-api.md §6.11)."""
+        """Raise unless the peer answers within ``sync_kv_timeout`` (contract §6.11)."""
 
     def remap(self) -> None:
-        """Raise ``LLM_NOT_YET_LINK`` without any link (python-api.md §7.17)."""
+        """Raise ``LLM_NOT_YET_LINK`` without any link (contract §7.17)."""
 
     def pull_cache(
         self,
@@ -179,7 +179,7 @@ class DataDist:
         size: int,
         options: dict[str, Any],
     ) -> None:
-        """Bring a batch slot here (python-api.md §7.12)."""
+        """Bring a batch slot here (contract §7.12)."""
 
     def pull_blocks(
         self,
@@ -189,7 +189,7 @@ class DataDist:
         dst_blocks: list[int] | tuple[int, ...],
         options: dict[str, Any],
     ) -> None:
-        """Bring blocks here (python-api.md §7.13)."""
+        """Bring blocks here (contract §7.13)."""
 
     def push_cache(
         self,
@@ -201,7 +201,7 @@ class DataDist:
         size: int,
         tensor_num_per_layer: int,
     ) -> None:
-        """Send a batch slot to a peer (python-api.md §7.14)."""
+        """Send a batch slot to a peer (contract §7.14)."""
 
     def push_blocks(
         self,
@@ -213,7 +213,7 @@ class DataDist:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Send blocks to a peer (python-api.md §7.15)."""
+        """Send blocks to a peer (contract §7.15)."""
 
     def transfer_cache_async(
         self,
@@ -224,7 +224,7 @@ class DataDist:
         dst_block_indices: list[int] | tuple[int, ...] | None,
         dst_block_memory_size: int | None,
     ) -> TransferTask:
-        """Begin a layer-wise transfer; the caller says which layers are ready (python-api.md §8)."""
+        """Begin a layer-wise transfer; the caller says which layers are ready (contract §8)."""
 
     def sync_kv_timeout(self) -> int:
         """Return the limit of one call in milliseconds."""
@@ -233,19 +233,19 @@ class DataDist:
         """Bytes of the ``device`` and the ``host`` pool that lie in huge pages; slow."""
 
     def allocate_cache(self, cache_desc: CacheDesc, cache_keys: list[CacheKey] | tuple[CacheKey, ...]) -> ManagedCache:
-        """Allocate a continuous cache (python-api.md §7.1)."""
+        """Allocate a continuous cache (contract §7.1)."""
 
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None) -> ManagedCache:
-        """Allocate a blocks cache (python-api.md §7.3)."""
+        """Allocate a blocks cache (contract §7.3)."""
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Let go of a continuous cache by id (python-api.md §7.2)."""
+        """Let go of a continuous cache by id (contract §7.2)."""
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Release a blocks cache (python-api.md §7.4)."""
+        """Release a blocks cache (contract §7.4)."""
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key (python-api.md §7.5)."""
+        """Unbind a key (contract §7.5)."""
 
     def register_cache(
         self,
@@ -254,7 +254,7 @@ class DataDist:
         cache_keys: list[CacheKey] | tuple[CacheKey, ...],
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Enter the caller's memory as a continuous cache (python-api.md §7.6)."""
+        """Enter the caller's memory as a continuous cache (contract §7.6)."""
 
     def register_blocks_cache(
         self,
@@ -263,10 +263,10 @@ class DataDist:
         blocks_cache_key: BlocksCacheKey | None,
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Enter the caller's memory as a blocks cache (python-api.md §7.7)."""
+        """Enter the caller's memory as a blocks cache (contract §7.7)."""
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registered cache (python-api.md §7.8)."""
+        """Remove a registered cache (contract §7.8)."""
 
     def copy_cache(
         self,
@@ -353,7 +353,7 @@ class LooseCache:
     """The engine's view of a CPU cache: host memory of the caller's, which must stay valid while this lives."""
 
     def __new__(cls, cache_desc: CacheDesc, addrs: list[int]) -> LooseCache:
-        """Check sizes and addresses (python-api.md §4.3).
+        """Check sizes and addresses (contract §4.3).
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning.
@@ -368,7 +368,7 @@ class LooseCache:
 
 @final
 class KvCaches:
-    """The caches of an engine as a ``KvCacheManager`` names them (python-api.md §9.1).
+    """The caches of an engine as a ``KvCacheManager`` names them (contract §9.1).
 
     Errors as for :class:`DataDist`.
     """
@@ -531,7 +531,7 @@ def check_positive_or_set_default(arg_name: str, arg_value: int | None, default:
     """Return ``default`` for ``None``, else the value, an integer from 0 to 2^63 - 1."""
 
 def check_dimensions(rank: int, batch_dim_index: int, seq_len_dim_index: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the indices are among ``rank`` dimensions (python-api.md §4.2)."""
+    """Raise ``LLM_PARAM_INVALID`` unless the indices are among ``rank`` dimensions (contract §4.2)."""
 
 def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int:
     """Return the bytes of one tensor.

@@ -1,4 +1,4 @@
-"""``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (python-api.md §7, §8).
+"""``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (contract §7, §8).
 
 Signatures, defaults and docstrings; every method is one call into the engine. Not for: checks, which are made there in
 the order of the contract.
@@ -62,7 +62,7 @@ class CacheManager:
         self._engine = self._native if initialized else cast("_core.DataDist", _FINALIZED)
 
     def set_is_call_linked(self) -> None:
-        """Note that ``LLMDataDist.link`` was called (python-api.md §7.18).
+        """Note that ``LLMDataDist.link`` was called (contract §7.18).
 
         The engine knows by itself, and changes the default of ``remote_accessible``; this is for those who ask here.
         """
@@ -163,7 +163,7 @@ class CacheManager:
         cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Enter memory of the caller as a continuous cache (python-api.md §7.6).
+        """Enter memory of the caller as a continuous cache (contract §7.6).
 
         The memory must stay valid, readable and writable until :meth:`unregister_cache` and the end of the last copy.
 
@@ -192,7 +192,7 @@ class CacheManager:
         blocks_cache_key: Optional[BlocksCacheKey] = None,
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Enter memory of the caller as a blocks cache (python-api.md §7.7).
+        """Enter memory of the caller as a blocks cache (contract §7.7).
 
         As :meth:`register_cache`, but dimension 0 counts blocks and one key names the whole; a second registration for
         one model takes its key over.
@@ -202,7 +202,7 @@ class CacheManager:
 
     @logged
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registered cache and its keys (python-api.md §7.8); an unknown id has no effect.
+        """Remove a registered cache and its keys (contract §7.8); an unknown id has no effect.
 
         Args:
             cache_id: its id (int64).
@@ -284,7 +284,7 @@ class CacheManager:
         size: int = -1,
         **kwargs: Any,
     ) -> None:
-        """Bring a batch slot of a linked cluster's cache here (python-api.md §7.12).
+        """Bring a batch slot of a linked cluster's cache here (contract §7.12).
 
         The bytes are there on return. Unless transfers are one-sided (``llm.EnableRemoteCacheAccessible``), a pull
         of every tensor uses the key up, and its owner lets go of the slot (seed ``deprecated.md``, allocate_cache).
@@ -315,7 +315,7 @@ class CacheManager:
         dst_blocks: Union[list[int], tuple[int, ...]] = (),
         **kwargs: Any,
     ) -> None:
-        """Bring blocks, or a batch slot cut into blocks, of a linked cluster's cache here (python-api.md §7.13).
+        """Bring blocks, or a batch slot cut into blocks, of a linked cluster's cache here (contract §7.13).
 
         The bytes are there on return. A slot pulled by its key uses the key up, as in :meth:`pull_cache`.
 
@@ -343,7 +343,7 @@ class CacheManager:
         size: int = -1,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Send a batch slot into a linked cluster's cache (python-api.md §7.14); only one-sided.
+        """Send a batch slot into a linked cluster's cache (contract §7.14); only one-sided.
 
         The bytes are there on return. A push of every layer unbinds the key of the slot that was read, if it has one.
 
@@ -355,7 +355,7 @@ class CacheManager:
             dst_layer_range: layers written, as many.
             size: -1, the whole slot.
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
-                without ranges nothing is sent, and that is no error (python-api.md §7.14); say 1 for one tensor.
+                without ranges nothing is sent, and that is no error (contract §7.14); say 1 for one tensor.
 
         Raises:
             LLMException: ``LLM_PARAM_INVALID``, without ``llm.EnableRemoteCacheAccessible``, a blocks cache, layers or
@@ -378,7 +378,7 @@ class CacheManager:
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Send blocks into a linked cluster's cache (python-api.md §7.15); only one-sided.
+        """Send blocks into a linked cluster's cache (contract §7.15); only one-sided.
 
         Args:
             dst_cache_key: the far blocks cache.
@@ -454,7 +454,7 @@ class CacheManager:
 
     @logged
     def remap_registered_memory(self, mem_infos: Union[MemInfo, list[MemInfo]]) -> None:
-        """Tell peers that registered memory has moved to other pages (python-api.md §7.17).
+        """Tell peers that registered memory has moved to other pages (contract §7.17).
 
         Nothing has to be done here: peers look up addresses anew with every transfer.
 

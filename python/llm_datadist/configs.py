@@ -1,4 +1,4 @@
-"""Roles, cluster addresses and the options of an engine (python-api.md §3.3, §4.1, §5).
+"""Roles, cluster addresses and the options of an engine (contract §3.3, §4.1, §5).
 
 Options are held, checked one by one when set, and rendered as texts. Not for: reading those texts; ``init`` does that.
 """
@@ -43,7 +43,7 @@ def trans_str_ip(ip: Union[str, int]) -> int:
         raise RuntimeError(f"ip = {log.shown(ip)} is not an IPv4 address") from error
 
 
-# How deep JSON may be nested: the engine has the same bound (python-api.md §17).
+# How deep JSON may be nested: the engine has the same bound (contract §17).
 _DEEPEST_JSON = 64
 
 
@@ -69,7 +69,7 @@ def read_json(text: str) -> Any:
 
 
 class LLMClusterInfo:
-    """A peer: its cluster id and the addresses of both ends (python-api.md §4.1).
+    """A peer: its cluster id and the addresses of both ends (contract §4.1).
 
     Addresses are kept as ``(ip, port)``; an IPv4 address as a little-endian 32-bit integer, an IPv6 address, which the
     contract does not know, as its shortest text.
@@ -415,11 +415,11 @@ class LlmConfig:
         str,
         _core.check_huge_pages,
         'Whether memory is put into huge pages (own option). ``"auto"``, the default: only what the kernel gives by '
-        "itself; no call is ever delayed, and one hint is logged if peers read registered memory at half speed because of "
-        'small pages. ``"off"``: the same without the hint. ``"merge"``: pool memory in use is merged in the background; '
-        'calls that meet a page being merged wait up to some milliseconds. ``"merge_registered"``: also registered memory '
-        'that peers read by process id. ``"eager"``: ``init`` commits and merges the pools whole, and registering merges '
-        "registered memory.",
+        "itself; no call is delayed, and one hint is logged if peers read registered memory at half speed because of "
+        'small pages. ``"off"``: the same without the hint. ``"merge"``: pool memory in use is merged in the '
+        "background; calls that meet a page being merged wait up to some milliseconds. "
+        '``"merge_registered"``: also registered memory that peers read by process id. ``"eager"``: ``init`` commits '
+        "and merges the pools whole, and registering merges registered memory.",
     )
     link_token = _Token(
         "llm.LinkToken",

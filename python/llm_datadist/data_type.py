@@ -1,4 +1,4 @@
-"""Element types of a cache and their counterparts (python-api.md §3.2).
+"""Element types of a cache and their counterparts (contract §3.2).
 
 Not for: sizes; the engine knows those. numpy is imported when one of its tables is first asked for, not before.
 """

@@ -1,4 +1,4 @@
-"""``LLMDataDist``: one engine, its life, its links and its managers (python-api.md §6).
+"""``LLMDataDist``: one engine, its life, its links and its managers (contract §6).
 
 Not for: operations on caches (``cache_manager``) or reading option texts (the engine).
 """
@@ -48,7 +48,7 @@ _ENVIRONMENT = {
 
 _NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 
-# Clusters of one call without the cache manager (python-api.md §9.3).
+# Clusters of one call without the cache manager (contract §9.3).
 _MOST_CLUSTERS = 16
 
 
@@ -94,7 +94,7 @@ class LLMDataDist:
 
         Args:
             options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
-                ``llm.ClusterInfo`` is stored back (python-api.md §17.48). Where one is absent, the
+                ``llm.ClusterInfo`` is stored back (contract §17.48). Where one is absent, the
                 environment is asked: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
                 ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``. Where
                 ``link_total_time`` is 0, ``HCCL_CONNECT_TIMEOUT`` (seconds) counts.
@@ -138,7 +138,7 @@ class LLMDataDist:
             self._is_initialized = True
 
     def _resolved(self, options: dict[str, str]) -> dict[str, str]:
-        """Return a copy of ``options`` with everything that follows from them (python-api.md §6.2, steps 5 to 10)."""
+        """Return a copy of ``options`` with everything that follows from them (contract §6.2, steps 5 to 10)."""
         resolved = {**options, "llm.Role": self._role_to_str(self._role)}
         for option, variable in _ENVIRONMENT.items():
             if os.environ.get(variable):
@@ -163,7 +163,7 @@ class LLMDataDist:
         return resolved
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
-        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (python-api.md §9.7)."""
+        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (contract §9.7)."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
@@ -243,7 +243,7 @@ class LLMDataDist:
 
     @logged
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator of 2 to 4 clusters, all of which make this call (python-api.md §6.5).
+        """Enter a communicator of 2 to 4 clusters, all of which make this call (contract §6.5).
 
         Returns at once; links come about in the background, see :meth:`query_register_mem_status`. From now on
         registered memory can be reached by peers only where ``register_*`` said so before.
@@ -271,7 +271,7 @@ class LLMDataDist:
 
     @logged
     def unlink(self, comm_id: int) -> None:
-        """Leave a communicator and end its links (python-api.md §6.6).
+        """Leave a communicator and end its links (contract §6.6).
 
         Args:
             comm_id: what :meth:`link` returned (uint64).
@@ -285,7 +285,7 @@ class LLMDataDist:
 
     @logged
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (python-api.md §6.7).
+        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (contract §6.7).
 
         Arguments and errors as for :meth:`unlink`.
         """
@@ -296,7 +296,7 @@ class LLMDataDist:
     def link_clusters(
         self, clusters: Union[list[LLMClusterInfo], tuple[LLMClusterInfo, ...]], timeout: int = 3000
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Link to peers that listen, in parallel (python-api.md §6.8). A link that fails raises nothing.
+        """Link to peers that listen, in parallel (contract §6.8). A link that fails raises nothing.
 
         Args:
             clusters: the peers, each with its cluster id, one address of its own and one of this side (which
@@ -328,7 +328,7 @@ class LLMDataDist:
         timeout: int = 3000,
         force: bool = False,
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """End links, whichever side made them (python-api.md §6.8).
+        """End links, whichever side made them (contract §6.8).
 
         Args:
             clusters: the peers. With ``force`` a cluster id is enough.
@@ -357,7 +357,7 @@ class LLMDataDist:
 
     @logged
     def switch_role(self, role: LLMRole, switch_options: Optional[dict[str, str]] = None) -> None:
-        """Take another role, and listen elsewhere or nowhere (python-api.md §6.9).
+        """Take another role, and listen elsewhere or nowhere (contract §6.9).
 
         Args:
             role: the new role; without the cache manager another than now.
@@ -396,7 +396,7 @@ class LLMDataDist:
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (python-api.md §6.11).
+        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (contract §6.11).
 
         Only without the cache manager, and for ``LLMRole.DECODER``.
 
@@ -429,7 +429,7 @@ class LLMDataDist:
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
-        """Return why a link call is refused without the cache manager, if it is (python-api.md §9.3)."""
+        """Return why a link call is refused without the cache manager, if it is (contract §9.3)."""
         if self._enable_cache_mgr:
             return None
         if links and self._role != LLMRole.DECODER:
@@ -441,7 +441,7 @@ class LLMDataDist:
         return None
 
     def _check_switch(self, role: LLMRole, listen: Optional[str]) -> None:
-        """Raise where the role cannot be switched without the cache manager (python-api.md §6.9)."""
+        """Raise where the role cannot be switched without the cache manager (contract §6.9)."""
         raise_if_false(role != self._role, "the role is {} already", role)
         prompt = role == LLMRole.PROMPT
         raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, _LISTEN)
@@ -493,7 +493,7 @@ def _listen_address(info: str) -> tuple[str, str]:
 
 
 def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:
-    """Return the code of a whole call: the last that failed (python-api.md §6.8)."""
+    """Return the code of a whole call: the last that failed (contract §6.8)."""
     if not codes:
         log.error("clusters is empty")
         return LLMStatusCode.LLM_PARAM_INVALID

@@ -1,7 +1,7 @@
 """``EngineConfig`` and ``ClusterConfig``: what an engine without the cache manager works out of its options itself.
 
 That is ``llm.ClusterInfo``, a description of the cluster that programs of the original look for after ``init``
-(python-api.md §9.7). The original's description of the machine, ``ge.resourceConfigPath``, means nothing here and is
+(contract §9.7). The original's description of the machine, ``ge.resourceConfigPath``, means nothing here and is
 not written. Not for: reading options for the engine; the engine does that.
 """
 

@@ -13,6 +13,7 @@ import threading
 from typing import Optional
 
 from llm_datadist import _core, log
+from llm_datadist.threads import name_this_thread
 
 __all__ = ["drain", "start", "stop"]
 
@@ -88,6 +89,7 @@ def stop() -> None:
 
 
 def _read(descriptor: int) -> None:
+    name_this_thread()
     try:
         # It sleeps outside of the interpreter, and outside of the extension: a daemon thread may end there at any time.
         while os.read(descriptor, 64):

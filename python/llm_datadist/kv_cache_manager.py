@@ -1,4 +1,4 @@
-"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine without the cache manager (python-api.md §9).
+"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine without the cache manager (contract §9).
 
 Signatures, defaults, docstrings and who may call what; every method is one call into the engine. Not for: other checks,
 which are made there in the order of the contract.
@@ -151,7 +151,7 @@ def _one_per_tensor(addrs: list[int], num_tensors: int) -> None:
 class KvCacheManager:
     """The caches of one engine without the cache manager. Obtained from ``LLMDataDist.kv_cache_manager``.
 
-    Usable from any number of threads, which the original's is not (python-api.md §9.4).
+    Usable from any number of threads, which the original's is not (contract §9.4).
 
     Args:
         native: the engine.
@@ -244,7 +244,7 @@ class KvCacheManager:
         """Let go of a cache by id, continuous or of blocks.
 
         A continuous cache is released once its keys are gone too, a blocks cache at once. One that is not there: no
-        effect (python-api.md §17.5).
+        effect (contract §17.5).
 
         Args:
             cache: a cache in device memory; its ``per_device_tensor_addrs`` become empty.

@@ -1,4 +1,4 @@
-"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (python-api.md §4.9 to §4.13, §8).
+"""The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (contract §4.9 to §4.13, §8).
 
 The engine moves layers; what it cannot do is to call the user's synchronizer. That is the work of one daemon thread per
 transfer, in Python from end to end: it waits for a layer, tells the engine, and waits for the next, while the engine
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 from llm_datadist import _core, log
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.threads import name_this_thread
 from llm_datadist.types import BlocksCacheKey, CacheKeyByIdAndIndex
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class TransferConfig(_Reads):
 
 
 class TransferWithCacheKeyConfig(_Reads):
-    """Where layers go, by the name of a cache (python-api.md §4.12); for one-sided transfers.
+    """Where layers go, by the name of a cache (contract §4.12); for one-sided transfers.
 
     Args:
         cache_key: the far cache; its cluster is who is sent to, also after another key is set.
@@ -396,6 +397,7 @@ def drain(engine: _core.DataDist) -> None:
 
 def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
     """Ask for one layer after the other. Whatever ends this, no destination waits for ever."""
+    name_this_thread()
     asked: Optional[int] = layers[0]
     try:
         for asked in layers:

@@ -1,4 +1,4 @@
-"""The log of the package (python-api.md §15): one lazy logger, and a decorator that logs a call's start and success.
+"""The log of the package (contract §15): one lazy logger, and a decorator that logs a call's start and success.
 
 Not for: deciding what is an error. Logging is configured through the standard :mod:`logging` module. If the program has
 set no level, ``ASCEND_GLOBAL_LOG_LEVEL`` does (0 debug, 1 info, 2 warning, 3 error; error when unset); it is read once.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
-# The layout that python-api.md §15 states, piece by piece.
+# The layout that contract §15 states, piece by piece.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
 _PLACE = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
 LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_PLACE}: %(message)s"

@@ -1,4 +1,4 @@
-"""Numbers of the element types, under the import path of the original's native module (python-api.md §3.2)."""
+"""Numbers of the element types, under the import path of the original's native module (contract §3.2)."""
 
 from llm_datadist.data_type import DataType
 

@@ -1,4 +1,4 @@
-"""Status codes, the exception that carries them, and the helpers around both (python-api.md §3.1).
+"""Status codes, the exception that carries them, and the helpers around both (contract §3.1).
 
 Not for: choosing a code. The engine does that; the numbers here are checked against its table at import.
 """
@@ -98,7 +98,7 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
     """Two arguments that are each legal do not fit together.
 
-    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (python-api.md §17.11).
+    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (contract §17.11).
     """
 
 

@@ -1,4 +1,4 @@
-"""Tensors: :class:`Tensor` and :class:`TensorDesc` (python-api.md §9.5, §9.6), and arrays over addresses.
+"""Tensors: :class:`Tensor` and :class:`TensorDesc` (contract §9.5, §9.6), and arrays over addresses.
 
 numpy is imported when something here is used, not before; torch never: whoever gives one of its dtypes has imported it.
 Not for: caches; they give views of their memory by ``CacheManager.tensor_views`` and

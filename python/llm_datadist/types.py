@@ -1,4 +1,4 @@
-"""The value classes of the API: descriptors, keys, cache handles and their enumerations (python-api.md §3.3, §4).
+"""The value classes of the API: descriptors, keys, cache handles and their enumerations (contract §3.3, §4).
 
 Plain objects, checked when made by the native module; descriptors and keys can be copied and pickled, a cache handle
 belongs to its process. Not for: operations on caches (``cache_manager``) or options (``configs``).

@@ -1,4 +1,4 @@
-"""The names of :mod:`llm_datadist` under the import path of the first generation (python-api.md §1.3).
+"""The names of :mod:`llm_datadist` under the import path of the first generation (contract §1.3).
 
 The very same objects, so that either spelling catches and compares. The original's native module ``llm_wrapper`` is not
 reproduced.

@@ -90,6 +90,9 @@ fn produced(kind: ErrorKind) -> Option<Error> {
             // A peer that goes away while it is being told.
             let peer = Fake::new(9, 1);
             let at = [peer.address()];
+            let mut config = config(1 << 20);
+            config.links.accept_remote = true;
+            let engine = DataDist::open(config).unwrap();
             std::thread::scope(|scope| {
                 let away = scope.spawn(|| (peer.linked(), peer.greet().0.close()));
                 engine.link_clusters(&at, Duration::from_secs(5)).remove(0).unwrap();

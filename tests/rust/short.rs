@@ -83,17 +83,16 @@ fn planning_fails_whole() {
         for ends in [Ends::OneCache, Ends::TwoCaches] {
             only_fails(name, 1, || CopyPlan::blocks(&request, ends));
         }
-        let moved = |&(src, dst): &(u64, u64)| Move { src: 16 * src, dst: 16 * dst + 5, len: 16 };
-        let pieces: Vec<Move> = request.pairs.iter().map(moved).collect();
+        let piece = |&(src, dst): &(u64, u64)| Move { src: 16 * src, dst: 16 * dst + 5, len: 16 };
+        let pieces: Vec<Move> = request.pairs.iter().map(piece).collect();
         for nth in 0.. {
             let mut moves = Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
             let (plan, failed) = heap::failing(LEAST, nth, || CopyPlan::moves(&mut moves));
-            match plan {
-                Err(error) => assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{name}"),
-                Ok(_) => {
-                    assert!(!failed && nth > 0, "{name}");
-                    break;
-                }
+            if let Err(error) = plan {
+                assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{name}");
+            } else {
+                assert!(!failed && nth > 0, "{name}");
+                break;
             }
         }
     }
@@ -168,7 +167,8 @@ fn plans_are_sent_and_served_whole() {
         only_fails(name, 3, || served(&frame[HEADER..]));
     }
     let pairs: Vec<(u32, u32)> = (0..MANY).map(|k| (k as u32, (shuffled(k) as u32) << 18)).collect();
-    let blocks = || Blocks { len: 1, src: 0, dst: 0, pairs: Arc::new(pairs.clone()) };
+    let pairs = Arc::new(pairs);
+    let blocks = || Blocks { len: 1, src: 0, dst: 0, pairs: pairs.clone() };
     only_fails("blocks far apart", 2, || {
         CopyPlan::from_blocks(1, 0, 0, blocks())?;
         SpanList::pack((0..MANY).map(span))
@@ -312,7 +312,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
     let listener = transport.listen(&at).unwrap();
     let near = transport.dial(&at, soon()).unwrap();
-    let far = listener.accept().unwrap().unwrap();
+    let far = crate::bed::accepted(&*listener).unwrap();
     let large = wire::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = wire::encode(&Request::Ping { limit_ms: 2 }).unwrap();
     let hear = || far.receive(MESSAGE_LIMIT, Duration::ZERO, soon());

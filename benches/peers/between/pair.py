@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 import numpy as np
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from between.side import main; main(sys.argv[1:])"
 
 

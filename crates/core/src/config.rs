@@ -44,7 +44,7 @@ impl Role {
     }
 }
 
-/// Which manager the engine serves. The modes differ in a few rules and codes (python-api.md §9).
+/// Which manager the engine serves. The modes differ in a few rules and codes (contract §9).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// `CacheManager`: roles are informational, pools are configured.

@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 macro_rules! data_types {
     ($($(#[$doc:meta])* $variant:ident = $value:literal, $bytes:literal, $name:literal;)*) => {
-        /// Element type of a tensor, with the numbers of the public API (python-api.md §3.2).
+        /// Element type of a tensor, with the numbers of the public API (contract §3.2).
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum DataType { $($(#[$doc])* $variant = $value,)* }
 

@@ -10,7 +10,7 @@ use crate::id::CacheId;
 pub const NO_ID: u64 = u64::MAX;
 
 /// A key as the table knows it. Requests, prefixes and blocks are three name spaces, each per model; the cluster id of
-/// a public key says who owns the cache and is no part of its identity (python-api.md §12.2).
+/// a public key says who owns the cache and is no part of its identity (contract §12.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CacheKey {
     /// One batch slot, by the request it holds.

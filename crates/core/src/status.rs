@@ -9,7 +9,7 @@ const BASE: i64 = 0x5010_B000;
 
 macro_rules! status_codes {
     ($($(#[$doc:meta])* $variant:ident = $value:expr, $name:literal;)*) => {
-        /// A status code of the public API (python-api.md §3.1).
+        /// A status code of the public API (contract §3.1).
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum StatusCode { $($(#[$doc])* $variant,)* }
 
@@ -117,7 +117,7 @@ impl From<ErrorKind> for StatusCode {
 }
 
 impl StatusCode {
-    /// The code of an engine without the cache manager, where some failures have one of their own (python-api.md §9.2,
+    /// The code of an engine without the cache manager, where some failures have one of their own (contract §9.2,
     /// §9.3, §17.14).
     #[must_use]
     pub fn of_first_generation(kind: ErrorKind) -> StatusCode {
@@ -130,7 +130,7 @@ impl StatusCode {
         }
     }
 
-    /// The code of the C++ class's `Initialize`, where the pool itself finds no memory (cpp-api.md §1).
+    /// The code of the C++ class's `Initialize`, where the pool itself finds no memory (contract, C++ §1).
     #[must_use]
     pub fn of_cpp_open(kind: ErrorKind) -> Self {
         match kind {
@@ -139,7 +139,7 @@ impl StatusCode {
         }
     }
 
-    /// The code that the C++ class gives (cpp-api.md §1, §7): the device pool is its only memory, and an engine that is
+    /// The code that the C++ class gives (contract, C++ §1, §7): the device pool is its only memory, and an engine that is
     /// not open has no code of its own.
     #[must_use]
     pub fn of_cpp(kind: ErrorKind) -> Self {

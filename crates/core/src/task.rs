@@ -192,13 +192,13 @@ impl Task {
         self.refused(self.locked(), layer, error);
     }
 
-    /// [Refuses](Self::refuse) a layer that will not be ready, as whoever computes it says (python-api.md §8.3).
+    /// [Refuses](Self::refuse) a layer that will not be ready, as whoever computes it says (contract §8.3).
     pub fn not_ready(&self, layer: u32) {
         let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
         self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
     }
 
-    /// [Refuses](Self::refuse) a layer of which nobody knows any more, because of `why` (python-api.md §8.3, ruling for
+    /// [Refuses](Self::refuse) a layer of which nobody knows any more, because of `why` (contract §8.3, ruling for
     /// exceptions).
     pub fn broken(&self, layer: u32, why: &str) {
         let text = format!("layer {layer} does not come: {why}");

@@ -1,7 +1,7 @@
 //! Python values → core structs. The right type and the right width, or `TypeError` / `ValueError`.
 //!
 //! Not for: meaning (`core::check`). A `bool` is not an integer anywhere. `None` where an object of the front is wanted
-//! passes the type test and fails at the first attribute, as `AttributeError` (python-api.md §0.3).
+//! passes the type test and fails at the first attribute, as `AttributeError` (contract §0.3).
 
 use std::fmt::Display;
 
@@ -101,7 +101,7 @@ pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     value.extract().map_err(|_| invalid(value.py(), name, shown(value), "an integer of 64 bits"))
 }
 
-/// A `list` of addresses; a tuple is refused (python-api.md §4.3, §7.6).
+/// A `list` of addresses; a tuple is refused (contract §4.3, §7.6).
 pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
     if let Some(other) = list.iter().find(|item| !is_int(item)) {

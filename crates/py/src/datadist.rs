@@ -1,5 +1,5 @@
 //! The engine as Python calls it: one short method per operation; convert and check in the order of the contract
-//! (python-api.md §7), then through the door.
+//! (contract §7), then through the door.
 //!
 //! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
 

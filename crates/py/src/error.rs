@@ -27,7 +27,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     raise_as(py, error, StatusCode::from)
 }
 
-/// The Python exception for `error`. An argument error is logged first (python-api.md §0.3).
+/// The Python exception for `error`. An argument error is logged first (contract §0.3).
 #[cold]
 pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
     logged(py, error, codes).unwrap_or_else(|failure| failure)
@@ -40,7 +40,7 @@ pub(crate) fn invalid(py: Python<'_>, name: &str, value: impl std::fmt::Display,
 }
 
 /// The same failure as a `ValueError` too, if it is an argument error: what the seed promises of `swap_blocks`
-/// (python-api.md §17.11), whose arguments have to fit each other.
+/// (contract §17.11), whose arguments have to fit each other.
 #[cold]
 pub(crate) fn mismatch(py: Python<'_>, error: PyErr) -> PyErr {
     let as_mismatch = || -> PyResult<Option<PyErr>> {

@@ -1,4 +1,4 @@
-//! The calls of the `KvCacheManager`: their types and their order of checks (python-api.md §9.1).
+//! The calls of the `KvCacheManager`: their types and their order of checks (contract §9.1).
 //!
 //! What follows the checks is the same engine. Not for: roles (the Python front), or what differs behind the checks
 //! (`core::config::Mode`).

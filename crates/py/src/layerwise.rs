@@ -1,4 +1,4 @@
-//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (python-api.md §8.1).
+//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (contract §8.1).
 //!
 //! Not for: the transfer under way (`task`), or rules (`core::check`).
 

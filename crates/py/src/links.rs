@@ -1,4 +1,4 @@
-//! Arguments of links → core values, in the order of the contract (python-api.md §6.5 to §6.9), and what became of them.
+//! Arguments of links → core values, in the order of the contract (contract §6.5 to §6.9), and what became of them.
 //!
 //! Not for: rules about addresses and members (`core::check`, `core::links`).
 
@@ -55,7 +55,7 @@ pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
     Ok(flag.is_true())
 }
 
-/// Every cluster must have a local address (python-api.md §6.8, row 5).
+/// Every cluster must have a local address (contract §6.8, row 5).
 pub(crate) fn local_given(infos: &[Any<'_>]) -> PyResult<()> {
     for info in infos {
         if info.getattr(intern!(info.py(), "_local_ip_info_list"))?.is_empty()? {
@@ -91,7 +91,7 @@ fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
     list.iter().map(address).collect()
 }
 
-/// A little-endian IPv4 address, or the text of an address (python-api.md §4.1).
+/// A little-endian IPv4 address, or the text of an address (contract §4.1).
 fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     if let Ok(given) = value.cast::<PyString>() {
         let parsed = text("ip", given)?.parse();
@@ -100,7 +100,7 @@ fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     Ok(IpAddr::V4(Ipv4Addr::from(int::<u32>("ip", value)?.to_le_bytes())))
 }
 
-/// Links to all of `peers`. With `one_local` each needs one own address, no more (python-api.md §6.8).
+/// Links to all of `peers`. With `one_local` each needs one own address, no more (contract §6.8).
 pub(crate) fn link(
     engine: &DataDist,
     peers: &[PeerAddress],
@@ -117,7 +117,7 @@ pub(crate) fn link(
     each(peers, fits, |peers| engine.link_clusters(peers, timeout))
 }
 
-/// Ends the links to all of `peers`. With `strict` it is an error if there is none (python-api.md §9.3).
+/// Ends the links to all of `peers`. With `strict` it is an error if there is none (contract §9.3).
 pub(crate) fn unlink(
     engine: &DataDist,
     peers: &[PeerAddress],
@@ -148,7 +148,7 @@ fn each(
     checked.into_iter().map(|checked| checked.and_then(|()| called.next().unwrap_or(Ok(())))).collect()
 }
 
-/// Links by rank tables, which not every backend has (python-api.md §6.12).
+/// Links by rank tables, which not every backend has (contract §6.12).
 pub(crate) fn by_rank(engine: &DataDist) -> Result<&DataDist> {
     if engine.config().links.both_ways {
         let text = "llm.TransferBackend = hixl has no rank-table links; use link_clusters";
@@ -166,7 +166,7 @@ pub(crate) const fn status_number(status: CommStatus) -> i64 {
     }
 }
 
-/// The code of every result; the reason of each failure is logged (python-api.md §6.8).
+/// The code of every result; the reason of each failure is logged (contract §6.8).
 pub(crate) fn codes<'py>(
     py: Python<'py>,
     results: &[Result<()>],
@@ -187,7 +187,7 @@ pub(crate) fn codes<'py>(
     Ok(codes)
 }
 
-/// The arguments of `link` (python-api.md §6.5).
+/// The arguments of `link` (contract §6.5).
 pub(crate) struct Membership {
     /// `comm_name`.
     pub(crate) name: String,

@@ -52,7 +52,7 @@ pub(crate) fn copy_args(
     })
 }
 
-/// The arguments of `swap_blocks` (python-api.md §7.11).
+/// The arguments of `swap_blocks` (contract §7.11).
 pub(crate) fn swap_args(
     engine: &Bound<'_, DataDist>,
     src: &Any<'_>,

@@ -42,7 +42,7 @@ impl<'a, 'py> Near<'a, 'py> {
     }
 
     /// The argument called `name`, which must be a continuous cache whose slots are its dimension 0: only those are
-    /// contiguous (python-api.md §7.9, §12.1).
+    /// contiguous (contract §7.9, §12.1).
     pub(crate) fn slots(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
         let near = Near::batch(name, cache)?;
         near.slots_first()?;

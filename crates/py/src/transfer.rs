@@ -1,5 +1,5 @@
 //! Arguments of pulls and pushes → the core's names, rows and layers, checked in the order of the contract
-//! (python-api.md §7.12 to §7.15).
+//! (contract §7.12 to §7.15).
 //!
 //! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
 
@@ -96,7 +96,7 @@ impl Key {
     }
 }
 
-/// The arguments of `pull_cache` (python-api.md §7.12).
+/// The arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
     engine: &Bound<'_, DataDist>,
     (cache_key, cache): (&Any<'_>, &Any<'_>),
@@ -123,7 +123,7 @@ pub(crate) fn pull_cache(
     })
 }
 
-/// The arguments of `pull_blocks` (python-api.md §7.13).
+/// The arguments of `pull_blocks` (contract §7.13).
 pub(crate) fn pull_blocks(
     engine: &Bound<'_, DataDist>,
     (src_cache_key, dst_cache): (&Any<'_>, &Any<'_>),
@@ -151,7 +151,7 @@ pub(crate) fn pull_blocks(
     Ok(Pull { from: far_name(key, src_cache_key)?, to: cache.end(engine)?, rows, layers })
 }
 
-/// The arguments of `push_cache` (python-api.md §7.14).
+/// The arguments of `push_cache` (contract §7.14).
 pub(crate) fn push_cache(
     engine: &Bound<'_, DataDist>,
     (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
@@ -174,7 +174,7 @@ pub(crate) fn push_cache(
     Ok(Push { from: near.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
 }
 
-/// The arguments of `push_blocks` (python-api.md §7.15).
+/// The arguments of `push_blocks` (contract §7.15).
 pub(crate) fn push_blocks(
     engine: &Bound<'_, DataDist>,
     (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
@@ -224,7 +224,7 @@ pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
     Ok(FarName { cluster, name })
 }
 
-/// Exactly one of `req_id` and `prefix_id` of a `CacheKey` must be given (python-api.md §7).
+/// Exactly one of `req_id` and `prefix_id` of a `CacheKey` must be given (contract §7).
 pub(crate) fn check_cache_key(key: &Any<'_>) -> PyResult<()> {
     let py = key.py();
     let request: u64 = int("req_id", &key.getattr(intern!(py, "_req_id"))?)?;
@@ -263,7 +263,7 @@ impl<'py> LayerArgs<'py> {
         LayerArgs { src: Some(src), dst: Some(dst), per_layer: Some(per_layer) }
     }
 
-    /// The keyword arguments of a pull; others are ignored (python-api.md §7.12).
+    /// The keyword arguments of a pull; others are ignored (contract §7.12).
     pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
         if options.is_empty() {
             return Ok(LayerArgs { src: None, dst: None, per_layer: None });
@@ -334,7 +334,7 @@ fn check_range(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     Ok(())
 }
 
-/// The layers of a pull (python-api.md §7.12): both ends must fit 32 bits, and the range may be empty.
+/// The layers of a pull (contract §7.12): both ends must fit 32 bits, and the range may be empty.
 fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     let range = as_range(name, value)?;
     if let Some(layers) = ends(range) {
@@ -345,7 +345,7 @@ fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     Ok(LayerRange { first: end(intern!(value.py(), "start"))?, end: end(intern!(value.py(), "stop"))? })
 }
 
-/// The layers of a push (python-api.md §4.10): at least one.
+/// The layers of a push (contract §4.10): at least one.
 pub(crate) fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     let range = as_range(name, value)?;
     match ends(range) {
@@ -367,7 +367,7 @@ fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     }
 }
 
-/// A legal range of layers, or `None` where that is allowed (python-api.md §4.10).
+/// A legal range of layers, or `None` where that is allowed (contract §4.10).
 pub(crate) fn check_layer_range(name: &str, value: &Any<'_>, allow_none: bool) -> PyResult<()> {
     if value.is_none() && allow_none { Ok(()) } else { check_layers(name, as_range(name, value)?) }
 }

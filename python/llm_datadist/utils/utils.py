@@ -1,4 +1,4 @@
-"""The argument validators (python-api.md §2), which are the native module's."""
+"""The argument validators (contract §2), which are the native module's."""
 
 from llm_datadist._core import (
     check_dict,

@@ -29,24 +29,24 @@ _NO_ID = 2**64 - 1
 
 
 def is_invalid_id(value: int) -> bool:
-    """Whether ``value`` stands for no request or no prefix (python-api.md §7)."""
+    """Whether ``value`` stands for no request or no prefix (contract §7)."""
     return value == _NO_ID
 
 
 def is_valid_id(value: int) -> bool:
-    """Whether ``value`` is the id of a request or of a prefix (python-api.md §7)."""
+    """Whether ``value`` is the id of a request or of a prefix (contract §7)."""
     return value != _NO_ID
 
 
 def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_layer: int) -> list[int]:
-    """Return the tensors of layers; ``None`` and an empty range, which mean all, give ``[]`` (python-api.md §7.12)."""
+    """Return the tensors of layers; ``None`` and an empty range, which mean all, give ``[]`` (contract §7.12)."""
     if not layer_range:
         return []
     return list(range(layer_range.start * tensor_num_per_layer, layer_range.stop * tensor_num_per_layer))
 
 
 def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
-    """Return the address and the port of ``ip:port`` (python-api.md §6.2, step 10).
+    """Return the address and the port of ``ip:port`` (contract §6.2, step 10).
 
     Raises:
         TypeError: no text.
@@ -58,7 +58,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
 
 def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
-    """Return the bytes of one tensor (python-api.md §4.2).
+    """Return the bytes of one tensor (contract §4.2).
 
     Raises:
         LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.

@@ -1,4 +1,4 @@
-//! What only the C++ class says: its options, its structures, and lists of blocks (cpp-api.md §2 to §4).
+//! What only the C++ class says: its options, its structures, and lists of blocks (contract, C++ §2 to §4).
 //!
 //! Not for: rules it shares with the Python calls (the rest of `check`), or pointers (the C interface).
 
@@ -43,7 +43,7 @@ pub fn role(number: i32) -> Result<Role> {
     Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
 }
 
-/// Reads the options of `Initialize` (cpp-api.md §2, §4).
+/// Reads the options of `Initialize` (contract, C++ §2, §4).
 pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
     let text = |key: &str| given.get(key).map(String::as_str);
     let filled = |key: &str| text(key).filter(|text| !text.is_empty());

@@ -5,7 +5,7 @@
 use serde::de::Error;
 use serde_json::Value;
 
-/// How deep objects and lists may be nested (python-api.md §17). No option needs more than four levels.
+/// How deep objects and lists may be nested (contract §17). No option needs more than four levels.
 const DEEPEST: usize = 64;
 
 /// Reads `text`.

@@ -1,4 +1,4 @@
-//! Where the bytes of a layer land at a peer, once it has said what is there: python-api.md §8.2.
+//! Where the bytes of a layer land at a peer, once it has said what is there: contract §8.2.
 //!
 //! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
 

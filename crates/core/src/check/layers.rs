@@ -63,8 +63,8 @@ pub fn push_size(size: i64) -> Result<()> {
     if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
 }
 
-/// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; python-api.md
-/// §13.3). The role mix is a prompt as well (cpp-api.md §7). The layers it returns go to
+/// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; contract
+/// §13.3). The role mix is a prompt as well (contract, C++ §7). The layers it returns go to
 /// [`push_near`](super::push_near) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
@@ -80,7 +80,7 @@ pub fn push_kv_blocks(role: Role, near: Side, ext: ExtParam) -> Result<Layers> {
     push_kv_layers(near.geometry, ext)
 }
 
-/// What a push refuses whatever its cache is: before a cache is looked for (cpp-api.md §4).
+/// What a push refuses whatever its cache is: before a cache is looked for (contract, C++ §4).
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
@@ -93,7 +93,7 @@ pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result
 }
 
 /// What no cache makes right: the order of the ends of a range, one range without the other, layers without tensors
-/// (cpp-api.md §5).
+/// (contract, C++ §5).
 pub fn ext_alone(ext: ExtParam) -> Result<()> {
     if !ext.all() {
         for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
@@ -128,7 +128,7 @@ fn push_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() { Ok(Layers::ALL) } else { ext_layers(near, ext, (near.num_tensors(), u32::MAX)) }
 }
 
-/// The C++ class's pulls: the same ranges, of which the destination is this side's (cpp-api.md §5).
+/// The C++ class's pulls: the same ranges, of which the destination is this side's (contract, C++ §5).
 pub fn pull_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() {
         return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);

@@ -1,4 +1,4 @@
-//! The layer-wise asynchronous transfer: arguments → what of each layer moves, and where to (python-api.md §8.1, seed
+//! The layer-wise asynchronous transfer: arguments → what of each layer moves, and where to (contract §8.1, seed
 //! `transfer_cache_async.md`).
 //!
 //! Not for: waiting for layers (`task`), or what only the peer knows of its caches (`landing`).
@@ -27,7 +27,7 @@ pub struct LayerwiseArgs {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerRows {
     /// The batch slot that the destination names. A blocks cache is one slot of one block here, its first
-    /// (python-api.md §17).
+    /// (contract §17).
     Slot,
     /// Blocks into blocks, pair by pair.
     Blocks {
@@ -72,7 +72,7 @@ pub enum Target {
     },
 }
 
-/// What of each layer moves (python-api.md §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
+/// What of each layer moves (contract §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
 /// besides, for those who have other checks in between).
 pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     source_placement(near.placement)?;

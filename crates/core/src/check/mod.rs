@@ -33,8 +33,8 @@ pub use transfer::{
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
     link_remote_memory, link_retry_count, link_silence, link_streams, link_token, link_token_file,
-    link_total_time, link_transport,
-    mem_utilization, page_shift, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
+    link_total_time, link_transport, mem_utilization, page_shift, rank_hosts, rank_port, socket_address,
+    swap_in_path, sync_kv_timeout,
 };
 
 use crate::desc::{CacheDesc, CacheKind, Geometry, Placement};
@@ -112,7 +112,7 @@ pub struct BlockPairs {
     pub num_tensors: u32,
 }
 
-/// A cache to take from a pool (python-api.md §7.1, §7.3, §12.2).
+/// A cache to take from a pool (contract §7.1, §7.3, §12.2).
 pub fn allocate(
     desc: &CacheDesc,
     kind: CacheKind,
@@ -157,7 +157,7 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
     Ok(bound)
 }
 
-/// Addresses of the caller's own memory (python-api.md §7.6, §7.7, §4.3).
+/// Addresses of the caller's own memory (contract §7.6, §7.7, §4.3).
 pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Side> {
     if addrs.is_empty() {
         return Err(Error::argument("addrs", "[]", "one address per tensor"));
@@ -209,7 +209,7 @@ pub fn copy_size(size: i64) -> Result<()> {
     }
 }
 
-/// One range of one slot, in every tensor (python-api.md §7.9; engine.md (c)).
+/// One range of one slot, in every tensor (contract §7.9).
 pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
     batch_cache("src", src.kind)?;
@@ -261,7 +261,7 @@ fn copied_from(placement: Placement) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// The cache called `name` must be in memory of the device (python-api.md §9.1).
+/// The cache called `name` must be in memory of the device (contract §9.1).
 pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     match placement {
         Placement::Device => Ok(()),
@@ -272,33 +272,33 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     }
 }
 
-/// As [`copy_cache`], for the mode of the `KvCacheManager`: device to device only (python-api.md §9.2).
+/// As [`copy_cache`], for the mode of the `KvCacheManager`: device to device only (contract §9.2).
 pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     on_device("dst", dst.placement)?;
     on_device("src", src.placement)?;
     copy_cache(src, dst, args)
 }
 
-/// Blocks copied inside one cache (python-api.md §7.10).
+/// Blocks copied inside one cache (contract §7.10).
 pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("cache", cache.kind)?;
     block_pairs(pairs, cache.geometry, cache.geometry)
 }
 
-/// As [`copy_blocks`], for the mode of the `KvCacheManager`: rows of a device cache of either kind (python-api.md §9.1).
+/// As [`copy_blocks`], for the mode of the `KvCacheManager`: rows of a device cache of either kind (contract §9.1).
 pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     on_device("cache", cache.placement)?;
     block_pairs(pairs, cache.geometry, cache.geometry)
 }
 
-/// Blocks moved between a host and a device cache (python-api.md §7.11).
+/// Blocks moved between a host and a device cache (contract §7.11).
 pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
     swap_rows(src, dst, pairs)
 }
 
-/// As [`swap_blocks`], for the mode of the `KvCacheManager`: rows of caches of either kind (python-api.md §9.1).
+/// As [`swap_blocks`], for the mode of the `KvCacheManager`: rows of caches of either kind (contract §9.1).
 pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     let checked = equal_pairs(src, dst, pairs)?;
     if src.placement == dst.placement {
@@ -311,7 +311,7 @@ pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPair
     Ok(checked)
 }
 
-/// The C++ class's `CopyKvBlocks`: rows of caches of either kind, and not from host to host (cpp-api.md §4).
+/// The C++ class's `CopyKvBlocks`: rows of caches of either kind, and not from host to host (contract, C++ §4).
 pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     let checked = equal_pairs(src, dst, pairs)?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {

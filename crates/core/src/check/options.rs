@@ -18,7 +18,7 @@ use crate::id::ClusterId;
 /// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 
-/// Reads the options of `init` (python-api.md §5.1, §5.2). Unknown keys are ignored, unusable values are not.
+/// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored, unusable values are not.
 pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
     let text = |key: &str| options.get(key).map(String::as_str);
     let mut config = Config::new(role, cluster);
@@ -52,7 +52,7 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     Ok(config)
 }
 
-/// What goes without saying in this mode: a device pool (clients.md §1.2, clients 9 to 11 configure none).
+/// What goes without saying in this mode: a device pool.
 fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     config.mode = Mode::KvCacheManager;
     let mut share = Share::DEFAULT;
@@ -186,7 +186,7 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
     }
 }
 
-/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (python-api.md §5).
+/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (contract §5).
 fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
     let seconds = |key: &str| {
         let Some(seconds) = text(key) else { return Ok(None) };

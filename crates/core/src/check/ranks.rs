@@ -1,4 +1,4 @@
-//! The rank table of `link()` → where each end of a communicator is, and why there (clients.md §3.2).
+//! The rank table of `link()` → where each end of a communicator is, and why there.
 //!
 //! Written for what clients send: numbers may be texts, unknown fields are ignored, missing ones do without. Not for:
 //! resolving names, or knowing which addresses are this host's (`links`).
@@ -55,7 +55,7 @@ pub fn most_members(count: usize) -> Result<()> {
     Err(Error::argument("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
-/// The rules for the other arguments of `link()` (python-api.md §6.5).
+/// The rules for the other arguments of `link()` (contract §6.5).
 pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Result<()> {
     comm_name(name)?;
     most_members(clusters.len())?;

@@ -2,7 +2,7 @@
 //!
 //! Each rule stands once, in the part that has what it needs: what this side alone decides is checked before a peer is
 //! asked ([`pull_near`], [`push_near`]), the rest once the far cache is known ([`pull`], [`push`]), which check both
-//! again. Order of the rules: python-api.md §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
+//! again. Order of the rules: contract §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
 
 use super::layers::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
 use super::pieces::{Move, Pieces, REQUEST, total};
@@ -21,7 +21,7 @@ pub enum PullRows {
         /// Bytes of every tensor; −1 for the near slot's.
         size: i64,
     },
-    /// Part of a far batch slot, into part of the near one (python-api.md §9.1).
+    /// Part of a far batch slot, into part of the near one (contract §9.1).
     Part {
         /// The near batch slot.
         near: u32,
@@ -105,7 +105,7 @@ pub struct Moves {
     pub whole: bool,
 }
 
-/// Whether registered memory can be reached by peers (python-api.md §7.6): as `given`, else in one-sided mode by where
+/// Whether registered memory can be reached by peers (contract §7.6): as `given`, else in one-sided mode by where
 /// it lies, and otherwise always, since there it is only ever served under the key or id it was registered by.
 pub fn accessible(
     given: Option<bool>,
@@ -123,7 +123,7 @@ pub fn accessible(
     }
 }
 
-/// The cache called `name` must be one that peers may reach (python-api.md §12.4).
+/// The cache called `name` must be one that peers may reach (contract §12.4).
 pub fn reachable(name: &str, accessible: bool) -> Result<()> {
     if accessible {
         return Ok(());
@@ -290,7 +290,7 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
 }
 
 pub(super) fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
-    // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
+    // For whatever names a slot, a blocks cache is one slot (contract §12.1).
     let rows = if far.side.kind == CacheKind::Batch { far.side.geometry.rows() } else { 1 };
     if u64::from(far.row) < rows {
         return Ok(());

@@ -195,7 +195,7 @@ pub fn page_shift(value: u64) -> Result<u32> {
     }
 }
 
-/// The dimension indices of a descriptor of `rank` dimensions (python-api.md §4.2, rows 8 and 9).
+/// The dimension indices of a descriptor of `rank` dimensions (contract §4.2, rows 8 and 9).
 pub fn dimensions(rank: usize, batch_dim_index: i64, seq_len_dim_index: i64) -> Result<()> {
     let rank = i64::try_from(rank).unwrap_or(i64::MAX);
     if rank == 0 {

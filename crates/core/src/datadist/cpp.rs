@@ -17,7 +17,7 @@ use crate::plan::CopyPlan;
 use crate::stats::Op;
 
 impl DataDist {
-    /// Brings one batch slot of a peer here (cpp-api.md §4, `PullKvCache`).
+    /// Brings one batch slot of a peer here (contract, C++ §4, `PullKvCache`).
     pub fn pull_kv_cache(
         &self,
         src: CacheIndex,
@@ -34,7 +34,7 @@ impl DataDist {
         self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { near: batch_index, size }, layers)
     }
 
-    /// Brings blocks of a peer here, pair by pair (cpp-api.md §4, `PullKvBlocks`).
+    /// Brings blocks of a peer here, pair by pair (contract, C++ §4, `PullKvBlocks`).
     pub fn pull_kv_blocks(
         &self,
         src: CacheIndex,
@@ -53,7 +53,7 @@ impl DataDist {
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
     }
 
-    /// Brings blocks to a peer, pair by pair (cpp-api.md §4, `PushKvBlocks`).
+    /// Brings blocks to a peer, pair by pair (contract, C++ §4, `PushKvBlocks`).
     pub fn push_kv_blocks(
         &self,
         src: CacheId,
@@ -72,7 +72,7 @@ impl DataDist {
         self.push(&End::Managed(src), dst.name(), &rows, layers)
     }
 
-    /// Copies every block of `src_blocks` to its place in each of `dst_blocks_list` (cpp-api.md §4, `CopyKvBlocks`).
+    /// Copies every block of `src_blocks` to its place in each of `dst_blocks_list` (contract, C++ §4, `CopyKvBlocks`).
     pub fn copy_kv_blocks(
         &self,
         src: &End,
@@ -91,7 +91,7 @@ impl DataDist {
     }
 
     /// As [`link_clusters`](Self::link_clusters), where every peer must name exactly one address of this side
-    /// (python-api.md §6.8).
+    /// (contract §6.8).
     #[must_use]
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
@@ -104,7 +104,7 @@ impl DataDist {
         })
     }
 
-    /// The role that pushes are judged by: with links that go both ways it is a label (cpp-api.md §7).
+    /// The role that pushes are judged by: with links that go both ways it is a label (contract, C++ §7).
     pub(super) fn pushing_role(&self) -> Role {
         if self.cluster.config.links.both_ways { Role::Mix } else { self.role() }
     }

@@ -26,7 +26,7 @@ use crate::wire::Spot;
 const LAYERS: &str = "the layers of a transfer";
 
 impl DataDist {
-    /// Starts to bring layers of a cache to peers, each as soon as it is ready (python-api.md §8, seed
+    /// Starts to bring layers of a cache to peers, each as soon as it is ready (contract §8, seed
     /// `transfer_cache_async.md`). `Err` for what the arguments alone decide; all else is an outcome of the task. Layers
     /// that keep a destination waiting for longer than `patience` fail it.
     ///

@@ -161,7 +161,7 @@ impl DataDist {
         })
     }
 
-    /// Enters the caller's memory as a cache (python-api.md §7.6, §7.7). Whether peers may reach it follows from the mode
+    /// Enters the caller's memory as a cache (contract §7.6, §7.7). Whether peers may reach it follows from the mode
     /// where `remote_accessible` does not say.
     pub fn register(
         &self,
@@ -180,7 +180,7 @@ impl DataDist {
         })
     }
 
-    /// Removes a registered cache (python-api.md §7.8), and waits for the copies and transfers of this process that use
+    /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process that use
     /// it: its memory may go away once this succeeds. After a timeout it has left for all other calls, and the same call
     /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
     pub fn unregister(&self, id: CacheId) -> Result<()> {

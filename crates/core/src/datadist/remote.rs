@@ -27,7 +27,7 @@ impl DataDist {
     }
 
     #[must_use]
-    /// Links to each of `peers`, in parallel; one result for each, in order (python-api.md §6.8).
+    /// Links to each of `peers`, in parallel; one result for each, in order (contract §6.8).
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
@@ -37,7 +37,7 @@ impl DataDist {
     }
 
     #[must_use]
-    /// Ends the links to each of `peers`, in parallel; one result for each, in order (python-api.md §6.8).
+    /// Ends the links to each of `peers`, in parallel; one result for each, in order (contract §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
@@ -46,7 +46,7 @@ impl DataDist {
         })
     }
 
-    /// Enters a communicator (python-api.md §6.5): its number at once, links to its members in the background.
+    /// Enters a communicator (contract §6.5): its number at once, links to its members in the background.
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
         let config = &self.cluster.config;
         check::ranks::members(name, clusters, config.cluster)?;
@@ -55,12 +55,12 @@ impl DataDist {
         self.links.enter(Comm { name: name.into(), members, listener: String::new() }, ends)
     }
 
-    /// Leaves a communicator (python-api.md §6.6).
+    /// Leaves a communicator (contract §6.6).
     pub fn unlink(&self, comm: u64) -> Result<()> {
         self.links.leave(comm)
     }
 
-    /// How far a communicator is (python-api.md §6.7).
+    /// How far a communicator is (contract §6.7).
     pub fn comm_status(&self, comm: u64) -> Result<CommStatus> {
         self.links.comm_status(comm)
     }
@@ -71,20 +71,20 @@ impl DataDist {
         *self.role.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes another role, and listens at `listen` from now on, or nowhere (python-api.md §6.9). Only without links.
+    /// Takes another role, and listens at `listen` from now on, or nowhere (contract §6.9). Only without links.
     pub fn switch_role(&self, role: Role, listen: Option<SocketAddr>) -> Result<()> {
         self.links.listen(listen)?;
         *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
         Ok(())
     }
 
-    /// Whether the link to `cluster` works: the peer answers within `sync_kv_timeout` (python-api.md §6.11).
+    /// Whether the link to `cluster` works: the peer answers within `sync_kv_timeout` (contract §6.11).
     pub fn check_link(&self, cluster: ClusterId) -> Result<()> {
         let deadline = self.deadline();
         self.links.find(cluster, deadline)?.ping(deadline)
     }
 
-    /// Nothing to do for memory that peers read in place; refused without a link (python-api.md §7.17).
+    /// Nothing to do for memory that peers read in place; refused without a link (contract §7.17).
     pub fn remap(&self) -> Result<()> {
         if self.links.any() { Ok(()) } else { Err(Error::new(ErrorKind::NotLinked, "there is no link")) }
     }

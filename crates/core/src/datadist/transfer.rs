@@ -46,7 +46,7 @@ pub struct CacheIndex {
 }
 
 impl DataDist {
-    /// Brings rows of a peer's cache here (python-api.md §7.12, §7.13). An error says what arrived.
+    /// Brings rows of a peer's cache here (contract §7.12, §7.13). An error says what arrived.
     pub fn pull(&self, from: FarName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
@@ -67,7 +67,7 @@ impl DataDist {
         })
     }
 
-    /// Brings rows of a cache of this engine to a peer's (python-api.md §7.14, §7.15): they are in place there when this
+    /// Brings rows of a cache of this engine to a peer's (contract §7.14, §7.15): they are in place there when this
     /// returns. All layers are one submission under one deadline. An error says how far it got.
     pub fn push(&self, from: &End, to: FarName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Push, || {
@@ -92,7 +92,7 @@ impl DataDist {
                     if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
-                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (python-api.md §17,
+                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (contract §17,
                         // further rulings).
                         self.cluster.table.release_row(call.near.id(), *row);
                     }
@@ -224,7 +224,7 @@ impl Call<'_> {
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 
-    /// In remote-accessible mode both caches must be (python-api.md §12.4).
+    /// In remote-accessible mode both caches must be (contract §12.4).
     pub(super) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
             check::reachable("the cache of this side", self.near.remote_accessible())?;

@@ -179,7 +179,9 @@ impl CopyEngine {
         };
         let ended = match route {
             Route::Direct => match src.0.process() {
-                Some(process) => copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait()),
+                Some(process) => {
+                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait())
+                }
                 None => copy.direct(&self.workers, limit),
             },
             Route::Ring => {

@@ -45,7 +45,7 @@ struct Shared {
 struct State {
     queue: VecDeque<Ticket>,
     /// By the number of the reader.
-    running: HashMap<u64, Ticket>,
+    running: Vec<(u64, Ticket)>,
     threads: HashMap<u64, JoinHandle<()>>,
     last_reader: u64,
     /// Readers that look for a ticket, that sleep, and that were started or woken for one and are not here yet.
@@ -108,11 +108,11 @@ impl Drop for Readers {
         state.closed = true;
         self.0.work.notify_all();
         // Jobs have ended or were abandoned: what is not abandoned ends by itself.
-        while state.running.values().any(|ticket| !ticket.job.abandoned()) {
+        while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
             state = self.0.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let mut lost: Vec<i32> = state.running.values().map(|ticket| ticket.pid).collect();
-        let running: Vec<u64> = state.running.keys().copied().collect();
+        let mut lost: Vec<i32> = state.running.iter().map(|(_, ticket)| ticket.pid).collect();
+        let running: Vec<u64> = state.running.iter().map(|&(id, _)| id).collect();
         let threads: Vec<_> = state.threads.drain().filter(|(id, _)| !running.contains(id)).collect();
         drop(state);
         for (_, thread) in threads {
@@ -199,11 +199,11 @@ impl Shared {
         loop {
             if let Some(ticket) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Release);
-                state.running.insert(id, ticket.clone());
+                state.running.push((id, ticket.clone()));
                 drop(state);
                 ticket.job.help();
                 state = self.locked();
-                state.running.remove(&id);
+                state.running.retain(|&(running, _)| running != id);
                 if state.waiting > 0 || state.closed {
                     self.room.notify_all();
                 }
@@ -254,7 +254,7 @@ impl State {
     fn room(&self, pid: i32, of_a_process: usize) -> Room {
         let in_all = of_a_process * PROCESSES;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
-        for ticket in self.running.values() {
+        for (_, ticket) in &self.running {
             let (same, gone) = (ticket.pid == pid, ticket.job.abandoned());
             own += usize::from(same);
             own_lost += usize::from(same && gone);

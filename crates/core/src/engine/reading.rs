@@ -49,6 +49,8 @@ struct Inner<W> {
     /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
     work: Option<Arc<W>>,
     inside: usize,
+    /// The caller sleeps: waking nobody is a system call, too.
+    asleep: bool,
     failure: Option<Error>,
 }
 
@@ -61,7 +63,7 @@ impl<W: Work> Job<W> {
             stop: AtomicBool::new(false),
             over: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            inner: Mutex::new(Inner { work: Some(work), inside: 0, failure: None }),
+            inner: Mutex::new(Inner { work: Some(work), inside: 0, asleep: false, failure: None }),
             left: Condvar::new(),
         }
     }
@@ -84,6 +86,7 @@ impl<W: Work> Job<W> {
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
         look(|| self.over());
         let mut inner = self.locked();
+        inner.asleep = true;
         let mut ended = Ok(());
         let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
         while !self.over() && ended.is_ok() {
@@ -164,7 +167,9 @@ impl<W: Work> Task for Job<W> {
         let stopped = self.stop.load(Ordering::Relaxed);
         if inner.inside == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
             self.over.store(true, Ordering::Release);
-            self.left.notify_all();
+            if inner.asleep {
+                self.left.notify_all();
+            }
         }
     }
 

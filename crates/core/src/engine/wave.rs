@@ -61,15 +61,18 @@ impl Copying {
     /// The same out of process `pid`, by threads that the caller leaves at its deadline.
     pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
         let limits = (deadline, self.progress.silence);
-        if self.plan.bytes() <= INLINE {
+        let small = self.plan.bytes() <= INLINE;
+        if small && self.plan.waves().len() > 1 {
             return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
         }
+        // A thread that reads little does it alone: what it shares with others costs as much as a block.
+        let most = if small { 1 } else { workers };
         let mut start = 0;
         for index in 0..self.plan.waves().len() {
             let wave = DirectWave::new(self.clone(), index, start, workers);
             start += wave.total;
             let units = wave.units();
-            readers.run(pid, Arc::new(wave), units, workers, limits)?;
+            readers.run(pid, Arc::new(wave), units, most, limits)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 //!
 //! Of two members the one of higher rank dials and the other listens; both keep at it until they have met or
 //! `link_total_time` has passed. A member that was here before and comes back is let in again, and looked for again if
-//! it is the one that listens (clients.md §3.2, rules 5 and 6). Not for: reading the table (`check`), or the search
+//! it is the one that listens. Not for: reading the table (`check`), or the search
 //! (`search`).
 
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use crate::id::ClusterId;
 use crate::transport::Address;
 use crate::wire::Comm;
 
-/// Most communicators of one process (python-api.md §16).
+/// Most communicators of one process (contract §16).
 pub(super) const MOST: usize = 512;
 /// Limit of one try to reach one address; shorter where more of `link_retry_count` would not fit into `link_total_time`.
 const TRY: Duration = Duration::from_secs(2);

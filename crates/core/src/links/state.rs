@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
 
-/// Links of one engine, far above what anybody makes (python-api.md §16 names 512).
+/// Links of one engine, far above what anybody makes (contract §16 names 512).
 const MOST_LINKS: usize = 4096;
 /// Broken links whose reason is kept.
 const MOST_BROKEN: usize = 1024;
@@ -218,7 +218,7 @@ impl State {
     }
 
     /// A number for a new communicator. It counts from 1 and leaves out every number that is a status code, because
-    /// callers compare the two (clients.md §1.2, client 8).
+    /// callers compare the two.
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
         let mut entries = self.locked();
         entries.open()?;

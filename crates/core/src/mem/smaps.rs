@@ -25,7 +25,7 @@ pub(super) fn huge_bytes(base: u64, len: u64) -> u64 {
 
 /// The first address of any of `ranges` (start, bytes) that is not mapped readable (and `writable`), if any; `None`
 /// also where the kernel does not say.
-pub(super) fn first_unmapped(ranges: &[(u64, u64)], writable: bool) -> Option<u64> {
+pub(super) fn first_unmapped(mut ranges: impl Iterator<Item = (u64, u64)>, writable: bool) -> Option<u64> {
     let mut mapped: Vec<(u64, u64)> = Vec::new();
     for line in lines("/proc/self/maps") {
         let Some((from, to, rights)) = header(&line) else { continue };
@@ -41,7 +41,7 @@ pub(super) fn first_unmapped(ranges: &[(u64, u64)], writable: bool) -> Option<u6
     if mapped.is_empty() {
         return None;
     }
-    ranges.iter().find_map(|&(start, len)| {
+    ranges.find_map(|(start, len)| {
         // Mappings are listed in ascending order.
         let index = mapped.partition_point(|&(_, end)| end <= start);
         match mapped.get(index) {

@@ -28,7 +28,7 @@ pub struct Adopted {
 }
 
 impl Adopted {
-    /// Takes `addrs`, one per tensor of `desc`, each above zero (python-api.md §4.3, §7.6).
+    /// Takes `addrs`, one per tensor of `desc`, each above zero (contract §4.3, §7.6).
     ///
     /// # Safety
     ///
@@ -197,8 +197,8 @@ impl Tensors {
     pub fn check_mapped(&self, access: Access) -> Result<()> {
         let Memory::Adopted(known) = &self.memory else { return Ok(()) };
         let unmapped = known[access as usize].get_or_init(|| {
-            let ranges: Vec<_> = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes)).collect();
-            smaps::first_unmapped(&ranges, access == Access::Write)
+            let ranges = self.addrs.iter().map(|&addr| (addr, self.tensor_bytes));
+            smaps::first_unmapped(ranges, access == Access::Write)
         });
         let Some(addr) = unmapped else { return Ok(()) };
         let way = if access == Access::Write { "writable" } else { "readable" };

@@ -214,7 +214,7 @@ impl Table {
     }
 
     /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
-    /// with its key. Unknown ids and registered caches: nothing to do (python-api.md §7.2, §7.4).
+    /// with its key. Unknown ids and registered caches: nothing to do (contract §7.2, §7.4).
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else { return };
@@ -231,7 +231,7 @@ impl Table {
     }
 
     /// Unbinds a key of an allocated cache; releases the cache if that was its last reference. Unknown keys and keys
-    /// of registered caches: nothing to do (python-api.md §7.5).
+    /// of registered caches: nothing to do (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.locked();
         let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
@@ -249,7 +249,7 @@ impl Table {
     }
 
     /// Removes a registered cache and its keys, and hands it out; once more whenever it is asked for, until
-    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (python-api.md §7.8).
+    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (contract §7.8).
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else {

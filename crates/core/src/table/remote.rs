@@ -12,7 +12,7 @@ use crate::fallible;
 use crate::id::CacheId;
 use crate::keys::{CacheKey, Name};
 
-/// What the ids 0 and below of a public name mean (python-api.md §12.4).
+/// What the ids 0 and below of a public name mean (contract §12.4).
 const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 
 /// Where a name leads, and what to compare before that is believed again.
@@ -121,7 +121,7 @@ impl Table {
 
     /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
     /// pulled under one request key, the key is unbound, and the cache released if that was its last reference
-    /// (python-api.md §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
+    /// (contract §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
     /// `Err` if the name leads to that cache no more: then nobody knows whether the bytes were still its own.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
         let mut state = self.locked();
@@ -132,7 +132,7 @@ impl Table {
     }
 
     /// Every tensor of a batch slot was pushed to a peer: unbinds the request key of that slot of an allocated cache, if
-    /// it has one (python-api.md, further rulings).
+    /// it has one (contract §17).
     pub fn release_row(&self, cache: CacheId, row: u32) {
         let mut state = self.locked();
         let place = state.ids.get(&cache).copied();
@@ -159,7 +159,7 @@ impl State {
             by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
         };
         let (place, slot) = found.ok_or_else(|| no_cache(id))?;
-        // For whatever names a slot, a blocks cache is one slot (python-api.md §12.1).
+        // For whatever names a slot, a blocks cache is one slot (contract §12.1).
         let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
         if u64::from(row) < rows {
             return Ok((place, slot, row));

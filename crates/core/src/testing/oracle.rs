@@ -36,7 +36,7 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// The range of one slot, in every tensor (python-api.md §7.9).
+    /// The range of one slot, in every tensor (contract §7.9).
     pub fn copy_cache(&mut self, dst: usize, src: usize, args: CopyArgs) -> Result<(), ErrorKind> {
         let (from, to) = (self.caches[src].clone(), &mut self.caches[dst]);
         let (offset, size) = (i128::from(args.offset), i128::from(args.size));
@@ -71,7 +71,7 @@ impl Twin {
         }
     }
 
-    /// Pairs of blocks of one cache, one after the other (python-api.md §7.10).
+    /// Pairs of blocks of one cache, one after the other (contract §7.10).
     pub fn copy_blocks(&mut self, cache: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
         if self.caches[cache].kind != CacheKind::Blocks {
             return Err(ErrorKind::InvalidArgument);
@@ -79,7 +79,7 @@ impl Twin {
         self.pairs(cache, cache, pairs)
     }
 
-    /// Pairs of blocks of two caches, one after the other (python-api.md §7.11).
+    /// Pairs of blocks of two caches, one after the other (contract §7.11).
     pub fn swap_blocks(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
         let (from, to) = (&self.caches[src], &self.caches[dst]);
         if from.kind != CacheKind::Blocks || to.kind != CacheKind::Blocks {
@@ -179,7 +179,7 @@ impl TwinTable {
         })
     }
 
-    /// python-api.md §7.1, §7.3, §12.2: memory, then keys; nothing of a refused one stays.
+    /// contract §7.1, §7.3, §12.2: memory, then keys; nothing of a refused one stays.
     pub fn allocate(
         &mut self,
         kind: CacheKind,
@@ -199,7 +199,7 @@ impl TwinTable {
         Ok(self.enter(kind, false, pool_bytes, keys))
     }
 
-    /// python-api.md §7.6, §7.7: no conflict; a key that named another cache names this one.
+    /// contract §7.6, §7.7: no conflict; a key that named another cache names this one.
     pub fn register(&mut self, kind: CacheKind, keys: &[Option<CacheKey>]) -> usize {
         for key in keys.iter().flatten() {
             for entry in &mut self.entries {
@@ -231,7 +231,7 @@ impl TwinTable {
         name
     }
 
-    /// python-api.md §7.2, §7.4.
+    /// contract §7.2, §7.4.
     pub fn deallocate(&mut self, name: usize) {
         for entry in &mut self.entries {
             if entry.name == name && !entry.registered {
@@ -244,7 +244,7 @@ impl TwinTable {
         self.sweep();
     }
 
-    /// python-api.md §7.5.
+    /// contract §7.5.
     pub fn remove_key(&mut self, key: CacheKey) {
         for entry in &mut self.entries {
             if !entry.registered {
@@ -254,7 +254,7 @@ impl TwinTable {
         self.sweep();
     }
 
-    /// python-api.md §7.8.
+    /// contract §7.8.
     pub fn unregister(&mut self, name: usize) {
         self.entries.retain(|entry| entry.name != name || !entry.registered);
     }

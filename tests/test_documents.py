@@ -1,0 +1,92 @@
+"""Numbers and references in the documentation that can go stale, held against the code.
+
+Not for: the snippets of the README (`test_examples`), or the generated pages (`test_conformance`, `test_scaling`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "crates" / "core" / "src"
+PAGES = sorted(page for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = sorted(
+    path
+    for folder in ("crates", "python", "benches", "examples")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".rs", ".py", ".pyi", ".h"} and "target" not in path.parts
+)
+
+
+def constant(file: str, name: str) -> int:
+    """The value of a constant of the core, written as a product or a shift of decimal numbers."""
+    found = re.search(rf"const {name}: \w+ = ([^;]+);", (CORE / file).read_text())
+    assert found, f"{file} has no constant {name}"
+    text = found[1].replace("_", "")
+    assert re.fullmatch(r"[\d\s*<]+", text), text
+    return int(eval(text))  # noqa: S307  (digits and operators, as just checked)
+
+
+LIMITS = [
+    ("links/calls.rs", "MOST_CALLS", "- {} calls over one link at a time"),
+    ("links/state.rs", "MOST_LINKS", "- {} links, "),
+    ("links/communicator.rs", "MOST", " links, {} communicators"),
+    ("links/far.rs", "MOST_RECORDS", "- {} descriptions are kept"),
+    ("datadist/remote.rs", "AT_ONCE", "any number of clusters, {} at a time"),
+    ("wire/mod.rs", "VERSION", "and one message; the version is {}."),
+]
+
+
+@pytest.mark.parametrize(("file", "name", "text"), LIMITS)
+def test_links_page_states_the_numbers_of_the_code(file: str, name: str, text: str) -> None:
+    page = (ROOT / "docs" / "links.md").read_text()
+    assert text.format(f"{constant(file, name):,}") in page
+
+
+def test_changelog_names_the_wire_version() -> None:
+    assert f"The wire is version {constant('wire/mod.rs', 'VERSION')}:" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_readme_names_the_minimum_rust_version() -> None:
+    version = re.search(r'rust-version = "([\d.]+)"', (ROOT / "Cargo.toml").read_text())
+    assert version
+    assert f"Rust ({version[1]} or newer)" in (ROOT / "README.md").read_text()
+
+
+def test_no_page_or_source_refers_to_an_unpublished_document() -> None:
+    assert len(PAGES) > 10
+    assert len(SOURCES) > 150
+    unpublished = re.compile(r"\b(python-api|cpp-api|engine|clients)\.md\b")
+    stale = [
+        f"{path.relative_to(ROOT)}:{at}"
+        for path in [*PAGES, *SOURCES]
+        for at, line in enumerate(path.read_text().splitlines(), 1)
+        if unpublished.search(line)
+    ]
+    assert not stale
+
+
+def test_sections_of_the_contract_that_are_quoted_exist() -> None:
+    anchors = set(re.findall(r'<a id="([^"]+)">', (ROOT / "docs" / "contract.md").read_text()))
+    assert "7.12" in anchors
+    assert "cpp-4" in anchors
+    quoted = {
+        (prefix.strip(" ,"), number)
+        for path in SOURCES
+        for prefix, number in re.findall(r"contract(, C\+\+)? §(\d+(?:\.\d+)?)", path.read_text())
+    }
+    assert len(quoted) > 30
+    missing = [(prefix, number) for prefix, number in quoted if ("cpp-" if prefix else "") + number not in anchors]
+    assert not missing
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken

@@ -1,0 +1,77 @@
+"""Memory of long lists: kept by the library's own allocator, while the `malloc` of the process stays as it was.
+
+Not for: the allocator itself (`tests/rust/kept.rs`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import pytest
+
+from memory import run_fresh
+
+ENGINE = """
+import ctypes, json, resource
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole, Placement
+
+def opened():
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    pool = json.dumps({"memory_size": 8 << 20, "page_shift": 16})
+    given = {"llm.EnableCacheManager": "1", "llm.MemPoolConfig": pool, "llm.HostMemPoolConfig": pool}
+    dist.init({**given, "llm.SyncKvCacheWaitTime": "60000"})
+    return dist
+"""
+
+# Whether a block just below 2 MiB has a mapping of its own, as glibc does it unless its limits were raised. It is not
+# freed, because that raises them.
+MALLOC = """
+class Facts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d e".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Facts
+libc.malloc.restype = ctypes.c_void_p
+
+def mapped():
+    before = libc.mallinfo2().hblks
+    assert libc.malloc(ctypes.c_size_t((2 << 20) - 65536))
+    return libc.mallinfo2().hblks - before
+
+first = mapped()
+dist = opened()
+print(json.dumps([first, mapped()]))
+dist.finalize()
+"""
+
+# Pages that calls with 32,768 blocks had to wait for, after some that were the first to touch the memory.
+FAULTS = """
+dist = opened()
+manager = dist.cache_manager
+made = [
+    manager.allocate_blocks_cache(CacheDesc(1, [65536, 64], DataType.DT_UINT8, where))
+    for where in (Placement.DEVICE, Placement.HOST)
+]
+blocks = {block: block * 40503 % 65536 for block in range(0, 65536, 2)}
+counts = []
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    manager.swap_blocks(made[0], made[1], blocks)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps(counts[6:]))
+dist.finalize()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell about its malloc")
+def test_opening_an_engine_leaves_malloc_alone() -> None:
+    before, after = json.loads(run_fresh(ENGINE + MALLOC))
+    assert before == 1, "nobody raised the limits before"
+    assert after == 1
+
+
+def test_lists_are_made_of_memory_that_was_used_before() -> None:
+    counts = json.loads(run_fresh(ENGINE + FAULTS))
+    # Such a list alone is 128 pages.
+    assert min(counts) < 64, counts
