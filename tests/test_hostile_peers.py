@@ -45,7 +45,7 @@ from hostile.client import (
     payload,
     take,
 )
-from hostile.trial import PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, VICTIM, Trial, silence, wait
+from hostile.trial import PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, VICTIM, Trial, silence, usage, wait
 from peers import OK, SOAK, by_blocks, equal, eventually, pattern
 
 if TYPE_CHECKING:
@@ -291,9 +291,9 @@ def test_connection_floods_leave_descriptors_to_the_application(held: ExitStack,
         trial.judge(links=3, mapped=(budgets.pending(limit) + 2) * GENERATIONS)
 
 
-@pytest.mark.parametrize("limit", [64, 1024])
+@pytest.mark.parametrize("limit", [64, 256, 1024])
 def test_links_leave_descriptors_to_the_application(held: ExitStack, limit: int) -> None:
-    """An admitted peer makes as many links and call streams as it can; the application still opens its files.
+    """A peer makes as many links, call streams and stalled connections as it can; the application opens its files.
 
     One link takes all call streams that it gets. Further ones, half of them over the local socket, take two each.
     """
@@ -316,7 +316,13 @@ def test_links_leave_descriptors_to_the_application(held: ExitStack, limit: int)
                     link.call()
                     streams += 1
                 failed = 0
-        assert trial.victim.open_files(16) == "", f"after {made} links and {streams} streams"
+        for _ in range(budgets.pending(limit) + 10):
+            with suppress(*GONE):
+                held.callback(trial.attacker(99).link_tcp(trial.victim.address, stop="half hello").control.close)
+        wait(0.3)
+        engine = usage(trial.victim.process.pid).descriptors
+        text = f"after {made} links and {streams} streams the process has {engine} of {limit} descriptors"
+        assert trial.victim.open_files(8) == "", text
         trial.judge(links=made, streams=streams, mapped=made * GENERATIONS)
 
 
