@@ -423,11 +423,11 @@ class End:
         code, text = outcome(lambda: getattr(self, call)(*args, **kwargs))
         return code, time.monotonic() - began, text
 
-    def pull_while(self, running: str, cluster: int, name: str, pause: float = 0.002) -> dict[str, Any]:
+    def pull_while(self, running: str, pulled: str, cluster: int, name: str, pause: float = 0.002) -> dict[str, Any]:
         """Pull the blocks cache of `cluster` into `name`, again and again, until the file `running` is gone.
 
-        Returns how many pulls there were, how many brought other bytes than the first one, the seconds of the slowest,
-        and how often each outcome came, with the text of the first error.
+        Creates the file `pulled` after the first pull. Returns how many pulls there were, how many brought other bytes
+        than the first one, the seconds of the slowest, and how often each outcome came, with the first error's text.
         """
         rows = range(len(self.held[name].arrays[0]))
         right: Optional[list[np.ndarray]] = None
@@ -443,6 +443,7 @@ class End:
             told["slowest"] = max(told["slowest"], seconds)
             told["codes"][code] = told["codes"].get(code, 0) + 1
             told["text"] = told["text"] or text
+            Path(pulled).touch()
             time.sleep(pause)
         return told
 

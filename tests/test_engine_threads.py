@@ -131,8 +131,9 @@ def test_every_thread_is_named_after_its_role() -> None:
 def test_the_list_of_roles_is_complete() -> None:
     """Every name that the sources give to a thread is in the list, and every name of the list is given."""
     given: set[str] = set()
-    for path in sorted((ROOT / "crates" / "core" / "src").rglob("*.rs")):
-        text = path.read_text(encoding="utf-8")
-        given.update(re.findall(r'"(llm-[a-z]+)(?:-\{\}|-)?"', text))
+    for folder, ending in (("crates/core/src", "*.rs"), ("python/llm_datadist", "*.py")):
+        for path in sorted((ROOT / folder).rglob(ending)):
+            text = path.read_text(encoding="utf-8")
+            given.update(re.findall(r'"(llm-[a-z]+)(?:-\{\}|-)?"', text))
     assert given, "no thread is named in the sources"
     assert given == budgets.ROLES

@@ -49,15 +49,15 @@ ROLES = frozenset(
         "llm-control",  # accepts connections, greets, watches all links
         "llm-copy",  # copies
         "llm-each",  # links one of several clusters that a call names
+        "llm-lane",  # carries layers that are ready
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready
         "llm-log",  # hands the engine's log lines to the program's logging
-        "llm-read",  # reads the memory of other processes
-        "llm-ring",  # drains the ring of a swap-in
-        "llm-stream",  # moves the parts of one large transfer
-        "llm-lane",  # carries layers that are ready
         "llm-merge",  # puts memory into huge pages
+        "llm-read",  # reads the memory of another process
+        "llm-ring",  # drains the buffers of a swap
         "llm-search",  # looks for the members of a communicator
         "llm-serve",  # answers the calls of peers
+        "llm-stream",  # carries one of several TCP streams of a large pull
     }
 )
 

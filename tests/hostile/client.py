@@ -25,7 +25,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-VERSION = int(os.environ.get("LLM_DATADIST_HOSTILE_VERSION", "5"))
+VERSION = 5
 MAGIC = b"LD"
 MESSAGE, REFUSAL = 1, 255
 LIMIT = 10.0  # seconds: the most that one step of an attack waits
@@ -268,7 +268,7 @@ class Peer:
         wire.send(answer)
         if stop == "proof":
             return {}
-        told = m.read_welcome(wire.hear(), VERSION)
+        told = m.read_welcome(wire.hear())
         signed = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
         told["proved"] = hmac.compare_digest(signed.digest(), told["mac"])
         return told
@@ -334,9 +334,9 @@ class Peer:
         challenge = os.urandom(16)
         wire.say(challenge)
         wire.hear()  # whoever dials here is welcome
-        unsigned = m.welcome(self.party(), bytes(32), local, None, VERSION)
+        unsigned = m.welcome(self.party(), bytes(32), local, None)
         mac = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
-        wire.say(m.welcome(self.party(), mac, local, None, VERSION))
+        wire.say(m.welcome(self.party(), mac, local, None))
         return m.read_hello(body)
 
 

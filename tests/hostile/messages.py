@@ -79,13 +79,12 @@ def _read_party(reader: Reader) -> tuple[int, int, bool]:
     return reader.uint(), reader.uint(), reader.flag()
 
 
-def welcome(who: bytes, mac: bytes, local: str | None, secret: bytes | None, version: int) -> bytes:
+def welcome(who: bytes, mac: bytes, local: str | None, secret: bytes | None) -> bytes:
     """The last message of a greeting."""
-    said = who + mac + some(None if local is None else text(local))
-    return said + some(secret) if version >= 5 else said
+    return who + mac + some(None if local is None else text(local)) + some(secret)
 
 
-def read_welcome(body: bytes, version: int) -> dict[str, Any]:
+def read_welcome(body: bytes) -> dict[str, Any]:
     """What an acceptor says last. "unsigned" is the same message with a zero mac, which the mac covers."""
     reader = Reader(body)
     told: dict[str, Any] = {"from": _read_party(reader)}
@@ -93,7 +92,7 @@ def read_welcome(body: bytes, version: int) -> dict[str, Any]:
     told["mac"] = reader.raw(32)
     told["unsigned"] = body[:start] + bytes(32) + body[reader.at :]
     told["local"] = reader.some(reader.text)
-    told["secret"] = reader.some(lambda: reader.raw(32)) if version >= 5 else None
+    told["secret"] = reader.some(lambda: reader.raw(32))
     reader.done()
     return told
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ class Watch:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of resident memory starts anew
         self.before = self.most = usage(pid)
         self.peaks = self._peaks()
+        self.names: Counter[str] = Counter()  # of the threads, when there were most
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -104,6 +106,8 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         now, most = usage(self.pid), self.most
+        if now.threads > most.threads:
+            self.names = Counter(thread_names(self.pid))
         self.most = Usage(*(max(pair) for pair in zip(vars(now).values(), vars(most).values())))
 
     def _run(self) -> None:
@@ -189,7 +193,10 @@ class Trial:
     def begin(self) -> None:
         """The honest peers pull from now on, and the victim is watched."""
         self.running.touch()
-        self.answers = [each.begin("pull_while", str(self.running), VICTIM, "n") for each in self.honest]
+        marks = [Path(self.folder.name) / f"pulled {number}" for number in range(len(self.honest))]
+        for each, mark in zip(self.honest, marks):
+            self.answers.append(each.begin("pull_while", str(self.running), str(mark), VICTIM, "n"))
+        eventually(lambda: all(mark.exists() for mark in marks), what="the first pull of every honest peer")
         self.watch = Watch(self._pid())
 
     def attacker(self, cluster: int = 66, **given: Any) -> Peer:
@@ -249,7 +256,7 @@ class Trial:
             each.pull_blocks(by_blocks(VICTIM), "n", range(ROWS), range(ROWS))
             assert equal(each.read("n"), pattern(1, 2, ROWS, ROW_BYTES))
         over = [name for name, (value, limit) in seen.items() if value > limit]
-        assert over == [], f"over budget: {over}; {seen_text}"
+        assert over == [], f"over budget: {over}; {seen_text}; {dict(watch.names)}"
         return told
 
     def recovers(self, limit: float = peers.LIMIT) -> None:
