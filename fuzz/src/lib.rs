@@ -83,7 +83,11 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
             return None;
         }
     };
-    let frame = wire::encode(&message).expect("a decoded message is encoded again");
+    let Ok(frame) = wire::encode(&message) else {
+        // Only a plan that was read to its end and is none is never sent.
+        assert!(format!("{message:?}").contains("Unusable"), "{message:?} cannot be encoded again");
+        return Some(message);
+    };
     let again: T = wire::decode(&frame[wire::HEADER..]).expect("an encoded message is decoded again");
     assert_eq!(message, again);
     assert_eq!(frame, wire::encode(&again).expect("encoded twice"));
@@ -137,7 +141,8 @@ fn reply(body: &[u8]) {
                 // Packing and unpacking again gives the same numbers, however the peer had cut the runs.
                 Ok(numbers) => {
                     assert_eq!(numbers.len() as u64, count);
-                    assert_eq!(Run::unpack(&Run::pack(&numbers), record.num_tensors).ok(), Some(numbers));
+                    let packed = Run::pack(&numbers).expect("memory for as many runs as were received");
+                    assert_eq!(Run::unpack(&packed, record.num_tensors).ok(), Some(numbers));
                 }
                 Err(error) => refused_as(&error, &[ErrorKind::NotLinked]),
             }

@@ -4,9 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use llm_datadist_core::plan::{Span, SpanList};
 use llm_datadist_core::wire::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+    Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSteps,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use serde::Serialize;
@@ -53,7 +54,11 @@ fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
     add(0, "hello-call", frame(&hello(Purpose::Call { link: 9, reverse: true })));
     add(1, "challenge", frame(&Challenge { nonce: [8; 16] }));
     add(2, "proof", frame(&Proof { mac: [9; 32] }));
-    add(3, "welcome", frame(&Welcome { from, mac: [1; 32], local: Some("name".into()) }));
+    add(
+        3,
+        "welcome",
+        frame(&Welcome { from, mac: [1; 32], local: Some("name".into()), secret: Some([4; 32]) }),
+    );
     let probe = Some((0x7f00_0000_1000, [3; 16]));
     add(4, "attach", frame(&Attach { generations: true, regions: [Some(1 << 20), None], probe }));
     add(5, "attached", frame(&Attached { mapped: Ok(()), registered: Err("refused".into()) }));
@@ -114,21 +119,31 @@ fn replies(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {
 
 fn plans() -> Vec<(&'static str, WirePlan)> {
     let plan = |steps| WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps };
-    let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
-    let one = |src, dst| WireSpan { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
+    let span = Span { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
+    let one = |src, dst| Span { src, dst, len: 512, count: 1, src_step: 0, dst_step: 0 };
     let pairs = |pairs: &[(u32, u32)]| Pairs(Arc::new(pairs.to_vec()));
     let blocks = |pairs| plan(WireSteps::Blocks { len: 512, src: 512, dst: 1024, pairs });
     vec![
         (
             "spans",
-            plan(WireSteps::Spans { waves: vec![2, 1], spans: vec![span, one(0, 9000), one(8192, 0)] }),
+            plan(WireSteps::Spans { waves: vec![2, 1], spans: packed(&[span, one(0, 9000), one(8192, 0)]) }),
         ),
         ("blocks", blocks(pairs(&[(0, 1), (5, 2), (3, 9)]))),
         ("same-destination", blocks(pairs(&[(0, 4), (5, 4)]))),
         ("wide-pairs", blocks(pairs(&[(0, 1), (300, 70_000)]))),
-        ("past-the-end", plan(WireSteps::Spans { waves: vec![1], spans: vec![one(u64::MAX - 10, 16_384)] })),
-        ("fan-out", plan(WireSteps::Spans { waves: vec![1], spans: vec![WireSpan { src_step: 0, ..span }] })),
+        (
+            "past-the-end",
+            plan(WireSteps::Spans { waves: vec![1], spans: packed(&[one(u64::MAX - 10, 16_384)]) }),
+        ),
+        (
+            "fan-out",
+            plan(WireSteps::Spans { waves: vec![1], spans: packed(&[Span { src_step: 0, ..span }]) }),
+        ),
     ]
+}
+
+fn packed(spans: &[Span]) -> SpanList {
+    SpanList::pack(spans.iter().copied()).expect("memory")
 }
 
 fn texts() {

@@ -148,6 +148,7 @@ fn under(limit: &str) -> [String; 3] {
 }
 
 #[test]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn only_missing_memory_is_out_of_memory() {
     for said in under("files") {
         assert!(said.starts_with("System 24 ") && said.contains("ulimit -n"), "{said}");

@@ -152,6 +152,7 @@ fn narrow() {
 }
 
 #[test]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn limited_address_space_is_not_filled_by_a_peer() {
     let run = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "links::offers::narrow", "--ignored", "--nocapture"])
