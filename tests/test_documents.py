@@ -79,6 +79,8 @@ def test_sections_of_the_contract_that_are_quoted_exist() -> None:
         for prefix, number in re.findall(r"contract(, C\+\+)? §(\d+(?:\.\d+)?)", path.read_text())
     }
     assert len(quoted) > 30
+    # The contradictions are numbered, and listed in one section.
+    quoted = {(prefix, "17" if number.startswith("17.") else number) for prefix, number in quoted}
     missing = [(prefix, number) for prefix, number in quoted if ("cpp-" if prefix else "") + number not in anchors]
     assert not missing
 

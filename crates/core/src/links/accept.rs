@@ -141,18 +141,7 @@ fn admit(
     let cluster = ClusterId(from.cluster);
     let welcome = |local, secret| guest.welcome(&shared.me, local, secret);
     match &guest.hello.purpose {
-        Purpose::Call { link, reverse } => {
-            let link = shared.state.by_id(cluster, from.instance, *link).ok_or_else(no_such_link)?;
-            if *reverse {
-                stream.send_now(&welcome(None, false)?, &[])?;
-                link.lend(&stream);
-            } else {
-                shared.server.admit(&link, &stream)?;
-                stream.send_now(&welcome(None, false)?, &[])?;
-                shared.server.watch(shared, &link, stream)?;
-            }
-            Ok(Next::Done)
-        }
+        Purpose::Call { link, reverse } => admit_call(shared, stream, guest, *link, *reverse),
         Purpose::Meet => {
             // A peer of another user may be admitted; the secret is for this one's only.
             let own = stream.credentials().is_some_and(crate::mem::same_user);
@@ -192,6 +181,28 @@ fn admit(
             Ok(Next::Proven(Newcomer { stream, local, until, step: Step::Attach(newcomer) }))
         }
     }
+}
+
+/// What becomes of one more stream of a link; with `reverse` this side calls on it.
+fn admit_call(
+    shared: &Arc<Shared>,
+    stream: Arc<Stream>,
+    guest: &Guest,
+    link: u64,
+    reverse: bool,
+) -> Result<Next, Refusal> {
+    let from = guest.hello.from;
+    let link = shared.state.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(no_such_link)?;
+    let welcome = guest.welcome(&shared.me, None, false)?;
+    if reverse {
+        stream.send_now(&welcome, &[])?;
+        link.lend(&stream);
+    } else {
+        shared.server.admit(&link, &stream)?;
+        stream.send_now(&welcome, &[]).inspect_err(|_| link.served_on(&stream))?;
+        shared.server.watch(shared, &link, stream)?;
+    }
+    Ok(Next::Done)
 }
 
 /// Makes the link of a peer that has greeted, and says so.

@@ -80,16 +80,11 @@ impl Shared {
         }
         let mut dialer = dialer;
         if !dialer.key.proves() {
-            let known = local.greet(Some(asked), Purpose::Meet, deadline).and_then(|(_, near)| {
-                met(&near)?;
-                Ok(near.secret)
-            });
-            match known {
-                Ok(Some(secret)) => dialer.key = Key::Secret(secret),
-                Ok(None) => {}
-                Err(error) if !dialer.accept_remote => return Err(error),
-                Err(_) => {}
-            }
+            let near = local.greet(Some(asked), Purpose::Meet, deadline);
+            let secret = near.and_then(|(_, near)| met(&near).map(|()| near.secret));
+            // Where everybody is believed, a peer that cannot be met is as well.
+            let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
+            dialer.key = secret.map_or(Key::Empty, Key::Secret);
         }
         let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
         self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)

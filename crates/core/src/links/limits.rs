@@ -33,8 +33,8 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    /// Streams that a link may always have for its peer's calls.
-    pub(super) const OF_EACH: usize = 2;
+    /// Streams that a link may always have for its peer's calls; more depend on what other links have.
+    pub(super) const OF_EACH: usize = 1;
 
     /// What the limit of open descriptors (`ulimit -n`) leaves room for.
     pub(super) fn of_this_process() -> Connections {
@@ -44,9 +44,9 @@ impl Connections {
 
     fn of(descriptors: usize) -> Connections {
         Connections {
-            newcomers: (descriptors / 8).clamp(4, 256),
-            incoming: (descriptors.saturating_sub(32) / 4).clamp(8, 4096),
-            calls: (descriptors / 4).clamp(16, 8192),
+            newcomers: (descriptors / 16).clamp(4, 256),
+            incoming: (descriptors.saturating_sub(48) / 4).clamp(4, 4096),
+            calls: (descriptors / 8).clamp(8, 8192),
         }
     }
 }
@@ -130,12 +130,13 @@ mod tests {
     #[test]
     fn connections_leave_room_for_the_application() {
         for (descriptors, newcomers, incoming, calls) in
-            [(64, 8, 8, 16), (1024, 128, 248, 256), (1 << 20, 256, 4096, 8192)]
+            [(64, 4, 4, 8), (1024, 64, 244, 128), (1 << 20, 256, 4096, 8192)]
         {
             let expected = Connections { newcomers, incoming, calls };
             assert_eq!(Connections::of(descriptors), expected, "of {descriptors}");
-            // A link inside one host takes two descriptors.
-            assert!(newcomers + 2 * incoming + calls <= descriptors * 7 / 8, "of {descriptors}");
+            // A link inside one host takes two descriptors, and another for the stream that it may always have.
+            let taken = newcomers + (2 + Connections::OF_EACH) * incoming + calls;
+            assert!(taken <= descriptors * 15 / 16, "{taken} of {descriptors}");
         }
     }
 
