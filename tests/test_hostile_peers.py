@@ -571,7 +571,7 @@ def test_bodies_that_trickle_lose_their_streams(held: ExitStack) -> None:
 
 
 def test_slow_requests_of_others_do_not_starve_a_long_one(held: ExitStack) -> None:
-    """Hostile peers send requests of 60 MiB as slowly as they may; an honest one of 20,000 blocks is answered."""
+    """Hostile peers send requests of 64 MiB as slowly as they may; an honest one of 20,000 blocks is answered."""
     rows = 20_000
     with Trial(honest=["tcp"]) as trial:
         honest = trial.join(40, "tcp")
@@ -587,7 +587,7 @@ def test_slow_requests_of_others_do_not_starve_a_long_one(held: ExitStack) -> No
         over = threading.Event()
 
         def feed() -> None:
-            left = [wire for wire in wires if _sends(wire, header(60 * MIB))]
+            left = [wire for wire in wires if _sends(wire, header(64 * MIB))]
             while not over.wait(0.25):
                 left = [wire for wire in left if _sends(wire, bytes(32 << 10))]
 
