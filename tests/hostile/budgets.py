@@ -26,9 +26,9 @@ BUDGETS: dict[str, Budget] = {
     "idle_threads": Budget(12, "threads", "of an idle engine, with any number of links"),
     "serving_threads": Budget(32, "threads", "beyond those, which answer the calls of all links"),
     "call_threads": Budget(1, "thread", "beyond those, for each link that has a call under way"),
-    "pending": Budget(8, "", "of the open-file limit, 4 to 256 connections: those that are no link or stream yet"),
-    "incoming": Budget(4, "", "of what is left of that limit without 32, 8 to 4,096 links: those that peers made"),
-    "streams": Budget(4, "", "of that limit, 16 to 8,192 call streams of all links, beyond 2 of each link"),
+    "pending": Budget(16, "", "of the open-file limit, 4 to 256 connections: those that are no link or stream yet"),
+    "incoming": Budget(4, "", "of what is left of that limit without 48, 4 to 4,096 links: those that peers made"),
+    "streams": Budget(8, "", "of that limit, 8 to 8,192 call streams of all links, beyond 1 of each link"),
     "link_streams": Budget(128, "call streams", "of one link"),
     "link_descriptors": Budget(2, "descriptors", "of one link beside its call streams"),
     "link_frames": Budget(64 * MIB, "bytes", "of requests of one link that have begun and are not answered"),
@@ -79,12 +79,12 @@ def pending(limit: int | None = None) -> int:
 
 def incoming(limit: int | None = None) -> int:
     """Links that peers made, under a soft limit of open files."""
-    return max(8, min((open_files(limit) - 32) // value("incoming"), 4096))
+    return max(4, min((open_files(limit) - 48) // value("incoming"), 4096))
 
 
 def streams(limit: int | None = None) -> int:
     """Call streams of all links beyond two of each, under a soft limit of open files."""
-    return max(16, min(open_files(limit) // value("streams"), 8192))
+    return max(8, min(open_files(limit) // value("streams"), 8192))
 
 
 def mapped() -> int:
