@@ -170,8 +170,9 @@ COUNT = 1_500_000
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_an_owner_without_memory_for_a_plan_says_so(ends: Ends, way: str) -> None:
     """Pairs to an owner whose address space is short of each of its lists in turn: it answers, and goes on."""
-    # A process of its own: the heap of one that served before may have room.
-    far = ends.adopt(Peer(environment={"PYTHONHASHSEED": "0"})).open(settings())
+    # A process of its own, because the heap of one that served before may have room; and with one heap for all of its
+    # threads, because each further one has 64 MiB of addresses before it is used.
+    far = ends.adopt(Peer(environment={"MALLOC_ARENA_MAX": "1"})).open(settings())
     near = ends.near(settings())
     assert near.link_clusters([far.at])[0] == OK
     far.allocate("f", COUNT, 4, 1, blocks=True, keys=[by_blocks(2)])

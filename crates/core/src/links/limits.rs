@@ -11,15 +11,15 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 
-/// A request of up to so many bytes needs no part of the budget: what the serving threads hold at most is bounded by their
-/// number.
-const FREE: u64 = 64 << 10;
+/// A request of up to so many bytes needs no part of the budget, so that peers which use it up keep no usual request
+/// waiting (`test_slow_requests_of_others_do_not_starve_a_long_one`). The number of serving threads bounds these.
+const FREE: u64 = 1 << 20;
 /// Bytes of requests that one peer may have here at a time, received whole or in part.
 const OF_ONE: u64 = 64 << 20;
 /// Bytes of requests that all peers together may have here.
 const OF_ALL: u64 = 256 << 20;
 /// Bytes a second at which the body of a request has to arrive, after the time that every peer may be silent for.
-const BODY_RATE: u64 = 1 << 20;
+const BODY_RATE: u64 = 8 << 20;
 
 /// How many connections there may be of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +147,7 @@ mod tests {
         let now = Duration::ZERO;
         let (first, _) = peers[0].admit(40 * MIB, now).unwrap();
         assert_eq!(locked(&all.used).to_owned(), 40 << 20);
-        assert!(peers[0].admit(64 << 10, now).unwrap().0.of.is_none(), "small requests are free");
+        assert!(peers[0].admit(MIB, now).unwrap().0.of.is_none(), "small requests are free");
         let held: Vec<_> = peers[1..4].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
         drop(first);
         let (_whole, _) = peers[0].admit(64 * MIB, now).unwrap();
