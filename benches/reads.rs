@@ -70,10 +70,10 @@ fn main() {
         (1, 64 << 20, 12, false),
     ] {
         let pairs = (0..blocks).map(|at| (at, at)).collect();
-        let plan = Arc::new(CopyPlan::blocks(
-            &BlockPairs { pairs, block_bytes: block, num_tensors: 1 },
-            Ends::TwoCaches,
-        ));
+        let plan =
+            CopyPlan::blocks(&BlockPairs { pairs, block_bytes: block, num_tensors: 1 }, Ends::TwoCaches)
+                .unwrap();
+        let plan = Arc::new(plan);
         for pause in [false, true].into_iter().filter(|pause| pauses || !pause) {
             let calls = if pause { 300 } else { calls };
             let mut times: Vec<Duration> = (0..calls + calls / 10)

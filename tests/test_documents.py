@@ -88,7 +88,7 @@ def test_sections_of_the_contract_that_are_quoted_exist() -> None:
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
+        targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+        here = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+        broken += [f"{page.relative_to(ROOT)}: {target}" for target in here]
     assert not broken

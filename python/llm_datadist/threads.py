@@ -1,7 +1,7 @@
 """Names of Python's threads as the system shows them (``ps -L``, ``top -H``).
 
-Python gives its threads names of its own and tells the system none before 3.14. Not for: threads of the engine, which are
-named where they start.
+Python gives its threads names of its own and tells the system none before 3.14. Not for: threads of the engine, which
+are named where they start.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ fn peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting() {
                     break;
                 }
                 thread::sleep(Duration::from_millis(50));
-                if calls.iter().all(|call| call.abandoned()) {
+                if calls.iter().all(Stream::abandoned) {
                     break;
                 }
             }

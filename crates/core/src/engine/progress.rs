@@ -70,7 +70,7 @@ impl Progress {
     }
 
     /// The rows, of `row_bytes` in the destination of `plan`, all of whose planned bytes are in place. Tensors without
-    /// one are left out, and so is what comes behind [`MOST`] stretches of rows. A row that the plan writes twice counts once
+    /// one are left out, and so is what comes behind 2^20 stretches of rows. A row that the plan writes twice counts once
     /// both have happened. `Err` if there is no memory to tell.
     pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<Arrived>> {
         let mut arrived = Vec::new();

@@ -48,7 +48,7 @@ pub(super) struct Job<W> {
 struct Inside<W> {
     /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
     work: Option<Arc<W>>,
-    inside: usize,
+    threads: usize,
     /// The caller sleeps: waking nobody is a system call, too.
     asleep: bool,
     failure: Option<Error>,
@@ -63,7 +63,7 @@ impl<W: Work> Job<W> {
             stop: AtomicBool::new(false),
             over: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            inner: Mutex::new(Inside { work: Some(work), inside: 0, asleep: false, failure: None }),
+            inner: Mutex::new(Inside { work: Some(work), threads: 0, asleep: false, failure: None }),
             left: Condvar::new(),
         }
     }
@@ -103,7 +103,7 @@ impl<W: Work> Job<W> {
         let work = inner.work.take();
         self.stop.store(true, Ordering::Relaxed);
         let grace = Instant::now() + GRACE;
-        while inner.inside > 0 {
+        while inner.threads > 0 {
             let left = grace.saturating_duration_since(Instant::now());
             // Once it was over, whoever came late found no unit and leaves by itself.
             if left.is_zero() && !self.over() {
@@ -113,7 +113,7 @@ impl<W: Work> Job<W> {
             let nap = left.max(Duration::from_millis(1));
             inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
         }
-        let (failure, inside) = (inner.failure.take(), inner.inside);
+        let (failure, inside) = (inner.failure.take(), inner.threads);
         drop(inner);
         drop(work);
         match (inside, failure) {
@@ -150,7 +150,7 @@ impl<W: Work> Task for Job<W> {
         let work = {
             let mut inner = self.locked();
             let Some(work) = inner.work.clone() else { return };
-            inner.inside += 1;
+            inner.threads += 1;
             work
         };
         let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
@@ -159,13 +159,13 @@ impl<W: Work> Task for Job<W> {
         // Before leaving: once nobody is inside, nothing of the work is held any more.
         drop(work);
         let mut inner = self.locked();
-        inner.inside -= 1;
+        inner.threads -= 1;
         if let Err(error) = done {
             self.stop.store(true, Ordering::Relaxed);
             inner.failure.get_or_insert(error);
         }
         let stopped = self.stop.load(Ordering::Relaxed);
-        if inner.inside == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
+        if inner.threads == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
             self.over.store(true, Ordering::Release);
             if inner.asleep {
                 self.left.notify_all();

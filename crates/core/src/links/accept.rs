@@ -141,7 +141,7 @@ fn admit(
     let cluster = ClusterId(from.cluster);
     let welcome = |local, secret| guest.welcome(&shared.me, local, secret);
     match &guest.hello.purpose {
-        Purpose::Call { link, reverse } => admit_call(shared, stream, guest, *link, *reverse),
+        Purpose::Call { link, reverse } => admit_call(shared, &stream, guest, *link, *reverse),
         Purpose::Meet => {
             // A peer of another user may be admitted; the secret is for this one's only.
             let own = stream.credentials().is_some_and(crate::mem::same_user);
@@ -186,7 +186,7 @@ fn admit(
 /// What becomes of one more stream of a link; with `reverse` this side calls on it.
 fn admit_call(
     shared: &Arc<Shared>,
-    stream: Arc<Stream>,
+    stream: &Arc<Stream>,
     guest: &Guest,
     link: u64,
     reverse: bool,
@@ -196,10 +196,10 @@ fn admit_call(
     let welcome = guest.welcome(&shared.me, None, false)?;
     if reverse {
         stream.send_now(&welcome, &[])?;
-        link.lend(&stream);
+        link.lend(stream);
     } else {
-        shared.server.admit(&link, &stream)?;
-        stream.send_now(&welcome, &[]).inspect_err(|_| link.served_on(&stream))?;
+        shared.server.admit(&link, stream)?;
+        stream.send_now(&welcome, &[]).inspect_err(|_| link.served_on(stream))?;
         shared.server.watch(shared, &link, stream)?;
     }
     Ok(Next::Done)

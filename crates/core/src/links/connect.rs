@@ -55,7 +55,7 @@ impl Shared {
         };
         drop(stream);
         let local = self.dialer(Address::Unix(name));
-        let met = |near: &Welcome| {
+        let is_same = |near: &Welcome| {
             if near.from.instance == welcome.from.instance {
                 return Ok(());
             }
@@ -65,7 +65,7 @@ impl Shared {
         if choice != TransportChoice::Tcp {
             let shown = Some(address.to_string());
             let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
-                met(&near)?;
+                is_same(&near)?;
                 self.establish(local.clone(), stream, &near.from, kind, link, shown, deadline)
             });
             let Err(why) = near else { return near };
@@ -81,7 +81,7 @@ impl Shared {
         let mut dialer = dialer;
         if !dialer.key.proves() {
             let near = local.greet(Some(asked), Purpose::Meet, deadline);
-            let secret = near.and_then(|(_, near)| met(&near).map(|()| near.secret));
+            let secret = near.and_then(|(_, near)| is_same(&near).map(|()| near.secret));
             // Where everybody is believed, a peer that cannot be met is as well.
             let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
             dialer.key = secret.map_or(Key::Empty, Key::Secret);

@@ -1,6 +1,6 @@
 //! One link: who is at the other end, its control stream, what is known of its caches, and whether it still lives.
 //!
-//! Not for: making links (`connect`), noticing that the peer is gone (`keeper`), or the streams of calls (`calls`).
+//! Not for: making links (`connect`), noticing that the peer is gone (`control`), or the streams of calls (`calls`).
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

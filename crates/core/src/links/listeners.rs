@@ -81,7 +81,7 @@ impl Listeners {
                 let opened = Self::open(shared, &Address::Tcp(asked));
                 if opened.is_err() {
                     let before = Self::open(shared, &Address::Tcp(now));
-                    open.main = before.inspect_err(|lost| log_error(lost)).ok();
+                    open.main = before.inspect_err(log_error).ok();
                 }
                 open.main = Some(opened?);
             }

@@ -302,12 +302,6 @@ impl Shared {
         self.control.ring();
     }
 
-    /// Opens a stream on which the peer of `link` may call.
-    fn open_reverse(&self, link: &Arc<Link>) -> Result<Arc<Stream>> {
-        let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
-        link.open_reverse(deadline).map(Arc::new)
-    }
-
     /// Answers the next request on `stream`; `false` if nothing more comes on it.
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
         let gone = std::cell::Cell::new(false);
@@ -327,6 +321,12 @@ impl Shared {
         }
         on
     }
+}
+
+/// Opens a stream on which the peer of `link` may call.
+fn open_reverse(link: &Link) -> Result<Arc<Stream>> {
+    let deadline = Deadline::after(greeting::GREETING_TIME).named("the limit of a greeting");
+    link.open_reverse(deadline).map(Arc::new)
 }
 
 fn one_address(peer: &PeerAddress) -> Result<Address> {

@@ -89,7 +89,9 @@ impl Refusals {
     /// Logs what was counted, a second after the last line of its reason; says when to come again.
     pub(super) fn flush(&self, now: Instant) -> Option<Duration> {
         let (lines, next) = self.due(now);
-        lines.iter().for_each(|line| say(line));
+        for line in &lines {
+            say(line);
+        }
         next
     }
 

@@ -156,7 +156,7 @@ impl Server {
     }
 
     /// Answers what comes on `stream`, which the link knows, until it ends.
-    pub(super) fn watch(&self, shared: &Arc<Shared>, link: &Arc<Link>, stream: Arc<Stream>) -> Result<()> {
+    pub(super) fn watch(&self, shared: &Arc<Shared>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
         stream.demand_pace(shared.cluster.config.links.silence);
         let mut state = self.locked();
         state.last = state.last.max(FIRST) + 1;
@@ -164,11 +164,11 @@ impl Server {
         state.calls.insert(number, Call { link: link.clone(), stream: stream.clone() });
         drop(state);
         // A request may be there already; if the link has ended meanwhile, its streams are closed, which is seen as well.
-        let watched = self.poller.add(&*stream, number, Watching::Once).map_err(unwatched);
+        let watched = self.poller.add(&**stream, number, Watching::Once).map_err(unwatched);
         watched.and_then(|()| self.keep_one(&Arc::downgrade(shared))).inspect_err(|_| {
             self.locked().calls.remove(&number);
-            self.poller.remove(&*stream);
-            link.served_on(&stream);
+            self.poller.remove(&**stream);
+            link.served_on(stream);
         })
     }
 
@@ -332,11 +332,11 @@ impl Server {
     }
 
     fn take_dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
-        let opened = shared.open_reverse(link);
+        let opened = super::open_reverse(link);
         link.opened();
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;
-            self.watch(shared, link, stream)
+            self.watch(shared, link, &stream)
         });
         if let Err(error) = served {
             let cluster = link.peer().cluster;

@@ -273,7 +273,9 @@ impl State {
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
         let known: Vec<_> = known.collect();
         drop(entries);
-        known.iter().for_each(|comm| comm.knocked());
+        for comm in known {
+            comm.knocked();
+        }
     }
 
     /// Ends everything.
