@@ -438,8 +438,8 @@ class LlmConfig:
     )
     link_accept_remote = _Flag(
         "llm.LinkAcceptRemote",
-        "Whether peers are admitted without any proof where no token is set: everybody who can reach a listener, of any "
-        "user and host. Both sides need it (own option); or the environment variable "
+        "Whether peers are admitted without any proof where no token is set: everybody who can reach a listener, any "
+        "user on any host. Both sides need it (own option); or the environment variable "
         "``LLM_DATADIST_ACCEPT_REMOTE``.",
     )
     link_heartbeat = _Own(
