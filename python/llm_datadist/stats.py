@@ -99,11 +99,11 @@ class LinkStats(TypedDict):
     transport: str
     """How messages travel: ``"shm"``, ``"tcp"`` or ``"local"``."""
     pools: str
-    """How the peer's pools are read: ``"mapped"``, ``"stream"``, or ``"none"`` if it has none that could be mapped."""
+    """How the peer's pools are read: ``"mapped"``, ``"stream"``, or ``"none"`` if the peer offers no pool."""
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
     refusal: Optional[str]
-    """Why registered memory is not read by process id although pools are mapped; else ``None``."""
+    """Why the peer's pools are not mapped, or else why its registered memory is not read by process id; else ``None``."""
     outgoing: bool
     """Whether this side made the link."""
     silent_ms: int

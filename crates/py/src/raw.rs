@@ -41,7 +41,7 @@ pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<
     unsafe { Adopted::new(desc, kind, addrs) }
 }
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
 /// `DLPack`'s number for memory that the CPU addresses, and the only device number it has.

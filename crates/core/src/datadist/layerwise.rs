@@ -22,7 +22,7 @@ use crate::table::Cache;
 use crate::task::{Carrier, Leg, Task};
 use crate::wire::Spot;
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
 
 impl DataDist {

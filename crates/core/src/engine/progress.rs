@@ -20,7 +20,7 @@ const LOOK_BACK: usize = 16;
 
 /// Most stretches of rows that are told of.
 const MOST: usize = 1 << 20;
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const TOLD: &str = "what arrived of a transfer";
 
 /// What is in place of one transfer. Each position is reported once.

@@ -216,8 +216,8 @@ fn enter(
     let cluster = peer.cluster;
     let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
     let link = Link::new(id, kind, peer, transport, reach, stream.clone(), None, shared.server.budget());
-    // The word that this side has its half is the first on the control stream, whoever finds the link meanwhile
-    // and wants something of the peer; and only with it may the peer use the link
+    // The first control message confirms that this side has entered the link. The stream is held until it is sent, so that
+    // another thread that finds the link cannot send before it; the peer uses the link only after this message
     // (`members_meet_in_either_order_and_calls_wait_for_it`).
     let first = link.speaker();
     shared.enroll(&link)?;

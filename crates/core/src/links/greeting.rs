@@ -267,14 +267,15 @@ fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -
 }
 
 /// What lets a peer in that was refused for want of proof.
-const REMEDY: &str = "set the same llm.LinkToken (or LLM_DATADIST_TOKEN, or a token file) on both sides, or \
-                      llm.LinkAcceptRemote = 1 on both to admit everybody who can reach them";
+const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in Python also \
+                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 on both to admit \
+                      everybody who can reach them";
 
 #[cold]
 fn other_token(who: &str, address: &str) -> Error {
     let text = format!(
-        "{who} does not know this side's token (llm.LinkToken, llm.LinkTokenFile, LLM_DATADIST_TOKEN); set the same \
-         token on both sides"
+        "{who} does not know this side's token; set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in \
+         Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)"
     );
     Error::new(ErrorKind::LinkFailed, text).with("peer", address)
 }

@@ -83,7 +83,7 @@ impl Newcomers {
     pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
         let unproven = self.all.iter().find(|(_, entry)| !entry.proven);
         let Some((&number, _)) = unproven.or_else(|| self.all.first_key_value()) else { return false };
-        let text = "too many connections are greeting at the same time";
+        let text = "too many connections have not finished their greeting; the oldest was dropped";
         let full = Error::new(ErrorKind::LinkFailed, text).with("limit", self.most);
         self.end(shared, poller, number, Some(&Refusal::new(Reason::Full, full)));
         true

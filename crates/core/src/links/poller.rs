@@ -38,7 +38,7 @@ pub(super) struct Poller(OwnedFd);
 impl Poller {
     pub(super) fn new() -> Result<Poller> {
         let made = epoll::create(CreateFlags::CLOEXEC).map(Poller);
-        made.map_err(|errno| system("no descriptor to watch connections with", errno))
+        made.map_err(|errno| system("cannot create an epoll descriptor", errno))
     }
 
     /// Reports `number` when `descriptor` is readable.
@@ -69,7 +69,7 @@ impl Poller {
         match epoll::wait(&self.0, &mut events[..most.min(MOST)], limit.as_ref()) {
             Ok(count) => ready.extend(events[..count].iter().map(|event| event.data.u64())),
             Err(Errno::INTR) => {}
-            Err(errno) => return Err(system("connections cannot be watched", errno)),
+            Err(errno) => return Err(system("epoll_wait failed", errno)),
         }
         Ok(())
     }
@@ -95,7 +95,7 @@ impl Bell {
 
     fn make(flags: EventfdFlags) -> Result<Bell> {
         let made = eventfd(0, flags | EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        made.map(Bell).map_err(|errno| system("no descriptor to wake a thread with", errno))
+        made.map(Bell).map_err(|errno| system("cannot create an eventfd", errno))
     }
 
     pub(super) fn ring(&self) {

@@ -32,7 +32,7 @@ pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
     comm.miss(link.peer().cluster);
     if let Err(error) = look(shared, &comm) {
         let cluster = link.peer().cluster;
-        tracing::error!(target: "llm_datadist::links", "cluster {cluster} is not looked for again: {error}");
+        tracing::error!(target: "llm_datadist::links", "stopped searching for cluster {cluster}; call link again: {error}");
     }
 }
 

@@ -149,7 +149,7 @@ impl Server {
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
         if self.locked().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
-            let error = Error::new(ErrorKind::NotLinked, "all links together have too many streams of calls");
+            let error = Error::new(ErrorKind::NotLinked, "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more");
             return Err(full(error.with("limit", self.limits.calls)));
         }
         link.serve_on(stream).map_err(full)
@@ -183,7 +183,7 @@ impl Server {
         drop(state);
         self.work.ring();
         if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
-            tracing::error!(target: "llm_datadist::links", "a peer waits for a stream: {error}");
+            tracing::error!(target: "llm_datadist::links", "cannot start a thread that opens a call stream: {error}");
         }
     }
 
@@ -193,7 +193,7 @@ impl Server {
         self.locked().work.push_back((number, work));
         self.work.ring();
         if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
-            tracing::error!(target: "llm_datadist::links", "a connection was dropped: {error}");
+            tracing::error!(target: "llm_datadist::links", "dropped a connection: no thread could be started for its greeting: {error}");
             stream.close();
         }
     }
@@ -252,7 +252,7 @@ impl Server {
             drop(state);
             limit = Some(KEPT);
             if let Err(error) = self.keep_one(shared) {
-                tracing::error!(target: "llm_datadist::links", "peers are answered by too few threads: {error}");
+                tracing::error!(target: "llm_datadist::links", "cannot start a serving thread; requests of peers may be delayed: {error}");
             }
             match number {
                 WORK => self.take_work(shared),
@@ -340,7 +340,7 @@ impl Server {
         });
         if let Err(error) = served {
             let cluster = link.peer().cluster;
-            tracing::warn!(target: "llm_datadist::links", "cluster {cluster} waits for a stream in vain: {error}");
+            tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
     }
 

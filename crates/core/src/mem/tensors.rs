@@ -14,7 +14,7 @@ use crate::desc::{CacheDesc, CacheKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const ADDRESSES: &str = "the addresses of tensors";
 
 /// Addresses of the caller's own memory, one per tensor, with the caller's promise about them.

@@ -8,7 +8,7 @@ use super::wave::Span;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const CHECK: &str = "checking a plan";
 /// A wave may always be checked with this much memory.
 const LEAST: u64 = 16 << 20;

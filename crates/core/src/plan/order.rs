@@ -10,7 +10,7 @@ use crate::check::Move;
 use crate::error::Result;
 use crate::fallible;
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 pub(super) const PLAN: &str = "a plan";
 
 /// Something that is read in one place and written in another. Two that share a place share it whole.

@@ -21,7 +21,7 @@ pub const MOST_WAVES: usize = 1 << 16;
 const MOST_PIECES: u64 = 1 << 24;
 /// A plan of up to this many spans is unpacked.
 const FEW: usize = 4096;
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const ROWS: &str = "the rows of a plan";
 
 /// What the spans of a peer's plan come to, so far.

@@ -19,7 +19,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 /// A row held by one writer; any other number counts its readers.
 const WRITER: u32 = u32::MAX;
 
-/// What the lists below are for, should there be no memory for one.
+/// Name of these lists in out-of-memory errors.
 const PINS: &str = "the pins of a cache";
 
 /// Most numbers one cache keeps. Where there are more rows, neighbours share a number and exclude each other too.
