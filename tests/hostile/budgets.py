@@ -48,6 +48,7 @@ ROLES = frozenset(
     {
         "llm-control",  # accepts connections, greets, watches all links
         "llm-copy",  # copies
+        "llm-discard",  # closes what a peer sent in place of memory
         "llm-each",  # links one of several clusters that a call names
         "llm-lane",  # carries layers that are ready
         "llm-layers",  # asks a synchronizer of the program whether a layer is ready

@@ -64,6 +64,8 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
         eprintln!("over {}", listener.address());
         let near = case.transport.dial(&listener.address(), soon()).unwrap();
         let far = accepted(&*listener).unwrap();
+        near.expect_descriptors(true);
+        far.expect_descriptors(true);
         judge(&case, &*listener, near, far);
     }
 }

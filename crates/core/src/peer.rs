@@ -50,9 +50,9 @@ impl Answer for Answers {
             Ok(Some(heard)) => heard,
             Ok(None) => return Ok(false),
             // It was read to its end: the peer is told, and its next request may fit.
-            Err(error) if error.kind() == ErrorKind::OutOfMemory && !stream.is_closed() => {
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                 say(stream, &Reply::failed(&error), Deadline::after(silence))?;
-                return Ok(true);
+                return Ok(!stream.is_closed());
             }
             Err(error) => return Err(error),
         };

@@ -92,7 +92,9 @@ impl Fake {
 
     /// The next stream that comes.
     pub fn accept(&self) -> Stream {
-        accepted(&*self.listener).unwrap()
+        let stream = accepted(&*self.listener).unwrap();
+        stream.expect_descriptors(true);
+        stream
     }
 
     /// The next stream, greeted; and what for.
@@ -148,6 +150,7 @@ impl Fake {
         host: String,
     ) -> Result<(Stream, Welcome)> {
         let stream = over.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
+        stream.expect_descriptors(true);
         let asked = Some(engine.config().cluster.0);
         let hello = Hello { purpose, from: self.party, asked, host, nonce: [3; 16] };
         let frame = wire::encode(&hello)?;

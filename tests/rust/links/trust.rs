@@ -2,11 +2,12 @@
 //!
 //! Not for: other users of the host, and attacks by whole processes (`tests/test_hostile_peers.py`).
 
+use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::plan::SpanList;
-use llm_datadist_core::transport::Stream;
+use llm_datadist_core::transport::{Address, Stream, Transport, Unix};
 use llm_datadist_core::wire::{
     Comm, Control, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
@@ -207,4 +208,32 @@ fn member_that_knocks_is_known_or_ignored() {
     // It is welcomed, and nothing comes of it.
     drop(fake.dial(&engine, Purpose::Knock { comm }).unwrap());
     assert!(engine.stats().links.is_empty());
+}
+
+#[test]
+fn local_socket_takes_no_descriptor_of_a_stranger() {
+    // Linux 6.16 is the first that can refuse them.
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let version: Vec<u32> = release.split(['.', '-']).map_while(|part| part.parse().ok()).take(2).collect();
+    if version < vec![6, 16] {
+        return crate::bed::skipped("the kernel is older than 6.16");
+    }
+    let engine = open(strict(1, Way::Shm), Way::Shm);
+    let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned();
+    let name = Fake::new(9, 1).local_of(&engine, host).unwrap();
+    let stream = Unix.dial(&Address::Unix(name), llm_datadist_core::Deadline::after(LONG)).unwrap();
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let sent = stream.send_with(b"L", &[file.as_fd()], llm_datadist_core::Deadline::after(LONG));
+    assert!(sent.unwrap_err().to_string().contains("errno=1"), "EPERM");
+}
+
+#[test]
+fn streams_that_nobody_asked_for_are_not_kept() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(9, 1);
+    let _control = fake.link(&engine, 7).unwrap();
+    for _ in 0..8 {
+        let stream = fake.dial(&engine, Purpose::Call { link: 7, reverse: true }).unwrap();
+        eventually("the end of a stream that was not asked for", || stream.abandoned());
+    }
 }

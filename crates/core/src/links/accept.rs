@@ -77,6 +77,11 @@ enum What {
 }
 
 impl Newcomer {
+    /// Whether descriptors come with the next frame.
+    pub(super) fn expects_descriptors(&self) -> bool {
+        matches!(self.step, Step::Attach(_))
+    }
+
     pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> Newcomer {
         Newcomer { stream, local, until, step: Step::Hello }
     }
@@ -98,6 +103,7 @@ impl Newcomer {
                 admit(shared, Newcomer { stream, local, until, step: Step::Hello }, &guest, proven)
             }
             Step::Attach(newcomer) => {
+                stream.expect_descriptors(false);
                 let offered: Attach = wire::open(kind, &body).map_err(Refusal::unreadable)?;
                 Ok(Next::Work(Work { newcomer, stream, until, what: What::Take(offered, descriptors) }))
             }
@@ -123,6 +129,11 @@ impl Work {
             }
             What::Enter(reach) => enter(shared, &stream, newcomer, reach).map(|()| Next::Done),
         }
+    }
+
+    /// Whether the connection becomes a link in this step, which nothing may interrupt.
+    pub(super) fn enters(&self) -> bool {
+        matches!(self.what, What::Enter(_))
     }
 
     pub(super) fn stream(&self) -> &Arc<Stream> {
@@ -171,6 +182,8 @@ fn admit(
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
             shared.state.room_for_incoming(cluster)?;
+            // What it offers comes after the welcome.
+            stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
             let newcomer = Making { id: *link, kind, peer };
@@ -214,6 +227,10 @@ fn enter(
 ) -> Result<(), Refusal> {
     let Making { id, kind, peer } = newcomer;
     let cluster = peer.cluster;
+    if stream.is_closed() {
+        let text = "the connection was dropped before its link was complete";
+        return Err(Error::new(ErrorKind::NotLinked, text).into());
+    }
     let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
     let link = Link::new(id, kind, peer, transport, reach, stream.clone(), None, shared.server.budget());
     // The first control message confirms that this side has entered the link. The stream is held until it is sent, so that

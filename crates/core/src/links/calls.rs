@@ -118,9 +118,10 @@ impl Link {
     /// A stream on which the peer, who opened it, lets this side call.
     pub(super) fn lend(&self, stream: &Arc<Stream>) {
         let mut calls = self.locked();
-        calls.asked = calls.asked.saturating_sub(1);
         // More than were asked for are no use, and no peer of this version opens them.
-        let welcome = self.alive() && calls.idle.len() + calls.busy.len() < MOST_CALLS;
+        let asked = calls.asked > 0;
+        calls.asked = calls.asked.saturating_sub(1);
+        let welcome = asked && self.alive() && calls.idle.len() + calls.busy.len() < MOST_CALLS;
         if welcome {
             calls.idle.push((stream.clone(), Instant::now()));
         }

@@ -236,11 +236,13 @@ impl Communicator {
     /// A member can never be met.
     pub(super) fn fail(&self, cluster: ClusterId, why: &str) {
         let mut progress = self.locked();
+        // Whoever says so may be no member, or one that was met already.
+        if progress.status != CommStatus::Preparing || !progress.missing.contains(&cluster) {
+            return;
+        }
         progress.missing.retain(|&missing| missing != cluster);
         progress.why.insert(cluster, why.to_owned());
-        if progress.status == CommStatus::Preparing {
-            progress.status = CommStatus::Failed;
-        }
+        progress.status = CommStatus::Failed;
         drop(progress);
         tracing::error!(
             target: "llm_datadist::links",

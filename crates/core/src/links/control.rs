@@ -22,7 +22,7 @@ use crate::wire::{self, Control, GREETING_LIMIT};
 
 /// How long the thread rests after the system refused to watch, or had no room for a connection.
 const REST: Duration = Duration::from_millis(100);
-/// Connections that are accepted in one go; those of other listeners wait for the next.
+/// Descriptors that are looked at in one go.
 const AT_ONCE: usize = 64;
 /// What names the bell among the descriptors, whose numbers are higher.
 const BELL: u64 = 0;
@@ -139,7 +139,10 @@ impl ControlThread {
 
     /// Accepts what waits at the listener of that number.
     fn accept(&self, shared: &Arc<Shared>, watch: &mut Watch, number: u64) {
-        for _ in 0..AT_ONCE {
+        for _ in 0..shared.limits.at_once() {
+            if let Some(wait) = watch.newcomers.wait_for_room() {
+                return watch.rest(self, wait);
+            }
             // Under the lock, which `leave` needs: accepting does not wait.
             let (accepted, local) = match self.listening().get(&number) {
                 Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
@@ -153,8 +156,15 @@ impl ControlThread {
                 Ok(Accepted::Nobody | Accepted::Closed) => return,
                 // Somebody has to go, or the listeners have to rest: the connection knocks again at once.
                 Ok(Accepted::NoRoom(_)) if watch.newcomers.make_room(shared, &self.poller) => {}
-                Ok(Accepted::NoRoom(errno)) => return watch.rest(self, &errno.to_string()),
-                Err(error) => return watch.rest(self, &error.to_string()),
+                Ok(Accepted::NoRoom(errno)) => {
+                    let error = Error::new(ErrorKind::System, "a connection could not be accepted");
+                    shared.refusals.log("the network", &error.because(std::io::Error::from(errno)).into());
+                    return watch.rest(self, REST);
+                }
+                Err(error) => {
+                    shared.refusals.log("the network", &error.into());
+                    return watch.rest(self, REST);
+                }
             }
         }
     }
@@ -253,9 +263,8 @@ impl Watch {
     }
 
     /// Accepts nothing for a while.
-    fn rest(&mut self, control: &ControlThread, why: &str) {
-        tracing::error!(target: "llm_datadist::links", "a connection could not be accepted: {why}");
-        self.resting = Some(Instant::now() + REST);
+    fn rest(&mut self, control: &ControlThread, limit: Duration) {
+        self.resting = Some(Instant::now() + limit);
         control.listening().values().for_each(|listener| control.poller.remove(listener.readiness()));
     }
 
@@ -276,7 +285,7 @@ impl Watched {
             Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
         };
         // One at a time: who says much is heard again after the others.
-        let (kind, body) = match self.inbox.take(link.control(), GREETING_LIMIT)? {
+        let (kind, body) = match self.inbox.take(link.control(), GREETING_LIMIT, false)? {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),
@@ -286,7 +295,7 @@ impl Watched {
             Control::Ping => link.tell(&Control::Pong)?,
             Control::Pong => link.answered(),
             Control::Dial => {
-                if link.may_open() {
+                if link.dials() && link.may_open() {
                     shared.server.dial(shared, link);
                 }
             }
@@ -302,7 +311,8 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
     let config = &shared.cluster.config.links;
     link.trim();
     let silent = link.silent();
-    if silent >= config.silence {
+    // What it said may be there, and only unread as yet.
+    if silent >= config.silence && !link.control().readable_within(Duration::ZERO) {
         let text = format!(
             "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
             silent.as_millis()

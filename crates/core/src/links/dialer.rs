@@ -38,6 +38,8 @@ impl Dialer {
         if local && !known {
             return Err(greeting::other_user("the process at the local socket", &stream));
         }
+        // The peer sends what it offers as soon as it has welcomed this side.
+        stream.expect_descriptors(matches!(purpose, Purpose::Link { .. }));
         let welcome = greeting::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
             return Err(greeting::stranger(&stream));

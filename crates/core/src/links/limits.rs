@@ -11,13 +11,14 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::Deadline;
 
-/// A request of up to so many bytes needs no part of the budget, so that peers which use it up keep no usual request
-/// waiting (`test_slow_requests_of_others_do_not_starve_a_long_one`). The number of serving threads bounds these.
-const FREE: u64 = 1 << 20;
-/// Bytes of requests that one peer may have here at a time, received whole or in part.
-const OF_ONE: u64 = 64 << 20;
-/// Bytes of requests that all peers together may have here.
-const OF_ALL: u64 = 256 << 20;
+/// A request of up to so many bytes needs no part of a budget: what the serving threads hold at most is bounded by their
+/// number.
+const FREE: u64 = 64 << 10;
+/// Bytes of requests that one peer, and all peers together, may have here at a time, received whole or in part.
+const LARGE: Bounds = Bounds { of_one: 64 << 20, of_all: 192 << 20 };
+/// The same for requests of up to [`Bounds::of_one`] bytes, which have a budget of their own, so that peers which use up the
+/// other keep no usual request waiting (`test_slow_requests_of_others_do_not_starve_a_long_one`).
+const MEDIUM: Bounds = Bounds { of_one: 1 << 20, of_all: 64 << 20 };
 /// Bytes a second at which the body of a request has to arrive, after the time that every peer may be silent for.
 const BODY_RATE: u64 = 8 << 20;
 
@@ -36,6 +37,11 @@ impl Connections {
     /// Streams that a link may always have for its peer's calls; more depend on what other links have.
     pub(super) const OF_EACH: usize = 1;
 
+    /// Connections that are accepted in one go: few of those that may greet, so that a flood leaves them time to.
+    pub(super) fn at_once(&self) -> usize {
+        (self.newcomers / 4).max(1)
+    }
+
     /// What the limit of open descriptors (`ulimit -n`) leaves room for.
     pub(super) fn of_this_process() -> Connections {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
@@ -51,10 +57,20 @@ impl Connections {
     }
 }
 
-/// The bytes of large requests of all peers.
+/// What requests of one size class may take.
+#[derive(Debug)]
+struct Bounds {
+    of_one: u64,
+    of_all: u64,
+}
+
+/// The size classes that have a budget, in the order of the counts.
+const CLASSES: [Bounds; 2] = [MEDIUM, LARGE];
+
+/// The bytes of requests of all peers, by class.
 #[derive(Debug, Default)]
 pub(super) struct Budget {
-    used: Mutex<u64>,
+    used: Mutex<[u64; 2]>,
     freed: Condvar,
 }
 
@@ -62,13 +78,14 @@ pub(super) struct Budget {
 #[derive(Debug)]
 pub(super) struct PeerBudget {
     all: Arc<Budget>,
-    used: Mutex<u64>,
+    used: Mutex<[u64; 2]>,
 }
 
 /// Part of a budget, given back on drop.
 #[derive(Debug)]
 pub(crate) struct Held {
-    of: Option<(Arc<PeerBudget>, u64)>,
+    /// Whose, in which class, and how many bytes.
+    of: Option<(Arc<PeerBudget>, usize, u64)>,
 }
 
 impl PeerBudget {
@@ -85,40 +102,42 @@ impl PeerBudget {
         if bytes <= FREE {
             return Ok((Held { of: None }, until));
         }
+        let class = usize::from(bytes > MEDIUM.of_one);
+        let Bounds { of_one, of_all } = CLASSES[class];
         let mut all = locked(&self.all.used);
         // Both counts change under the lock of the first only.
-        while *all + bytes > OF_ALL || *locked(&self.used) + bytes > OF_ONE {
+        while all[class] + bytes > of_all || locked(&self.used)[class] + bytes > of_one {
             if until.passed() {
-                let used = *locked(&self.used);
-                let text = "the peer has too many unfinished requests";
+                let used = locked(&self.used)[class];
+                let text = "the peer, or all peers together, have too many unfinished requests";
                 return Err(Error::new(ErrorKind::OutOfMemory, text)
                     .with("bytes", bytes)
                     .with("used_by_peer", used)
-                    .with("limit_of_peer", OF_ONE)
-                    .with("limit_of_all", OF_ALL));
+                    .with("limit_of_peer", of_one)
+                    .with("limit_of_all", of_all));
             }
             all = self.all.freed.wait_timeout(all, until.left()).unwrap_or_else(PoisonError::into_inner).0;
         }
-        *all += bytes;
-        *locked(&self.used) += bytes;
+        all[class] += bytes;
+        locked(&self.used)[class] += bytes;
         drop(all);
-        Ok((Held { of: Some((self.clone(), bytes)) }, until))
+        Ok((Held { of: Some((self.clone(), class, bytes)) }, until))
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let Some((peer, bytes)) = self.of.take() else { return };
+        let Some((peer, class, bytes)) = self.of.take() else { return };
         let mut all = locked(&peer.all.used);
-        *all -= bytes;
-        *locked(&peer.used) -= bytes;
+        all[class] -= bytes;
+        locked(&peer.used)[class] -= bytes;
         drop(all);
         peer.all.freed.notify_all();
     }
 }
 
-fn locked(count: &Mutex<u64>) -> MutexGuard<'_, u64> {
-    count.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked(counts: &Mutex<[u64; 2]>) -> MutexGuard<'_, [u64; 2]> {
+    counts.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -141,17 +160,21 @@ mod tests {
     }
 
     #[test]
-    fn peers_have_a_budget_each_and_one_together() {
+    fn peers_have_a_budget_each_and_one_together_by_class() {
         let all = Arc::new(Budget::default());
-        let peers: Vec<_> = (0..5).map(|_| PeerBudget::new(&all)).collect();
+        let peers: Vec<_> = (0..4).map(|_| PeerBudget::new(&all)).collect();
         let now = Duration::ZERO;
-        let (first, _) = peers[0].admit(40 * MIB, now).unwrap();
-        assert_eq!(locked(&all.used).to_owned(), 40 << 20);
-        assert!(peers[0].admit(MIB, now).unwrap().0.of.is_none(), "small requests are free");
-        let held: Vec<_> = peers[1..4].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
-        drop(first);
-        let (_whole, _) = peers[0].admit(64 * MIB, now).unwrap();
-        drop(held);
-        assert_eq!(locked(&all.used).to_owned(), 64 << 20);
+        assert!(peers[0].admit(64 << 10, now).unwrap().0.of.is_none(), "small requests are free");
+        let large: Vec<_> = peers[..3].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
+        assert_eq!(*locked(&all.used), [0, 180 << 20]);
+        // A medium one waits for no large one, but only one of a peer is there at a time.
+        let medium = peers[0].admit(MIB, now).unwrap();
+        assert_eq!(peers[0].admit(MIB, now).unwrap_err().kind(), ErrorKind::OutOfMemory);
+        let _other = peers[1].admit(MIB / 2, now).unwrap();
+        drop(medium);
+        let _again = peers[0].admit(MIB, now).unwrap();
+        drop(large);
+        let (_whole, _) = peers[3].admit(64 * MIB, now).unwrap();
+        assert_eq!(*locked(&all.used), [3 << 19, 64 << 20]);
     }
 }

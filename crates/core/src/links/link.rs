@@ -339,6 +339,11 @@ impl Link {
         self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
     }
 
+    /// Whether this side knows where the peer listens.
+    pub(super) fn dials(&self) -> bool {
+        self.dialer.is_some()
+    }
+
     /// Leave to open one more stream for the calls of the peer, to be paired with [`opened`](Self::opened).
     pub(super) fn may_open(&self) -> bool {
         let mut served = self.served();

@@ -18,6 +18,9 @@ use crate::id::Deadline;
 use crate::transport::{Arrival, Inbox, Stream};
 use crate::wire::{self, GREETING_LIMIT};
 
+/// A connection may take so long for its greeting before it has to make room for another.
+const YOUNG: Duration = Duration::from_millis(100);
+
 /// The connections of one engine that are still greeting.
 #[derive(Debug)]
 pub(super) struct Newcomers {
@@ -32,6 +35,8 @@ struct Entry {
     proven: bool,
     /// The control thread watches it for its greeting. A link that came of it is watched in its own right.
     watched: bool,
+    /// A thread of the server makes a link of it: it is no longer to be dropped.
+    enters: bool,
     /// `None` while a thread of the server takes a step.
     waiting: Option<(Newcomer, Inbox)>,
     until: Deadline,
@@ -54,7 +59,7 @@ impl Newcomers {
 
     /// How long until the oldest has to go.
     pub(super) fn next_limit(&self) -> Option<Duration> {
-        self.all.first_key_value().map(|(_, entry)| entry.until.left())
+        self.all.values().find(|entry| !entry.enters).map(|entry| entry.until.left())
     }
 
     /// Takes in a connection; `local` says that it came to the local socket.
@@ -76,13 +81,34 @@ impl Newcomers {
             return;
         }
         let waiting = Some((Newcomer::new(stream.clone(), local, until), Inbox::default()));
-        self.all.insert(number, Entry { stream, proven: false, watched: true, waiting, until });
+        self.all
+            .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
     }
 
-    /// Sends the oldest away that has proved nothing; where all have, the oldest.
+    /// How long until one more connection may be accepted, if there is no room for it now: the one that would have to go
+    /// has had no time to greet. Those that come meanwhile wait in the queue of the listener.
+    pub(super) fn wait_for_room(&self) -> Option<Duration> {
+        if self.all.len() < self.most {
+            return None;
+        }
+        let (_, entry) = self.victim()?;
+        let age = GREETING_TIME.saturating_sub(entry.until.left());
+        YOUNG.checked_sub(age).filter(|left| !left.is_zero())
+    }
+
+    /// Who has to go if somebody does: the oldest that has proved nothing, unless half of all have proved themselves and
+    /// then went no further.
+    fn victim(&self) -> Option<(u64, &Entry)> {
+        let waiting = || self.all.iter().filter(|(_, entry)| !entry.enters);
+        let proven = waiting().filter(|(_, entry)| entry.proven).count();
+        let first = |proven: bool| waiting().find(|(_, entry)| entry.proven == proven);
+        let stalled = if proven > self.most / 2 { first(true) } else { None };
+        stalled.or_else(|| first(false)).or_else(|| first(true)).map(|(&number, entry)| (number, entry))
+    }
+
+    /// Sends away whoever has to go; `false` if there is nobody.
     pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
-        let unproven = self.all.iter().find(|(_, entry)| !entry.proven);
-        let Some((&number, _)) = unproven.or_else(|| self.all.first_key_value()) else { return false };
+        let Some((number, _)) = self.victim() else { return false };
         let text = "too many connections have not finished their greeting; the oldest was dropped";
         let full = Error::new(ErrorKind::LinkFailed, text).with("limit", self.most);
         self.end(shared, poller, number, Some(&Refusal::new(Reason::Full, full)));
@@ -91,7 +117,7 @@ impl Newcomers {
 
     /// Sends those away whose time is up.
     pub(super) fn expire(&mut self, shared: &Shared, poller: &Poller) {
-        while let Some((&number, entry)) = self.all.first_key_value() {
+        while let Some((&number, entry)) = self.all.iter().find(|(_, entry)| !entry.enters) {
             if !entry.until.passed() {
                 return;
             }
@@ -104,7 +130,7 @@ impl Newcomers {
     pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, GREETING_LIMIT) {
+        let next = match inbox.take(&entry.stream, GREETING_LIMIT, newcomer.expects_descriptors()) {
             Ok(Arrival::Partial) => {
                 entry.waiting = Some((newcomer, inbox));
                 return;
@@ -135,7 +161,7 @@ impl Newcomers {
             }
             Ok(Next::Work(work)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
-                    entry.proven = true;
+                    (entry.proven, entry.enters) = (true, work.enters());
                     // What comes meanwhile waits in the socket.
                     entry.unwatch(poller);
                 }

@@ -7,7 +7,11 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::Builder;
 use std::time::Duration;
+
+use rustix::fs::fcntl_get_seals;
 
 use super::talk;
 use crate::cluster::{Cluster, Whereabouts};
@@ -43,6 +47,7 @@ impl Reach {
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
         Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
         let (offered, descriptors): (Attach, _) = talk::hear_with(stream, GREETING_LIMIT, deadline)?;
+        stream.expect_descriptors(false);
         let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
         talk::say(stream, &told, deadline)?;
         let seen: Attached = talk::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
@@ -79,6 +84,9 @@ impl Reach {
         stream: &Stream,
         deadline: Deadline,
     ) -> (Offered, Attached) {
+        // Only memory can be sealed; what else a peer may send is not even closed here.
+        let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
+        discard(others);
         let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
         let told = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
@@ -271,6 +279,28 @@ fn missing() -> Error {
 #[cold]
 fn bounded(error: Error) -> Error {
     error.with("option", "link_remote_memory")
+}
+
+/// Lets go of what a peer sent in place of memory. Closing a descriptor may take as long as its sender chose, so a thread of
+/// its own does it; where many of them are at it already, it stays open.
+fn discard(descriptors: Vec<OwnedFd>) {
+    static AT_IT: AtomicUsize = AtomicUsize::new(0);
+    const MOST: usize = 4;
+    if descriptors.is_empty() {
+        return;
+    }
+    if AT_IT.fetch_add(1, Ordering::Relaxed) < MOST {
+        let begun = Builder::new().name("llm-discard".into()).spawn(move || {
+            drop(descriptors);
+            AT_IT.fetch_sub(1, Ordering::Relaxed);
+        });
+        if begun.is_err() {
+            AT_IT.fetch_sub(1, Ordering::Relaxed);
+        }
+    } else {
+        AT_IT.fetch_sub(1, Ordering::Relaxed);
+        std::mem::forget(descriptors);
+    }
 }
 
 /// Where the tensors of a cache lie, for the wire.

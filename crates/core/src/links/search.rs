@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Shared;
 use super::communicator::{CommStatus, Communicator, Progress};
@@ -50,6 +50,7 @@ pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()>
             looking.knock(&shared, deadline);
         }
         while let Some(shared) = weak.upgrade() {
+            let began = Instant::now();
             looking.round(&shared, deadline);
             if !looking.goes_on(&shared, deadline, &mut told) {
                 return;
@@ -57,6 +58,8 @@ pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()>
             drop(shared);
             let most = if told { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
             let woken = looking.rest(rest.min(most));
+            // However often somebody knocks, the rounds keep a distance.
+            std::thread::sleep(RESTS.start().saturating_sub(began.elapsed()));
             rest = if woken { *RESTS.start() } else { (rest * 2).min(LONG_REST) };
         }
     });

@@ -149,7 +149,10 @@ impl Server {
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
         if self.locked().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
-            let error = Error::new(ErrorKind::NotLinked, "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more");
+            let error = Error::new(
+                ErrorKind::NotLinked,
+                "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more",
+            );
             return Err(full(error.with("limit", self.limits.calls)));
         }
         link.serve_on(stream).map_err(full)
@@ -251,8 +254,9 @@ impl Server {
             state.idle -= 1;
             drop(state);
             limit = Some(KEPT);
-            if let Err(error) = self.keep_one(shared) {
-                tracing::error!(target: "llm_datadist::links", "cannot start a serving thread; requests of peers may be delayed: {error}");
+            if let (Err(error), Some(shared)) = (self.keep_one(shared), shared.upgrade()) {
+                // As a refusal, so that it is said once a second at most.
+                shared.refusals.log("peers in time", &error.into());
             }
             match number {
                 WORK => self.take_work(shared),
@@ -332,6 +336,9 @@ impl Server {
     }
 
     fn take_dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
+        if !link.alive() {
+            return link.opened();
+        }
         let opened = super::open_reverse(link);
         link.opened();
         let served = opened.and_then(|stream| {

@@ -71,14 +71,17 @@ impl State {
     /// Refuses a link that a peer makes, if there are too many of those; one of the same cluster takes its place.
     pub(super) fn room_for_incoming(&self, cluster: ClusterId) -> Result<(), Refusal> {
         let entries = self.locked();
-        let incoming = |link: &&Arc<Link>| link.kind() != Kind::Outgoing && link.peer().cluster != cluster;
-        if entries.links.values().flatten().filter(incoming).count() < self.limits.incoming {
+        if entries.incoming(cluster) < self.limits.incoming {
             return Ok(());
         }
+        Err(Refusal::new(Reason::Full, self.too_many()))
+    }
+
+    #[cold]
+    fn too_many(&self) -> Error {
         let text =
             "peers have made too many links; a higher limit of open files (ulimit -n) makes room for more";
-        let error = Error::new(ErrorKind::LinkFailed, text).with("limit", self.limits.incoming);
-        Err(Refusal::new(Reason::Full, error))
+        Error::new(ErrorKind::LinkFailed, text).with("limit", self.limits.incoming)
     }
 
     /// Refuses if there is a link, or one on the way; until what is returned goes, none can come about.
@@ -132,6 +135,10 @@ impl State {
             return Err(
                 Error::new(ErrorKind::LinkFailed, "there are too many links").with("limit", MOST_LINKS)
             );
+        }
+        // Asked before the link was made as well; others may have come meanwhile.
+        if link.kind() != Kind::Outgoing && entries.incoming(link.peer().cluster) >= self.limits.incoming {
+            return Err(self.too_many());
         }
         let all = entries.links.entry(link.peer().cluster).or_default();
         let replaced = |old: &Arc<Link>| {
@@ -327,6 +334,12 @@ impl Entries {
             return Err(Error::new(ErrorKind::LinkFailed, "the engine is taking another role; link again"));
         }
         Ok(())
+    }
+
+    /// Links that peers made, without those of `cluster`.
+    fn incoming(&self, cluster: ClusterId) -> usize {
+        let counts = |link: &&Arc<Link>| link.kind() != Kind::Outgoing && link.peer().cluster != cluster;
+        self.links.values().flatten().filter(counts).count()
     }
 
     fn any(&self) -> bool {

@@ -34,6 +34,22 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
     (result == 0).then_some(Credentials { pid: Some(peer.pid).filter(|&pid| pid > 0), uid: peer.uid })
 }
 
+/// Whether `socket` takes descriptors. Linux knows this from 6.16 on; before, a local socket takes them always.
+///
+/// A descriptor that a peer sends is closed by whoever receives it, or receives the bytes it came with, and closing may wait
+/// for as long as the peer chose (a socket that lingers). So descriptors are taken only while they are expected.
+pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
+    /// `SO_PASSRIGHTS`, which `libc` does not name yet.
+    const PASS_RIGHTS: libc::c_int = 83;
+    let on = libc::c_int::from(take);
+    let Ok(len) = libc::socklen_t::try_from(size_of_val(&on)) else { return };
+    // SAFETY: the kernel reads an integer of the length it is told, which outlives the call. An error says that the kernel
+    // is older or the socket no local one; then nothing changes.
+    let _ = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const on).cast(), len)
+    };
+}
+
 /// Whether the user of `peer` is provably this process's own effective user. The kernel shows every user that has no
 /// number in this namespace as the overflow user, so that number proves nothing unless all users have one here.
 #[must_use]

@@ -35,7 +35,7 @@ mod tensors;
 pub mod vectored;
 
 pub use budget::{MapBudget, Reserved};
-pub use credentials::{Credentials, peer_credentials, same_user};
+pub use credentials::{Credentials, peer_credentials, same_user, take_descriptors};
 pub use foreign::ForeignRegion;
 pub use generations::{ForeignGenerations, Generations};
 pub use huge::{OwnPages, Refusal};

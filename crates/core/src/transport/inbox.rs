@@ -37,11 +37,15 @@ impl Inbox {
         self.filled > 0
     }
 
-    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes.
-    pub fn take(&mut self, stream: &Stream, limit: usize) -> Result<Arrival> {
+    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Descriptors that come with it
+    /// are kept only if they are `expected`; the kernel closes others.
+    pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {
         while self.filled < HEADER {
             let rest = &mut self.header[self.filled..];
-            match stream.step(|stream| stream.pull_with(rest, &mut self.descriptors))? {
+            let kept = &mut self.descriptors;
+            let step =
+                |stream: &Stream| if expected { stream.pull_with(rest, kept) } else { stream.pull(rest) };
+            match stream.step(step)? {
                 Moved::Bytes(bytes) => self.filled += bytes,
                 Moved::NotYet => return Ok(Arrival::Partial),
                 Moved::Ended if self.filled == 0 => return Ok(Arrival::Ended),

@@ -26,7 +26,7 @@ use super::transfer::{Moved, Transfer, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::id::Deadline;
-use crate::mem::{Credentials, Kept};
+use crate::mem::{Credentials, Kept, take_descriptors};
 use crate::wire::{HEADER, Header};
 
 /// Most descriptors that travel with one frame.
@@ -112,6 +112,13 @@ impl Stream {
     #[must_use]
     pub fn credentials(&self) -> Option<Credentials> {
         self.about.credentials
+    }
+
+    /// Says whether the peer may send descriptors now; where the kernel does not know this, it always may.
+    pub fn expect_descriptors(&self, expected: bool) {
+        if self.about.carries_descriptors {
+            take_descriptors(self.socket.as_fd(), expected);
+        }
     }
 
     /// From now on a peer that moves less than [`Pace::LEAST`], or what remains, within `limit` ends the stream.
@@ -311,7 +318,8 @@ impl Stream {
             self.mark(BROKEN);
             error.with("peer", &self.about.peer)
         })?;
-        let (held, deadline) = admit(header.length).inspect_err(|_| self.end(BROKEN))?;
+        // Where the body ends is not worth waiting for; a reply may still be sent.
+        let (held, deadline) = admit(header.length).inspect_err(|_| self.mark(BROKEN))?;
         let mut transfer = Transfer::new(self, Way::In, deadline);
         let (mut body, mut got) = (Vec::new(), 0);
         while got < header.length {

@@ -14,7 +14,7 @@ use super::stream::About;
 use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
 use crate::id::Deadline;
-use crate::mem::peer_credentials;
+use crate::mem::{peer_credentials, take_descriptors};
 
 /// Streams between processes of one host.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,8 +57,11 @@ impl Transport for Unix {
     }
 }
 
+/// A socket that takes no descriptors until it is asked to; those that a listener accepts are the same.
 fn open(flags: SocketFlags) -> rustix::io::Result<OwnedFd> {
-    socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)?;
+    take_descriptors(socket.as_fd(), false);
+    Ok(socket)
 }
 
 fn stream(socket: OwnedFd, address: &Address) -> Stream {
