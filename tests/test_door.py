@@ -151,7 +151,7 @@ def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
 # -- strangers -----------------------------------------------------------------------------------------------------
 
 
-def frame(body: bytes, version: int = 4, kind: int = 1, length: int | None = None) -> bytes:
+def frame(body: bytes, version: int = 5, kind: int = 1, length: int | None = None) -> bytes:
     """A frame; `length` may lie."""
     return MARK + bytes([version, kind]) + struct.pack("<I", len(body) if length is None else length) + body
 
@@ -169,7 +169,7 @@ STRANGERS: dict[str, bytes] = {
     "a frame just too long": frame(b"x" * 4097),
     "nonsense in a frame": frame(NOISE.randbytes(500)),
     "an empty frame": frame(b""),
-    "a later version": frame(b"x" * 40, version=4),
+    "a later version": frame(b"x" * 40, version=6),
     "a refusal": frame(struct.pack("<I", 3) + b"no", kind=255),
     "another kind": frame(b"x", kind=77),
 }
@@ -211,7 +211,7 @@ def test_a_stranger_is_thrown_out_in_the_end(ends: Ends) -> None:
 
 def test_another_version_of_the_wire_is_told_so(ends: Ends) -> None:
     far = ends.peer()
-    for version in (0, 1, 2, 3, 5, 255):
+    for version in (0, 1, 2, 3, 4, 6, 255):
         with dial(far) as stranger:
             stranger.sendall(frame(b"from the future", version=version))
             told = b""

@@ -190,11 +190,15 @@ def test_the_work_that_is_counted():
     ("file", "constant", "said"),
     [
         ("links/state.rs", "MOST_LINKS: usize = 4096;", "4,096"),
-        ("links/state.rs", "MOST_STRANGERS: usize = 256;", "256 strangers"),
+        (
+            "links/limits.rs",
+            "newcomers: (descriptors / 16).clamp(4, 256)",
+            "a sixteenth of the open-file limit",
+        ),
+        ("links/server.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
         ("links/far.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
-        ("links/threads.rs", "STACK: usize = 512 << 10;", "512 KiB of address space"),
         ("transport/door.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
         ("links/search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
         ("mem/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),

@@ -103,7 +103,7 @@ class LinkStats(TypedDict):
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
     refusal: Optional[str]
-    """Why the peer's pools are not mapped, or else why its registered memory is not read by process id; else ``None``."""
+    """Why the peer's pools are not mapped, or else why its registered memory is not read by process id; or ``None``."""
     outgoing: bool
     """Whether this side made the link."""
     silent_ms: int

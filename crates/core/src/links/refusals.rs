@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 
 /// Why a connection was refused, as far as lines of the log are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +47,12 @@ impl Refusal {
         Refusal { reason, error }
     }
 
+    /// Whether it happens between peers that are entitled to link: a stream for a link that has just ended, or a member of a
+    /// communicator that came before this one.
+    fn is_usual(&self) -> bool {
+        self.reason == Reason::Other && matches!(self.error.kind(), ErrorKind::NotLinked | ErrorKind::Closed)
+    }
+
     /// What the peer sent cannot be read.
     pub(super) fn unreadable(error: Error) -> Refusal {
         Refusal::new(Reason::Protocol, error)
@@ -80,6 +86,10 @@ impl Refusals {
     /// Logs that `who` was refused; where the same reason was logged within the last second, counts it for
     /// [`flush`](Self::flush).
     pub(super) fn log(&self, who: &str, refusal: &Refusal) {
+        if refusal.is_usual() {
+            tracing::info!(target: "llm_datadist::links", "refused a connection from {who}: {}", refusal.error);
+            return;
+        }
         let line = format!("refused a connection from {who}: {}", refusal.error);
         if let Some(line) = self.turn(refusal.reason, line, Instant::now()) {
             say(&line);
