@@ -237,3 +237,26 @@ fn streams_that_nobody_asked_for_are_not_kept() {
         eventually("the end of a stream that was not asked for", || stream.abandoned());
     }
 }
+
+/// A table whose first member goes by an address that is not one of this host (documentation addresses never are).
+const ELSEWHERE: &str = r#"{"server_count": "2", "server_list": [
+    {"server_id": "192.0.2.1", "device": [{"device_id": "0", "rank_id": "0"}]},
+    {"server_id": "192.0.2.2", "device": [{"device_id": "0", "rank_id": "1"}]}], "status": "completed", "version": "1.0"}"#;
+
+#[test]
+fn address_of_another_host_opens_all_interfaces_only_to_peers_that_prove_themselves() {
+    for (port, token) in [(24_160_u16, None), (24_180, Some("sixteen characters"))] {
+        let mut config = strict(1, Way::Shm);
+        config.links.listen = None;
+        config.links.rank_port = port;
+        config.links.token = token.map(llm_datadist_core::Token::new);
+        let engine = open(config, Way::Shm);
+        let name = format!("elsewhere {port} {}", std::process::id());
+        engine.link(&name, &[(ClusterId(1), 0), (ClusterId(2), 1)], ELSEWHERE).unwrap();
+        let listens = std::net::TcpStream::connect(("127.0.0.1", port)).is_ok();
+        assert_eq!(listens, token.is_some());
+        let line =
+            if token.is_some() { "listens on all interfaces" } else { "open to members of this host only" };
+        assert!(!log::texts(&[&name, line]).is_empty());
+    }
+}
