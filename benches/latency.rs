@@ -3,7 +3,8 @@
 //! `cargo bench -p llm-datadist-core --bench latency [-- --only copy,pull --sizes 262144 --seconds 1 --plain]`
 //!
 //! Each call moves one block to a random place. Calls and bare copies of the same size take turns in batches, so both see
-//! the same disturbances of the machine. `--plain` prints one line of numbers for each row, for `benches/latency.py`, which
+//! the same disturbances of the machine. `pull_by_kernel` are the calls of `pull_registered`, beside a loop of the system
+//! call that reads another process's memory. `--plain` prints one line of numbers for each row, for `benches/latency.py`, which
 //! compares two commits. Both engines live in this process. Not for: throughput (`copy`, `transfer`).
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
@@ -40,7 +41,8 @@ const CALLS: (usize, usize) = (48, 40_000);
 const SIZES: [u64; 6] = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
 /// The size that the p99.99 bound is stated for; it gets more time.
 const JUDGED: u64 = 256 << 10;
-const KINDS: [&str; 7] = ["copy", "swap_out", "swap_in", "pull", "pull_registered", "swap_list", "pull_list"];
+const KINDS: [&str; 8] =
+    ["copy", "swap_out", "swap_in", "pull", "pull_registered", "pull_by_kernel", "swap_list", "pull_list"];
 /// Blocks of one call of `swap_list` and `pull_list`, and bytes of each.
 const LISTS_OF: [(u64, u64); 3] = [(1 << 10, 4 << 10), (4 << 10, 4 << 10), (32 << 10, 1 << 10)];
 
@@ -107,20 +109,33 @@ fn allocate(engine: &DataDist, placement: Placement, block: u64) -> Arc<Cache> {
     cache
 }
 
-/// One end of the bare copies: memory like a pool's, which no engine knows.
-struct Bare([Region; 2]);
+/// Both ends of the bare copies: memory like a pool's, which no engine knows.
+struct Bare {
+    memory: [Region; 2],
+    /// Copies are made by the system call that reads another process, which reads this one.
+    by_kernel: bool,
+}
 
 impl Bare {
-    fn new() -> Bare {
+    fn new(by_kernel: bool) -> Bare {
         let memory = [(); 2].map(|()| Region::shared("bare", POOL).unwrap());
         for region in &memory {
             touch(region.base(), POOL);
         }
-        Bare(memory)
+        Bare { memory, by_kernel }
     }
 
     fn copy(&self, (src, dst): (u64, u64), block: u64) {
-        let (from, to) = (self.0[0].base() + src * block, self.0[1].base() + dst * block);
+        let (from, to) = (self.memory[0].base() + src * block, self.memory[1].base() + dst * block);
+        if self.by_kernel {
+            let [from, to] = [from, to]
+                .map(|at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: block as usize });
+            // SAFETY: one part each, inside the two live regions, of which nobody else uses the second.
+            let read =
+                unsafe { libc::process_vm_readv(libc::getpid(), &raw const to, 1, &raw const from, 1, 0) };
+            assert_eq!(read, block as isize);
+            return;
+        }
         // SAFETY: both blocks lie inside the two live regions, which do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, block as usize) };
     }
@@ -288,7 +303,7 @@ fn pull_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
 
 fn main() {
     let options = options();
-    let bare = Bare::new();
+    let [bare, by_kernel] = [false, true].map(Bare::new);
     if !options.plain {
         println!(
             "| call | size | calls | p50 µs | p99 | p99.99 | bare p50 | p99 | p99.99 | p50 / bare | p99.99 / bare |"
@@ -310,6 +325,7 @@ fn main() {
         for &size in &options.sizes {
             let seconds = options.seconds * if size == JUDGED { 6.0 } else { 1.0 };
             let taken = match kind {
+                "pull_by_kernel" => pulls(size, seconds, &by_kernel, true),
                 "pull" | "pull_registered" => pulls(size, seconds, &bare, kind == "pull_registered"),
                 _ => local(kind, size, seconds, &bare),
             };

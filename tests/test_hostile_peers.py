@@ -447,7 +447,7 @@ def test_many_links_by_one_peer(held: ExitStack) -> None:
 def test_rivals_for_one_cluster_id_keep_nobody_out(held: ExitStack) -> None:
     """Peers claim one cluster id again and again, and answer no ping; honest peers still link in time.
 
-    The engine asks the link it has under that id for a sign of life before it lets the next one in.
+    The first keeps the place until it has been silent for two heartbeats. The others are refused at once.
     """
     with Trial(honest=["tcp"]) as trial:
         trial.begin()

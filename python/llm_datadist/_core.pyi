@@ -91,7 +91,7 @@ def abandon_sockets() -> None:
 def open_log() -> int | None:
     """Return a descriptor that is readable while lines of the engine's log wait, the caller's to close.
 
-    ``None`` after 64 forks within forks.
+    ``None`` in a process that is the result of more than 64 forks within forks.
     """
 
 def close_log() -> None:

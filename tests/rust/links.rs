@@ -119,6 +119,9 @@ fn config(cluster: u64, way: Way) -> Config {
     config.copy_workers = Some(2);
     config.links.transport = if way == Way::Shm { TransportChoice::Auto } else { TransportChoice::Tcp };
     config.links.listen = Some("127.0.0.1:0".parse().unwrap());
+    // On a busy machine a live peer may take seconds to answer.
+    config.links.heartbeat = Duration::from_secs(5);
+    config.links.silence = LONG;
     // Peers that a test plays itself prove nothing; who may come in is `trust`'s matter.
     config.links.accept_remote = true;
     config

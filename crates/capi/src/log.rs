@@ -53,7 +53,9 @@ pub(crate) fn set(callback: Option<Callback>, most: i32) -> Result<()> {
     if callback.is_some() && !(1..=4).contains(&most) {
         return refused(format!("max_level={most} is out of range (1 to 4)"));
     }
-    let Some(given) = GIVEN.get(generation()) else { return refused("too many forks".into()) };
+    let Some(given) = GIVEN.get(generation()) else {
+        return refused("the process is the result of more than 64 forks within forks".into());
+    };
     install();
     let given_now = callback.map(|callback| Given { callback, most });
     let before = {

@@ -51,7 +51,7 @@ pub fn read(path: &Path) -> Result<Token> {
 
 /// Refuses a file that others could have written, or can read.
 fn private(path: &Path, file: &File) -> Result<()> {
-    let found = fstat(file).map_err(|errno| refused(path, "cannot be looked at").because(errno))?;
+    let found = fstat(file).map_err(|errno| refused(path, "cannot be examined (fstat)").because(errno))?;
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
         return Err(refused(path, "is not a regular file"));
     }

@@ -150,16 +150,41 @@ fn the_streams_of_one_peer_are_bounded() {
 /// A peer that gives no answer does not keep its cluster from being linked again.
 #[test]
 fn a_dead_link_makes_room() {
-    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let mut short = config(1, Way::Tcp);
+    short.links.heartbeat = Duration::from_millis(400);
+    let engine = open(short, Way::Tcp);
     let fake = Fake::new(2, 1);
     thread::scope(|scope| {
         let peer = scope.spawn(|| (fake.linked(), fake.linked()));
         engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-        let again = engine.link_clusters(&[fake.address()], Duration::from_millis(800)).remove(0);
-        again.unwrap();
+        engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
         assert_eq!(engine.stats().links.len(), 1);
         drop(peer.join().unwrap());
     });
+}
+
+/// A process that goes by the cluster id and the instance of another, which it may have learned from it, gets neither the
+/// place of its link nor its streams.
+#[test]
+fn the_place_of_a_link_that_works_cannot_be_taken() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let peer = Fake::new(2, 1);
+    let control = peer.link(&engine, 7).unwrap();
+    for id in [7, 8] {
+        let refused = Fake::new(2, 1).link(&engine, id).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("its link works"), "{refused}");
+    }
+    say(&control, &Control::Ping);
+    assert_eq!(hear::<Control>(&control).unwrap(), Control::Pong);
+    peer.call(&engine, 7).unwrap();
+    // The process itself closes the one before when it links again.
+    drop(control);
+    let again = peer.link(&engine, 9).unwrap();
+    eventually("one link", || engine.stats().links.len() == 1);
+    assert!(peer.call(&engine, 7).is_err());
+    peer.call(&engine, 9).unwrap();
+    drop(again);
 }
 
 /// A call that needs one more stream of a peer that listens no longer is told that it is not linked.

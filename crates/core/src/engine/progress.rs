@@ -13,12 +13,12 @@ use crate::error::{Error, Result};
 use crate::fallible;
 use crate::plan::{CopyPlan, Piece};
 
-/// Tensors, and stretches of rows in each, that the text of an error names.
+/// Tensors, and ranges of rows in each, that the text of an error names.
 const SHOWN: usize = 8;
 /// Entries looked at, from the last, for one that a new entry continues: about as many as workers.
 const LOOK_BACK: usize = 16;
 
-/// Most stretches of rows that are told of.
+/// Most ranges of rows that are told of.
 const MOST: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const TOLD: &str = "what arrived of a transfer";
@@ -70,7 +70,7 @@ impl Progress {
     }
 
     /// The rows, of `row_bytes` in the destination of `plan`, all of whose planned bytes are in place. Tensors without
-    /// one are left out, and so is what comes behind 2^20 stretches of rows. A row that the plan writes twice counts once
+    /// one are left out, and so is what comes behind 2^20 ranges of rows. A row that the plan writes twice counts once
     /// both have happened. `Err` if there is no memory to tell.
     pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<Arrived>> {
         let mut arrived = Vec::new();

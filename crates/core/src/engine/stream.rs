@@ -78,7 +78,7 @@ fn in_batches<'a>(
 ) -> Result<()> {
     let of_bytes = range.end.saturating_sub(range.start);
     if range.end > plan.bytes() {
-        return Err(Error::new(ErrorKind::System, "a stretch that ends behind its plan")
+        return Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
             .with("end", range.end)
             .with("plan_bytes", plan.bytes()));
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::dialer::Dialer;
 use super::greeting::Key;
-use super::link::{ANSWER_TIME, Kind, Link, Peer};
+use super::link::{Kind, Link, Peer};
 use super::reach::{self, Offered, Reach};
 use super::{Shared, greeting, talk};
 use crate::config::TransportChoice;
@@ -23,7 +23,7 @@ impl Shared {
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.cluster.config.links.both_ways;
         while let Some(link) = self.state.linked_already(cluster, both_ways) {
-            if link.answers(ANSWER_TIME.min(deadline.left() / 2)) {
+            if link.answers(self.cluster.config.links.heartbeat.min(deadline.left() / 2)) {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
             }
@@ -152,14 +152,8 @@ impl Shared {
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         self.control.start(self)?;
         let Peer { cluster, instance, .. } = link.peer();
-        let restarted = self.state.rivals(link);
-        if let Some(rival) = restarted.iter().find(|rival| rival.answers(ANSWER_TIME / 2)) {
-            let text = format!(
-                "another process of cluster {cluster} is linked with cluster {} and answers: two processes cannot \
-                 share a cluster id",
-                self.me.party.cluster
-            );
-            return Err(Error::new(ErrorKind::LinkFailed, text).with("other", &rival.peer().address));
+        if let Some(rival) = self.state.rival(link, self.cluster.config.links.heartbeat * 2) {
+            return Err(taken(link, &rival).with("here", self.me.party.cluster));
         }
         for stale in self.state.enroll(link)? {
             let again = stale.peer().instance == *instance;
@@ -204,6 +198,19 @@ impl Link {
         let Peer { cluster, address, .. } = self.peer();
         format!("linked with cluster {cluster} at {address} over {way}")
     }
+}
+
+/// The refusal of a link whose place a peer has that answers.
+#[cold]
+fn taken(link: &Link, rival: &Link) -> Error {
+    let Peer { cluster, instance, .. } = link.peer();
+    let text = if rival.peer().instance == *instance {
+        format!("cluster {cluster} is linked already, and its link works")
+    } else {
+        format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
+    };
+    let error = Error::new(ErrorKind::LinkFailed, text).with("other", &rival.peer().address);
+    error.with("heard_ms_ago", rival.silent().as_millis())
 }
 
 fn transport_name(address: &Address) -> &'static str {

@@ -43,7 +43,7 @@ impl ControlThread {
     pub(super) fn new() -> Result<ControlThread> {
         let (poller, bell) = (Poller::new()?, Bell::new()?);
         let watched = poller.add(&bell, BELL, Watching::Always);
-        watched.map_err(|errno| unwatched("links", errno))?;
+        watched.map_err(|errno| unwatched("the descriptor that wakes it", errno))?;
         Ok(ControlThread {
             poller,
             bell,
@@ -215,12 +215,15 @@ impl Watch {
                     self.numbers.insert(name_of(&link), number);
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
                 }
-                Err(errno) => shared.died(&link, &format!("the link cannot be watched: {errno}")),
+                Err(errno) => {
+                    shared.died(&link, &format!("epoll does not accept its control stream: {errno}"));
+                }
             }
         }
         for number in before.into_values() {
             if let Some(gone) = self.links.remove(&number) {
                 control.poller.remove(gone.link.control());
+                shared.server.release(shared, gone.link);
             }
         }
     }
@@ -240,6 +243,7 @@ impl Watch {
             self.links.remove(&number);
             self.numbers.remove(&name_of(&link));
             control.poller.remove(link.control());
+            shared.server.release(shared, link);
         }
     }
 
@@ -332,7 +336,7 @@ fn name_of(link: &Arc<Link>) -> usize {
 
 #[cold]
 fn unwatched(what: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, format!("{what} cannot be watched"))
+    Error::new(ErrorKind::System, format!("epoll does not accept {what}"))
         .with("errno", errno.raw_os_error())
         .because(std::io::Error::from(errno))
 }

@@ -22,6 +22,7 @@ mod limits;
 mod link;
 mod listeners;
 mod newcomers;
+mod places;
 mod poller;
 mod reach;
 mod refusals;

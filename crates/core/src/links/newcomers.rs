@@ -76,7 +76,7 @@ impl Newcomers {
         let stream = Arc::new(stream);
         let until = Deadline::after(GREETING_TIME).named("the limit of a greeting");
         if let Err(errno) = poller.add(&*stream, number, Watching::Always) {
-            let error = Error::new(ErrorKind::System, "the connection cannot be watched");
+            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
             refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
             return;
         }
@@ -185,7 +185,7 @@ impl Newcomers {
         entry.watched = true;
         if let Err(errno) = poller.add(&*entry.stream, number, Watching::Always) {
             entry.watched = false;
-            let error = Error::new(ErrorKind::System, "the connection cannot be watched");
+            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
             self.end(shared, poller, number, Some(&error.with("errno", errno.raw_os_error()).into()));
         }
     }

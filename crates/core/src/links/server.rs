@@ -1,29 +1,27 @@
 //! The threads that answer peers: a few, shared by all links, that sleep on all streams together.
 //!
 //! A stream on which nobody calls costs a descriptor. When a request arrives, the kernel wakes one thread, which answers it
-//! while another waits in its place; threads that nobody needs end. A peer that keeps threads busy takes none from others:
-//! each link has one place of its own, and [`SHARED`] more belong to all of them
-//! (`peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting`). Not for: what peers may ask (`peer`), or control messages (`control`).
+//! while another waits in its place; threads that nobody needs end. How many answer one peer at a time is for `places` to
+//! say. Not for: what peers may ask (`peer`), or control messages (`control`).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 
 use super::Shared;
 use super::accept::Work;
 use super::limits::{Budget, Connections};
 use super::link::Link;
 use super::newcomers;
+use super::places::{Place, Places};
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
 use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::transport::Stream;
 
-/// Calls that may be answered at a time beyond one for each link.
-const SHARED: usize = 32;
 /// Steps of greetings that may be taken at a time.
 const STEPS: usize = 8;
 /// How long a thread that nobody needs is kept.
@@ -56,10 +54,8 @@ struct State {
     last: u64,
     /// Threads that wait, those that are only starting among them.
     idle: usize,
-    /// Links whose own place is taken.
-    own: HashSet<usize>,
-    /// Places of all links that are taken.
-    shared: usize,
+    /// Places at which turns are taken, by the names of links.
+    places: Places<usize>,
     /// What waits for a place.
     queue: VecDeque<Turn>,
     /// What has a place and waits for a thread.
@@ -67,6 +63,8 @@ struct State {
     /// Steps of greetings that wait for a thread, and threads that take some.
     work: VecDeque<(u64, Work)>,
     working: usize,
+    /// Links that have ended, to be dropped.
+    ended: Vec<Arc<Link>>,
     is_closed: bool,
 }
 
@@ -84,15 +82,6 @@ enum Turn {
     Dial(Arc<Link>),
 }
 
-/// Where a turn is taken.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    /// The one that each link has.
-    Own,
-    /// One of [`SHARED`].
-    Shared,
-}
-
 impl Turn {
     fn link(&self) -> &Arc<Link> {
         match self {
@@ -103,30 +92,16 @@ impl Turn {
 }
 
 impl State {
-    /// A place for a turn of `link`, if there is one.
-    fn place(&mut self, link: &Arc<Link>) -> Option<Place> {
-        if self.own.insert(name_of(link)) {
-            return Some(Place::Own);
-        }
-        let room = self.shared < SHARED;
-        self.shared += usize::from(room);
-        room.then_some(Place::Shared)
-    }
-
-    /// The turn that gets the place of one of `link` that is over.
-    fn next(&mut self, link: &Arc<Link>, place: Place) -> Option<Turn> {
-        let at = match place {
-            Place::Own => self.queue.iter().position(|turn| Arc::ptr_eq(turn.link(), link)),
-            Place::Shared => (!self.queue.is_empty()).then_some(0),
-        };
-        let next = at.and_then(|at| self.queue.remove(at));
-        if next.is_none() {
-            match place {
-                Place::Own => drop(self.own.remove(&name_of(link))),
-                Place::Shared => self.shared -= 1,
-            }
-        }
-        next
+    /// The turn that follows one of `link` which is over.
+    fn next(&mut self, link: &Arc<Link>, place: Place) -> Option<(Turn, Place)> {
+        self.places.leave(name_of(link), place);
+        // A place of its own can only go to the same link, a shared one to any: the one that has waited longest.
+        let queue = self.queue.iter().enumerate();
+        let mut fitting = queue.filter_map(|(at, turn)| Some((at, self.places.free(name_of(turn.link()))?)));
+        let (at, place) = fitting.next()?;
+        let turn = self.queue.remove(at)?;
+        self.places.take(name_of(turn.link()), place);
+        Some((turn, place))
     }
 }
 
@@ -179,10 +154,9 @@ impl Server {
     pub(super) fn dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
-        match state.place(link) {
-            Some(place) => state.ready.push_back((turn, place)),
-            None => return state.queue.push_back(turn),
-        }
+        let Some(place) = state.places.free(name_of(link)) else { return state.queue.push_back(turn) };
+        state.places.take(name_of(link), place);
+        state.ready.push_back((turn, place));
         drop(state);
         self.work.ring();
         if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
@@ -201,6 +175,14 @@ impl Server {
         }
     }
 
+    /// Has a thread drop a link that has ended: to unmap much of a peer's memory takes long.
+    pub(super) fn release(&self, shared: &Arc<Shared>, link: Arc<Link>) {
+        self.locked().ended.push(link);
+        self.work.ring();
+        // Without a thread it is dropped with the next piece of work.
+        let _ = self.keep_one(&Arc::downgrade(shared));
+    }
+
     /// Ends everything; no thread waits any more.
     pub(super) fn close(&self) {
         let mut state = self.locked();
@@ -210,6 +192,7 @@ impl Server {
             std::mem::take(&mut state.queue),
             std::mem::take(&mut state.ready),
             std::mem::take(&mut state.work),
+            std::mem::take(&mut state.ended),
         );
         drop(state);
         self.closed.ring();
@@ -277,7 +260,11 @@ impl Server {
                 continue;
             }
             let next = if state.working < STEPS { state.work.pop_front() } else { None };
-            let Some((number, work)) = next else { return };
+            let Some((number, work)) = next else {
+                let ended = std::mem::take(&mut state.ended);
+                drop(state);
+                return drop(ended);
+            };
             state.working += 1;
             drop(state);
             if let Some(shared) = shared.upgrade() {
@@ -291,17 +278,18 @@ impl Server {
     fn answer(&self, shared: &Weak<Shared>, number: u64) {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
-        let Some(place) = state.place(&call.link) else {
+        let Some(place) = state.places.free(name_of(&call.link)) else {
             return state.queue.push_back(Turn::Answer(number, call));
         };
+        state.places.take(name_of(&call.link), place);
         drop(state);
         self.take_turns(shared, Turn::Answer(number, call), place);
     }
 
     /// Takes `turn`, and those that may follow in its place.
     fn take_turns(&self, shared: &Weak<Shared>, turn: Turn, place: Place) {
-        let mut next = Some(turn);
-        while let Some(turn) = next {
+        let mut next = Some((turn, place));
+        while let Some((turn, place)) = next {
             let link = turn.link().clone();
             if let Some(shared) = shared.upgrade() {
                 match turn {
@@ -363,7 +351,7 @@ fn name_of(link: &Arc<Link>) -> usize {
 
 #[cold]
 fn unwatched(errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, "a stream cannot be watched")
+    Error::new(ErrorKind::System, "epoll does not accept a call stream")
         .with("errno", errno.raw_os_error())
         .because(std::io::Error::from(errno))
 }

@@ -3,7 +3,7 @@
 //! Not for: sockets; whatever has to be closed or told is handed out, and done by the caller without the lock.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hashbrown::{HashMap, HashSet};
 
@@ -114,11 +114,12 @@ impl State {
         self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind()))
     }
 
-    /// Links that another process of the same cluster id has, and that look alive.
-    pub(super) fn rivals(&self, link: &Link) -> Vec<Arc<Link>> {
-        let mut all = self.of(link.peer().cluster);
-        all.retain(|other| other.peer().instance != link.peer().instance && other.alive());
-        all
+    /// A link whose place `link` would take although its peer was heard of within `limit`. It may be of another process
+    /// with the same cluster id, or `link` of one that only says that it is the same process. Nobody is asked, and
+    /// nothing waited for: peers say something once a heartbeat.
+    pub(super) fn rival(&self, link: &Link, limit: Duration) -> Option<Arc<Link>> {
+        let lives = |other: &Link| other.alive() && !other.control().abandoned() && other.silent() < limit;
+        self.of(link.peer().cluster).into_iter().find(|other| replaces(link, other) && lives(other))
     }
 
     /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind. One of a
@@ -141,11 +142,7 @@ impl State {
             return Err(self.too_many());
         }
         let all = entries.links.entry(link.peer().cluster).or_default();
-        let replaced = |old: &Arc<Link>| {
-            let restarted = old.peer().instance != link.peer().instance;
-            old.kind() == link.kind() || restarted || !old.alive()
-        };
-        let (stale, kept) = all.drain(..).partition(replaced);
+        let (stale, kept) = all.drain(..).partition(|old| !old.alive() || replaces(link, old));
         *all = kept;
         all.push(link.clone());
         entries.broken.remove(&link.peer().cluster);
@@ -357,6 +354,11 @@ impl Entries {
         let error = Error::new(ErrorKind::NotLinked, format!("there is no link to cluster {cluster}"));
         error.with("linked", format_args!("{known:?}"))
     }
+}
+
+/// Whether `link` would take the place of `other`, of the same cluster id.
+fn replaces(link: &Link, other: &Link) -> bool {
+    other.kind() == link.kind() || other.peer().instance != link.peer().instance
 }
 
 #[cold]

@@ -69,9 +69,10 @@ impl ForeignProcess {
     pub fn open(pid: i32, probe: Probe) -> Result<Arc<ForeignProcess>> {
         let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
-        let descriptor = pidfd_open(named, PidfdFlags::empty())
-            .map_err(io::Error::from)
-            .map_err(|error| refused(refusal(&error), "the peer's process cannot be watched", pid, error))?;
+        let descriptor =
+            pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {
+                refused(refusal(&error), "pidfd_open failed for the peer's process", pid, error)
+            })?;
         let process = ForeignProcess { pid, probe, descriptor };
         process.read(&[])?;
         Ok(Arc::new(process))

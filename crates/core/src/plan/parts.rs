@@ -121,7 +121,7 @@ impl CopyPlan {
         let bytes = blocks.reach().and_then(|_| blocks.len.checked_mul(count));
         let bytes = bytes.ok_or_else(|| {
             let (src, dst, len) = (blocks.src, blocks.dst, blocks.len);
-            refused(&format!("{count} blocks of {len} bytes, read from {src} and written from {dst} on,"))
+            refused(&format!("{count} blocks of {len} bytes, read from {src} and written from {dst} on"))
         })?;
         total(bytes, num_tensors)?;
         check_blocks(&blocks)?;
@@ -317,7 +317,7 @@ fn sound(span: &Span) -> bool {
 
 #[cold]
 fn refused(what: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("a plan with {what} makes no sense"))
+    Error::new(ErrorKind::InvalidArgument, format!("the plan is not valid: it has {what}"))
 }
 
 #[cold]
@@ -331,7 +331,7 @@ fn few_waves(count: usize) -> Result<()> {
     if count <= MOST_WAVES {
         return Ok(());
     }
-    Err(refused(&format!("{count} waves, more than {MOST_WAVES},")))
+    Err(refused(&format!("{count} waves, more than {MOST_WAVES}")))
 }
 
 fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {

@@ -301,7 +301,7 @@ impl Stream {
         match self.state.load(Ordering::Acquire) {
             OPEN => {}
             CLOSED => return Ok(None),
-            _ => return Err(self.over("the connection broke before").with("peer", &self.about.peer)),
+            _ => return Err(self.over("the connection is broken already").with("peer", &self.about.peer)),
         }
         let mut transfer = Transfer::new(self, Way::In, deadline);
         transfer.patience = patience.min(deadline.left());
@@ -342,7 +342,7 @@ impl Stream {
         match self.state.load(Ordering::Acquire) {
             OPEN => {}
             CLOSED => return Ok(Moved::Ended),
-            _ => return Err(self.over("the connection broke before").with("peer", self.peer())),
+            _ => return Err(self.over("the connection is broken already").with("peer", self.peer())),
         }
         loop {
             match step(self) {

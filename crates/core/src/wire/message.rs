@@ -20,7 +20,7 @@ pub const MAX_FACTS: usize = 64;
 pub const MAX_ADDRS: usize = 1 << 20;
 /// Most runs of one [`Location`]: 24 MiB. Tensors that lie in more places than that are moved through sockets.
 pub const MAX_RUNS: usize = 1 << 20;
-/// Most stretches of rows, in all tensors together, that a failure says have arrived.
+/// Most ranges of rows, in all tensors together, that a failure says have arrived.
 pub const MAX_ARRIVED: usize = 1 << 16;
 /// Bytes of a peer's text that are kept: more than anybody reads.
 const MAX_TEXT: usize = 16 << 10;
@@ -439,14 +439,14 @@ fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error>
     from.deserialize_seq(Stretches(&mut 0))
 }
 
-/// What arrived, at most [`MAX_ARRIVED`] tensors and stretches of rows in all: two bytes each on the wire. Counts them.
+/// What arrived, at most [`MAX_ARRIVED`] tensors and ranges of rows in all: two bytes each on the wire. Counts them.
 struct Stretches<'a>(&'a mut usize);
 
 impl Stretches<'_> {
     fn push<T, E: serde::de::Error>(&mut self, list: &mut Vec<T>, item: T) -> Result<(), E> {
         *self.0 += 1;
         if *self.0 > MAX_ARRIVED {
-            return Err(E::custom("too many stretches of rows"));
+            return Err(E::custom("too many ranges of rows"));
         }
         append(list, item)
     }
@@ -456,7 +456,7 @@ impl<'de> Visitor<'de> for Stretches<'_> {
     type Value = Vec<Arrived>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at most {MAX_ARRIVED} stretches of rows")
+        write!(f, "at most {MAX_ARRIVED} ranges of rows")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Vec<Arrived>, A::Error> {
@@ -494,7 +494,7 @@ impl<'de> Visitor<'de> for OfTensor<'_> {
     }
 }
 
-/// Its stretches of rows.
+/// Its ranges of rows.
 struct Rows<'a>(Stretches<'a>);
 
 impl<'de> DeserializeSeed<'de> for Rows<'_> {
@@ -509,7 +509,7 @@ impl<'de> Visitor<'de> for Rows<'_> {
     type Value = Vec<(u64, u64)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("stretches of rows")
+        f.write_str("ranges of rows")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {

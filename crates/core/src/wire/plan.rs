@@ -218,6 +218,6 @@ fn unpacked<const WIDTH: usize>(
 
 #[cold]
 fn too_many_waves() -> Error {
-    let text = format!("a plan with more than {MOST_WAVES} waves makes no sense");
+    let text = format!("the plan is not valid: it has more than {MOST_WAVES} waves");
     Error::new(ErrorKind::InvalidArgument, text)
 }
