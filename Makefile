@@ -11,6 +11,7 @@ PEERS ?=
 FUZZ_SECONDS ?= 60
 FUZZ_JOBS ?= 2
 REPEAT ?= 10
+BUSY ?= 2
 SKIP_CPP ?=
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 TRIPLE := x86_64-unknown-linux-gnu
@@ -43,8 +44,8 @@ cpp-tools:
 	echo "Install them (Debian: apt-get install g++ pkg-config), or leave the C++ tests out: make $(or $(MAKECMDGOALS),test) SKIP_CPP=1" >&2; \
 	exit 1
 
-stress-tests: cpp-tools build capi $(VENV)/.test-tools  ## the test phases REPEAT times beside two busy loops; target/stress has the logs
-	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python
+stress-tests: cpp-tools build capi $(VENV)/.test-tools  ## the test phases REPEAT times beside BUSY busy loops; target/stress has the logs
+	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python $(BUSY)
 
 fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
 	cargo test -p llm-datadist-core --test rust

@@ -130,9 +130,9 @@ impl Bare {
         if self.by_kernel {
             let [from, to] = [from, to]
                 .map(|at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: block as usize });
+            let pid = std::process::id() as libc::pid_t;
             // SAFETY: one part each, inside the two live regions, of which nobody else uses the second.
-            let read =
-                unsafe { libc::process_vm_readv(libc::getpid(), &raw const to, 1, &raw const from, 1, 0) };
+            let read = unsafe { libc::process_vm_readv(pid, &raw const to, 1, &raw const from, 1, 0) };
             assert_eq!(read, block as isize);
             return;
         }

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Runs the test phases of `make test` again and again beside two busy loops: stress.sh <rounds> <log folder> <python>.
+# Runs the test phases of `make test` again and again beside busy loops: stress.sh <rounds> <log folder> <python> <loops>.
 #
+# Rounds that run at the same time need a checkout each, and a network namespace each because of fixed ports (docs/testing.md).
 # Each round has a log of its own; `summary` has a line for each phase. Ends with 1 if any phase of any round failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-rounds=${1:?rounds} logs=${2:?log folder} python=${3:?python}
+rounds=${1:?rounds} logs=${2:?log folder} python=${3:?python} busy=${4:-2}
 mkdir -p "$logs"
 loops=()
-for _ in 1 2; do
+for _ in $(seq "$busy"); do
 	(while :; do :; done) &
 	loops+=("$!")
 done
-trap 'kill "${loops[@]}" 2> /dev/null' EXIT
+trap 'kill ${loops[@]+"${loops[@]}"} 2> /dev/null' EXIT
 failed=0
 {
 	echo "commit $(git rev-parse HEAD 2> /dev/null || echo unknown)$(git diff --quiet HEAD 2> /dev/null || echo ', changed')"
-	echo "$(nproc) cores, two busy loops, $rounds rounds"
+	echo "$(nproc) cores, $busy busy loops, $rounds rounds, from $(date --utc --iso-8601=seconds)"
 } | tee "$logs/summary"
 phase() {
 	local round=$1 name=$2 began=$SECONDS result=passed

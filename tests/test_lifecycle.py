@@ -646,7 +646,7 @@ def test_a_signal_handler_may_finalize_at_any_moment() -> None:
         """
         import faulthandler, random, signal, time
         from llm_datadist import LLMDataDist, LLMException, LLMRole
-        faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(100, exit=True)
         dist, count = LLMDataDist(LLMRole.PROMPT, 1), 0
 
         def handler(*_):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -600,7 +599,7 @@ def test_pulls_while_the_owner_makes_and_frees(pair: tuple[End, Peer]) -> None:
     thread = threading.Thread(target=pull)
     thread.start()
     try:
-        time.sleep(0.05)
+        eventually(lambda: OK in seen)
         far.deallocate("f0")
         for number in range(30):
             far.allocate("again", 1, 4096, 1)
