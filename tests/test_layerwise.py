@@ -706,8 +706,8 @@ def test_cancel_between_layers(ends: Ends, way: dict[str, Any]) -> None:
     eventually(lambda: [one.layers_done for one in task.progress()] == [1, 1, 0], what="layer 0")
     assert task.cancel()
     assert not task.cancel(), "it has ended"
-    assert task.synchronize(0).name == FAILED
-    assert results(task, 0) == [FAILED, OK, FAILED]
+    assert task.synchronize().name == FAILED
+    assert results(task) == [FAILED, OK, FAILED]
     assert task.done()
     assert task.errors()[1] is None
     assert "cancel" in str(task.errors()[0]).lower()

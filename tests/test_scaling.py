@@ -195,7 +195,7 @@ def test_the_work_that_is_counted():
             "newcomers: (descriptors / 16).clamp(4, 256)",
             "a sixteenth of the open-file limit",
         ),
-        ("links/server.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
+        ("links/places.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
         ("links/far.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),

@@ -95,6 +95,8 @@ FILE, VARIABLE = "LLM_DATADIST_TOKEN_FILE", "LLM_DATADIST_TOKEN"
     ("given", "environment", "expected"),
     [
         ({"LinkToken": TOKEN, "LinkTokenFile": "good"}, {}, "llm.LinkToken and llm.LinkTokenFile are both given"),
+        ({}, {VARIABLE: ""}, "LLM_DATADIST_TOKEN is set, but empty"),
+        ({}, {FILE: ""}, "LLM_DATADIST_TOKEN_FILE is set, but empty"),
         ({}, {FILE: "good", VARIABLE: TOKEN}, "LLM_DATADIST_TOKEN_FILE and LLM_DATADIST_TOKEN are both set"),
         ({}, {FILE: "good"}, "started"),
         ({}, {FILE: "open"}, "has mode 0644; only its owner may read it: use chmod 600"),

@@ -465,6 +465,10 @@ class LLMDataDist:
 def _token_of_the_environment() -> dict[str, str]:
     """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` stands for, if one is set."""
     given = {option: os.environ[name] for option, name in _TOKEN_VARIABLES.items() if os.environ.get(name)}
+    for name in _TOKEN_VARIABLES.values():
+        # A secret that a deployment forgot to fill in is not taken for the wish to have none.
+        empty = not given and name in os.environ
+        raise_if_true(empty, "{} is set, but empty; unset it, or give it a value", name)
     raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *_TOKEN_VARIABLES.values())
     return given
 

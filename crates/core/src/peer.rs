@@ -130,8 +130,10 @@ impl Call<'_> {
     /// What the caller has left, by this side's clock; no caller may keep rows pinned for longer than `llm.LinkPinLimit`.
     fn limit(&self, limit_ms: u64) -> Deadline {
         let most = self.cluster.config.links.pin_limit;
-        Deadline::after(Duration::from_millis(limit_ms).min(most))
-            .named("what was left of the caller's sync_kv_timeout")
+        let asked = Duration::from_millis(limit_ms);
+        let name =
+            if asked > most { "llm.LinkPinLimit" } else { "what was left of the caller's sync_kv_timeout" };
+        Deadline::after(asked.min(most)).named(name)
     }
 
     /// Answers with what `call` gives, or with its error.

@@ -187,6 +187,42 @@ fn the_place_of_a_link_that_works_cannot_be_taken() {
     drop(again);
 }
 
+/// Who only says that he is the peer of a link can make one of another kind, and gets none of the calls.
+#[test]
+fn a_later_link_of_another_kind_takes_no_calls() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let peer = Fake::new(2, 1);
+    thread::scope(|scope| {
+        let called = scope.spawn(|| {
+            let control = peer.linked();
+            let (call, purpose) = peer.greet();
+            call.close();
+            (control, purpose)
+        });
+        engine.link_clusters(&[peer.address()], LONG).remove(0).unwrap();
+        let other = Fake::new(2, 1).link(&engine, 8).unwrap();
+        assert_eq!(engine.stats().links.len(), 2);
+        engine.check_link(ClusterId(2)).unwrap_err();
+        let (control, purpose) = called.join().unwrap();
+        assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
+        drop((control, other));
+    });
+}
+
+/// Of those that link under one cluster id at the same time, one is let in.
+#[test]
+fn of_many_that_want_one_place_one_gets_it() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let links: Vec<_> = thread::scope(|scope| {
+        let link = |instance| Fake::new(2, instance).link(&engine, instance).ok();
+        let all: Vec<_> = (1..=16).map(|instance| scope.spawn(move || link(instance))).collect();
+        all.into_iter().filter_map(|link| link.join().unwrap()).collect()
+    });
+    assert_eq!(links.len(), 1);
+    say(&links[0], &Control::Ping);
+    assert_eq!(hear::<Control>(&links[0]).unwrap(), Control::Pong);
+}
+
 /// A call that needs one more stream of a peer that listens no longer is told that it is not linked.
 #[test]
 fn calls_to_a_peer_that_has_gone() {

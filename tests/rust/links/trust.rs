@@ -74,6 +74,21 @@ fn stranger_over_tcp_is_refused_with_the_reason_that_is_logged() {
 }
 
 #[test]
+fn peer_with_a_token_is_told_that_the_other_side_has_none() {
+    for accept_remote in [false, true] {
+        let mut without = strict(1, Way::Shm);
+        without.links.accept_remote = accept_remote;
+        let mut with = strict(2, Way::Shm);
+        with.links.accept_remote = accept_remote;
+        with.links.token = Some(llm_datadist_core::Token::new("sixteen letters or more"));
+        let (near, far) = (open(with, Way::Shm), open(without, Way::Shm));
+        let refused = link(&near, &far).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("uses a token, and this side has none"), "{refused}");
+    }
+}
+
+#[test]
 fn listener_that_proves_nothing_is_not_linked() {
     for way in [Way::Shm, Way::Tcp] {
         let engine = open(strict(1, way), way);

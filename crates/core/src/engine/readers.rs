@@ -195,7 +195,7 @@ impl Shared {
     /// What reader `id` does, until it is idle or the engine ends.
     fn serve(&self, id: u64) {
         let mut state = self.locked();
-        state.coming -= 1;
+        state.arrived();
         loop {
             if let Some(ticket) = state.queue.pop_front() {
                 self.queued.store(state.queue.len(), Ordering::Release);
@@ -223,13 +223,7 @@ impl Shared {
             state.sleeping += 1;
             let (woken, slept) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
             state = woken;
-            // Whoever wakes takes the place of one that was called, whichever that was.
-            let called = state.coming > 0;
-            if called {
-                state.coming -= 1;
-            } else {
-                state.sleeping -= 1;
-            }
+            let called = state.arrived();
             if slept.timed_out() && !called && state.queue.is_empty() && !state.closed {
                 // Nobody waits for it: its handle goes here.
                 state.threads.remove(&id);
@@ -251,6 +245,18 @@ struct Room {
 }
 
 impl State {
+    /// A reader has started or woken. It takes the place of one that was called, whichever that was; `false` if none was,
+    /// so that it counts as one of those that slept.
+    fn arrived(&mut self) -> bool {
+        let called = self.coming > 0;
+        if called {
+            self.coming -= 1;
+        } else {
+            self.sleeping -= 1;
+        }
+        called
+    }
+
     fn room(&self, pid: i32, of_a_process: usize) -> Room {
         let in_all = of_a_process * PROCESSES;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);

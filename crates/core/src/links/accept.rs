@@ -1,7 +1,7 @@
 //! The accepting side: what a connection says step by step, until it is a link, a stream of one, or refused.
 //!
 //! The control thread takes each step as soon as a frame is there, and waits for none. Two steps may take longer: mapping
-//! what the peer offers, and looking whether another process has its place. Threads of the server do those, a few at a time
+//! what the peer offers, and entering the link, which may end others. Threads of the server do those, a few at a time
 //! (`Work`). Not for: which connections there are and how many (`newcomers`), or what a greeting is (`greeting`).
 
 use std::os::fd::OwnedFd;

@@ -10,6 +10,7 @@ use super::dialer::Dialer;
 use super::greeting::Key;
 use super::link::{Kind, Link, Peer};
 use super::reach::{self, Offered, Reach};
+use super::state::PLACE_TAKEN;
 use super::{Shared, greeting, talk};
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -23,7 +24,7 @@ impl Shared {
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.cluster.config.links.both_ways;
         while let Some(link) = self.state.linked_already(cluster, both_ways) {
-            if link.answers(self.cluster.config.links.heartbeat.min(deadline.left() / 2)) {
+            if link.answers((self.patience() / 2).min(deadline.left() / 2)) {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
             }
@@ -69,7 +70,8 @@ impl Shared {
                 self.establish(local.clone(), stream, &near.from, kind, link, shown, deadline)
             });
             let Err(why) = near else { return near };
-            let over = why.kind() == ErrorKind::Interrupted || deadline.passed();
+            let over =
+                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(PLACE_TAKEN).is_some();
             if choice == TransportChoice::Shm || over {
                 return Err(why);
             }
@@ -148,17 +150,22 @@ impl Shared {
     }
 
     /// Enters a link that is complete, in place of what the same peer left behind. Another process of the same cluster
-    /// id keeps its link as long as it answers (`a_process_that_was_replaced_is_noticed`).
+    /// id keeps its link as long as that works (`a_process_that_was_replaced_is_noticed`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         self.control.start(self)?;
         let Peer { cluster, instance, .. } = link.peer();
-        if let Some(rival) = self.state.rival(link, self.cluster.config.links.heartbeat * 2) {
-            return Err(taken(link, &rival).with("here", self.me.party.cluster));
-        }
-        for stale in self.state.enroll(link)? {
+        for stale in self.state.enroll(link, self.patience())? {
             let again = stale.peer().instance == *instance;
             let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
-            if stale.alive() {
+            if stale.alive() && !again && !stale.control().abandoned() {
+                let (before, silent) = (&stale.peer().address, stale.silent().as_millis());
+                tracing::warn!(
+                    target: "llm_datadist::links",
+                    "another process took the place of cluster {cluster}: {} instead of {before}, which was silent for \
+                     {silent} ms",
+                    link.peer().address
+                );
+            } else if stale.alive() {
                 tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
             }
             stale.shatter(why);
@@ -198,19 +205,6 @@ impl Link {
         let Peer { cluster, address, .. } = self.peer();
         format!("linked with cluster {cluster} at {address} over {way}")
     }
-}
-
-/// The refusal of a link whose place a peer has that answers.
-#[cold]
-fn taken(link: &Link, rival: &Link) -> Error {
-    let Peer { cluster, instance, .. } = link.peer();
-    let text = if rival.peer().instance == *instance {
-        format!("cluster {cluster} is linked already, and its link works")
-    } else {
-        format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
-    };
-    let error = Error::new(ErrorKind::LinkFailed, text).with("other", &rival.peer().address);
-    error.with("heard_ms_ago", rival.silent().as_millis())
 }
 
 fn transport_name(address: &Address) -> &'static str {

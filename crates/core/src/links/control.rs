@@ -217,6 +217,7 @@ impl Watch {
                 }
                 Err(errno) => {
                     shared.died(&link, &format!("epoll does not accept its control stream: {errno}"));
+                    shared.server.release(shared, link);
                 }
             }
         }

@@ -205,6 +205,10 @@ impl Guest {
         if self.gates.iter().any(|gate| matches!(gate.key, Key::Token(_))) {
             return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
         }
+        // Whoever has no token proves just that, and gets in here, or is at least shown the way.
+        if self.gates.iter().any(|gate| matches!(gate.key, Key::Empty)) {
+            return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
+        }
         Refusal::new(Reason::Stranger, stranger(stream))
     }
 
@@ -268,8 +272,8 @@ fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -
 
 /// What lets a peer in that was refused for want of proof.
 const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in Python also \
-                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 on both to admit \
-                      everybody who can reach them";
+                      LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 (in Python \
+                      link_accept_remote = True) on both to admit everybody who can reach them";
 
 #[cold]
 fn other_token(who: &str, address: &str) -> Error {
@@ -277,6 +281,13 @@ fn other_token(who: &str, address: &str) -> Error {
         "{who} does not know this side's token; set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in \
          Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)"
     );
+    Error::new(ErrorKind::LinkFailed, text).with("peer", address)
+}
+
+#[cold]
+fn unexpected_token(address: &str) -> Error {
+    let text = "the peer that dialled uses a token, and this side has none; set the same token on both sides \
+                (llm.LinkToken or llm.LinkTokenFile; in Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)";
     Error::new(ErrorKind::LinkFailed, text).with("peer", address)
 }
 

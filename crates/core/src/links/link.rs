@@ -171,7 +171,7 @@ impl Link {
         self.active.fetch_add(1, Ordering::SeqCst);
         let active = Active(self);
         self.check()?;
-        if self.settling.load(Ordering::SeqCst) {
+        if self.settles() {
             let text = format!("the link to cluster {} is being unlinked", self.peer.cluster);
             return Err(Error::new(ErrorKind::NotLinked, text));
         }
@@ -190,6 +190,11 @@ impl Link {
             calls = self.locked();
         }
         Ok(())
+    }
+
+    /// Whether this side is unlinking it.
+    pub(super) fn settles(&self) -> bool {
+        self.settling.load(Ordering::SeqCst)
     }
 
     /// As it is now.
@@ -218,6 +223,13 @@ impl Link {
     /// `Err` with the reason once it has broken.
     pub fn check(&self) -> Result<()> {
         self.why.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
+    }
+
+    /// Whether its peer was heard of within `patience`, or can be heard now. Peers say something once a heartbeat, so
+    /// nobody is asked, and nothing waited for.
+    pub(super) fn works(&self, patience: Duration) -> bool {
+        let heard = || self.silent() < patience || self.control.readable_within(Duration::ZERO);
+        self.alive() && !self.control.abandoned() && heard()
     }
 
     /// When and why it broke.

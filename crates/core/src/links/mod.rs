@@ -62,6 +62,8 @@ use server::Server;
 use state::State;
 use threads::Threads;
 
+/// Least and most time after which a silent peer may lose its place to another.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
 /// How long closing waits for threads that are still answering a peer.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -186,7 +188,7 @@ impl Links {
 
     /// The link that calls to `cluster` use: the latest that lives. Waits for one that is being made by a rank table.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        self.shared.state.find(cluster, deadline)
+        self.shared.state.find(cluster, self.shared.patience(), deadline)
     }
 
     /// What finds links as [`find_other`](Self::find_other) does, and keeps no engine alive.
@@ -270,8 +272,14 @@ pub(crate) fn own(cluster: ClusterId) -> Error {
 }
 
 impl Shared {
+    /// How long a peer may be silent before its link may be taken for a dead one: two heartbeats, within bounds that neither
+    /// a slow network nor a rare heartbeat makes wrong.
+    fn patience(&self) -> Duration {
+        self.cluster.config.links.heartbeat.saturating_mul(2).clamp(PATIENCE.0, PATIENCE.1)
+    }
+
     fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
-        let link = self.state.find(cluster, deadline)?;
+        let link = self.state.find(cluster, self.patience(), deadline)?;
         if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 
@@ -279,7 +287,8 @@ impl Shared {
     fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.shatter(why);
         let removed = self.state.remove(link);
-        if removed {
+        // One that is being unlinked here ends as it should, whichever side is first.
+        if removed && !link.settles() {
             // The first reason is the one that counts.
             let why = link.why().map_or(why, |(_, why)| why);
             tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer().cluster);

@@ -1,11 +1,13 @@
-//! At how many places the calls of one peer may be answered at a time, so that it takes none from others.
+//! At how many places the calls of one peer may be answered at a time, so that it takes none from others, and what waits for
+//! a place.
 //!
 //! Each link has one place of its own. [`SHARED`] more belong to all links; one of them may have half of those
-//! (`peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting`). Not for: what waits for a place (`server`).
+//! (`one_link_gets_its_own_place_and_half_of_the_shared`). Not for: answering (`server`).
 
+use std::collections::VecDeque;
 use std::hash::Hash;
 
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 
 /// Calls that may be answered at a time beyond one for each link.
 const SHARED: usize = 32;
@@ -21,53 +23,110 @@ pub(super) enum Place {
     Shared,
 }
 
-/// The places that are taken, by what names a link.
+/// The places that are taken, and the turns that wait for one. `Link` names a link.
 #[derive(Debug)]
-pub(super) struct Places<Link> {
-    own: HashSet<Link>,
-    /// How many each link has; none without any.
-    shared: HashMap<Link, usize>,
-    /// The sum of those.
-    taken: usize,
+pub(super) struct Places<Link, Turn> {
+    links: HashMap<Link, OfLink<Turn>>,
+    /// Links with turns that wait, each once. A link whose turn was taken goes to the end.
+    waiting: VecDeque<Link>,
+    /// Shared places that are taken.
+    shared: usize,
 }
 
-impl<Link> Default for Places<Link> {
+/// What one link has; it is forgotten when that is nothing.
+#[derive(Debug)]
+struct OfLink<Turn> {
+    own: bool,
+    shared: usize,
+    queue: VecDeque<Turn>,
+}
+
+impl<Turn> OfLink<Turn> {
+    fn may_share(&self) -> bool {
+        self.shared < SHARED_BY_ONE
+    }
+}
+
+impl<Link, Turn> Default for Places<Link, Turn> {
     fn default() -> Self {
-        Places { own: HashSet::new(), shared: HashMap::new(), taken: 0 }
+        Places { links: HashMap::new(), waiting: VecDeque::new(), shared: 0 }
     }
 }
 
-impl<Link: Eq + Hash + Copy> Places<Link> {
-    /// A place that `link` may take now.
-    pub(super) fn free(&self, link: Link) -> Option<Place> {
-        if !self.own.contains(&link) {
-            return Some(Place::Own);
+impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
+    /// Takes a place for a turn of `link` and returns both; or `None`, and the turn waits.
+    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, Place)> {
+        let empty = || OfLink { own: false, shared: 0, queue: VecDeque::new() };
+        let of_link = self.links.entry(link).or_insert_with(empty);
+        if !of_link.own {
+            of_link.own = true;
+            return Some((turn, Place::Own));
         }
-        let has = self.shared.get(&link).copied().unwrap_or(0);
-        (self.taken < SHARED && has < SHARED_BY_ONE).then_some(Place::Shared)
+        if self.shared < SHARED && of_link.may_share() {
+            of_link.shared += 1;
+            self.shared += 1;
+            return Some((turn, Place::Shared));
+        }
+        of_link.queue.push_back(turn);
+        if of_link.queue.len() == 1 {
+            self.waiting.push_back(link);
+        }
+        None
     }
 
-    /// Takes a place that is [free](Self::free).
-    pub(super) fn take(&mut self, link: Link, place: Place) {
+    /// Gives up a place of `link`. Returns the turn that takes it: of the same link for its own place, of the link that has
+    /// waited longest and may share for a shared one.
+    pub(super) fn leave(&mut self, link: Link, place: Place) -> Option<(Turn, Place)> {
+        let of_link = self.links.get_mut(&link)?;
         match place {
-            Place::Own => drop(self.own.insert(link)),
+            Place::Own => of_link.own = false,
             Place::Shared => {
-                *self.shared.entry(link).or_default() += 1;
-                self.taken += 1;
+                of_link.shared -= 1;
+                self.shared -= 1;
             }
         }
+        let next = match place {
+            Place::Own if of_link.queue.is_empty() => None,
+            Place::Own => self.waiting.iter().position(|waits| *waits == link),
+            Place::Shared => self.sharer(),
+        };
+        let Some(next) = next.and_then(|at| self.waiting.remove(at)) else {
+            self.forget(link);
+            return None;
+        };
+        let of_next = self.links.get_mut(&next)?;
+        let turn = of_next.queue.pop_front()?;
+        match place {
+            Place::Own => of_next.own = true,
+            Place::Shared => {
+                of_next.shared += 1;
+                self.shared += 1;
+            }
+        }
+        if !of_next.queue.is_empty() {
+            self.waiting.push_back(next);
+        }
+        if next != link {
+            self.forget(link);
+        }
+        Some((turn, place))
     }
 
-    /// Leaves a place that `link` has taken.
-    pub(super) fn leave(&mut self, link: Link, place: Place) {
-        if place == Place::Own {
-            self.own.remove(&link);
-        } else if let Some(has) = self.shared.get_mut(&link) {
-            *has -= 1;
-            self.taken -= 1;
-            if *has == 0 {
-                self.shared.remove(&link);
-            }
+    /// Whether a turn waits that could take this place of `link`.
+    pub(super) fn wanted(&self, link: Link, place: Place) -> bool {
+        let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
+        own_waits || (place == Place::Shared && self.sharer().is_some())
+    }
+
+    /// The first link that waits and may have one more shared place. At most two have all that one may have.
+    fn sharer(&self) -> Option<usize> {
+        self.waiting.iter().position(|waits| self.links.get(waits).is_some_and(OfLink::may_share))
+    }
+
+    fn forget(&mut self, link: Link) {
+        let unused = |of_link: &OfLink<Turn>| !of_link.own && of_link.shared == 0 && of_link.queue.is_empty();
+        if self.links.get(&link).is_some_and(unused) {
+            self.links.remove(&link);
         }
     }
 }
@@ -76,44 +135,41 @@ impl<Link: Eq + Hash + Copy> Places<Link> {
 mod tests {
     use super::*;
 
-    /// Takes places for `link` until there is none; says how many.
-    fn fill(places: &mut Places<u32>, link: u32) -> usize {
-        let take = |_: &usize| match places.free(link) {
-            Some(place) => {
-                places.take(link, place);
-                true
-            }
-            None => false,
-        };
-        (0..usize::MAX).take_while(take).count()
+    /// Enters `count` turns of `link`; says how many got a place.
+    fn fill(places: &mut Places<u32, u32>, link: u32, count: u32) -> usize {
+        (0..count).filter_map(|turn| places.enter(link, turn)).count()
     }
 
     #[test]
     fn one_link_gets_its_own_place_and_half_of_the_shared() {
         let mut places = Places::default();
-        assert_eq!(fill(&mut places, 1), 1 + 16);
-        assert_eq!(fill(&mut places, 2), 1 + 16);
+        assert_eq!(fill(&mut places, 1, 40), 1 + 16);
+        assert!(!places.wanted(2, Place::Shared), "who has all of its share waits for nothing of others");
+        assert_eq!(fill(&mut places, 2, 40), 1 + 16);
         for other in 3..100 {
-            assert_eq!(fill(&mut places, other), 1, "its own place is always there");
+            assert_eq!(fill(&mut places, other, 2), 1, "its own place is always there");
         }
-        places.leave(1, Place::Shared);
-        assert_eq!(places.free(3), Some(Place::Shared), "what one leaves is for any");
-        assert_eq!(fill(&mut places, 3), 1);
-        places.leave(3, Place::Own);
-        assert_eq!((places.free(1), places.free(3)), (None, Some(Place::Own)));
+        assert!(places.wanted(3, Place::Own) && places.wanted(2, Place::Shared));
+        // A shared place goes to the link that has waited longest of those that may have it, then to the others in turn.
+        assert_eq!(places.leave(1, Place::Shared), Some((17, Place::Shared)), "of link 1");
+        assert_eq!(places.leave(2, Place::Own), Some((17, Place::Own)), "of link 2");
+        assert_eq!(places.leave(2, Place::Shared), Some((1, Place::Shared)), "of link 3");
+        assert_eq!(places.leave(3, Place::Own), None);
+        assert!(!places.wanted(3, Place::Own) && places.wanted(3, Place::Shared));
     }
 
     #[test]
-    fn nothing_is_left_of_links_that_have_gone() {
-        let mut places = Places::default();
-        for link in 0..10 {
-            places.take(link, Place::Own);
-            places.take(link, Place::Shared);
+    fn every_turn_gets_a_place_and_nothing_is_left() {
+        let (mut places, mut taken, mut had) = (Places::default(), VecDeque::new(), 0);
+        for turn in 0..1000_u32 {
+            let link = turn % 7 * (turn % 3);
+            taken.extend(places.enter(link, (link, turn)));
         }
-        for link in 0..10 {
-            places.leave(link, Place::Own);
-            places.leave(link, Place::Shared);
+        while let Some(((link, _), place)) = taken.pop_front() {
+            had += 1;
+            taken.extend(places.leave(link, place));
         }
-        assert_eq!((places.own.len(), places.shared.len(), places.taken), (0, 0, 0));
+        assert_eq!(had, 1000);
+        assert_eq!((places.links.len(), places.waiting.len(), places.shared), (0, 0, 0));
     }
 }

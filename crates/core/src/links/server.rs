@@ -54,10 +54,8 @@ struct State {
     last: u64,
     /// Threads that wait, those that are only starting among them.
     idle: usize,
-    /// Places at which turns are taken, by the names of links.
-    places: Places<usize>,
-    /// What waits for a place.
-    queue: VecDeque<Turn>,
+    /// Places at which turns are taken and what waits for one, by the names of links.
+    places: Places<usize, Turn>,
     /// What has a place and waits for a thread.
     ready: VecDeque<(Turn, Place)>,
     /// Steps of greetings that wait for a thread, and threads that take some.
@@ -88,20 +86,6 @@ impl Turn {
             Turn::Answer(_, call) => &call.link,
             Turn::Dial(link) => link,
         }
-    }
-}
-
-impl State {
-    /// The turn that follows one of `link` which is over.
-    fn next(&mut self, link: &Arc<Link>, place: Place) -> Option<(Turn, Place)> {
-        self.places.leave(name_of(link), place);
-        // A place of its own can only go to the same link, a shared one to any: the one that has waited longest.
-        let queue = self.queue.iter().enumerate();
-        let mut fitting = queue.filter_map(|(at, turn)| Some((at, self.places.free(name_of(turn.link()))?)));
-        let (at, place) = fitting.next()?;
-        let turn = self.queue.remove(at)?;
-        self.places.take(name_of(turn.link()), place);
-        Some((turn, place))
     }
 }
 
@@ -154,9 +138,8 @@ impl Server {
     pub(super) fn dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
-        let Some(place) = state.places.free(name_of(link)) else { return state.queue.push_back(turn) };
-        state.places.take(name_of(link), place);
-        state.ready.push_back((turn, place));
+        let Some(turn) = state.places.enter(name_of(link), turn) else { return };
+        state.ready.push_back(turn);
         drop(state);
         self.work.ring();
         if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
@@ -189,7 +172,7 @@ impl Server {
         state.is_closed = true;
         let calls = std::mem::take(&mut state.calls);
         let waiting = (
-            std::mem::take(&mut state.queue),
+            std::mem::take(&mut state.places),
             std::mem::take(&mut state.ready),
             std::mem::take(&mut state.work),
             std::mem::take(&mut state.ended),
@@ -278,12 +261,10 @@ impl Server {
     fn answer(&self, shared: &Weak<Shared>, number: u64) {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
-        let Some(place) = state.places.free(name_of(&call.link)) else {
-            return state.queue.push_back(Turn::Answer(number, call));
-        };
-        state.places.take(name_of(&call.link), place);
+        let link = name_of(&call.link);
+        let Some((turn, place)) = state.places.enter(link, Turn::Answer(number, call)) else { return };
         drop(state);
-        self.take_turns(shared, Turn::Answer(number, call), place);
+        self.take_turns(shared, turn, place);
     }
 
     /// Takes `turn`, and those that may follow in its place.
@@ -293,16 +274,16 @@ impl Server {
             let link = turn.link().clone();
             if let Some(shared) = shared.upgrade() {
                 match turn {
-                    Turn::Answer(number, call) => self.take_call(&shared, number, &call),
+                    Turn::Answer(number, call) => self.take_call(&shared, number, &call, place),
                     Turn::Dial(link) => self.take_dial(&shared, &link),
                 }
             }
-            next = self.locked().next(&link, place);
+            next = self.locked().places.leave(name_of(&link), place);
         }
     }
 
     /// Answers the requests on one stream, until no other follows at once.
-    fn take_call(&self, shared: &Arc<Shared>, number: u64, call: &Call) {
+    fn take_call(&self, shared: &Arc<Shared>, number: u64, call: &Call, place: Place) {
         let Call { link, stream } = call;
         let on = loop {
             stream.restart_pace();
@@ -310,7 +291,7 @@ impl Server {
                 break false;
             }
             // Others wait for this place, or the peer for nothing.
-            if !self.locked().queue.is_empty() || !stream.readable_within(PATIENCE) {
+            if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(PATIENCE) {
                 break true;
             }
         };

@@ -9,12 +9,14 @@ use hashbrown::{HashMap, HashSet};
 
 use super::communicator::{CommStatus, Communicator};
 use super::limits::Connections;
-use super::link::{Kind, Link, broken};
+use super::link::{Kind, Link, Peer, broken};
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::id::{ClusterId, Deadline};
 use crate::stats::LinkState;
 
+/// The fact of an error which says that a link of the same cluster works already: nothing else is worth trying.
+pub(super) const PLACE_TAKEN: &str = "linked_from";
 /// Links of one engine, far above what anybody makes (contract §16 names 512).
 const MOST_LINKS: usize = 4096;
 /// Broken links whose reason is kept.
@@ -114,17 +116,10 @@ impl State {
         self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind()))
     }
 
-    /// A link whose place `link` would take although its peer was heard of within `limit`. It may be of another process
-    /// with the same cluster id, or `link` of one that only says that it is the same process. Nobody is asked, and
-    /// nothing waited for: peers say something once a heartbeat.
-    pub(super) fn rival(&self, link: &Link, limit: Duration) -> Option<Arc<Link>> {
-        let lives = |other: &Link| other.alive() && !other.control().abandoned() && other.silent() < limit;
-        self.of(link.peer().cluster).into_iter().find(|other| replaces(link, other) && lives(other))
-    }
-
     /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind. One of a
-    /// communicator that has been left is refused (`nothing_is_left_of_a_communicator_that_was_left_at_once`).
-    pub(super) fn enroll(&self, link: &Arc<Link>) -> Result<Vec<Arc<Link>>> {
+    /// communicator that has been left is refused (`nothing_is_left_of_a_communicator_that_was_left_at_once`), and so is one
+    /// that would replace a link which [works](Link::works): whoever greets only says whose place that is.
+    pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.locked();
         entries.open()?;
         if let Kind::Communicator(id) = link.kind()
@@ -142,6 +137,10 @@ impl State {
             return Err(self.too_many());
         }
         let all = entries.links.entry(link.peer().cluster).or_default();
+        // Under the lock, so that of two that come at once one is refused. The look at the socket waits for nothing.
+        if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(patience)) {
+            return Err(taken(link, rival));
+        }
         let (stale, kept) = all.drain(..).partition(|old| !old.alive() || replaces(link, old));
         *all = kept;
         all.push(link.clone());
@@ -183,12 +182,17 @@ impl State {
         self.locked().links.get(&cluster).cloned().unwrap_or_default()
     }
 
-    /// The link to `cluster` that calls use.
-    pub(super) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+    /// The link to `cluster` that calls use: the oldest whose peer was heard of within `patience`, so that one which comes
+    /// later takes no calls from it; else the latest that lives.
+    pub(super) fn find(
+        &self,
+        cluster: ClusterId,
+        patience: Duration,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
         let mut entries = self.locked();
         loop {
-            let live = entries.links.get(&cluster).and_then(|all| all.iter().rev().find(|link| link.alive()));
-            if let Some(link) = live {
+            if let Some(link) = entries.links.get(&cluster).and_then(|all| usable(all, patience)) {
                 return Ok(link.clone());
             }
             let preparing = entries.comms.values().find(|comm| comm.prepares(cluster)).cloned();
@@ -356,9 +360,30 @@ impl Entries {
     }
 }
 
+fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
+    if let [only] = all {
+        return only.alive().then_some(only);
+    }
+    let heard = all.iter().find(|link| link.alive() && link.silent() < patience);
+    heard.or_else(|| all.iter().rev().find(|link| link.alive()))
+}
+
 /// Whether `link` would take the place of `other`, of the same cluster id.
 fn replaces(link: &Link, other: &Link) -> bool {
     other.kind() == link.kind() || other.peer().instance != link.peer().instance
+}
+
+/// The refusal of a link whose place another has that works.
+#[cold]
+fn taken(link: &Link, rival: &Link) -> Error {
+    let Peer { cluster, instance, .. } = link.peer();
+    let text = if rival.peer().instance == *instance {
+        format!("cluster {cluster} is linked already, and its link works")
+    } else {
+        format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
+    };
+    let error = Error::new(ErrorKind::LinkFailed, text).with(PLACE_TAKEN, &rival.peer().address);
+    error.with("heard_ms_ago", rival.silent().as_millis())
 }
 
 #[cold]

@@ -57,7 +57,7 @@ impl Header {
     pub fn parse(bytes: &[u8; HEADER], limit: usize) -> Result<Header> {
         let [first, second, version, kind, length @ ..] = *bytes;
         if [first, second] != MAGIC {
-            return Err(Error::new(ErrorKind::LinkFailed, "what answers there is no engine of this kind"));
+            return Err(Error::new(ErrorKind::LinkFailed, "not an llm_datadist endpoint of any version"));
         }
         if version != VERSION && kind != REFUSAL {
             let text =
