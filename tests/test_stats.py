@@ -22,12 +22,12 @@ CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, LinkStats]
 HEAD = """# Counters: `stats()`
 
 `LLMDataDist.stats()` and the `stats()` of both managers return plain dicts. `llm_datadist.stats` has a type for each of
-them. Counters start at 0 when an engine is opened; reading them stops nothing.
+them. Counters start at 0 when an engine is opened. Reading them does not interrupt other calls.
 
-`buckets` is a histogram: a monitoring system that wants percentiles over several engines or over an interval adds or
-subtracts the counts, which `p50_nanos` and `p99_nanos` do not allow.
+`buckets` is a histogram. For percentiles over several engines, add their counts. For percentiles over an interval,
+subtract the counts at its start from those at its end. `p50_nanos` and `p99_nanos` cannot be combined in this way.
 
-Written from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
+Generated from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
 """
 
 

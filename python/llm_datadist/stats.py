@@ -14,7 +14,8 @@ __all__ = ["LinkStats", "OpStats", "PoolStats", "Stats", "SwapInStats", "TableSt
 class OpStats(TypedDict):
     """Calls of one kind since the engine was opened.
 
-    The fields are read one by one while calls go on, so a call may be in one of them and not yet in another.
+    The fields are read one by one while calls are running, so a call may be counted in one field and not
+    yet in another.
     """
 
     calls: int
@@ -28,47 +29,48 @@ class OpStats(TypedDict):
     max_nanos: int
     """Nanoseconds of the longest call."""
     p50_nanos: int
-    """An upper bound of the fastest half in nanoseconds: the next power of two, and never above ``max_nanos``."""
+    """Upper bound of the 50th percentile in nanoseconds: the next power of two, but at most ``max_nanos``."""
     p99_nanos: int
-    """An upper bound of the fastest 99 % in nanoseconds: the next power of two, and never above ``max_nanos``."""
+    """Upper bound of the 99th percentile in nanoseconds: the next power of two, but at most ``max_nanos``."""
     buckets: list[int]
-    """40 counts: entry ``i`` has the calls of at least ``2**(i-1)`` and less than ``2**i`` nanoseconds, the last entry
-    those of ``2**38`` nanoseconds (275 s) and more."""
+    """40 counts. Entry ``i`` counts calls of at least ``2**(i-1)`` and less than ``2**i`` nanoseconds. The
+    last entry counts calls of ``2**38`` nanoseconds (275 s) and more."""
 
 
 class PoolStats(TypedDict):
     """One memory pool."""
 
     capacity_bytes: int
-    """Bytes that can be handed out: whole pages."""
+    """Bytes that can be allocated: whole pages."""
     page_bytes: int
     """Bytes of a page. Every tensor takes whole pages."""
     used_bytes: int
-    """Bytes that are handed out, rounding to whole pages included."""
+    """Allocated bytes, including the rounding to whole pages."""
     free_bytes: int
-    """Bytes that are not handed out."""
+    """Bytes that are not allocated."""
     peak_used_bytes: int
-    """The most that ``used_bytes`` ever was."""
+    """Largest value of ``used_bytes`` so far."""
     largest_free_run_bytes: int
     """Bytes of the longest run of free pages: the largest request that would succeed now."""
     used_ranges: int
-    """Runs of pages that are handed out."""
+    """Runs of allocated pages."""
     free_ranges: int
-    """Runs of free pages; many short ones mean fragmentation."""
+    """Runs of free pages. Many short runs mean fragmentation."""
     allocations: int
-    """Runs handed out since the engine was opened."""
+    """Runs allocated since the engine was opened."""
     frees: int
-    """Runs taken back since the engine was opened."""
+    """Runs released since the engine was opened."""
     failures: int
-    """Requests refused because there was no room."""
+    """Requests refused for lack of free pages."""
     huge_pages: str
-    """How the kernel was asked for huge pages."""
+    """How the engine asked the kernel for huge pages."""
     committed_bytes: int
     """Bytes that the engine committed by touching them."""
     merged_bytes: int
     """Bytes that the engine had the kernel put into huge pages."""
     merge_errno: Optional[int]
-    """The kernel's error number if it refused to; ``None`` if it never did."""
+    """The error number with which the kernel refused to put memory into huge pages; ``None`` if it never
+    refused."""
 
 
 class TableStats(TypedDict):
@@ -103,11 +105,12 @@ class LinkStats(TypedDict):
     registered: str
     """How the peer's registered memory is read: ``"process"`` or ``"stream"``."""
     refusal: Optional[str]
-    """Why the peer's pools are not mapped, or else why its registered memory is not read by process id; or ``None``."""
+    """The reason why the peer's pools are not mapped. Otherwise, the reason why its registered memory is
+    not read by process id. ``None`` if there is no such reason."""
     outgoing: bool
     """Whether this side made the link."""
     silent_ms: int
-    """Milliseconds since the peer's last sign of life."""
+    """Milliseconds since the peer's last control message."""
     requests: OpStats
     """Requests sent to the peer."""
     transfers: OpStats
@@ -122,14 +125,16 @@ class Stats(TypedDict):
     table: TableStats
     """The cache table."""
     ops: dict[str, OpStats]
-    """Calls by kind: ``allocate``, ``deallocate``, ``remove_key``, ``register``, ``copy_cache``, ``copy_blocks``,
+    """Calls by kind: ``allocate``, ``deallocate``, ``remove_key``, ``register``, ``copy_cache``,
+    ``copy_blocks``,
     ``swap_in``, ``swap_out``, ``link``, ``unlink``, ``pull``, ``push``, ``transfer_layer``, ``served``."""
     swap_in: SwapInStats
     """How swap-ins travelled."""
     links: list[LinkStats]
     """The links that live."""
     registered_merged_bytes: int
-    """Bytes of registered memory put into huge pages for peers, or found there; unregistered memory still counts."""
+    """Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
+    Memory that was unregistered later is still counted."""
     ring_bytes: int
     """Bytes of device memory that the staging ring holds."""
     plain_bytes: int
