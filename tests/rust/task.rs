@@ -613,7 +613,7 @@ fn tasks_that_wait_take_no_threads() {
         ended(task);
         assert_eq!(ends(task), ["Done"]);
     }
-    assert_eq!(lanes.porter().alarms(), 0, "a task that ended is still looked after");
+    eventually("the end of the alarms", || lanes.porter().alarms() == 0);
 }
 
 /// A task that nobody holds any more lets go of what it held, however much patience it had.
