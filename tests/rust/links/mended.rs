@@ -187,6 +187,20 @@ fn the_place_of_a_link_that_works_cannot_be_taken() {
     drop(again);
 }
 
+/// An engine that ends right after a link was made says so, also while its control thread has not heard of the link yet.
+#[test]
+fn an_engine_that_ends_at_once_says_goodbye() {
+    let near = open(config(1, Way::Tcp), Way::Tcp);
+    for round in 0..100 {
+        let far = open(config(2, Way::Tcp), Way::Tcp);
+        link(&near, &far).unwrap();
+        drop(far);
+        eventually("the end of the link", || near.stats().links.is_empty());
+        let why = near.check_link(ClusterId(2)).unwrap_err().to_string();
+        assert!(why.contains("finalized"), "round {round}: {why}");
+    }
+}
+
 /// Who only says that he is the peer of a link can make one of another kind, and gets none of the calls.
 #[test]
 fn a_later_link_of_another_kind_takes_no_calls() {
