@@ -194,7 +194,7 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
         assert!(failed > 5, "{way:?}: only {failed} failed");
         assert!(partly > 0 || way == Way::Shm, "no pull arrived in part");
         link(&bed.near, &bed.far).unwrap();
-        // The short limit of this bed may pass once more on a busy machine.
+        // On a busy machine this pull may exceed the short limit again.
         let pull = || bed.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL);
         eventually("a pull that works", || pull().is_ok());
         assert!(near.read() == source);

@@ -205,7 +205,7 @@ impl Guest {
         if self.gates.iter().any(|gate| matches!(gate.key, Key::Token(_))) {
             return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
         }
-        // Whoever has no token proves just that, and gets in here, or is at least shown the way.
+        // A peer without a token passes a gate with the empty key, so this one has a token.
         if self.gates.iter().any(|gate| matches!(gate.key, Key::Empty)) {
             return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
         }

@@ -118,7 +118,7 @@ impl State {
 
     /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind. One of a
     /// communicator that has been left is refused (`nothing_is_left_of_a_communicator_that_was_left_at_once`), and so is one
-    /// that would replace a link which [works](Link::works): whoever greets only says whose place that is.
+    /// that would replace a link which [works](Link::works): a cluster id and an instance number in a greeting prove nothing.
     pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.locked();
         entries.open()?;
