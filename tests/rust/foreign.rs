@@ -125,7 +125,7 @@ impl Peer {
     }
 
     fn mapped(&self) -> Arc<Tensors> {
-        let region = ForeignRegion::map(self.descriptor(0), offset(TENSORS) as u64, &room()).unwrap();
+        let region = ForeignRegion::map(self.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
         let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
         Arc::new(Tensors::mapped(region, offsets, TENSOR as u64).unwrap())
     }
@@ -244,27 +244,27 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
     let (mib, two) = (1 << 20, 2 << 20);
     let unsealed = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&unsealed, mib).unwrap();
-    let error = ForeignRegion::map(unsealed, mib, &room()).unwrap_err();
+    let error = ForeignRegion::map(unsealed, mib, &room(), soon()).unwrap_err();
     assert!(error.to_string().contains("not sealed"), "{error}");
     let file = File::open(std::env::current_exe().unwrap()).unwrap();
-    let error = ForeignRegion::map(file.into(), 4096, &room()).unwrap_err();
+    let error = ForeignRegion::map(file.into(), 4096, &room(), soon()).unwrap_err();
     assert!(error.to_string().contains("not memory that can be sealed"), "{error}");
     let region = Region::shared("test", mib).unwrap();
     let shared = || region.descriptor().unwrap().try_clone_to_owned().unwrap();
     // Pools are made of whole huge pages.
-    let error = ForeignRegion::map(shared(), two + 1, &room()).unwrap_err();
+    let error = ForeignRegion::map(shared(), two + 1, &room(), soon()).unwrap_err();
     assert_eq!(error.fact("has_bytes"), Some("2097152"), "{error}");
     for len in [0, u64::MAX] {
-        assert!(ForeignRegion::map(shared(), len, &room()).is_err(), "{len}");
+        assert!(ForeignRegion::map(shared(), len, &room(), soon()).is_err(), "{len}");
     }
-    assert_eq!(ForeignRegion::map(shared(), mib, &room()).unwrap().len(), mib);
-    assert!(ForeignGenerations::map(shared(), &room()).is_err());
+    assert_eq!(ForeignRegion::map(shared(), mib, &room(), soon()).unwrap().len(), mib);
+    assert!(ForeignGenerations::map(shared(), &room(), soon()).is_err());
 }
 
 #[test]
 fn far_tensors_stay_inside_what_is_there() {
     let peer = Peer::start();
-    let region = ForeignRegion::map(peer.descriptor(0), offset(TENSORS) as u64, &room()).unwrap();
+    let region = ForeignRegion::map(peer.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
     for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
         assert!(Tensors::mapped(region.clone(), [0, offset], bytes).is_err(), "{offset} + {bytes}");
     }
@@ -427,7 +427,7 @@ fn more_pieces_than_one_call_takes_arrive_also_when_they_are_odd() {
 #[test]
 fn generations_of_another_process_are_seen_as_they_rise() {
     let mut peer = Peer::start();
-    let seen = ForeignGenerations::map(peer.descriptor(1), &room()).unwrap();
+    let seen = ForeignGenerations::map(peer.descriptor(1), &room(), soon()).unwrap();
     assert_eq!((seen.of(7), seen.of(8)), (1, 0));
     assert!(seen.still(7, 1) && !seen.still(7, 0));
     peer.bump(7);

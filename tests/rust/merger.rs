@@ -20,7 +20,7 @@ use llm_datadist_core::mem::{
     ForeignProcess, ForeignRegion, MapBudget, Refusal, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::merger::Merger;
-use llm_datadist_core::{CacheKind, DataDist, End, ErrorKind, HugeChoice, Placement};
+use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
@@ -228,7 +228,8 @@ fn nobody_sees_it_happen() {
     let half = UNITS / 2 * UNIT;
     touch(&region, 4, 0..UNITS * UNIT);
     let descriptor = region.descriptor().unwrap().try_clone_to_owned().unwrap();
-    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None)).unwrap();
+    let soon = Deadline::after(Duration::from_secs(1));
+    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None), soon).unwrap();
     allow_readers();
     let own = i32::try_from(std::process::id()).unwrap();
     let process = ForeignProcess::open(own, own_probe().unwrap()).unwrap();

@@ -242,6 +242,7 @@ impl Link {
         if self.why.set((Instant::now(), why.into())).is_err() {
             return;
         }
+        self.reach.iter().for_each(Reach::leave);
         self.control.close();
         let served = self.served().streams.clone();
         for stream in self.calls_over().iter().chain(&served) {

@@ -26,6 +26,8 @@ use crate::wire::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Ru
 const MOST_DESCRIPTORS: usize = 3;
 /// How long the memory of a peer's process may take to answer when it is opened.
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
+/// How long a link that is being made waits for memory of ended links to be unmapped, if its own does not fit beside it.
+const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
 /// What this process can see of a peer's, and the other way round.
 #[derive(Debug)]
@@ -101,6 +103,12 @@ impl Reach {
         // A page of a pool that is touched already has to be mapped by the peer at its first read.
         cluster.merger.look();
         Reach { generations, pools, unmapped, process, seen }
+    }
+
+    /// Notes that the link has ended, so that links which are being made wait until this memory is unmapped.
+    pub(super) fn leave(&self) {
+        self.generations.iter().for_each(ForeignGenerations::leave);
+        self.pools.iter().flatten().for_each(|pool| pool.leave());
     }
 
     /// The generations of the peer's table; `None` if they could not be mapped.
@@ -194,11 +202,11 @@ impl Offered {
         let who = || stream.peer_pid().map_or_else(|| "unknown".into(), |pid| pid.to_string());
         let mut descriptors =
             if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
-        let generations = Self::generations(cluster, offered, &mut descriptors);
-        let mapped = generations
-            .as_ref()
-            .map_err(ToString::to_string)
-            .and_then(|_| Self::pools(cluster, offered, &mut descriptors).map_err(|error| error.to_string()));
+        let limit = Deadline::after(UNMAP_LIMIT.min(deadline.left()));
+        let generations = Self::generations(cluster, offered, &mut descriptors, limit);
+        let mapped = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
+            Self::pools(cluster, offered, &mut descriptors, limit).map_err(|error| error.to_string())
+        });
         // Without generations nobody knows whether what was read was still the cache.
         let process = match &generations {
             Ok(_) => Self::process(cluster, offered, stream, deadline),
@@ -223,11 +231,12 @@ impl Offered {
         cluster: &Cluster,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
+        limit: Deadline,
     ) -> Result<ForeignGenerations> {
         if !offered.generations {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer shares no generations"));
         }
-        ForeignGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory)
+        ForeignGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory, limit)
             .map_err(bounded)
     }
 
@@ -235,6 +244,7 @@ impl Offered {
         cluster: &Cluster,
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
+        limit: Deadline,
     ) -> Result<[Option<Arc<ForeignRegion>>; 2]> {
         let budget = &cluster.remote_memory;
         // So that one peer leaves something to the others.
@@ -247,7 +257,7 @@ impl Offered {
             return Err(bounded(error.with("offered_bytes", offered).with("limit_bytes", most)));
         }
         let mut map = |len: Option<u64>| {
-            len.map(|len| ForeignRegion::map(descriptors.next().ok_or_else(missing)?, len, budget))
+            len.map(|len| ForeignRegion::map(descriptors.next().ok_or_else(missing)?, len, budget, limit))
                 .transpose()
         };
         Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])

@@ -13,6 +13,7 @@ use rustix::mm::ProtFlags;
 use super::region::{Aligned, HUGE_PAGE};
 use super::{MapBudget, Reserved};
 use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
 
 /// Seals what this process has mapped already: for others it is there to read, at its length, for ever. `false` if the
 /// kernel cannot (before 5.1): then it must not be shared. (`nobody_maps_a_region_for_writing_after_its_owner`)
@@ -53,13 +54,18 @@ pub struct ForeignRegion {
     len: u64,
     mapped: Aligned,
     /// Returned after the mapping has gone: fields drop in order.
-    _reserved: Reserved,
+    reserved: Reserved,
 }
 
 impl ForeignRegion {
     /// Maps the first `len` bytes behind `fd` for reading. `Err` if they are not there, could go away, or are more than is
-    /// left of `budget`.
-    pub fn map(fd: OwnedFd, len: u64, budget: &Arc<MapBudget>) -> Result<Arc<ForeignRegion>> {
+    /// left of `budget` at `deadline`.
+    pub fn map(
+        fd: OwnedFd,
+        len: u64,
+        budget: &Arc<MapBudget>,
+        deadline: Deadline,
+    ) -> Result<Arc<ForeignRegion>> {
         refuse_shrinking(&fd, len)?;
         let refused = |error: rustix::io::Errno| {
             Error::new(ErrorKind::System, "the peer's memory could not be mapped")
@@ -68,13 +74,18 @@ impl ForeignRegion {
         };
         let whole = usize::try_from(len).ok().and_then(|bytes| bytes.checked_next_multiple_of(HUGE_PAGE));
         let whole = whole.ok_or_else(|| refused(rustix::io::Errno::NOMEM))?;
-        let reserved = budget.reserve(whole as u64)?;
+        let reserved = budget.reserve(whole as u64, deadline)?;
         // Not with MAP_NORESERVE: it changes nothing for ordinary pages, and where pages are reserved huge ones the kernel
         // would end this process at a page that it has not, instead of refusing the mapping.
         let mapped = Aligned::map(&fd, whole, ProtFlags::READ).map_err(refused)?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(Arc::new(ForeignRegion { len, mapped, _reserved: reserved }))
+        Ok(Arc::new(ForeignRegion { len, mapped, reserved }))
+    }
+
+    /// Notes that its link has ended, so that it will be unmapped soon.
+    pub fn leave(&self) {
+        self.reserved.leave();
     }
 
     /// Address of its first byte in this process.

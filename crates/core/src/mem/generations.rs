@@ -14,6 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use super::foreign::{refuse_shrinking, seal};
 use super::{MapBudget, Reserved, memfd};
 use crate::error::{Error, ErrorKind, Result};
+use crate::id::Deadline;
 
 /// Places with a number: 128 MiB of address space, of which only the pages of used places ever exist.
 const PLACES: u32 = 1 << 24;
@@ -72,14 +73,15 @@ impl Generations {
 pub struct ForeignGenerations {
     numbers: Numbers,
     /// Returned after the mapping has gone: fields drop in order.
-    _reserved: Reserved,
+    reserved: Reserved,
 }
 
 impl ForeignGenerations {
-    /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else, or `budget` is used up.
-    pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>) -> Result<ForeignGenerations> {
+    /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else, or `budget` is used up at
+    /// `deadline`.
+    pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>, deadline: Deadline) -> Result<ForeignGenerations> {
         refuse_shrinking(&fd, Generations::BYTES)?;
-        let reserved = budget.reserve(Generations::BYTES)?;
+        let reserved = budget.reserve(Generations::BYTES, deadline)?;
         let numbers = Numbers::map(&fd, ProtFlags::READ).map_err(|error| {
             Error::new(ErrorKind::System, "the peer's generations could not be mapped")
                 .with("bytes", BYTES)
@@ -87,7 +89,12 @@ impl ForeignGenerations {
         })?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(ForeignGenerations { numbers, _reserved: reserved })
+        Ok(ForeignGenerations { numbers, reserved })
+    }
+
+    /// Notes that its link has ended, so that it will be unmapped soon.
+    pub fn leave(&self) {
+        self.reserved.leave();
     }
 
     /// The number of `place`, to compare before a read.
