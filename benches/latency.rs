@@ -3,8 +3,9 @@
 //! `cargo bench -p llm-datadist-core --bench latency [-- --only copy,pull --sizes 262144 --seconds 1 --plain]`
 //!
 //! Each call moves one block to a random place. Calls and bare copies of the same size take turns in batches, so both see
-//! the same disturbances of the machine. `pull_by_kernel` are the calls of `pull_registered`, beside a loop of the system
-//! call that reads another process's memory. `--plain` prints one line of numbers for each row, for `benches/latency.py`, which
+//! the same disturbances of the machine. `pull_by_kernel` and `pull_by_thread` are the calls of `pull_registered`, beside
+//! two other loops: one of the system call that reads another process's memory, and one that has a second thread make that
+//! call. `--plain` prints one line of numbers for each row, for `benches/latency.py`, which
 //! compares two commits. Both engines live in this process. Not for: throughput (`copy`, `transfer`).
 
 #![allow(clippy::print_stdout, reason = "a benchmark prints its table")]
@@ -19,7 +20,9 @@
 #![allow(missing_docs, reason = "a benchmark is read from its source")]
 #![allow(unsafe_code, reason = "the bare copy loop and the memory it works on")]
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::mem::{KeptLists, Region};
@@ -41,8 +44,19 @@ const CALLS: (usize, usize) = (48, 40_000);
 const SIZES: [u64; 6] = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
 /// The size that the p99.99 bound is stated for; it gets more time.
 const JUDGED: u64 = 256 << 10;
-const KINDS: [&str; 8] =
-    ["copy", "swap_out", "swap_in", "pull", "pull_registered", "pull_by_kernel", "swap_list", "pull_list"];
+const KINDS: [&str; 9] = [
+    "copy",
+    "swap_out",
+    "swap_in",
+    "pull",
+    "pull_registered",
+    "pull_by_kernel",
+    "pull_by_thread",
+    "swap_list",
+    "pull_list",
+];
+/// Work between two rests, and how long they are: the kernel stops a real-time thread that uses 95 % of a second.
+const REST: (Duration, Duration) = (Duration::from_millis(200), Duration::from_millis(20));
 /// Blocks of one call of `swap_list` and `pull_list`, and bytes of each.
 const LISTS_OF: [(u64, u64); 3] = [(1 << 10, 4 << 10), (4 << 10, 4 << 10), (32 << 10, 1 << 10)];
 
@@ -112,32 +126,96 @@ fn allocate(engine: &DataDist, placement: Placement, block: u64) -> Arc<Cache> {
 /// Both ends of the bare copies: memory like a pool's, which no engine knows.
 struct Bare {
     memory: [Region; 2],
-    /// Copies are made by the system call that reads another process, which reads this one.
-    by_kernel: bool,
+    how: How,
+}
+
+/// How a bare copy is made.
+enum How {
+    /// By a plain copy.
+    Plain,
+    /// By the system call that reads another process, which reads this one.
+    Kernel,
+    /// By the same system call, made by another thread.
+    Thread(Helper),
 }
 
 impl Bare {
-    fn new(by_kernel: bool) -> Bare {
+    fn new(how: How) -> Bare {
         let memory = [(); 2].map(|()| Region::shared("bare", POOL).unwrap());
         for region in &memory {
             touch(region.base(), POOL);
         }
-        Bare { memory, by_kernel }
+        Bare { memory, how }
     }
 
     fn copy(&self, (src, dst): (u64, u64), block: u64) {
         let (from, to) = (self.memory[0].base() + src * block, self.memory[1].base() + dst * block);
-        if self.by_kernel {
-            let [from, to] = [from, to]
-                .map(|at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: block as usize });
-            let pid = std::process::id() as libc::pid_t;
-            // SAFETY: one part each, inside the two live regions, of which nobody else uses the second.
-            let read = unsafe { libc::process_vm_readv(pid, &raw const to, 1, &raw const from, 1, 0) };
-            assert_eq!(read, block as isize);
-            return;
+        match &self.how {
+            // SAFETY: both blocks lie inside the two live regions, which do not overlap.
+            How::Plain => unsafe {
+                std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, block as usize);
+            },
+            How::Kernel => read_by_kernel([from, to, block]),
+            How::Thread(helper) => helper.read([from, to, block]),
         }
-        // SAFETY: both blocks lie inside the two live regions, which do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, block as usize) };
+    }
+}
+
+/// Copies `block` bytes inside one of the regions of a [`Bare`] to the other.
+fn read_by_kernel([from, to, block]: [u64; 3]) {
+    let [from, to] =
+        [from, to].map(|at| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: block as usize });
+    let pid = std::process::id() as libc::pid_t;
+    // SAFETY: one part each, inside two live regions, of which nobody else uses the second.
+    let read = unsafe { libc::process_vm_readv(pid, &raw const to, 1, &raw const from, 1, 0) };
+    assert_eq!(read, block as isize);
+}
+
+/// A thread that reads for others. Both sides look for 50 µs before they sleep, as the engine does.
+struct Helper(Arc<Errand>, thread::Thread);
+
+#[derive(Default)]
+struct Errand {
+    what: Mutex<[u64; 3]>,
+    asked: AtomicU64,
+    done: AtomicU64,
+    caller: Mutex<Option<thread::Thread>>,
+}
+
+impl Helper {
+    fn new() -> Helper {
+        let errand = Arc::new(Errand::default());
+        let theirs = errand.clone();
+        let helper = thread::spawn(move || {
+            for number in 1.. {
+                until(&theirs.asked, number);
+                read_by_kernel(*theirs.what.lock().unwrap());
+                theirs.done.store(number, Ordering::Release);
+                theirs.caller.lock().unwrap().as_ref().unwrap().unpark();
+            }
+        });
+        Helper(errand, helper.thread().clone())
+    }
+
+    fn read(&self, what: [u64; 3]) {
+        let Helper(errand, helper) = self;
+        *errand.what.lock().unwrap() = what;
+        errand.caller.lock().unwrap().get_or_insert_with(thread::current);
+        let number = errand.asked.fetch_add(1, Ordering::AcqRel) + 1;
+        helper.unpark();
+        until(&errand.done, number);
+    }
+}
+
+/// Waits until `counter` is at `number`.
+fn until(counter: &AtomicU64, number: u64) {
+    let started = Instant::now();
+    while counter.load(Ordering::Acquire) < number {
+        if started.elapsed() < Duration::from_micros(50) {
+            thread::yield_now();
+        } else {
+            thread::park();
+        }
     }
 }
 
@@ -180,13 +258,17 @@ fn measured(block: u64, seconds: f64, bare: &Bare, mut call: impl FnMut((u64, u6
     let blocks = POOL / block;
     let (mut random, mut taken) = (Random(0x1357_9BDF_0246_8ACE), Taken::default());
     let batch = BATCH.min((64 << 20) / block as usize);
-    let started = Instant::now();
+    let (started, mut rested) = (Instant::now(), Instant::now());
     while taken.calls.len() < CALLS.0
         || (started.elapsed().as_secs_f64() < seconds && taken.calls.len() < CALLS.1)
     {
         let places: Vec<_> = (0..batch).map(|_| (random.below(blocks), random.below(blocks))).collect();
         taken.calls.extend(places.iter().map(|&at| micros(|| call(at))));
         taken.bare.extend(places.iter().map(|&at| micros(|| bare.copy(at, block))));
+        if rested.elapsed() > REST.0 {
+            thread::sleep(REST.1);
+            rested = Instant::now();
+        }
     }
     taken
 }
@@ -303,7 +385,7 @@ fn pull_lists(list: (u64, u64), seconds: f64, bare: &Bare) -> Taken {
 
 fn main() {
     let options = options();
-    let [bare, by_kernel] = [false, true].map(Bare::new);
+    let [bare, by_kernel, by_thread] = [How::Plain, How::Kernel, How::Thread(Helper::new())].map(Bare::new);
     if !options.plain {
         println!(
             "| call | size | calls | p50 µs | p99 | p99.99 | bare p50 | p99 | p99.99 | p50 / bare | p99.99 / bare |"
@@ -326,6 +408,7 @@ fn main() {
             let seconds = options.seconds * if size == JUDGED { 6.0 } else { 1.0 };
             let taken = match kind {
                 "pull_by_kernel" => pulls(size, seconds, &by_kernel, true),
+                "pull_by_thread" => pulls(size, seconds, &by_thread, true),
                 "pull" | "pull_registered" => pulls(size, seconds, &bare, kind == "pull_registered"),
                 _ => local(kind, size, seconds, &bare),
             };
