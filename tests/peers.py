@@ -791,8 +791,9 @@ class Peer:
 
     def said(self) -> str:
         """What it wrote to its standard output and error."""
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")[-20000:]
+        # Not by seek and read: the process shares the position, and would write over what it wrote before.
+        log = self.log.fileno()
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")[-20000:]
 
     def signal(self, number: int) -> None:
         """Send a signal to it."""
