@@ -64,6 +64,22 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
+docs: build .venv-docs/.tools  ## the documentation site in target/docs; runs every snippet, warnings are errors
+	$(BIN)/python tools/docs/options.py --check
+	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
+	.venv-docs/bin/zensical build --strict --clean
+
+docs-options: build  ## write docs/options.md anew
+	$(BIN)/python tools/docs/options.py
+
+.venv-docs/.tools: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
+	touch $@
+
+mutants: $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against the tests of its area (up to an hour)
+	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
+
 loom:  ## the model checker over pins and jobs, in a target folder of its own
 	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test rust --target-dir target/loom
 
@@ -192,4 +208,4 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
 
-.PHONY: help demo test cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo test docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -1,0 +1,78 @@
+"""Runs the Python code blocks of documentation pages: snippets.py <page> ...
+
+The `python` blocks of a page run in order, in one new process, in an empty folder, as a reader would type them. A block
+whose preceding line is `<!-- not run: reason -->` is left out; the reasons are printed. Example programs that a page
+includes run too, each in its own process. Ends with 1 if anything fails, or if no block was found at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BLOCK = re.compile(
+    r"^(?P<skip><!-- not run: (?P<reason>.+?) -->\n)?```python\b[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+INCLUDED = re.compile(r'^--8<-- "(examples/[^"]+\.py)"$', re.MULTILINE)
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+
+
+def blocks(page: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """The line and the text of each block that is run, and why others are not."""
+    text = page.read_text(encoding="utf-8")
+    run, left_out = [], []
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("code")) + 1
+        if found["skip"]:
+            left_out.append(f"{page}:{line}: {found['reason']}")
+        elif not INCLUDED.fullmatch(found["code"].rstrip("\n")):
+            run.append((line, found["code"]))
+    return run, left_out
+
+
+def run_page(page: Path) -> int:
+    """Runs the blocks of one page and the programs that it includes; returns how many there were. Raises on failure."""
+    run, left_out = blocks(page)
+    for reason in left_out:
+        print("not run:", reason)
+    programs = INCLUDED.findall(page.read_text(encoding="utf-8"))
+    for program in programs:
+        subprocess.run([sys.executable, ROOT / program], check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+    if not run:
+        return len(programs)
+    # Blank lines keep the line numbers of the page in tracebacks.
+    code = ""
+    for line, text in run:
+        code += "\n" * (line - 1 - code.count("\n")) + text
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / page.name.replace(".md", ".py")
+        program.write_text(code, encoding="utf-8")
+        subprocess.run(
+            [sys.executable, program.name], cwd=folder, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    return len(run) + len(programs)
+
+
+def main() -> int:
+    """Runs all pages, whichever fail."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="+", type=Path)
+    count, failed = 0, []
+    for page in parser.parse_args().pages:
+        try:
+            count += run_page(page)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:  # noqa: PERF203
+            failed.append(f"{page}: {error}")
+    print(f"{count} blocks and programs ran")
+    for line in failed:
+        print("FAILED", line, file=sys.stderr)
+    return 1 if failed or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
