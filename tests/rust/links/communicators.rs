@@ -88,6 +88,12 @@ fn members_meet_in_either_order_and_calls_wait_for_it() {
             assert_eq!(more, (2, 2));
             ready(first, 2);
             ready(second, 2);
+            // The latest of both carries the calls.
+            let transfers =
+                || first.stats().links.iter().map(|link| link.transfers.calls).collect::<Vec<_>>();
+            let before = transfers();
+            works(first, second);
+            assert_eq!(transfers(), [before[0], before[1] + 1]);
             first.unlink(1).unwrap();
             works(first, second);
             works(second, first);

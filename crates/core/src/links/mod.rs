@@ -186,7 +186,7 @@ impl Links {
         told
     }
 
-    /// The link that calls to `cluster` use: the latest that lives. Waits for one that is being made by a rank table.
+    /// The link that calls to `cluster` use, as `State::find` chooses it. Waits for one that is being made by a rank table.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.shared.state.find(cluster, self.shared.patience(), deadline)
     }

@@ -183,7 +183,7 @@ impl State {
     }
 
     /// The link to `cluster` that calls use: the oldest whose peer was heard of within `patience`, so that one which comes
-    /// later takes no calls from it; else the latest that lives.
+    /// later takes no calls from it, except a later communicator with the same process; else the latest that lives.
     pub(super) fn find(
         &self,
         cluster: ClusterId,
@@ -364,8 +364,12 @@ fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
     if let [only] = all {
         return only.alive().then_some(only);
     }
-    let heard = all.iter().find(|link| link.alive() && link.silent() < patience);
-    heard.or_else(|| all.iter().rev().find(|link| link.alive()))
+    let heard = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
+    let Some(oldest) = all.iter().find(heard) else { return all.iter().rev().find(|link| link.alive()) };
+    // Of several communicators with one process, the latest is used (contract §6.5).
+    let again = |link: &&Arc<Link>| heard(link) && link.peer().instance == oldest.peer().instance;
+    let ranked = |link: &&Arc<Link>| matches!(link.kind(), Kind::Communicator(_));
+    if ranked(&oldest) { all.iter().rev().find(|link| ranked(link) && again(link)) } else { Some(oldest) }
 }
 
 /// Whether `link` would take the place of `other`, of the same cluster id.
