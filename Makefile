@@ -48,7 +48,7 @@ stress-tests: cpp-tools build capi $(VENV)/.test-tools  ## the test phases REPEA
 	tests/stress.sh $(REPEAT) "$(TARGET_DIR)/stress" $(BIN)/python $(BUSY)
 
 fast: build capi $(VENV)/.test-tools  ## the tests that take under a minute
-	cargo test -p llm-datadist-core --test rust
+	cargo test -p llm-datadist-core --test integration
 	$(BIN)/python -m pytest -x -q --deselect tests/test_replay.py
 
 conformance: build capi $(VENV)/.test-tools  ## run the tests that prove the contract and write docs/conformance.md
@@ -81,11 +81,11 @@ mutants: $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against 
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
 
 loom:  ## the model checker over pins and jobs, in a target folder of its own
-	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test rust --target-dir target/loom
+	RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --test integration --target-dir target/loom
 
 asan:  ## the Rust tests of the core and the C interface with the address sanitizer
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address --cfg=sanitized" LSAN_OPTIONS="suppressions=$(CURDIR)/tests/lsan.txt" cargo test --locked --target $(TRIPLE) \
-		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi --lib --test rust
+		--target-dir "$(TARGET_DIR)/asan" -p llm-datadist-core -p llm-datadist-capi --lib --test integration
 
 valgrind:  ## the Rust tests of the memory code under valgrind, shortened
 	tests/valgrind.sh
@@ -115,12 +115,12 @@ check-aarch64:  ## cargo check for 64-bit Arm, where that target is installed
 	else echo "NOT CHECKED: aarch64-unknown-linux-gnu is not installed (rustup target add aarch64-unknown-linux-gnu)"; fi
 
 thorough: loom build $(VENV)/.test-tools  ## long property tests and the model checker (minutes)
-	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test rust
+	PROPTEST_CASES=4096 cargo test --release -p llm-datadist-core --test integration
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
 soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
 	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_door.py tests/test_hostile_peers.py
-	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test rust links::
+	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test integration links::
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
 
 example: build  ## a transformer in two processes, bit-identical to one (examples/transformer)

@@ -49,7 +49,10 @@ def other(commit: str) -> Path:
     with tarfile.open(packed) as archive:
         archive.extractall(tree, filter="data")
     source = BENCH.read_text(encoding="utf-8")
-    if not (tree / "crates/core/src/mem/kept.rs").exists():
+    core = tree / "crates/core/src"
+    if (core / "mem").exists():  # commits before the modules were renamed
+        source = source.replace("llm_datadist_core::memory", "llm_datadist_core::mem")
+    if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
         source = source.replace("mem::{KeptLists, Region}", "mem::Region")
         source = re.sub(r"/// As the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n", "", source)
     (tree / "benches" / "latency.rs").write_text(source, encoding="utf-8")

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::mem::{KeptLists, Region};
+use llm_datadist_core::memory::{KeptLists, Region};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, Role,

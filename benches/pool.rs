@@ -2,7 +2,7 @@
 //!
 //! Every contender plays the same requests on the same fragmented pool: 100,000 live ranges of the sizes that KV caches
 //! have, what is left when half of 200,000, picked at random, were freed. A request that is refused ends the run, so no figure
-//! comes from doing nothing. Not for: correctness (`tests/rust/pool.rs`).
+//! comes from doing nothing. Not for: correctness (`crates/core/tests/integration/pool.rs`).
 #![allow(clippy::panic, reason = "a bench that measures nothing must stop")]
 
 use std::hint::black_box;

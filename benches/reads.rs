@@ -12,11 +12,11 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::check::BlockPairs;
+use llm_datadist_core::copy::{CopyEngine, Progress, Staging};
 use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::engine::{CopyEngine, Progress, Staging};
-use llm_datadist_core::mem::{Adopted, ForeignProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::memory::{Adopted, ForeignProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::validate::BlockPairs;
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
 };

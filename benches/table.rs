@@ -18,10 +18,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
-use llm_datadist_core::check::{BlockPairs, Side};
-use llm_datadist_core::mem::{Generations, Region, Tensors};
+use llm_datadist_core::cache::Table;
+use llm_datadist_core::memory::{Generations, Region, Tensors};
 use llm_datadist_core::plan::{CopyPlan, Ends};
-use llm_datadist_core::table::Table;
+use llm_datadist_core::validate::{BlockPairs, Side};
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;

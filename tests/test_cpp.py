@@ -2,8 +2,8 @@
 
 Programs under `tests/cpp` are compiled with every compiler that is there, warnings as errors, against the library that
 `make capi` builds. With `LLM_DATADIST_SANITIZE=1` (`make sanitize`) they are compiled with the address and the
-undefined-behaviour sanitizer. Not for: null pointers and handles (`tests/rust_capi`), or rules of `core::check` that
-the Python calls share.
+undefined-behaviour sanitizer. Not for: null pointers and handles (`crates/capi/src/tests`), or rules of the core's
+`validate` that the Python calls share.
 """
 
 from __future__ import annotations

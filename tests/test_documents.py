@@ -31,12 +31,12 @@ def constant(file: str, name: str) -> int:
 
 
 LIMITS = [
-    ("links/calls.rs", "MOST_CALLS", "- {} calls over one link at a time"),
-    ("links/state.rs", "MOST_LINKS", "- {} links, "),
-    ("links/communicator.rs", "MOST", " links, {} communicators"),
-    ("links/far.rs", "MOST_RECORDS", "- {} descriptions are kept"),
-    ("datadist/remote.rs", "AT_ONCE", "any number of clusters, {} at a time"),
-    ("wire/mod.rs", "VERSION", "and one message; the version is {}."),
+    ("session/call_streams.rs", "MOST_CALLS", "- {} calls over one link at a time"),
+    ("session/registry.rs", "MOST_LINKS", "- {} links, "),
+    ("session/communicator.rs", "MOST", " links, {} communicators"),
+    ("session/client.rs", "MOST_RECORDS", "- {} descriptions are kept"),
+    ("engine/links.rs", "AT_ONCE", "any number of clusters, {} at a time"),
+    ("protocol/mod.rs", "VERSION", "and one message; the version is {}."),
 ]
 
 
@@ -47,7 +47,7 @@ def test_links_page_states_the_numbers_of_the_code(file: str, name: str, text: s
 
 
 def test_changelog_names_the_wire_version() -> None:
-    assert f"The wire is version {constant('wire/mod.rs', 'VERSION')}:" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"The wire is version {constant('protocol/mod.rs', 'VERSION')}:" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_readme_names_the_minimum_rust_version() -> None:

@@ -1,7 +1,7 @@
 """Who is let in: tokens on either side, and a listener under garbage, half frames, silence and floods.
 
 Raw sockets play the strangers; a real peer must link and pull all the while (issue: safety of the door). Not for: the
-frames themselves (`tests/rust/wire.rs`).
+frames themselves (`crates/core/tests/integration/wire.rs`).
 """
 
 from __future__ import annotations

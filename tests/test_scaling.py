@@ -189,19 +189,19 @@ def test_the_work_that_is_counted():
 @pytest.mark.parametrize(
     ("file", "constant", "said"),
     [
-        ("links/state.rs", "MOST_LINKS: usize = 4096;", "4,096"),
+        ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
         (
-            "links/limits.rs",
+            "session/limits.rs",
             "newcomers: (descriptors / 16).clamp(4, 256)",
             "a sixteenth of the open-file limit",
         ),
-        ("links/places.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
-        ("links/far.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
-        ("links/calls.rs", "MOST_CALLS: usize = 64;", "at most 64"),
-        ("links/calls.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
-        ("transport/door.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
-        ("links/search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
-        ("mem/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),
+        ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
+        ("session/client.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
+        ("session/call_streams.rs", "MOST_CALLS: usize = 64;", "at most 64"),
+        ("session/call_streams.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
+        ("net/acceptor.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
+        ("session/member_search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
+        ("memory/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),
     ],
 )
 def test_the_limits_that_the_page_names_are_those_of_the_code(file, constant, said):

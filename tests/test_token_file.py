@@ -1,6 +1,6 @@
 """The token in a file: the option, the variable, which of the sources counts, and that nothing shows the token.
 
-Not for: which files are refused (`tests/rust/token_file.rs`), or what a token protects (`test_door.py`).
+Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects (`test_door.py`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use llm_datadist_core::check::Side;
-use llm_datadist_core::mem::{Generations, Region, Tensors};
-use llm_datadist_core::table::Table;
+use llm_datadist_core::cache::Table;
+use llm_datadist_core::memory::{Generations, Region, Tensors};
+use llm_datadist_core::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Config, DataDist, Geometry, Placement};
 
 use crate::Options;

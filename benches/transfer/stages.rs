@@ -6,10 +6,10 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use llm_datadist_core::check::{self, Far, Layers, Moves, PushRows, Side};
-use llm_datadist_core::desc::Geometry;
+use llm_datadist_core::model::Geometry;
 use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::wire::{self, HEADER, Location, Request, Run, WireName, WirePlan};
+use llm_datadist_core::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
+use llm_datadist_core::validate::{self, Far, Layers, Moves, PushRows, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};
 
 use crate::Options;
@@ -80,8 +80,8 @@ fn push(side: Side, list: &PushRows) -> ([f64; 7], usize) {
 #[inline(never)]
 fn checked(side: Side, list: &PushRows) -> Moves {
     let far = Far { side, row: 0, accessible: true };
-    check::push_near(side, list, Layers::ALL).unwrap();
-    check::push(side, far, list, Layers::ALL).unwrap()
+    validate::push_near(side, list, Layers::ALL).unwrap();
+    validate::push(side, far, list, Layers::ALL).unwrap()
 }
 
 #[inline(never)]
@@ -101,12 +101,12 @@ fn written(plan: &CopyPlan) -> Vec<u8> {
         tensor_bytes: plan.bytes(),
         limit_ms: 1000,
     };
-    wire::encode(&request).unwrap()
+    protocol::encode(&request).unwrap()
 }
 
 #[inline(never)]
 fn read(body: &[u8]) -> Request {
-    wire::decode(body).unwrap()
+    protocol::decode(body).unwrap()
 }
 
 #[inline(never)]

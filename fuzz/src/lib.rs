@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::fmt::Debug;
 
-use llm_datadist_core::wire::{
+use llm_datadist_core::protocol::{
     self, Attach, Attached, Challenge, Control, Hello, Proof, Reply, Request, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
@@ -73,7 +73,7 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
 /// Decodes `body` as a `T` and asserts what holds for every message: bounded memory, one error kind, and a stable
 /// encoding.
 pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8]) -> Option<T> {
-    let (result, most) = peak(|| wire::decode::<T>(body));
+    let (result, most) = peak(|| protocol::decode::<T>(body));
     // serde reserves at most one megabyte for a length that the bytes do not back, on each of two nested levels.
     assert!(most < 64 * body.len() + (3 << 20), "{most} bytes of memory for {} of a message", body.len());
     let message = match result {
@@ -83,14 +83,14 @@ pub fn decoded<T: Serialize + DeserializeOwned + PartialEq + Debug>(body: &[u8])
             return None;
         }
     };
-    let Ok(frame) = wire::encode(&message) else {
+    let Ok(frame) = protocol::encode(&message) else {
         // Only a plan that was read to its end and is none is never sent.
         assert!(format!("{message:?}").contains("Unusable"), "{message:?} cannot be encoded again");
         return Some(message);
     };
-    let again: T = wire::decode(&frame[wire::HEADER..]).expect("an encoded message is decoded again");
+    let again: T = protocol::decode(&frame[protocol::HEADER..]).expect("an encoded message is decoded again");
     assert_eq!(message, again);
-    assert_eq!(frame, wire::encode(&again).expect("encoded twice"));
+    assert_eq!(frame, protocol::encode(&again).expect("encoded twice"));
     Some(message)
 }
 
@@ -111,8 +111,8 @@ pub fn any_message(which: u8, body: &[u8]) {
 }
 
 fn request(body: &[u8]) {
-    use llm_datadist_core::keys::Name;
-    use llm_datadist_core::wire::WireName;
+    use llm_datadist_core::model::Name;
+    use llm_datadist_core::protocol::WireName;
     let name = match decoded::<Request>(body) {
         Some(
             Request::Describe { name, .. }
@@ -127,7 +127,7 @@ fn request(body: &[u8]) {
 }
 
 fn reply(body: &[u8]) {
-    use llm_datadist_core::wire::{Location, Run};
+    use llm_datadist_core::protocol::{Location, Run};
     match decoded::<Reply>(body) {
         Some(Reply::Described(record)) => {
             if let Err(error) = record.side() {

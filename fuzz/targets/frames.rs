@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::wire::{
+use llm_datadist_core::protocol::{
     self, GREETING_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL, VERSION,
 };
 use llm_datadist_core::{Error, ErrorKind};
@@ -46,12 +46,12 @@ fuzz_target!(|input: &[u8]| {
 
 /// The text of a refusal is bounded and harmless, and a refusal made of it crosses again with the same kind.
 fn refusal(body: &[u8]) {
-    let error = wire::refused(body);
+    let error = protocol::refused(body);
     let text = error.to_string();
     assert!(!text.chars().any(char::is_control), "{text:?}");
-    let frame = wire::refusal(&error);
+    let frame = protocol::refusal(&error);
     let (header, body) = frame.split_first_chunk().expect("a frame has a header");
     let header = Header::parse(header, GREETING_LIMIT).expect("a refusal fits a greeting");
     assert_eq!((header.kind, header.length), (REFUSAL, body.len()));
-    assert_eq!(wire::refused(body).kind(), error.kind());
+    assert_eq!(protocol::refused(body).kind(), error.kind());
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
 use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::wire::{self, WirePlan, WireSteps};
+use llm_datadist_core::protocol::{self, WirePlan, WireSteps};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).
@@ -112,8 +112,8 @@ fuzz_target!(|input: &[u8]| {
     }
     // What travels is what was planned.
     let again = WirePlan::try_from(&plan).expect("a plan that was received fits a message");
-    let frame = wire::encode(&again).expect("a plan that was received can be sent");
-    let read: WirePlan = wire::decode(&frame[wire::HEADER..]).expect("and read");
+    let frame = protocol::encode(&again).expect("a plan that was received can be sent");
+    let read: WirePlan = protocol::decode(&frame[protocol::HEADER..]).expect("and read");
     assert_eq!(CopyPlan::try_from(read).expect("and accepted"), plan);
 });
 

@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::check::ranks::{self, RankEnd};
 use llm_datadist_core::config::LinkConfig;
+use llm_datadist_core::validate::rank_table::{self, RankEnd};
 use llm_datadist_core::{ClusterId, ErrorKind};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;
@@ -16,7 +16,7 @@ fuzz_target!(|input: &[u8]| {
     let Ok(text) = std::str::from_utf8(text) else { return };
     let members = &MEMBERS[..2 + usize::from(count % 3)];
     let links = LinkConfig::default();
-    let ends = |text: &str| ranks::ends(text, members, ClusterId(1), &links);
+    let ends = |text: &str| rank_table::ends(text, members, ClusterId(1), &links);
     match ends(text) {
         Err(error) => {
             refused_as(&error, &[ErrorKind::InvalidArgument]);

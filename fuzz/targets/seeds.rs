@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use llm_datadist_core::plan::{Span, SpanList};
-use llm_datadist_core::wire::{
+use llm_datadist_core::protocol::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
     Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSteps,
 };
@@ -23,15 +23,15 @@ fn main() {
     replies(&mut add);
     for (which, name, frame) in &messages {
         write("frames", name, &[&[*which][..], frame].concat());
-        write("messages", name, &[&[*which][..], &frame[wire::HEADER..]].concat());
+        write("messages", name, &[&[*which][..], &frame[protocol::HEADER..]].concat());
     }
-    let refusal = wire::refusal(&Error::new(ErrorKind::LinkFailed, "no token was proved"));
+    let refusal = protocol::refusal(&Error::new(ErrorKind::LinkFailed, "no token was proved"));
     write("frames", "refusal", &[&[0x80][..], &refusal].concat());
     let two: Vec<u8> = [&[0x80][..], &messages[0].2, &messages[2].2].concat();
     write("frames", "two", &two);
     for (name, plan) in plans() {
         let sizes = [0, 8, 0, 64, 0, 0, 8, 0, 64, 0, 2, 0]; // 8 tensors of 16 KiB at each end, rows of 512 bytes
-        write("plans", name, &[&sizes[..], &frame(&plan)[wire::HEADER..]].concat());
+        write("plans", name, &[&sizes[..], &frame(&plan)[protocol::HEADER..]].concat());
     }
     texts();
 }
@@ -43,7 +43,7 @@ fn write(target: &str, name: &str, bytes: &[u8]) {
 }
 
 fn frame<T: Serialize>(message: &T) -> Vec<u8> {
-    wire::encode(message).expect("a message")
+    protocol::encode(message).expect("a message")
 }
 
 fn greeting(add: &mut dyn FnMut(u8, &'static str, Vec<u8>)) {

@@ -1,5 +1,5 @@
 // The log callback: which lines it gets, on which threads, and that it is quiet once it was replaced. Not for: what the
-// lines say, or standard error (tests/rust_capi/log.rs).
+// lines say, or standard error (crates/capi/src/tests/log.rs).
 #include <atomic>
 #include <cstring>
 #include <mutex>

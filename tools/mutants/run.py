@@ -86,7 +86,7 @@ def write_mutants(mutants: list[Mutant]) -> dict[tuple[str, int], int]:
 
 def build() -> tuple[list[Path], set[tuple[str, int]]]:
     """The test programs of the copy, or the lines that do not compile, from 0."""
-    command = ["cargo", "test", "--package", "llm-datadist-core", "--lib", "--test", "rust", "--no-run"]
+    command = ["cargo", "test", "--package", "llm-datadist-core", "--lib", "--test", "integration", "--no-run"]
     command += ["--message-format", "json", "--target-dir", str(WORK / "build")]
     environment = {**os.environ, "RUSTFLAGS": "--cap-lints allow"}
     ended = subprocess.run(command, cwd=TREE, env=environment, check=False, capture_output=True, text=True)

@@ -10,7 +10,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use llm_datadist_core::check::cpp::Options;
+use llm_datadist_core::validate::cpp::Options;
 use llm_datadist_core::{ClusterId, DataDist, Error, ErrorKind, Result, StatusCode};
 
 /// One object of the class: its name, and its engine while it is initialised.
@@ -158,7 +158,7 @@ pub(crate) fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Runs `call` and gives its status. A panic becomes `LLM_FAILED`; the reason of a failure is kept for [`reason`]
-/// (`tests/rust_capi`).
+/// (`crates/capi/src/tests`).
 pub(crate) fn guarded(call: impl FnOnce() -> Result<()>) -> u32 {
     guarded_as(StatusCode::of_cpp, call)
 }

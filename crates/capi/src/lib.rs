@@ -28,7 +28,7 @@ use llm_datadist_core::KeptLists;
 static LISTS: KeptLists = KeptLists::new();
 
 #[cfg(test)]
-#[path = "../../../tests/rust_capi/mod.rs"]
+#[path = "../../../crates/capi/src/tests/mod.rs"]
 #[allow(
     unsafe_code,
     clippy::multiple_unsafe_ops_per_block,

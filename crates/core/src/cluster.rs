@@ -5,17 +5,17 @@
 
 use std::sync::Arc;
 
-use crate::arena::Arena;
+use crate::cache::{Cache, Origin, Table};
 use crate::config::{Config, HugeChoice, PoolConfig};
-use crate::desc::Placement;
+use crate::copy::CopyEngine;
 use crate::device::DeviceSet;
-use crate::engine::CopyEngine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::mem::{self, Generations, MapBudget};
-use crate::merger::Merger;
+use crate::huge_pages::Merger;
+use crate::memory::{self, Generations, MapBudget};
+use crate::model::Placement;
+use crate::pool::Arena;
 use crate::stats::Stats;
-use crate::table::{Cache, Origin, Table};
 
 /// The state of one cluster.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl Cluster {
     /// Pools, table and workers of `config`, over `devices`. A device pool that is only a share gets its size here.
     pub fn open(mut config: Config, devices: DeviceSet) -> Result<Self> {
         if let (None, Some(share)) = (config.device_pool, config.device_share) {
-            config.device_pool = Some(PoolConfig::about(share.of_bytes(mem::usable_bytes())));
+            config.device_pool = Some(PoolConfig::about(share.of_bytes(memory::usable_bytes())));
         }
         let arena = |pool: Option<PoolConfig>, placement| {
             pool.map(|pool| Arena::open(devices.at(placement).as_ref(), pool, placement)).transpose()

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::id::ClusterId;
+use crate::model::ClusterId;
 
 /// What the cluster does for others. Informational in cache-manager mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

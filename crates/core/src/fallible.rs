@@ -1,6 +1,6 @@
 //! Lists whose length a caller or a peer chooses: a failed allocation is an error of the call, not the end of the process.
 //!
-//! Every list of a plan, a message or the table is made here, or reserved before it is filled (`tests/rust/short.rs` fails
+//! Every list of a plan, a message or the table is made here, or reserved before it is filled (`tests/integration/short.rs` fails
 //! each of these allocations in turn). Not for: lists whose length the engine itself bounds, and texts of errors.
 
 use std::hash::Hash;

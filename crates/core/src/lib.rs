@@ -105,56 +105,50 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 
-pub mod arena;
-pub mod check;
+pub mod cache;
 pub mod cluster;
 pub mod config;
-pub mod counters;
-pub mod datadist;
-pub mod desc;
+pub mod copy;
 pub mod device;
 pub mod engine;
 pub mod error;
 pub mod fallible;
-pub mod id;
-pub mod keys;
-mod lanes;
-pub mod links;
+pub mod huge_pages;
 pub mod log;
 #[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
-pub mod mem;
-pub mod merger;
-mod peer;
+pub mod memory;
+pub mod model;
+pub mod net;
 pub mod plan;
 pub mod pool;
+pub mod protocol;
+pub mod session;
 pub mod stats;
 pub mod status;
 mod sync;
-pub mod table;
-pub mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
 pub mod token_file;
-pub mod transport;
-pub mod wire;
+pub mod transfer;
+pub mod validate;
 
-pub use check::{
-    CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
-};
+pub use cache::Cache;
 pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use counters::OpState;
-pub use datadist::{CacheIndex, DataDist, End, FarName};
-pub use desc::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
+pub use engine::{CacheIndex, DataDist, End, FarName};
 pub use error::{Error, ErrorKind, Result};
-pub use id::{CacheId, ClusterId, Deadline};
-pub use keys::{CacheKey, NO_ID, Name};
-pub use links::{CommStatus, PeerAddress};
 pub use log::{Level, Line, Sink, install as install_log};
-pub use mem::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
-pub use stats::{LinkState, PoolReport, Snapshot};
+pub use memory::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
+pub use model::{
+    CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,
+    tensor_bytes,
+};
+pub use session::{CommStatus, PeerAddress};
+pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;
-pub use table::Cache;
-pub use task::{Carried, Outcome, Task};
+pub use transfer::{Carried, Outcome, Task};
+pub use validate::{
+    CopyArgs, Destination, ExtParam, LayerRange, Layers, LayerwiseArgs, PullRows, PushRows, Target,
+};

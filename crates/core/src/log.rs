@@ -27,7 +27,7 @@ pub struct Line {
     /// The line in that file, or 0.
     pub line: u32,
     /// The message, then `name=value` for each field. Control characters are escaped, because part of the text may come
-    /// from a peer (`tests/rust/log.rs`).
+    /// from a peer (`tests/integration/log.rs`).
     pub text: String,
 }
 

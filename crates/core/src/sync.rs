@@ -1,5 +1,5 @@
 //! The locks, counters and threads of `table::pin`, `engine::workers`, `task` and `lanes`: the standard ones, or loom's where
-//! its model runs them (`--cfg loom`; `tests/rust/loom_{pin, job, task}.rs`).
+//! its model runs them (`--cfg loom`; `tests/integration/loom_{pin, job, task}.rs`).
 //!
 //! Not for: anything else; a lock that no model looks at comes from `std`.
 

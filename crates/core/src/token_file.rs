@@ -11,9 +11,9 @@ use std::path::Path;
 use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::process::geteuid;
 
-use crate::check;
 use crate::config::{LinkConfig, Token};
 use crate::error::{Error, ErrorKind, Result};
+use crate::validate;
 
 /// Most bytes of the file.
 const LONGEST: u64 = 4096;
@@ -46,7 +46,7 @@ pub fn read(path: &Path) -> Result<Token> {
     }
     let text = std::str::from_utf8(&bytes).map_err(|_| refused(path, "is not UTF-8 text"))?;
     let text = text.strip_suffix('\n').map_or(text, |line| line.strip_suffix('\r').unwrap_or(line));
-    check::link_token(text).map_err(|error| error.with("link_token_file", path.display()))
+    validate::link_token(text).map_err(|error| error.with("link_token_file", path.display()))
 }
 
 /// Refuses a file that others could have written, or can read.

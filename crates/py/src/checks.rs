@@ -2,7 +2,7 @@
 //!
 //! Not for: rules of their own. Types and widths come from `convert`, meanings from `core::check`.
 
-use llm_datadist_core::{Result, check};
+use llm_datadist_core::{Result, validate};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
@@ -186,7 +186,7 @@ pub(crate) fn check_dimensions(
     seq_len_dim_index: i64,
 ) -> PyResult<()> {
     let index = convert::any_int("batch_dim_index", batch_dim_index)?;
-    checked(batch_dim_index.py(), check::dimensions(rank, index, seq_len_dim_index))
+    checked(batch_dim_index.py(), validate::dimensions(rank, index, seq_len_dim_index))
 }
 
 /// Bytes of one tensor.
@@ -199,111 +199,111 @@ pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64
 /// A device number: int32, 0 or above.
 #[pyfunction]
 pub(crate) fn check_device_id(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::device_id(int::<i32>("device_id", arg_value)?.into()))
+    checked(arg_value.py(), validate::device_id(int::<i32>("device_id", arg_value)?.into()))
 }
 
 /// Milliseconds: int32, above 0.
 #[pyfunction]
 pub(crate) fn check_sync_kv_timeout(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::sync_kv_timeout(int::<i32>("sync_kv_timeout", arg_value)?.into()))
+    checked(arg_value.py(), validate::sync_kv_timeout(int::<i32>("sync_kv_timeout", arg_value)?.into()))
 }
 
 /// Seconds: 0 to 2^32 - 1.
 #[pyfunction]
 pub(crate) fn check_link_total_time(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_total_time(convert::any_int("link_total_time", arg_value)?))
+    checked(arg_value.py(), validate::link_total_time(convert::any_int("link_total_time", arg_value)?))
 }
 
 /// 1 to 100.
 #[pyfunction]
 pub(crate) fn check_link_retry_count(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_retry_count(convert::any_int("link_retry_count", arg_value)?))
+    checked(arg_value.py(), validate::link_retry_count(convert::any_int("link_retry_count", arg_value)?))
 }
 
 /// Threads: 1 to 256.
 #[pyfunction]
 pub(crate) fn check_copy_workers(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::copy_workers(convert::any_int("copy_workers", arg_value)?))
+    checked(arg_value.py(), validate::copy_workers(convert::any_int("copy_workers", arg_value)?))
 }
 
 /// `auto`, `direct` or `ring`.
 #[pyfunction]
 pub(crate) fn check_swap_in_path(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), check::swap_in_path(&arg_value.to_string_lossy()).map(drop))
+    checked(arg_value.py(), validate::swap_in_path(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// `auto`, `plain` or `streaming`.
 #[pyfunction]
 pub(crate) fn check_copy_kernel(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), check::copy_kernel(&arg_value.to_string_lossy()).map(drop))
+    checked(arg_value.py(), validate::copy_kernel(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// `auto`, `off` or `eager`.
 #[pyfunction]
 pub(crate) fn check_huge_pages(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), check::huge_pages(&arg_value.to_string_lossy()).map(drop))
+    checked(arg_value.py(), validate::huge_pages(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// At least 16 characters; no message shows them.
 #[pyfunction]
 pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
     let text = convert::text("link_token", arg_value)?;
-    checked(arg_value.py(), check::link_token(&text).map(drop))
+    checked(arg_value.py(), validate::link_token(&text).map(drop))
 }
 
 /// A path; `init` reads the file.
 #[pyfunction]
 pub(crate) fn check_link_token_file(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
     let text = convert::text("link_token_file", arg_value)?;
-    checked(arg_value.py(), check::link_token_file(&text).map(drop))
+    checked(arg_value.py(), validate::link_token_file(&text).map(drop))
 }
 
 /// Milliseconds: 1 to an hour.
 #[pyfunction]
 pub(crate) fn check_link_heartbeat(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_heartbeat(convert::any_int("link_heartbeat", arg_value)?))
+    checked(arg_value.py(), validate::link_heartbeat(convert::any_int("link_heartbeat", arg_value)?))
 }
 
 /// Milliseconds: at least two of the shortest heartbeats; `init` compares with the heartbeat that is set.
 #[pyfunction]
 pub(crate) fn check_link_silence(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_silence(convert::any_int("link_silence", arg_value)?, 1))
+    checked(arg_value.py(), validate::link_silence(convert::any_int("link_silence", arg_value)?, 1))
 }
 
 /// Milliseconds, up to a day.
 #[pyfunction]
 pub(crate) fn check_link_pin_limit(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_pin_limit(convert::any_int("link_pin_limit", arg_value)?))
+    checked(arg_value.py(), validate::link_pin_limit(convert::any_int("link_pin_limit", arg_value)?))
 }
 
 /// `auto`, `shm` or `tcp`.
 #[pyfunction]
 pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_transport(&arg_value.to_string_lossy()).map(drop))
+    checked(arg_value.py(), validate::link_transport(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// 1 to 16.
 #[pyfunction]
 pub(crate) fn check_link_streams(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_streams(convert::any_int("link_streams", arg_value)?))
+    checked(arg_value.py(), validate::link_streams(convert::any_int("link_streams", arg_value)?))
 }
 
 /// Bytes: 0 or more.
 #[pyfunction]
 pub(crate) fn check_link_remote_memory(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::link_remote_memory(convert::any_int("link_remote_memory", arg_value)?))
+    checked(arg_value.py(), validate::link_remote_memory(convert::any_int("link_remote_memory", arg_value)?))
 }
 
 /// 1 to 65535.
 #[pyfunction]
 pub(crate) fn check_rank_port(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), check::rank_port(convert::any_int("rank_port", arg_value)?))
+    checked(arg_value.py(), validate::rank_port(convert::any_int("rank_port", arg_value)?))
 }
 
 /// A JSON object from a name to `ip:port`.
 #[pyfunction]
 pub(crate) fn check_rank_hosts(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), check::rank_hosts(&arg_value.to_string_lossy()).map(drop))
+    checked(arg_value.py(), validate::rank_hosts(&arg_value.to_string_lossy()).map(drop))
 }
 
 /// Exactly one of `req_id` and `prefix_id` of a `CacheKey`.
@@ -322,5 +322,5 @@ pub(crate) fn check_layer_range(name: &str, layer_range: &Any<'_>, allow_none: b
 /// A share: 0.0 to 1.0.
 #[pyfunction]
 pub(crate) fn check_mem_utilization(py: Python<'_>, arg_value: f64) -> PyResult<()> {
-    checked(py, check::mem_utilization(arg_value))
+    checked(py, validate::mem_utilization(arg_value))
 }

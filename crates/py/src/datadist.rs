@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement, check,
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement, validate,
 };
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
@@ -54,7 +54,7 @@ impl DataDist {
             return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
         };
         let config =
-            check::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
+            validate::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
         let (one_sided, mode) = (config.remote_accessible, config.mode);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
         let engine = Engine::open(py, config);
@@ -331,7 +331,7 @@ impl DataDist {
         let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
         from.slots_first()?;
         to.slots_first()?;
-        check::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
+        validate::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
         let ends = (to.end(slf)?, from.end(slf)?);
         slf.get().copy(slf.py(), &ends, args, request)

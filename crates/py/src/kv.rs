@@ -3,7 +3,7 @@
 //! What follows the checks is the same engine. Not for: roles (the Python front), or what differs behind the checks
 //! (`core::config::Mode`).
 
-use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows, check};
+use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows, validate};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -112,7 +112,7 @@ impl KvCaches {
         device_cache("dst", dst)?;
         device_cache("src", src)?;
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        check::copy_size(args.size).map_err(|error| raise(py, &error))?;
+        validate::copy_size(args.size).map_err(|error| raise(py, &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
         let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
         from.slots_first()?;
@@ -180,7 +180,7 @@ fn pull_cache(
     device_cache("kv_cache", cache)?;
     let size = int("size", size)?;
     let row = int("batch_index", batch_index)?;
-    check::copy_size(size).map_err(|error| raise(py, &error))?;
+    validate::copy_size(size).map_err(|error| raise(py, &error))?;
     let far_offset = offset(options, "src_cache_offset")?;
     let near_offset = offset(options, "dst_cache_offset")?;
     if key == Some(Key::Cache) {
@@ -211,9 +211,9 @@ fn pull_blocks(
     let far = block_list("prompt_blocks", prompt_blocks)?;
     let near = block_list("decoder_blocks", decoder_blocks)?;
     on_device("decoder_kv_cache", cache)?;
-    checked(check::named("prompt_blocks", &far))?;
-    checked(check::named("decoder_blocks", &near))?;
-    checked(check::equally_many(("prompt_blocks", far.len()), ("decoder_blocks", near.len())))?;
+    checked(validate::named("prompt_blocks", &far))?;
+    checked(validate::named("decoder_blocks", &near))?;
+    checked(validate::equally_many(("prompt_blocks", far.len()), ("decoder_blocks", near.len())))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
@@ -238,7 +238,7 @@ fn on_device(name: &str, cache: &Any<'_>) -> PyResult<()> {
 
 fn placed_on_device(name: &str, desc: &Any<'_>) -> PyResult<()> {
     let placement = convert::placement(&desc.getattr(intern!(desc.py(), "_placement"))?)?;
-    check::on_device(name, placement).map_err(|error| raise(desc.py(), &error))
+    validate::on_device(name, placement).map_err(|error| raise(desc.py(), &error))
 }
 
 /// A descriptor of at least one tensor, in memory of the device.

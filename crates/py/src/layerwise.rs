@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use llm_datadist_core::{
     CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Mode, Target,
-    check,
+    validate,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -52,23 +52,23 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     let src_cache = given.src_cache;
     required_cache(engine, src_cache)?;
     let desc = convert::desc(&src_cache.getattr(intern!(py, "_cache_desc"))?)?;
-    check::source_placement(desc.placement).map_err(refused)?;
+    validate::source_placement(desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
-    check::block_lists(&args).map_err(refused)?;
+    validate::block_lists(&args).map_err(refused)?;
     let patience = synchronizer(given.layer_synchronizer, &mut args)?;
     let configs = configs(engine, given.transfer_configs)?;
-    check::block_bytes_alone(&args).map_err(refused)?;
+    validate::block_bytes_alone(&args).map_err(refused)?;
     let geometry = Geometry::new(&desc).map_err(refused)?;
-    let layers = check::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
+    let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
     let cache = Near::of(src_cache)?;
-    let near = check::Side { geometry, kind: cache.kind()?, placement: desc.placement };
+    let near = validate::Side { geometry, kind: cache.kind()?, placement: desc.placement };
     if args.src_blocks.is_empty() && near.kind == CacheKind::Batch {
         cache.slots_first()?;
     }
-    check::layerwise(near, &args).map_err(refused)?;
+    validate::layerwise(near, &args).map_err(refused)?;
     let one = |config: &Any<'_>| {
         let to = destination(config, layers, engine.get().one_sided())?;
-        check::destination(near, &args, &to).map_err(refused)?;
+        validate::destination(near, &args, &to).map_err(refused)?;
         Ok(to)
     };
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;
@@ -125,7 +125,7 @@ fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Du
     }
     let name = "tensor_num_per_layer";
     args.tensors_per_layer = int(name, &value.getattr(intern!(py, "tensor_num_per_layer"))?)?;
-    check::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
+    validate::tensors_per_layer(args.tensors_per_layer).map_err(|error| raise(py, &error))?;
     let name = "timeout_in_millis";
     match convert::optional_int::<u32>(name, &value.getattr(intern!(py, "timeout_in_millis"))?)? {
         Some(0) => Err(invalid(py, name, 0, "None, or above 0, in milliseconds")),
@@ -180,7 +180,7 @@ fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Targe
     }
     let dst = transfer::push_range("dst_layer_range", &range)?;
     let both = Layers { src: Some(src), dst: Some(dst), tensors_per_layer: 1 };
-    check::push_spans(both).map_err(|error| raise(py, &error))?;
+    validate::push_spans(both).map_err(|error| raise(py, &error))?;
     let to = transfer::config_key(&config.getattr(intern!(py, "_cache_key"))?)?;
     Ok((to.cluster, Target::Cache { name: to.name, first_layer: dst.first }))
 }

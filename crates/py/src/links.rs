@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use llm_datadist_core::{
-    ClusterId, CommStatus, DataDist, Error, ErrorKind, PeerAddress, Result, StatusCode, check,
+    ClusterId, CommStatus, DataDist, Error, ErrorKind, PeerAddress, Result, StatusCode, validate,
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
@@ -210,13 +210,13 @@ impl Membership {
         let no_text = |name: &str, value: &Any<'_>| only_support(name, "['str']", value);
         let name = comm_name.cast::<PyString>().map_err(|_| no_text("comm_name", comm_name))?;
         let name = text("comm_name", name)?;
-        checked(check::ranks::comm_name(&name))?;
+        checked(validate::rank_table::comm_name(&name))?;
         let clusters = members(cluster_rank_info)?;
         let table = rank_table.cast::<PyString>().ok();
         if table.is_none() && !rank_table.is_none() {
             return Err(no_text("rank_table", rank_table));
         }
-        checked(check::ranks::members(&name, &clusters, own))?;
+        checked(validate::rank_table::members(&name, &clusters, own))?;
         let rank_table = text("rank_table", table.ok_or_else(|| no_text("rank_table", rank_table))?)?;
         Ok(Membership { name, clusters, rank_table })
     }
@@ -238,7 +238,7 @@ fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
             }
         }
     }
-    check::ranks::most_members(dict.len()).map_err(|error| raise(value.py(), &error))?;
+    validate::rank_table::most_members(dict.len()).map_err(|error| raise(value.py(), &error))?;
     let member = |(cluster, rank): (Any<'_>, Any<'_>)| {
         Ok((
             ClusterId(int("cluster_rank_info dict key", &cluster)?),
@@ -252,5 +252,5 @@ fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
 pub(crate) fn listen(value: Option<&Bound<'_, PyString>>) -> PyResult<Option<SocketAddr>> {
     let Some(value) = value else { return Ok(None) };
     let given = text("llm.listenIpInfo", value)?;
-    check::socket_address("llm.listenIpInfo", &given).map(Some).map_err(|error| raise(value.py(), &error))
+    validate::socket_address("llm.listenIpInfo", &given).map(Some).map_err(|error| raise(value.py(), &error))
 }

@@ -4,7 +4,7 @@
 //! handle that says all of it at one look; one put together by hand is asked for its attributes instead
 //! (test: `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
-use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind, check};
+use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind, validate};
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -30,14 +30,14 @@ impl<'a, 'py> Near<'a, 'py> {
     /// The argument called `name`, which must be a blocks cache.
     pub(crate) fn blocks(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
         let near = Near::of(cache)?;
-        check::blocks_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        validate::blocks_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
         Ok(near)
     }
 
     /// The argument called `name`, which must be a continuous cache.
     pub(crate) fn batch(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
         let near = Near::of(cache)?;
-        check::batch_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        validate::batch_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
         Ok(near)
     }
 

@@ -4,7 +4,7 @@
 //! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
 
 use llm_datadist_core::{
-    ClusterId, End, Error, ErrorKind, FarName, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, check,
+    ClusterId, End, Error, ErrorKind, FarName, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, validate,
 };
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
@@ -108,7 +108,7 @@ pub(crate) fn pull_cache(
     convert::cache_type("cache", cache)?;
     let (row, size) = (int("batch_index", batch_index)?, int("size", size)?);
     let near = Near::slots("cache", cache)?;
-    check::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
+    validate::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     if key == Some(Key::Cache) {
@@ -170,7 +170,7 @@ pub(crate) fn push_cache(
     let rows = PushRows::Slot { near: int("src_batch_index", src_batch_index)? };
     let near = Near::slots("src_cache", src_cache)?;
     let layers = given.of_push(engine.py())?;
-    check::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
+    validate::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
     Ok(Push { from: near.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
 }
 
@@ -245,7 +245,7 @@ fn listed(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec
 
 fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec<i64>> {
     let blocks = listed(name, blocks, value)?;
-    check::named(name, &blocks).map_err(|error| raise(value.py(), &error))?;
+    validate::named(name, &blocks).map_err(|error| raise(value.py(), &error))?;
     Ok(blocks)
 }
 
@@ -280,7 +280,7 @@ impl<'py> LayerArgs<'py> {
     pub(crate) fn per_layer(&self) -> PyResult<u32> {
         let Some(given) = &self.per_layer else { return Ok(2) };
         let count = int("tensor_num_per_layer", given)?;
-        check::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
+        validate::tensors_per_layer(count).map_err(|error| raise(given.py(), &error))?;
         Ok(count)
     }
 
@@ -303,7 +303,7 @@ impl<'py> LayerArgs<'py> {
         };
         let (src, dst) = (range("src_layer_range", &self.src)?, range("dst_layer_range", &self.dst)?);
         let layers = Layers { src, dst, tensors_per_layer };
-        check::push_spans(layers).map_err(|error| raise(py, &error))?;
+        validate::push_spans(layers).map_err(|error| raise(py, &error))?;
         Ok(layers)
     }
 }

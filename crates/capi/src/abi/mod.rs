@@ -13,7 +13,8 @@ mod types;
 use std::ffi::c_char;
 use std::sync::Once;
 
-use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode, check::cpp};
+use llm_datadist_core::validate::cpp;
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
 
 pub use log::{
     LLM_DATADIST_LOG_DEBUG, LLM_DATADIST_LOG_ERROR, LLM_DATADIST_LOG_INFO, LLM_DATADIST_LOG_WARNING,

@@ -2,7 +2,7 @@
 //!
 //! Structures end in reserved words, so that what they will say in later versions changes neither their size nor the
 //! stride of a list of them. The words are 0 in this version; others are refused, because whoever set them asks for
-//! something that this library does not know (`tests/rust_capi/layout.rs`). An option and a list of blocks are all they
+//! something that this library does not know (`crates/capi/src/tests/layout.rs`). An option and a list of blocks are all they
 //! can be, and have none.
 //!
 //! Not for: the public C++ structures, which these are views of (`llm_datadist.h`).

@@ -2,8 +2,8 @@
 
 use super::{Copier, Copy, Device, HostReach};
 use crate::error::Result;
-use crate::mem::Region;
-use crate::mem::kernel::{self, Kernel};
+use crate::memory::Region;
+use crate::memory::kernels::{self, Kernel};
 
 /// Host memory. Has no state of its own.
 #[derive(Debug)]
@@ -26,6 +26,6 @@ impl Copier for HostDevice {
     }
 
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
-        kernel::copy_all(batch, kernel)
+        kernels::copy_all(batch, kernel)
     }
 }

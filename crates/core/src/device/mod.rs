@@ -8,17 +8,17 @@ mod process;
 #[cfg(feature = "testing")]
 pub mod sim;
 
-pub use crate::mem::kernel::Copy;
+pub use crate::memory::kernels::Copy;
 pub use host::HostDevice;
 pub use process::ProcessReader;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use crate::desc::Placement;
 use crate::error::Result;
-use crate::mem::Region;
-use crate::mem::kernel::Kernel;
+use crate::memory::Region;
+use crate::memory::kernels::Kernel;
+use crate::model::Placement;
 
 /// How a host-to-device copy may travel on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

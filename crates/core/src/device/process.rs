@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::{Copier, Copy};
 use crate::error::Result;
-use crate::mem::ForeignProcess;
-use crate::mem::kernel::Kernel;
+use crate::memory::ForeignProcess;
+use crate::memory::kernels::Kernel;
 
 /// Reads one other process.
 #[derive(Debug)]

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use super::{Copier, Copy, Device, HostReach};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::kernel::{self, Kernel};
-use crate::mem::{Region, Tensors, Window};
+use crate::memory::kernels::{self, Kernel};
+use crate::memory::{Region, Tensors, Window};
 
 /// Non-canonical on every 64-bit machine, so a stray access faults.
 const BASE: u64 = 0xDEAD_0000_0000_0000;
@@ -75,7 +75,7 @@ impl SimDevice {
         let (src_bytes, dst_bytes) = (self.backing(copy.src), self.backing(copy.dst));
         let src = Self::real(copy.src, src_bytes.as_ref())?;
         let dst = Self::real(copy.dst, dst_bytes.as_ref())?;
-        kernel::copy(src, dst, kernel)
+        kernels::copy(src, dst, kernel)
     }
 
     /// The memory behind a device address and its offset there; `None` for a host address.

@@ -1,215 +1,392 @@
-//! The copy engine: the only thing that moves bytes. Copies, swaps, pulls, pushes and layers are plans it runs.
+//! The engine as its users see it: every operation, each a few lines over the rooms below.
 //!
-//! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
+//! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
 
-mod limit;
-mod progress;
-mod readers;
-mod reading;
-mod ring;
-mod route;
-mod stream;
-mod tuner;
-mod wave;
-mod workers;
+mod cpp;
+mod layerwise;
+mod links;
+mod streams;
+mod transfer;
 
-pub use limit::Limit;
-pub use progress::{Arrived, Progress, arrived};
-pub use reading::STILL_READING;
-pub use route::Route;
-pub use tuner::Tuner;
-pub use workers::{Work, Workers};
+pub use transfer::{CacheIndex, FarName};
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, Weak};
 
-use crate::config::{Config, SwapInPath};
+use crate::cache::{Cache, pin, unpinned};
+use crate::cluster::Cluster;
+use crate::config::{Config, HugeChoice, Mode, Role, SwapInPath};
+use crate::copy::{Limit, Staging};
 use crate::device::DeviceSet;
-use crate::error::{Error, ErrorKind, Result};
-use crate::id::Deadline;
-use crate::mem::{Access, ForeignProcess, Probe, Tensors};
-use crate::plan::CopyPlan;
+use crate::error::Result;
+use crate::fallible;
+use crate::memory::{self, Adopted};
+use crate::model::CacheKey;
+use crate::model::{CacheDesc, CacheKind, Placement};
+use crate::model::{CacheId, Deadline};
+use crate::plan::{CopyPlan, Ends};
+use crate::pool::Arena;
+use crate::session::Answers;
+use crate::session::{Links, Transports};
+use crate::stats::{Op, PoolReport, Snapshot};
+use crate::token_file;
+use crate::transfer::Lanes;
+use crate::transfer::Task;
+use crate::validate::{self, CopyArgs, Pools};
 
-/// What a copy did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
-    /// Bytes moved, each counted once.
-    pub bytes: u64,
-    /// The way they took.
-    pub route: Route,
+/// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
+const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+/// Calls that name fewer blocks do not ask whether there is memory for their lists.
+const MANY_BLOCKS: usize = 1 << 20;
+/// Bytes that the lists of a call take for each block, while it runs: the request, the plan and the rows to pin
+/// (`lists_of_a_call_take_what_is_asked_for`).
+const BYTES_OF_A_BLOCK: u64 = 128;
+
+/// One end of a copy as the caller names it.
+#[derive(Clone, Debug)]
+pub enum End {
+    /// A cache of this engine.
+    Managed(CacheId),
+    /// A handle: a cache over the caller's memory that no engine knows, or, of a copy, one that was looked up already.
+    Loose(Arc<Cache>),
 }
 
-/// Runs plans on persistent workers.
+/// An open engine. Shared by any number of threads; dropped, its links end, and it gives everything back once the last
+/// copy has ended.
 #[derive(Debug)]
-pub struct CopyEngine {
-    devices: DeviceSet,
-    workers: Workers,
-    readers: readers::Readers,
-    tuner: Arc<Tuner>,
-    /// Memory of other processes has page tables, and so speeds, of its own.
-    foreign_tuner: Arc<Tuner>,
-    /// Buffers of the ring lie in the caches.
-    ring_tuner: Arc<Tuner>,
-    ring: ring::RingOwner,
-    /// Wait for sockets, which those that copy must not; started by the first transfer that has use for them.
-    streamers: OnceLock<Workers>,
-    streams: usize,
+pub struct DataDist {
+    // First, so that links end before what they answer with goes, and lanes with what they carry over them.
+    links: Links,
+    lanes: Lanes,
+    /// Transfers that may be under way.
+    tasks: Mutex<Vec<Weak<Task>>>,
+    cluster: Arc<Cluster>,
+    role: Mutex<Role>,
+    interrupted: Option<fn() -> bool>,
+    #[cfg(feature = "testing")]
+    over: Option<&'static std::sync::atomic::AtomicBool>,
 }
 
-/// How a copy from host to device may be staged.
-#[derive(Clone, Copy, Debug)]
-pub struct Staging {
-    /// The way that is forced, if any.
-    pub path: SwapInPath,
-    /// Bytes of one ring buffer, should the copy go through the ring.
-    pub buffer_bytes: u64,
-}
+impl DataDist {
+    /// Opens an engine over host memory, and a listener if the configuration names an address. The pools of `config`
+    /// cost address space only until they are touched.
+    pub fn open(config: Config) -> Result<Self> {
+        Self::open_on(config, DeviceSet::host_only())
+    }
 
-/// What must stay as long as the bytes of a copy may be touched: the pins of its rows.
-pub type Held = Arc<dyn std::any::Any + Send + Sync>;
+    /// Opens an engine over `devices`.
+    pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
+        Self::open_with(config, devices, Transports::default())
+    }
 
-/// Memory at one end of a copy, and where it is placed.
-pub type End<'a> = (&'a Arc<Tensors>, crate::desc::Placement);
+    /// Opens an engine over `devices` whose streams are those of `transports`.
+    #[cfg(feature = "testing")]
+    pub fn open_over(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        Self::open_with(config, devices, transports)
+    }
 
-impl CopyEngine {
-    /// An engine with the workers and choices of `config`, over `devices`.
-    pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
-        let tuner = Tuner::new(config.kernel)?;
-        let workers = Workers::new("llm-copy", config.copy_workers)?;
-        Ok(CopyEngine {
-            devices,
-            readers: readers::Readers::new(workers.count()),
-            workers,
-            foreign_tuner: Arc::new(tuner.beside()),
-            ring_tuner: Arc::new(tuner.beside()),
-            tuner: Arc::new(tuner),
-            ring: ring::RingOwner::default(),
-            streamers: OnceLock::new(),
-            streams: config.links.streams,
+    fn open_with(mut config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
+        config.links.token = token_file::token(&config.links)?;
+        config.links.token_file = None;
+        let cluster = Arc::new(Cluster::open(config, devices)?);
+        let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
+        Ok(DataDist {
+            links,
+            lanes: Lanes::default(),
+            tasks: Mutex::default(),
+            role: Mutex::new(cluster.config.role),
+            cluster,
+            interrupted: None,
+            #[cfg(feature = "testing")]
+            over: None,
         })
     }
 
-    /// Workers for the parts of one transfer through several streams.
-    pub fn streamers(&self) -> Result<&Workers> {
-        if let Some(workers) = self.streamers.get() {
-            return Ok(workers);
-        }
-        let made = Workers::new("llm-stream", Some(self.streams))?;
-        Ok(self.streamers.get_or_init(|| made))
-    }
-
-    /// Workers that copy, the calling thread among them.
+    /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they
+    /// shall end early.
     #[must_use]
-    pub fn workers(&self) -> usize {
-        self.workers.count()
+    pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
+        self.interrupted = Some(interrupted);
+        self
     }
 
-    /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
-    pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
-        self.workers.run(work, units, limit)
-    }
-
-    /// Bytes each kernel has copied, and what was learned of it in this process's memory.
+    /// The same engine, whose calls find their limit passed once `over` is set, and before that never early.
+    #[cfg(feature = "testing")]
     #[must_use]
-    pub fn tuner(&self) -> &Tuner {
-        &self.tuner
+    pub fn over_when(mut self, over: &'static std::sync::atomic::AtomicBool) -> Self {
+        self.over = Some(over);
+        self
     }
 
-    /// Bytes of device memory the swap-in ring holds.
+    /// What it was opened with.
     #[must_use]
-    pub fn ring_bytes(&self) -> u64 {
-        self.ring.bytes()
+    pub fn config(&self) -> &Config {
+        &self.cluster.config
     }
 
-    /// Opens process `pid`, as [`ForeignProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
-    /// answer.
-    pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<ForeignProcess>> {
-        let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
-        self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
-        let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
-        opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
-    }
-
-    /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived); `progress` says which bytes, `limit` whether a copy that has begun is finished. The caller
-    /// holds pins on both ends until this returns. The source may be another process's memory, the destination never.
-    pub fn run(
+    /// Takes memory for a cache from the pool of its placement, and binds `keys`, one per row; `None` leaves a row
+    /// without a key (seed `deprecated.md`, `allocate_cache`).
+    pub fn allocate(
         &self,
-        plan: impl Into<Arc<CopyPlan>>,
-        src: End<'_>,
-        dst: End<'_>,
-        staging: Staging,
-        limit: impl Into<Limit>,
-        progress: &Arc<Progress>,
-    ) -> Result<Outcome> {
-        self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
+        desc: &CacheDesc,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> Result<Arc<Cache>> {
+        self.cluster.stats.timed(Op::Allocate, || {
+            let pools = Pools {
+                host: self.cluster.pool(Placement::Host).is_some(),
+                device: self.cluster.pool(Placement::Device).is_some(),
+            };
+            let request = validate::allocate(desc, kind, keys, pools)?;
+            let tensors = self.cluster.arena(desc.placement)?.allocate(&request.side.geometry)?;
+            // What was allocated before has been touched since, perhaps by the caller's own code.
+            self.cluster.merger.moved(request.side.geometry.bytes());
+            self.cluster.table.allocate(desc, request.side, tensors, &request.keys)
+        })
     }
 
-    /// As [`run`](Self::run), and keeps `held` as long as any byte may still be touched: beyond the end of the call if its
-    /// error carries [`STILL_READING`].
-    #[expect(clippy::too_many_arguments, reason = "what a copy is made of")]
-    pub fn run_holding(
+    /// Lets go of a cache by id (seed `deprecated.md`, `deallocate_cache`). Never fails for what is not there.
+    pub fn deallocate(&self, id: CacheId) -> Result<()> {
+        self.cluster.stats.timed(Op::Deallocate, || {
+            self.cluster.table.deallocate(id);
+            Ok(())
+        })
+    }
+
+    /// Unbinds a key (seed `deprecated.md`, `remove_cache_key`). Never fails for what is not there.
+    pub fn remove_key(&self, key: CacheKey) -> Result<()> {
+        self.cluster.stats.timed(Op::RemoveKey, || {
+            self.cluster.table.remove_key(key);
+            Ok(())
+        })
+    }
+
+    /// Enters the caller's memory as a cache (contract §7.6, §7.7). Whether peers may reach it follows from the mode
+    /// where `remote_accessible` does not say.
+    pub fn register(
         &self,
-        plan: impl Into<Arc<CopyPlan>>,
-        src: End<'_>,
-        dst: End<'_>,
-        staging: Staging,
-        limit: impl Into<Limit>,
-        progress: &Arc<Progress>,
-        held: Held,
-    ) -> Result<Outcome> {
-        let limit = limit.into();
-        let route = route::choose(&self.devices, src, dst, staging.path)?;
-        src.0.check_mapped(Access::Read)?;
-        dst.0.check_mapped(Access::Write)?;
-        let plan = plan.into();
-        let bytes = plan.bytes();
-        let tuner = match route {
-            Route::Ring => &self.ring_tuner,
-            Route::Direct if src.0.reach().foreign() => &self.foreign_tuner,
-            Route::Direct => &self.tuner,
-        };
-        let copy = wave::Copying {
-            plan,
-            src: src.0.clone(),
-            dst: dst.0.clone(),
-            copier: route::copier(&self.devices, src, dst),
-            tuner: tuner.clone(),
-            progress: progress.clone(),
-            held,
-        };
-        let ended = match route {
-            Route::Direct => match src.0.process() {
-                Some(process) => {
-                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait())
-                }
-                None => copy.direct(&self.workers, limit),
-            },
-            Route::Ring => {
-                let device = route::device(&self.devices, src, dst).as_ref();
-                self.ring.run(&copy, device, staging.buffer_bytes, limit)
+        adopted: Adopted,
+        keys: &[Option<CacheKey>],
+        remote_accessible: Option<bool>,
+    ) -> Result<Arc<Cache>> {
+        self.cluster.stats.timed(Op::Register, || {
+            let (placement, one_sided) = (adopted.side().placement, self.cluster.config.remote_accessible);
+            let access = validate::accessible(remote_accessible, placement, one_sided, self.links.ranked())?;
+            if self.cluster.config.huge_pages == HugeChoice::Eager {
+                let deadline = self.deadline();
+                adopted.merge(|| deadline.interruption("putting registered memory into huge pages"))?;
             }
-        };
-        ended.map_err(|error| so_far(error, progress, bytes))?;
-        Ok(Outcome { bytes, route })
+            self.cluster.table.register(adopted, &validate::bindings(keys)?, access)
+        })
     }
-}
 
-/// Another process being opened.
-struct Opening {
-    pid: i32,
-    probe: Probe,
-    opened: Mutex<Option<Result<Arc<ForeignProcess>>>>,
-}
+    /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process that use
+    /// it: its memory may go away once this succeeds. After a timeout it has left for all other calls, and the same call
+    /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
+    pub fn unregister(&self, id: CacheId) -> Result<()> {
+        self.cluster.stats.timed(Op::Register, || {
+            let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
+            self.cluster.merger.give_back(id);
+            unpinned(&cache, self.deadline())?;
+            self.cluster.table.left(id);
+            Ok(())
+        })
+    }
 
-impl Work for Opening {
-    fn unit(&self, _: usize) -> Result<()> {
-        let opened = ForeignProcess::open(self.pid, self.probe);
-        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+    /// The cache of an id.
+    pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
+        self.cluster.table.find(id)
+    }
+
+    /// The cache and the row a key names.
+    pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
+        self.cluster.table.find_key(key)
+    }
+
+    /// Copies one range of one batch slot, the same in every tensor (seed `copy_cache.md`).
+    pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Result<()> {
+        let checked = match self.mode() {
+            Mode::CacheManager => validate::copy_cache,
+            Mode::KvCacheManager => validate::copy_on_device,
+        };
+        self.copy_range(src, dst, args, checked)
+    }
+
+    /// The seed's `CopyKvCache`: as [`copy_cache`](Self::copy_cache), device to device and device to host only, and the
+    /// source first (seed `CopyKvCache.md`).
+    pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Result<()> {
+        self.copy_range(src, dst, args, validate::copy_kv_cache)
+    }
+
+    /// Copies blocks inside one cache, with the result of copying the pairs in the order given (seed `deprecated.md`,
+    /// `copy_blocks`). No pairs: nothing to do.
+    pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        self.cluster.stats.timed(Op::CopyBlocks, || {
+            let deadline = self.deadline();
+            room_for_lists(pairs.len())?;
+            let cache = self.resolve(cache)?;
+            let request = match self.mode() {
+                Mode::CacheManager => validate::copy_blocks(cache.side(), pairs),
+                Mode::KvCacheManager => validate::copy_rows(cache.side(), pairs),
+            }?;
+            let plan = CopyPlan::blocks(&request, Ends::OneCache)?;
+            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
+        })
+    }
+
+    /// Moves blocks between a host and a device cache; the placements give the direction (seed `deprecated.md`,
+    /// `swap_blocks`). No pairs: nothing to do.
+    pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
+        let deadline = self.deadline();
+        let (src, dst) = (self.resolve(src), self.resolve(dst));
+        // A call that names an unknown cache is counted as well, by the end that is known.
+        let into_device = match (&src, &dst) {
+            (Ok(src), _) => src.placement() == Placement::Host,
+            (Err(_), Ok(dst)) => dst.placement() == Placement::Device,
+            (Err(_), Err(_)) => false,
+        };
+        let op = if into_device { Op::SwapIn } else { Op::SwapOut };
+        self.cluster.stats.timed(op, || {
+            let (src, dst) = (src?, dst?);
+            room_for_lists(pairs.len())?;
+            let request = match self.mode() {
+                Mode::CacheManager => validate::swap_blocks(src.side(), dst.side(), pairs),
+                Mode::KvCacheManager => validate::swap_rows(src.side(), dst.side(), pairs),
+            }?;
+            let plan = CopyPlan::blocks(&request, Ends::TwoCaches)?;
+            let staging = Staging { path: self.cluster.config.swap_in, buffer_bytes: request.block_bytes };
+            self.run(op, (&src, &dst), request.pairs, plan, staging, deadline)
+        })
+    }
+
+    /// Every counter, and the state of pools and table.
+    #[must_use]
+    pub fn stats(&self) -> Snapshot {
+        let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
+        let (plain_bytes, streaming_bytes) = self.cluster.engine.tuner().bytes();
+        Snapshot {
+            device_pool: self.cluster.pool(Placement::Device).map(|arena| self.report(arena)),
+            host_pool: self.cluster.pool(Placement::Host).map(|arena| self.report(arena)),
+            table: self.cluster.table.state(),
+            ops: self.cluster.stats.ops(),
+            swap_in_direct,
+            swap_in_ring,
+            ring_bytes: self.cluster.engine.ring_bytes(),
+            registered_merged_bytes: self.cluster.merger.lent_bytes(),
+            plain_bytes,
+            streaming_bytes,
+            copy_workers: self.cluster.engine.workers() as u64,
+            links: self.links.states(),
+        }
+    }
+
+    /// Bytes of the pool of a placement that lie in huge pages, measured now; 0 without such a pool. Slow: see
+    /// [`Region::huge_bytes`](crate::memory::Region::huge_bytes).
+    #[must_use]
+    pub fn huge_bytes(&self, placement: Placement) -> u64 {
+        self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
+    }
+
+    fn copy_range(
+        &self,
+        src: &End,
+        dst: &End,
+        args: CopyArgs,
+        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<validate::CopyRange>,
+    ) -> Result<()> {
+        self.cluster.stats.timed(Op::CopyCache, || {
+            let deadline = self.deadline();
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let range = checked(src.side(), dst.side(), args)?;
+            let plan = CopyPlan::range(&range, ends(&src, &dst))?;
+            let rows = vec![(range.src_row, range.dst_row)];
+            self.run(Op::CopyCache, (&src, &dst), rows, plan, STAGED, deadline)
+        })
+    }
+
+    /// Pins both ends, moves the bytes, counts them.
+    fn run(
+        &self,
+        op: Op,
+        (src, dst): (&Arc<Cache>, &Arc<Cache>),
+        rows: Vec<(u64, u64)>,
+        plan: CopyPlan,
+        staging: Staging,
+        deadline: Deadline,
+    ) -> Result<()> {
+        if plan.waves().is_empty() {
+            return Ok(());
+        }
+        let what = "the lists of a request";
+        let reads = fallible::collect(what, rows.iter().map(|row| row.0))?;
+        let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
+        drop(rows);
+        let _pins = pin((src, reads), (dst, writes), deadline)?;
+        self.cluster.kept(src)?;
+        self.cluster.kept(dst)?;
+        let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
+        let outcome = self.cluster.engine.run(
+            plan,
+            ends.0,
+            ends.1,
+            staging,
+            Limit::Start(deadline),
+            &Arc::default(),
+        )?;
+        self.cluster.stats.moved(op, &outcome);
+        self.cluster.merger.moved(outcome.bytes);
         Ok(())
     }
+
+    fn resolve(&self, end: &End) -> Result<Arc<Cache>> {
+        match end {
+            End::Managed(id) => self.cluster.table.find(*id),
+            End::Loose(cache) => Ok(cache.clone()),
+        }
+    }
+
+    fn report(&self, arena: &Arena) -> PoolReport {
+        let region = arena.region();
+        let merged = self.cluster.merger.merged(region);
+        PoolReport {
+            pool: arena.state(),
+            huge_pages: region.huge_pages().name(),
+            committed_bytes: region.committed_bytes(),
+            merged_bytes: merged.bytes,
+            merge_errno: merged.errno,
+        }
+    }
+
+    fn mode(&self) -> Mode {
+        self.cluster.config.mode
+    }
+
+    fn deadline(&self) -> Deadline {
+        let deadline = Deadline::after(self.cluster.config.sync_timeout).watched(self.interrupted);
+        #[cfg(feature = "testing")]
+        let deadline = deadline.over_when(self.over);
+        deadline
+    }
 }
 
-/// The error of a transfer that ended early, with how far it got.
-fn so_far(error: Error, progress: &Progress, of_bytes: u64) -> Error {
-    error.with("copied_bytes", progress.bytes()).with("of_bytes", of_bytes)
+impl Drop for DataDist {
+    fn drop(&mut self) {
+        // Before anything is given back: no peer that still sees this memory trusts it any more.
+        self.cluster.table.retire();
+        self.close_tasks();
+        self.cluster.merger.close();
+    }
+}
+
+/// `Err` if a call that names so many blocks would take more memory for its lists than this process may use now. Few are
+/// not asked about: the question takes longer than copying them.
+fn room_for_lists(blocks: usize) -> Result<()> {
+    if blocks < MANY_BLOCKS {
+        return Ok(());
+    }
+    memory::refuse_beyond_room("the lists of this call", (blocks as u64).saturating_mul(BYTES_OF_A_BLOCK))
+}
+
+fn ends(src: &Arc<Cache>, dst: &Arc<Cache>) -> Ends {
+    if Arc::ptr_eq(src, dst) { Ends::OneCache } else { Ends::TwoCaches }
 }

@@ -7,20 +7,20 @@
 mod blocks;
 mod conflicts;
 mod order;
-mod parts;
-mod span_list;
+mod packed_spans;
+mod untrusted;
 mod wave;
 
 pub use blocks::Blocks;
-pub use parts::MOST_WAVES;
-pub use span_list::{Received, SpanList};
+pub use packed_spans::{Received, SpanList};
+pub use untrusted::MOST_WAVES;
 pub use wave::{Piece, Span, Wave};
 
 use std::sync::Arc;
 
-use crate::check::{BlockPairs, CopyRange, Move, Moves, Pieces};
 use crate::error::Result;
 use crate::fallible;
+use crate::validate::{BlockPairs, CopyRange, Move, Moves, Pieces};
 
 /// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
 /// `src_tensor + t` into tensor `dst_tensor + t`.

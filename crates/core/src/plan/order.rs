@@ -6,9 +6,9 @@ use hashbrown::{HashMap, HashSet};
 
 use super::Ends;
 use super::wave::{Piece, Span};
-use crate::check::Move;
 use crate::error::Result;
 use crate::fallible;
+use crate::validate::Move;
 
 /// Name of these lists in out-of-memory errors.
 pub(super) const PLAN: &str = "a plan";
@@ -112,7 +112,7 @@ pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
 }
 
 /// Sorts by a number, equal ones in the order they had. Lists of blocks are long and their numbers differ in few bits, so
-/// long lists are dealt out digit by digit: a fraction of the time of comparing (`tests/rust/plan.rs` compares results).
+/// long lists are dealt out digit by digit: a fraction of the time of comparing (`tests/integration/plan.rs` compares results).
 fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Result<()> {
     const FEW: usize = 512;
     if items.is_sorted_by_key(&number) {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::blocks::Blocks;
 use super::order::PLAN;
-use super::span_list::Packed;
+use super::packed_spans::Packed;
 use crate::error::Result;
 use crate::fallible;
 

@@ -1,6 +1,6 @@
 //! For tests and benches (feature `testing`), never for a release build: the naive twin that judges the engine.
 //!
-//! The fake device is `device::sim`. Not for: fixtures of one test file (`tests/rust/common.rs`).
+//! The fake device is `device::sim`. Not for: fixtures of one test file (`tests/integration/bed.rs`).
 //!
 //! # What must not compile
 //!

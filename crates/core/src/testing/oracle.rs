@@ -1,13 +1,13 @@
 //! The naive twin: what every operation means, in the slowest and plainest code that says it.
 //!
 //! Bytes are vectors, keys are lists, sums are 128 bits wide, pairs are copied one after the other. Nothing here is
-//! shared with the engine but words. It is run through the same cases as the engine (`tests/rust/engine.rs`), so the
+//! shared with the engine but words. It is run through the same cases as the engine (`tests/integration/engine.rs`), so the
 //! judge is judged too. Not for: speed, threads, deadlines.
 
-use crate::check::CopyArgs;
-use crate::desc::{CacheKind, Placement};
 use crate::error::ErrorKind;
-use crate::keys::CacheKey;
+use crate::model::CacheKey;
+use crate::model::{CacheKind, Placement};
+use crate::validate::CopyArgs;
 
 /// A cache as its bytes, one vector per tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,0 +1,205 @@
+//! What peers ask of the table: where a name leads, whether it still does, and the release of keys they have pulled.
+//!
+//! Not for: the messages (`peer`), or bytes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Cache, Origin, Place, Slot, State, Table, no_cache, no_key};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::CacheId;
+use crate::model::CacheKind;
+use crate::model::{CacheKey, Name};
+
+/// What the ids 0 and below of a public name mean (contract §12.4).
+const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
+
+/// Where a name leads, and what to compare before that is believed again.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The cache.
+    pub cache: Arc<Cache>,
+    /// Its place in the table.
+    pub place: u32,
+    /// The generation of the place.
+    pub generation: u64,
+    /// The batch slot; 0 for a blocks cache.
+    pub row: u32,
+}
+
+/// Where an address lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// In this cache.
+    pub cache: CacheId,
+    /// In this tensor.
+    pub tensor: u32,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// Caches looked at under one hold of the lock.
+const AT_ONCE: usize = 1 << 10;
+
+/// Tensors that were pulled: ranges, ascending, apart from each other.
+#[derive(Debug, Default)]
+pub(super) struct Pulled(Vec<Range<u32>>);
+
+impl Pulled {
+    /// Adds tensors; whether all of `count` are there now.
+    fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
+        fallible::push("the table of caches", &mut self.0, tensors)?;
+        self.0.sort_unstable_by_key(|range| range.start);
+        self.0.dedup_by(|next, last| {
+            let joined = next.start <= last.end;
+            if joined {
+                last.end = last.end.max(next.end);
+            }
+            joined
+        });
+        Ok(matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count))
+    }
+}
+
+impl Table {
+    /// The cache and row a peer means. `Err` for a name that leads nowhere, or to a row that is not there.
+    pub fn describe(&self, name: Name) -> Result<Found> {
+        let state = self.locked();
+        let (place, slot, row) = state.lookup(name)?;
+        let cache = slot.cache.clone();
+        Ok(Found { cache, place, generation: state.generations.of(place), row })
+    }
+
+    /// The cache `id`, if `name` still leads there.
+    #[must_use]
+    pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
+        let state = self.locked();
+        let (_, slot, _) = state.lookup(name).ok()?;
+        (slot.cache.id() == id).then(|| slot.cache.clone())
+    }
+
+    /// Where each of `addrs` lies among the caches that peers may reach; where several share memory, in the one with most
+    /// room behind the address. Looks at every cache: for the start of a transfer, not for each layer.
+    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<Spot>>> {
+        /// What the lists are for, should there be no memory for one.
+        const PLACES: &str = "the places of addresses";
+        let mut found = fallible::filled(PLACES, None, addrs.len())?;
+        let mut order = fallible::collect(PLACES, 0..addrs.len())?;
+        order.sort_unstable_by_key(|&at| addrs[at]);
+        // Most caches hold none: they are told apart by their ends, under the lock, and nothing is made of them.
+        let may_hold = |cache: &Cache| {
+            let ends =
+                cache.addrs().iter().fold((u64::MAX, 0), |(low, high), &at| (at.min(low), at.max(high)));
+            let first = order.partition_point(|&at| addrs[at] < ends.0);
+            let next = order.get(first).map(|&at| addrs[at]);
+            next.is_some_and(|next| next <= ends.1 || next - ends.1 < cache.geometry().tensor_bytes())
+        };
+        for first in (0..).step_by(AT_ONCE) {
+            let state = self.locked();
+            let Some(slots) = state.slots.get(first..) else { break };
+            let some = slots.iter().take(AT_ONCE).flatten();
+            let some =
+                some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
+            let caches = fallible::gathered(PLACES, 0, some.cloned())?;
+            drop(state);
+            for cache in &caches {
+                let bytes = cache.geometry().tensor_bytes();
+                for (tensor, &base) in (0..).zip(cache.addrs()) {
+                    let first = order.partition_point(|&at| addrs[at] < base);
+                    for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
+                        let (spot, offset) = (&mut found[at], addrs[at] - base);
+                        if spot.is_none_or(|(room, _)| room < bytes - offset) {
+                            *spot = Some((bytes - offset, Spot { cache: cache.id(), tensor, offset }));
+                        }
+                    }
+                }
+            }
+        }
+        fallible::collect(PLACES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
+    }
+
+    /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
+    /// pulled under one request key, the key is unbound, and the cache released if that was its last reference
+    /// (contract §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
+    /// `Err` if the name leads to that cache no more: then nobody knows whether the bytes were still its own.
+    pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
+        let mut state = self.locked();
+        let released = state.consume(name, cache, first, count)?;
+        drop(state);
+        drop(released);
+        Ok(())
+    }
+
+    /// Every tensor of a batch slot was pushed to a peer: unbinds the request key of that slot of an allocated cache, if
+    /// it has one (contract §17).
+    pub fn release_row(&self, cache: CacheId, row: u32) {
+        let mut state = self.locked();
+        let place = state.ids.get(&cache).copied();
+        let key = place.and_then(|place| state.consumable(place, row));
+        let released = key.and_then(|key| state.unbind(key));
+        drop(state);
+        drop(released);
+    }
+}
+
+impl State {
+    fn lookup(&self, name: Name) -> Result<(Place, &Slot, u32)> {
+        let by_key = |key: CacheKey| {
+            let &(place, row) = self.keys.get(&key)?;
+            Some((place, self.slot(place)?, row))
+        };
+        let (id, row) = match name {
+            Name::Key(key) => return by_key(key).ok_or_else(|| no_key(key)),
+            Name::Row { cache, row } => (cache, row),
+        };
+        let found = if id.0 > 0 {
+            self.ids.get(&id).and_then(|&place| Some((place, self.slot(place)?)))
+        } else {
+            by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
+        };
+        let (place, slot) = found.ok_or_else(|| no_cache(id))?;
+        // For whatever names a slot, a blocks cache is one slot (contract §12.1).
+        let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
+        if u64::from(row) < rows {
+            return Ok((place, slot, row));
+        }
+        let text = format!("the cache has no slot {row}, only 0 to {}", rows - 1);
+        Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", slot.cache.id()))
+    }
+
+    fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<Option<Slot>> {
+        // Prefixes and blocks are never consumed, also when they were unbound meanwhile.
+        if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
+            return Ok(None);
+        }
+        let (place, slot, row) = self.lookup(name)?;
+        if slot.cache.id() != cache {
+            let text = format!("{name} names another cache by now");
+            return Err(Error::new(ErrorKind::CacheNotFound, text).with("cache_id", cache));
+        }
+        let tensors = slot.cache.geometry().num_tensors();
+        let Some(end) = first.checked_add(count).filter(|&end| end <= tensors) else {
+            let value = format!("{count} tensors from tensor {first}");
+            return Err(Error::argument("pulled", value, format_args!("the {tensors} tensors of the cache")));
+        };
+        let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
+        let complete = if count == tensors {
+            true
+        } else {
+            let room = self.pulled.try_reserve(1);
+            room.map_err(|_| fallible::short("the table of caches", self.pulled.len()))?;
+            self.pulled.entry(key).or_default().add(first..end, tensors)?
+        };
+        Ok(if complete { self.unbind(key) } else { None })
+    }
+
+    /// The request key of a slot of an allocated cache.
+    fn consumable(&self, place: Place, row: u32) -> Option<CacheKey> {
+        let slot = self.slot(place)?;
+        let allocated = slot.cache.origin() == Origin::Allocated && slot.cache.kind() == CacheKind::Batch;
+        let key = slot.keys.all().get(row as usize).copied().flatten().filter(|_| allocated)?;
+        let live = self.keys.get(&key) == Some(&(place, row));
+        (live && matches!(key, CacheKey::Request { .. })).then_some(key)
+    }
+}

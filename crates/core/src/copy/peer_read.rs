@@ -1,0 +1,206 @@
+//! One read of another process's memory under way: its units, who is inside, and whether its caller has left it.
+//!
+//! Not for: the threads that do it (`readers`).
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
+
+use super::workers::Work;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+
+/// The fact of an error after which the kernel may still write to the destination rows: the process it reads.
+pub const STILL_READING: &str = "still_reading_pid";
+
+/// How long a caller looks for the end of its read, and a reader for more work, before they sleep: about one hand-over.
+const PATIENCE: Duration = Duration::from_micros(50);
+/// How long a call that is over waits for a kernel call that moves on: one unit takes a few milliseconds.
+const GRACE: Duration = Duration::from_millis(100);
+const DOING: &str = "reading the memory of the peer's process";
+/// Looks between two questions what time it is, or whether another thread needs this core.
+const LOOKS: u32 = 64;
+
+/// A job, whatever its work.
+pub(super) trait Task: Send + Sync {
+    /// Does units until none is left.
+    fn help(&self);
+    /// Whether its caller has left without it.
+    fn abandoned(&self) -> bool;
+}
+
+/// One read under way.
+pub(super) struct Job<W> {
+    units: usize,
+    next: AtomicUsize,
+    /// Units that were done.
+    ended: AtomicUsize,
+    stop: AtomicBool,
+    /// Nobody is inside, and no unit is left.
+    over: AtomicBool,
+    abandoned: AtomicBool,
+    inner: Mutex<Inside<W>>,
+    left: Condvar,
+}
+
+struct Inside<W> {
+    /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
+    work: Option<Arc<W>>,
+    threads: usize,
+    /// The caller sleeps: waking nobody is a system call, too.
+    asleep: bool,
+    failure: Option<Error>,
+}
+
+impl<W: Work> Job<W> {
+    pub(super) fn new(work: Arc<W>, units: usize) -> Self {
+        Job {
+            units,
+            next: AtomicUsize::new(0),
+            ended: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            abandoned: AtomicBool::new(false),
+            inner: Mutex::new(Inside { work: Some(work), threads: 0, asleep: false, failure: None }),
+            left: Condvar::new(),
+        }
+    }
+
+    /// Takes units until there are none.
+    fn take(&self, work: &W) -> Result<()> {
+        while !self.stop.load(Ordering::Relaxed) {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.units {
+                break;
+            }
+            work.unit(index)?;
+            self.ended.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Waits until nobody is inside and no unit is left; or until the deadline, or until no unit has ended for `silence`:
+    /// then whoever is inside keeps the work.
+    pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
+        look(|| self.over());
+        let mut inner = self.locked();
+        inner.asleep = true;
+        let mut ended = Ok(());
+        let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
+        while !self.over() && ended.is_ok() {
+            let nap = deadline.nap().min(silence.unwrap_or(Duration::MAX));
+            inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
+            if !self.over() {
+                // A signal handler may use the engine.
+                drop(inner);
+                ended = deadline.waiting(DOING).and_then(|()| self.moves(&mut last, silence));
+                inner = self.locked();
+            }
+        }
+        // Nobody enters any more.
+        let work = inner.work.take();
+        self.stop.store(true, Ordering::Relaxed);
+        let grace = Instant::now() + GRACE;
+        while inner.threads > 0 {
+            let left = grace.saturating_duration_since(Instant::now());
+            // Once it was over, whoever came late found no unit and leaves by itself.
+            if left.is_zero() && !self.over() {
+                self.abandoned.store(true, Ordering::Release);
+                break;
+            }
+            let nap = left.max(Duration::from_millis(1));
+            inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let (failure, inside) = (inner.failure.take(), inner.threads);
+        drop(inner);
+        drop(work);
+        match (inside, failure) {
+            (0, Some(error)) => Err(error),
+            (0, None) => ended,
+            (_, failure) => Err(still_reading(pid, ended.err().or(failure), deadline)),
+        }
+    }
+
+    /// `Err` once no unit has ended for `silence`. `last` is how many had, and since when.
+    fn moves(&self, last: &mut (usize, Instant), silence: Option<Duration>) -> Result<()> {
+        let (now, Some(silence)) = (self.ended.load(Ordering::Relaxed), silence) else { return Ok(()) };
+        if now != last.0 {
+            *last = (now, Instant::now());
+        } else if last.1.elapsed() >= silence {
+            return Err(Deadline::after(silence).named("link_silence").error(DOING));
+        }
+        Ok(())
+    }
+
+    fn over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+}
+
+impl<W> Job<W> {
+    fn locked(&self) -> MutexGuard<'_, Inside<W>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<W: Work> Task for Job<W> {
+    fn help(&self) {
+        let work = {
+            let mut inner = self.locked();
+            let Some(work) = inner.work.clone() else { return };
+            inner.threads += 1;
+            work
+        };
+        let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
+        let done =
+            done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
+        // Before leaving: once nobody is inside, nothing of the work is held any more.
+        drop(work);
+        let mut inner = self.locked();
+        inner.threads -= 1;
+        if let Err(error) = done {
+            self.stop.store(true, Ordering::Relaxed);
+            inner.failure.get_or_insert(error);
+        }
+        let stopped = self.stop.load(Ordering::Relaxed);
+        if inner.threads == 0 && (stopped || self.next.load(Ordering::Relaxed) >= self.units) {
+            self.over.store(true, Ordering::Release);
+            if inner.asleep {
+                self.left.notify_all();
+            }
+        }
+    }
+
+    fn abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire)
+    }
+}
+
+/// The error of a call that left before the kernel did.
+#[cold]
+fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
+    let why = why.unwrap_or_else(|| deadline.error(DOING));
+    let text = "the memory of the peer's process does not answer, and the kernel may still write to the destination rows: \
+                they stay in use until it has, or that process ends";
+    Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
+}
+
+/// Looks for a while whether `ready`.
+pub(super) fn look(ready: impl Fn() -> bool) -> bool {
+    let started = Instant::now();
+    loop {
+        for _ in 0..LOOKS {
+            if ready() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if started.elapsed() >= PATIENCE {
+            return false;
+        }
+        // Whoever is waited for may be kept from this very core.
+        yield_now();
+    }
+}

@@ -1,0 +1,374 @@
+//! Threads that have the kernel read another process's memory, so that a call can leave at its deadline.
+//!
+//! The system call cannot be interrupted while the other process's memory does not answer (behind userfaultfd, or a
+//! network file system that hangs): its thread is lost until that process ends. So no thread of a caller or of the workers
+//! makes it. A call that leaves abandons its job; the job keeps what it writes to, and its pins, until the kernel is done.
+//! One process can cost a bounded number of threads. Threads start on demand and end when idle. Not for: which bytes
+//! (`wave`), or copies inside this process (`workers`).
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use hashbrown::HashMap;
+
+use super::peer_read::{Job, Task, look};
+use super::workers::Work;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+
+/// Threads that may read one process at the same time, and so be lost to it: at least and at most.
+const OF_A_PROCESS: (usize, usize) = (8, 32);
+/// Threads of one engine that may read at the same time: so many times those of one process.
+const PROCESSES: usize = 8;
+/// How long a reader sleeps without work before it ends.
+const IDLE: Duration = Duration::from_secs(1);
+/// Enough for one unit, whose lists live on the heap.
+const STACK: usize = 256 << 10;
+/// The reading threads of one engine.
+pub(super) struct Readers(Arc<Shared>);
+
+struct Shared {
+    of_a_process: usize,
+    state: Mutex<State>,
+    /// Tickets in the queue: what a reader looks at before it sleeps.
+    queued: AtomicUsize,
+    /// There is a ticket, or the end.
+    work: Condvar,
+    /// A ticket was done with.
+    room: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Ticket>,
+    /// By the number of the reader.
+    running: Vec<(u64, Ticket)>,
+    threads: HashMap<u64, JoinHandle<()>>,
+    last_reader: u64,
+    /// Readers that look for a ticket, that sleep, and that were started or woken for one and are not here yet.
+    looking: usize,
+    sleeping: usize,
+    coming: usize,
+    /// Callers that wait for room, and the end of the engine.
+    waiting: usize,
+    closed: bool,
+}
+
+/// One thread's share of a job.
+#[derive(Clone)]
+struct Ticket {
+    pid: i32,
+    job: Arc<dyn Task>,
+}
+
+impl Readers {
+    /// No thread yet. `workers` is how many the engine copies with.
+    pub(super) fn new(workers: usize) -> Self {
+        let (least, most) = OF_A_PROCESS;
+        Readers(Arc::new(Shared {
+            of_a_process: workers.clamp(least, most),
+            state: Mutex::default(),
+            queued: AtomicUsize::new(0),
+            work: Condvar::new(),
+            room: Condvar::new(),
+        }))
+    }
+
+    /// Does units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the deadline, or until no
+    /// unit has ended for `silence`. When it returns nobody touches
+    /// the work any more, unless the error carries [`STILL_READING`](super::STILL_READING): then whoever is inside keeps it until the kernel is
+    /// done.
+    pub(super) fn run(
+        &self,
+        pid: i32,
+        work: Arc<impl Work>,
+        units: usize,
+        most: usize,
+        (deadline, silence): (Deadline, Option<Duration>),
+    ) -> Result<()> {
+        let job = Arc::new(Job::new(work, units));
+        self.0.submit(&Ticket { pid, job: job.clone() }, units.min(most), deadline)?;
+        job.wait(pid, deadline, silence)
+    }
+}
+
+impl std::fmt::Debug for Readers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Readers").field("threads", &self.0.locked().threads.len()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Readers {
+    /// Ends the threads, except those that are lost in the kernel: what they write to stays mapped as long as they do.
+    fn drop(&mut self) {
+        let mut state = self.0.locked();
+        state.closed = true;
+        self.0.work.notify_all();
+        // Jobs have ended or were abandoned: what is not abandoned ends by itself.
+        while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
+            state = self.0.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let mut lost: Vec<i32> = state.running.iter().map(|(_, ticket)| ticket.pid).collect();
+        let running: Vec<u64> = state.running.iter().map(|&(id, _)| id).collect();
+        let threads: Vec<_> = state.threads.drain().filter(|(id, _)| !running.contains(id)).collect();
+        drop(state);
+        for (_, thread) in threads {
+            // A reader that drops the last handle of its engine cannot wait for itself; it is on its way out.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        if !lost.is_empty() {
+            lost.sort_unstable();
+            tracing::error!(
+                target: "llm_datadist::memory",
+                "the engine ended while the kernel still reads memory of other processes (pids {lost:?}) into its rows: \
+                 pool memory stays mapped, and registered memory must stay valid, until those processes end"
+            );
+        }
+    }
+}
+
+impl Shared {
+    /// Queues `count` tickets, at least one, as soon as there is room, and sees that threads come for them.
+    fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
+        let mut state = self.locked();
+        let room = loop {
+            if state.closed {
+                return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
+            }
+            let room = state.room(ticket.pid, self.of_a_process);
+            if room.threads > 0 {
+                break room;
+            }
+            if let Some(error) = room.none {
+                return Err(error);
+            }
+            state.waiting += 1;
+            state = self.room.wait_timeout(state, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting -= 1;
+            drop(state);
+            deadline.waiting("waiting for a thread that reads the memory of the peer")?;
+            state = self.locked();
+        };
+        for _ in 0..count.min(room.threads) {
+            state.queue.push_back(ticket.clone());
+        }
+        let mut wake = 0;
+        while state.queue.len() > state.looking + state.coming {
+            state.coming += 1;
+            if state.sleeping > 0 {
+                state.sleeping -= 1;
+                wake += 1;
+            } else if let Err(error) = self.start(&mut state) {
+                state.coming -= 1;
+                // Those that run take the tickets; where nobody does, nobody ever would.
+                if state.threads.is_empty() {
+                    state.queue.retain(|queued| !Arc::ptr_eq(&queued.job, &ticket.job));
+                    return Err(error);
+                }
+                break;
+            }
+        }
+        let queued = state.queue.len();
+        drop(state);
+        self.queued.store(queued, Ordering::Release);
+        (0..wake).for_each(|_| self.work.notify_one());
+        Ok(())
+    }
+
+    fn start(self: &Arc<Self>, state: &mut State) -> Result<()> {
+        state.last_reader += 1;
+        let (id, shared) = (state.last_reader, self.clone());
+        let named = Builder::new().name("llm-read".into()).stack_size(STACK);
+        let thread = named.spawn(move || shared.serve(id)).map_err(|error| {
+            let text = "the thread that reads the memory of the peer could not be started";
+            Error::new(ErrorKind::System, text).because(error)
+        })?;
+        state.threads.insert(id, thread);
+        Ok(())
+    }
+
+    /// What reader `id` does, until it is idle or the engine ends.
+    fn serve(&self, id: u64) {
+        let mut state = self.locked();
+        state.arrived();
+        loop {
+            if let Some(ticket) = state.queue.pop_front() {
+                self.queued.store(state.queue.len(), Ordering::Release);
+                state.running.push((id, ticket.clone()));
+                drop(state);
+                ticket.job.help();
+                state = self.locked();
+                state.running.retain(|&(running, _)| running != id);
+                if state.waiting > 0 || state.closed {
+                    self.room.notify_all();
+                }
+                continue;
+            }
+            if state.closed {
+                return;
+            }
+            state.looking += 1;
+            drop(state);
+            look(|| self.queued.load(Ordering::Acquire) > 0);
+            state = self.locked();
+            state.looking -= 1;
+            if !state.queue.is_empty() || state.closed {
+                continue;
+            }
+            state.sleeping += 1;
+            let (woken, slept) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            let called = state.arrived();
+            if slept.timed_out() && !called && state.queue.is_empty() && !state.closed {
+                // Nobody waits for it: its handle goes here.
+                state.threads.remove(&id);
+                return;
+            }
+        }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How many threads more may read a process.
+struct Room {
+    threads: usize,
+    /// Why waiting for one is of no use.
+    none: Option<Error>,
+}
+
+impl State {
+    /// A reader has started or woken. It takes the place of one that was called, whichever that was; `false` if none was,
+    /// so that it counts as one of those that slept.
+    fn arrived(&mut self) -> bool {
+        let called = self.coming > 0;
+        if called {
+            self.coming -= 1;
+        } else {
+            self.sleeping -= 1;
+        }
+        called
+    }
+
+    fn room(&self, pid: i32, of_a_process: usize) -> Room {
+        let in_all = of_a_process * PROCESSES;
+        let (mut own, mut own_lost, mut lost) = (0, 0, 0);
+        for (_, ticket) in &self.running {
+            let (same, gone) = (ticket.pid == pid, ticket.job.abandoned());
+            own += usize::from(same);
+            own_lost += usize::from(same && gone);
+            lost += usize::from(gone);
+        }
+        own += self.queue.iter().filter(|ticket| ticket.pid == pid).count();
+        let used = self.running.len() + self.queue.len();
+        let threads = of_a_process.saturating_sub(own).min(in_all.saturating_sub(used));
+        // A process that has cost a thread gets one for each call.
+        let threads = if own_lost > 0 { threads.min(1) } else { threads };
+        let none = if own_lost >= of_a_process {
+            Some(all_lost(pid, own_lost))
+        } else {
+            (lost >= in_all).then(|| lost_to_others(lost))
+        };
+        Room { threads, none }
+    }
+}
+
+#[cold]
+fn all_lost(pid: i32, threads: usize) -> Error {
+    let text = "every thread that may read this peer's memory is lost in the kernel, because the memory does not answer; \
+                end that process";
+    Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
+}
+
+/// Of a kind after which the bytes travel through sockets.
+#[cold]
+fn lost_to_others(threads: usize) -> Error {
+    let text =
+        "every thread that reads other processes is lost in the kernel to peers whose memory does not answer";
+    Error::new(ErrorKind::NotEnabled, text).with("threads", threads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::copy::STILL_READING;
+
+    /// Work that ends once it may.
+    #[derive(Default)]
+    struct Gate(Mutex<bool>, Condvar);
+
+    impl Work for Gate {
+        fn unit(&self, _: usize) -> Result<()> {
+            let open = self.0.lock().unwrap();
+            drop(self.1.wait_while(open, |open| !*open).unwrap());
+            Ok(())
+        }
+    }
+
+    struct Quick;
+
+    impl Work for Quick {
+        fn unit(&self, _: usize) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn limit(millis: u64) -> (Deadline, Option<Duration>) {
+        (Deadline::after(Duration::from_millis(millis)), None)
+    }
+
+    #[test]
+    fn threads_lost_to_some_processes_leave_the_sockets_to_others() {
+        let (readers, gate) = (Readers::new(1), Arc::new(Gate::default()));
+        let (each, _) = OF_A_PROCESS;
+        std::thread::scope(|scope| {
+            for call in 0..each * PROCESSES {
+                let (readers, gate) = (&readers, gate.clone());
+                let pid = i32::try_from(call / each).unwrap() + 1;
+                // On a busy machine the time may be up before a thread has come.
+                scope.spawn(move || {
+                    while readers
+                        .run(pid, gate.clone(), 1, 4, limit(50))
+                        .unwrap_err()
+                        .fact(STILL_READING)
+                        .is_none()
+                    {}
+                });
+            }
+        });
+        let hour = 3_600_000;
+        let error = readers.run(1, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::Timeout, Some("8")), "{error}");
+        let error = readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).unwrap_err();
+        assert_eq!((error.kind(), error.fact("threads")), (ErrorKind::NotEnabled, Some("64")), "{error}");
+        *gate.0.lock().unwrap() = true;
+        gate.1.notify_all();
+        while readers.run(99, Arc::new(Quick), 1, 1, limit(hour)).is_err() {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_panic_is_the_error_of_its_call_and_no_thread_stays() {
+        struct Panics;
+        impl Work for Panics {
+            fn unit(&self, index: usize) -> Result<()> {
+                assert_ne!(index, 1, "as told");
+                Ok(())
+            }
+        }
+        let readers = Readers::new(4);
+        let error = readers.run(1, Arc::new(Panics), 8, 4, limit(60_000)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::System, "{error}");
+        readers.run(1, Arc::new(Quick), 100, 4, limit(60_000)).unwrap();
+        // Joins them.
+        drop(readers);
+    }
+}

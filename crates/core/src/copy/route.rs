@@ -1,0 +1,71 @@
+//! Decides the way of a copy: straight, or through the ring; and which device does it.
+//!
+//! The rule for a swap-in: straight where the device reads host memory in place, because that is one copy instead of
+//! two; through the ring where it cannot. Measured in `docs/performance.md`. Not for: running it.
+
+use std::sync::Arc;
+
+use super::End;
+use crate::config::SwapInPath;
+use crate::device::{Copier, Device, DeviceSet, HostReach, ProcessReader};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Placement;
+
+/// The way of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// Source to destination.
+    Direct,
+    /// Host to a ring buffer of the device, and from there to its place.
+    Ring,
+}
+
+/// The way from `src` to `dst`. Only host to device has a choice.
+pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: SwapInPath) -> Result<Route> {
+    if !dst.0.reach().writable() {
+        return Err(Error::new(ErrorKind::System, "memory of another process is read, never written"));
+    }
+    if src.0.reach().foreign() {
+        return foreign(devices, src, dst);
+    }
+    if (src.1, dst.1) != (Placement::Host, Placement::Device) {
+        return Ok(Route::Direct);
+    }
+    let reach = device(devices, src, dst).host_reach();
+    match (forced, reach) {
+        (SwapInPath::Auto, HostReach::Staged) | (SwapInPath::Ring, _) => Ok(Route::Ring),
+        (SwapInPath::Auto | SwapInPath::Direct, HostReach::Direct) => Ok(Route::Direct),
+        (SwapInPath::Direct, HostReach::Staged) => {
+            let text =
+                "llm.SwapInPath = direct, but this device reads host memory only through buffers of its own";
+            Err(Error::new(ErrorKind::NotEnabled, text))
+        }
+    }
+}
+
+/// Memory of another process goes straight or not at all: the ring's rule is for swap-ins, and its stages would copy the
+/// bytes a second time before it is known whether they are still current
+/// (`what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used`).
+fn foreign(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
+    let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
+    let here = dst.0.host_addressable();
+    if here || (src.0.host_addressable() && direct) {
+        return Ok(Route::Direct);
+    }
+    let text = "this device does not reach memory of another process in place";
+    Err(Error::new(ErrorKind::NotEnabled, text).with("source", format_args!("{:?}", src.0.reach())))
+}
+
+/// Who copies between two ends: the kernel of the system if another process must be asked, else the device.
+pub(super) fn copier(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Arc<dyn Copier> {
+    match src.0.process() {
+        Some(process) => Arc::new(ProcessReader::new(process.clone())),
+        None => device(devices, src, dst).clone(),
+    }
+}
+
+/// The CPU where it can address both ends, else the device.
+pub(super) fn device<'a>(devices: &'a DeviceSet, src: End<'_>, dst: End<'_>) -> &'a Arc<dyn Device> {
+    let host = src.0.host_addressable() && dst.0.host_addressable();
+    devices.at(if host { Placement::Host } else { Placement::Device })
+}

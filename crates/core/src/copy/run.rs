@@ -1,0 +1,192 @@
+//! One copy under way: its plan, its two ends, and the units it is cut into.
+//!
+//! Units are equal stretches of bytes along "all spans of tensor 0, all spans of tensor 1, …", found by arithmetic, so
+//! nothing is stored per unit, block or tensor. Not for: choosing the way (`route`) or the workers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::kernel_choice::Tuner;
+use super::reader_threads::Readers;
+use super::workers::{Work, Workers};
+use super::{Held, Limit, Progress};
+use crate::device::{Copier, Copy};
+use crate::error::Result;
+use crate::memory::kernels::Kernel;
+use crate::memory::{Tensors, Window, faulted};
+use crate::model::Deadline;
+use crate::plan::{CopyPlan, Piece};
+
+/// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
+/// caller copies half a MiB that is not cached, and a whole one that is.
+const INLINE: u64 = 512 << 10;
+/// Units per worker when the copy is small enough that this decides.
+const UNITS_PER_WORKER: u64 = 8;
+/// A copy under way.
+#[derive(Clone)]
+pub(super) struct Copying {
+    pub(super) plan: Arc<CopyPlan>,
+    pub(super) src: Arc<Tensors>,
+    pub(super) dst: Arc<Tensors>,
+    pub(super) copier: Arc<dyn Copier>,
+    pub(super) tuner: Arc<Tuner>,
+    /// What is in place.
+    pub(super) progress: Arc<Progress>,
+    /// Kept until nothing touches the memory any more.
+    #[expect(dead_code, reason = "held, not read")]
+    pub(super) held: Held,
+}
+
+impl Copying {
+    /// Straight from source to destination, wave after wave.
+    pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
+        limit.begin()?;
+        let mut start = 0;
+        for index in 0..self.plan.waves().len() {
+            let wave = DirectWave::new(self.clone(), index, start, workers.count());
+            start += wave.total;
+            let units = wave.units();
+            if wave.total <= INLINE || units == 1 {
+                (0..units).try_for_each(|unit| wave.unit(unit))?;
+            } else {
+                workers.run(Arc::new(wave), units, limit)?;
+            }
+            if index + 1 < self.plan.waves().len() {
+                limit.go_on("copying")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same out of process `pid`, by threads that the caller leaves at its deadline.
+    pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
+        let limits = (deadline, self.progress.silence);
+        let small = self.plan.bytes() <= INLINE;
+        if small && self.plan.waves().len() > 1 {
+            return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
+        }
+        // A thread that reads little does it alone: what it shares with others costs as much as a block.
+        let most = if small { 1 } else { workers };
+        let mut start = 0;
+        for index in 0..self.plan.waves().len() {
+            let wave = DirectWave::new(self.clone(), index, start, workers);
+            start += wave.total;
+            let units = wave.units();
+            readers.run(pid, Arc::new(wave), units, most, limits)?;
+        }
+        Ok(())
+    }
+
+    /// What a piece of the `index`-th tensor of the plan reads.
+    pub(super) fn source(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        source(&self.plan, &self.src, index, piece)
+    }
+
+    /// What it writes.
+    pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        target(&self.plan, &self.dst, index, piece)
+    }
+}
+
+/// All waves of a small copy, one after the other, as one unit.
+struct Whole {
+    copying: Copying,
+    workers: usize,
+}
+
+impl Work for Whole {
+    fn unit(&self, _: usize) -> Result<()> {
+        let mut start = 0;
+        for index in 0..self.copying.plan.waves().len() {
+            let wave = DirectWave::new(self.copying.clone(), index, start, self.workers);
+            start += wave.total;
+            (0..wave.units()).try_for_each(|unit| wave.unit(unit))?;
+        }
+        Ok(())
+    }
+}
+
+/// What a piece of the `index`-th tensor of `plan` reads of `src`.
+pub(super) fn source<'a>(
+    plan: &CopyPlan,
+    src: &'a Tensors,
+    index: usize,
+    piece: Piece,
+) -> Result<Window<'a>> {
+    src.window(index.saturating_add(plan.src_tensor() as usize), piece.src, piece.len)
+}
+
+/// What it writes of `dst`.
+pub(super) fn target<'a>(
+    plan: &CopyPlan,
+    dst: &'a Tensors,
+    index: usize,
+    piece: Piece,
+) -> Result<Window<'a>> {
+    dst.window(index.saturating_add(plan.dst_tensor() as usize), piece.dst, piece.len)
+}
+
+/// One wave of a direct copy, cut into units.
+struct DirectWave {
+    copying: Copying,
+    wave: usize,
+    /// Where it starts along the bytes of the whole plan.
+    start: u64,
+    total: u64,
+    unit: u64,
+    /// Typical bytes of one piece, for the choice of kernel.
+    piece: u64,
+}
+
+impl DirectWave {
+    fn new(copying: Copying, wave: usize, start: u64, workers: usize) -> Self {
+        let this = &copying.plan.waves()[wave];
+        let total = this.tensor_bytes().saturating_mul(u64::from(copying.plan.num_tensors()));
+        let (least, most) = copying.copier.unit();
+        let unit = (total / (workers as u64 * UNITS_PER_WORKER)).clamp(least, most.max(least));
+        let piece = this.tensor_bytes().checked_div(this.count()).unwrap_or(0);
+        // Whole pages, so that a cut piece stays aligned for the kernels.
+        DirectWave { wave, start, total, unit: unit.next_multiple_of(4096), piece, copying }
+    }
+
+    fn units(&self) -> usize {
+        usize::try_from(self.total.div_ceil(self.unit)).unwrap_or(usize::MAX)
+    }
+}
+
+impl Work for DirectWave {
+    fn unit(&self, index: usize) -> Result<()> {
+        let Copying { plan, copier, tuner, progress, .. } = &self.copying;
+        let from = index as u64 * self.unit;
+        let to = (from + self.unit).min(self.total);
+        let learns = copier.uses_kernels();
+        let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
+        let most = copier.batch();
+        // A mapping of another process is filled page by page at the first touch, which says nothing about kernels. What
+        // is too small to learn from is not asked about: that takes longer than copying a block.
+        let mapped = self.copying.src.reach().foreign();
+        let asks = learns && mapped && tuner.learns(self.total);
+        let started = Instant::now();
+        // The first and the last may be cut.
+        let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
+        let mut batch = Vec::with_capacity(most.min(about));
+        plan.waves()[self.wave].across_tensors(from, to).try_for_each(|(tensor, piece)| {
+            let (src, dst) = (self.copying.source(tensor, piece)?, self.copying.target(tensor, piece)?);
+            batch.push(Copy { src, dst });
+            if batch.len() == most {
+                copier.copy(&batch, kernel)?;
+                batch.clear();
+            }
+            Ok(())
+        })?;
+        copier.copy(&batch, kernel)?;
+        let took = started.elapsed();
+        if learns && !(asks && faulted()) {
+            tuner.learn(self.total, self.piece, kernel, to - from, took);
+        } else if learns {
+            tuner.count(kernel, to - from);
+        }
+        progress.done(self.start + from, self.start + to);
+        Ok(())
+    }
+}

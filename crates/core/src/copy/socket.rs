@@ -1,0 +1,117 @@
+//! A stretch of a plan over a socket: the sender's windows go out in the order of the plan, the receiver's take them in.
+//!
+//! Both sides count along the same plan, so nothing travels but the bytes, and zeros at places that follow from their number
+//! alone (`transport::LEAD`); nothing is copied in between (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Not for:
+//! agreeing on the plan (`wire`, `peer`).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{CopyEngine, Progress, run, so_far};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Access, Reach, Tensors, Window};
+use crate::model::Deadline;
+use crate::net::{STRETCH, Stream, leads};
+use crate::plan::{CopyPlan, Piece};
+
+/// Windows of one call of the stream.
+const WINDOWS: usize = 256;
+
+impl CopyEngine {
+    /// Whether tensors can be read into a socket, asked before anything is promised.
+    pub fn can_send(src: &Tensors) -> Result<()> {
+        src.check_mapped(Access::Read)?;
+        if src.host_addressable() { Ok(()) } else { Err(unreachable(src.reach(), "read")) }
+    }
+
+    /// Whether tensors can be written from a socket, asked before anything is promised.
+    pub fn can_receive(dst: &Tensors) -> Result<()> {
+        dst.check_mapped(Access::Write)?;
+        if dst.reach() == Reach::Host { Ok(()) } else { Err(unreachable(dst.reach(), "written")) }
+    }
+
+    /// Sends the bytes at positions `range` of `plan`, read from `src`. An error says how far it got.
+    pub fn send(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        src: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Result<()> {
+        Self::can_send(src)?;
+        let sent = Progress::default();
+        let window = |index, piece| run::source(plan, src, index, piece);
+        let lead = || stream.send_lead(deadline);
+        let moved = |windows: &[Window<'_>], _: &mut u64| stream.send_windows(windows, deadline);
+        in_batches(plan, range, &sent, deadline, window, lead, moved)
+    }
+
+    /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
+    pub fn receive(
+        &self,
+        plan: &CopyPlan,
+        range: Range<u64>,
+        dst: &Arc<Tensors>,
+        stream: &Stream,
+        deadline: Deadline,
+        progress: &Progress,
+    ) -> Result<()> {
+        Self::can_receive(dst)?;
+        let window = |index, piece| run::target(plan, dst, index, piece);
+        let lead = || stream.receive_lead(deadline);
+        let moved = |windows: &[Window<'_>], done: &mut u64| stream.receive_counted(windows, deadline, done);
+        in_batches(plan, range, progress, deadline, window, lead, moved)
+    }
+}
+
+/// Cuts `range` into batches of windows, none across the end of a stretch, moves one after the other, and reports each: what a
+/// failure makes doubtful. `lead` comes before each stretch that has one.
+fn in_batches<'a>(
+    plan: &CopyPlan,
+    range: Range<u64>,
+    progress: &Progress,
+    deadline: Deadline,
+    window: impl Fn(usize, Piece) -> Result<Window<'a>>,
+    lead: impl Fn() -> Result<()>,
+    moved: impl Fn(&[Window<'a>], &mut u64) -> Result<()>,
+) -> Result<()> {
+    let of_bytes = range.end.saturating_sub(range.start);
+    if range.end > plan.bytes() {
+        return Err(Error::new(ErrorKind::System, "a range ends beyond its plan")
+            .with("end", range.end)
+            .with("plan_bytes", plan.bytes()));
+    }
+    let mut batch = Vec::with_capacity(WINDOWS);
+    let mut at = range.start;
+    while at < range.end {
+        batch.clear();
+        let mut end = at;
+        let into = at - range.start;
+        let stretch = STRETCH - into % STRETCH;
+        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(stretch))).take(WINDOWS) {
+            batch.push(window(index, piece)?);
+            end += piece.len;
+        }
+        if end == at {
+            return Err(Error::new(ErrorKind::System, "a plan without pieces for its bytes").with("at", at));
+        }
+        // A socket that always has bytes, or room for them, never waits: the question is asked here.
+        let in_time =
+            if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
+        let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });
+        let mut done = 0;
+        if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
+            progress.done(at, at + done);
+            return Err(so_far(error, progress, of_bytes));
+        }
+        progress.done(at, end);
+        at = end;
+    }
+    Ok(())
+}
+
+fn unreachable(reach: Reach, done: &str) -> Error {
+    let text = format!("memory that the CPU cannot address is not {done} through a socket");
+    Error::new(ErrorKind::NotEnabled, text).with("memory", format_args!("{reach:?}"))
+}

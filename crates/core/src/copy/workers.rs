@@ -1,0 +1,212 @@
+//! The workers that copy: the calling thread and rayon threads that live as long as the engine.
+//!
+//! A job is cut into units of equal bytes; every worker takes the next unit until none is left, so tensors and blocks
+//! of any size keep all of them busy. Nobody ever waits for a worker that has not started: the caller works too, closes
+//! the job when no unit is left, and waits only for those still inside. Not for: what a unit does (`wave`, `ring`).
+
+use std::sync::{Arc, PoisonError};
+use std::thread::{Builder, JoinHandle, current};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use super::Limit;
+use crate::config::Config;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
+
+/// Work that can be cut into units which may run in any order and at the same time.
+pub trait Work: Send + Sync + 'static {
+    /// Does unit `index`.
+    fn unit(&self, index: usize) -> Result<()>;
+}
+
+/// Persistent workers. Dropped, they have ended: their threads are joined.
+#[derive(Debug)]
+pub struct Workers {
+    /// `None` only while dropping.
+    pool: Option<ThreadPool>,
+    threads: Vec<JoinHandle<()>>,
+    count: usize,
+}
+
+impl Workers {
+    /// `count` workers, the calling thread among them; [`Config::DEFAULT_WORKERS`] if none is given. `role` and a number name
+    /// each thread; the kernel shows 15 bytes (`every_thread_of_an_engine_is_named_after_its_role`).
+    pub fn new(role: &str, count: Option<usize>) -> Result<Self> {
+        let count = count.unwrap_or(Config::DEFAULT_WORKERS);
+        let refused =
+            |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
+        let mut threads = Vec::new();
+        // One at least, for tasks that are spawned: the ring drains on a set of its own.
+        let helpers = count.saturating_sub(1).max(1);
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(helpers)
+            .spawn_handler(|thread| {
+                let named = Builder::new().name(format!("{role}-{}", thread.index()));
+                threads.push(named.spawn(|| thread.run())?);
+                Ok(())
+            })
+            // A panic inside a job is recorded by the job (`Inside`), which fails its caller; the pool lives on.
+            .panic_handler(|_| {})
+            .build()
+            .map_err(refused)?;
+        Ok(Workers { pool: Some(pool), threads, count })
+    }
+
+    /// How many work at most on one job.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Runs `task` on a worker, some time soon.
+    pub fn spawn(&self, task: impl FnOnce() + Send + 'static) {
+        if let Some(pool) = &self.pool {
+            pool.spawn(task);
+        }
+    }
+
+    /// Does units `0..units` of `work` and returns when nobody touches it any more. After a failure, or once a limit on
+    /// the whole of it has passed, no further unit is started.
+    pub fn run(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
+        let job = Arc::new(Job {
+            units,
+            limit: limit.into(),
+            next: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            state: Mutex::new(State { work: Some(work), inside: 0, failure: None }),
+            left: Condvar::new(),
+        });
+        for _ in 1..self.count.min(units) {
+            let job = job.clone();
+            self.spawn(move || job.help());
+        }
+        // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
+        let closing = Closing(&job);
+        job.help();
+        drop(closing);
+        job.outcome()
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        // Tells the threads to end once their queue is empty.
+        drop(self.pool.take());
+        for thread in self.threads.drain(..) {
+            // A worker that drops the last handle of its engine cannot wait for itself; it is on its way out.
+            if thread.thread().id() != current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+struct Job<W> {
+    units: usize,
+    limit: Limit,
+    next: AtomicUsize,
+    stop: AtomicBool,
+    state: Mutex<State<W>>,
+    left: Condvar,
+}
+
+struct State<W> {
+    /// Gone once the job is closed, so that a worker that comes late finds nothing and keeps nothing alive.
+    work: Option<Arc<W>>,
+    inside: usize,
+    failure: Option<Error>,
+}
+
+impl<W: Work> Job<W> {
+    /// Takes units until there are none, unless the job is already closed.
+    fn help(&self) {
+        let Some(mut inside) = Inside::enter(self) else { return };
+        while !self.stop.load(Ordering::Relaxed) {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.units {
+                break;
+            }
+            // The first unit of all runs even if the deadline is very short: a small transfer never times out spuriously.
+            let in_time = if index == 0 { Ok(()) } else { self.limit.go_on("copying") };
+            if let Err(error) = in_time.and_then(|()| inside.unit(index)) {
+                inside.fail(error);
+            }
+        }
+        inside.done = true;
+    }
+}
+
+impl<W> Job<W> {
+    /// Lets nobody in any more and waits for those inside.
+    fn close(&self) {
+        let mut state = self.locked();
+        state.work = None;
+        while state.inside > 0 {
+            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The first failure.
+    fn outcome(&self) -> Result<()> {
+        self.locked().failure.take().map_or(Ok(()), Err)
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State<W>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Closing<'a, W>(&'a Job<W>);
+
+impl<W> Drop for Closing<'_, W> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// A worker inside a job. Leaves on drop; if it did not say that it is done, its work panicked and the job has failed.
+struct Inside<'a, W> {
+    job: &'a Job<W>,
+    work: Option<Arc<W>>,
+    done: bool,
+}
+
+impl<'a, W: Work> Inside<'a, W> {
+    fn enter(job: &'a Job<W>) -> Option<Self> {
+        let mut state = job.locked();
+        let work = state.work.clone()?;
+        state.inside += 1;
+        drop(state);
+        Some(Inside { job, work: Some(work), done: false })
+    }
+
+    fn unit(&self, index: usize) -> Result<()> {
+        self.work.as_ref().map_or(Ok(()), |work| work.unit(index))
+    }
+}
+
+impl<W> Inside<'_, W> {
+    fn fail(&self, error: Error) {
+        self.job.stop.store(true, Ordering::Relaxed);
+        self.job.locked().failure.get_or_insert(error);
+    }
+}
+
+impl<W> Drop for Inside<'_, W> {
+    fn drop(&mut self) {
+        if !self.done {
+            self.fail(Error::new(ErrorKind::System, "a copy worker panicked"));
+        }
+        // Before leaving: once nobody is inside, nothing of the work is held any more.
+        self.work = None;
+        let mut state = self.job.locked();
+        state.inside -= 1;
+        if state.inside == 0 {
+            self.job.left.notify_all();
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests;

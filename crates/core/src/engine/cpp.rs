@@ -1,0 +1,119 @@
+//! The calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges with
+//! both ends inclusive, links that name an address of this side.
+//!
+//! Not for: `PushKvCache` and `CopyKvCache`, which the seeds describe (`transfer`, `mod`), or C structures.
+
+use std::time::Duration;
+
+use super::links::{each, link_failed};
+use super::{CacheIndex, DataDist, End, FarName, STAGED, ends};
+use crate::config::Role;
+use crate::error::{Error, Result};
+use crate::model::CacheId;
+use crate::model::Name;
+use crate::plan::CopyPlan;
+use crate::session::PeerAddress;
+use crate::stats::Op;
+use crate::validate::{self, ExtParam, PullRows, PushRows};
+
+impl DataDist {
+    /// Brings one batch slot of a peer here (contract, C++ §4, `PullKvCache`).
+    pub fn pull_kv_cache(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        batch_index: u32,
+        size: i64,
+        ext: ExtParam,
+    ) -> Result<()> {
+        validate::copy_size(size)?;
+        validate::ext_alone(ext)?;
+        self.other(src.cluster)?;
+        let near = self.cluster.table.find(dst)?;
+        let layers = validate::pull_kv_layers(near.geometry(), ext)?;
+        self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { near: batch_index, size }, layers)
+    }
+
+    /// Brings blocks of a peer here, pair by pair (contract, C++ §4, `PullKvBlocks`).
+    pub fn pull_kv_blocks(
+        &self,
+        src: CacheIndex,
+        dst: CacheId,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+    ) -> Result<()> {
+        validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
+        let far = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PullRows::Rows { far, near: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        validate::ext_alone(ext)?;
+        self.other(src.cluster)?;
+        let near = self.cluster.table.find(dst)?;
+        let layers = validate::pull_kv_layers(near.geometry(), ext)?;
+        self.pull(src.name(), &End::Managed(dst), &rows, layers)
+    }
+
+    /// Brings blocks to a peer, pair by pair (contract, C++ §4, `PushKvBlocks`).
+    pub fn push_kv_blocks(
+        &self,
+        src: CacheId,
+        dst: CacheIndex,
+        (src_blocks, dst_blocks): (&[u64], &[u64]),
+        ext: ExtParam,
+    ) -> Result<()> {
+        validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
+        let near = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PushRows::Rows { near, far: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
+        validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
+        self.other(dst.cluster)?;
+        let cache = self.cluster.table.find(src)?;
+        let layers = validate::push_kv_blocks(self.pushing_role(), cache.side(), ext)?;
+        self.push(&End::Managed(src), dst.name(), &rows, layers)
+    }
+
+    /// Copies every block of `src_blocks` to its place in each of `dst_blocks_list` (contract, C++ §4, `CopyKvBlocks`).
+    pub fn copy_kv_blocks(
+        &self,
+        src: &End,
+        dst: &End,
+        src_blocks: &[u64],
+        dst_blocks_list: &[&[u64]],
+    ) -> Result<()> {
+        self.cluster.stats.timed(Op::CopyBlocks, || {
+            let deadline = self.deadline();
+            let pairs = validate::cpp::block_lists(src_blocks, dst_blocks_list)?;
+            let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
+            let request = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
+            let plan = CopyPlan::blocks(&request, ends(&src, &dst))?;
+            self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, STAGED, deadline)
+        })
+    }
+
+    /// As [`link_clusters`](Self::link_clusters), where every peer must name exactly one address of this side
+    /// (contract §6.8).
+    #[must_use]
+    pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
+        let deadline = self.limit(timeout, "timeout_in_millis");
+        each(peers, deadline, |peer, deadline| {
+            let linked = self.cluster.stats.timed(Op::Link, || match peer.local.len() {
+                1 => self.links.link(peer, deadline),
+                count => Err(Error::argument("len(local_ip_infos)", count, "exactly one local address")),
+            });
+            linked.map_err(|error| link_failed(error).with("cluster", peer.cluster))
+        })
+    }
+
+    /// The role that pushes are judged by: with links that go both ways it is a label (contract, C++ §7).
+    pub(super) fn pushing_role(&self) -> Role {
+        if self.cluster.config.links.both_ways { Role::Mix } else { self.role() }
+    }
+}
+
+impl CacheIndex {
+    /// What the core calls it.
+    #[must_use]
+    pub fn name(self) -> FarName {
+        FarName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
+    }
+}

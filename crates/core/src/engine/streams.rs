@@ -1,0 +1,188 @@
+//! Transfers through sockets: one request and one stream of bytes, or a large transfer cut into as many as configured.
+//!
+//! Every part names the whole plan and the stretch of it that it carries, so that parts need nothing of each other. Not
+//! for: sending and receiving bytes (`engine`).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::transfer::Moved;
+use crate::cache::Cache;
+use crate::cluster::Cluster;
+use crate::copy::{Progress, Work};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+use crate::model::Name;
+use crate::plan::{CopyPlan, Wave};
+use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
+use crate::session::{Known, Lease, Link, limit_ms, reply, say_before};
+
+/// Below this one part is as fast: what a stream moves while another is being asked for.
+const PART: u64 = 8 << 20;
+
+/// Most pieces in one tensor of a plan behind which bytes follow unasked: its request takes a few KiB.
+const MOST_PIECES: u64 = 128;
+
+/// One transfer through sockets.
+pub(super) struct Streams {
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) link: Arc<Link>,
+    pub(super) name: Name,
+    pub(super) known: Arc<Known>,
+    pub(super) plan: Arc<CopyPlan>,
+    pub(super) near: Arc<Cache>,
+    pub(super) deadline: Deadline,
+}
+
+/// Brings the bytes of the plan into the near cache.
+pub(super) fn receive(streams: Streams, progress: Arc<Progress>) -> Result<Moved> {
+    streams.in_parts(move |streams, range| streams.receive(range, &progress))
+}
+
+/// Takes the bytes of the plan out of the near cache; they are in place when this returns. One stream: parts of a push
+/// would write the same rows of other tensors, and rows are what the owner pins.
+pub(super) fn send(streams: &Streams) -> Result<Moved> {
+    streams.send(0..streams.plan.bytes())
+}
+
+impl Streams {
+    /// Does `part` for the whole plan, or for several stretches of it at the same time.
+    fn in_parts(
+        self,
+        part: impl Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
+    ) -> Result<Moved> {
+        let bytes = self.plan.bytes();
+        // Waves have an order, which parts that run at the same time would not keep.
+        let most = if self.plan.waves().len() == 1 { self.cluster.config.links.streams } else { 1 };
+        let count = (bytes / PART).clamp(1, most.max(1) as u64);
+        if count == 1 {
+            return part(&self, 0..bytes);
+        }
+        let (deadline, cluster) = (self.deadline, self.cluster.clone());
+        let each = bytes.div_ceil(count);
+        let parts = Arc::new(Parts { streams: self, each, bytes, part, stale: AtomicBool::new(false) });
+        let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
+        cluster.engine.streamers()?.run(parts.clone(), units, deadline)?;
+        Ok(if parts.stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
+    }
+
+    /// One request, and its bytes into place.
+    fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
+        let bytes = range.end - range.start;
+        let request = Request::Read {
+            name: self.name.into(),
+            cache: self.known.cache.0,
+            plan: WirePlan::try_from(&*self.plan)?,
+            from: range.start,
+            to: range.end,
+            limit_ms: limit_ms(self.deadline),
+        };
+        let mut lease = self.link.lease(self.deadline)?;
+        let received = self.ready(&mut lease, &request, bytes, |lease| {
+            let (engine, tensors) = (&self.cluster.engine, self.near.tensors());
+            engine.receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
+        })?;
+        if !received {
+            return Ok(Moved::Stale);
+        }
+        lease.whole = true;
+        Ok(Moved::Bytes(bytes))
+    }
+
+    /// One request, the bytes, and the word that they are in place. Few bytes follow the request unasked: one way there
+    /// and back instead of two (`few_bytes_follow_their_request`).
+    fn send(&self, range: Range<u64>) -> Result<Moved> {
+        let bytes = range.end - range.start;
+        let mut lease = self.link.lease(self.deadline)?;
+        let ahead = self.ahead(bytes);
+        let request = Request::Write {
+            name: self.name.into(),
+            cache: self.known.cache.0,
+            plan: WirePlan::try_from(&*self.plan)?,
+            from: range.start,
+            to: range.end,
+            ahead,
+            limit_ms: limit_ms(self.deadline),
+        };
+        let near = self.near.tensors();
+        let moved = |lease: &Lease<'_>| {
+            self.cluster.engine.send(&self.plan, range, near, lease.stream(), self.deadline)
+        };
+        let answer = if ahead {
+            let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));
+            self.link.heard(&lease, self.deadline, said)
+        } else {
+            if !self.ready(&mut lease, &request, bytes, moved)? {
+                return Ok(Moved::Stale);
+            }
+            reply(&lease, self.deadline)
+        };
+        match answer.map_err(|error| self.late_or(error))? {
+            Reply::Done { .. } => {
+                lease.whole = true;
+                Ok(Moved::Bytes(bytes))
+            }
+            other => self.stale(&mut lease, other).map(|()| Moved::Stale),
+        }
+    }
+
+    /// Whether `bytes` of the plan may follow their request unasked.
+    fn ahead(&self, bytes: u64) -> bool {
+        bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
+    }
+
+    /// Asks, and moves the `bytes` once the peer is ready for them; `false` if its cache is not what it was.
+    fn ready(
+        &self,
+        lease: &mut Lease<'_>,
+        request: &Request,
+        bytes: u64,
+        moved: impl FnOnce(&Lease<'_>) -> Result<()>,
+    ) -> Result<bool> {
+        match self.link.exchange(lease, request, self.deadline)? {
+            Reply::Ready { bytes: ready } if ready == bytes => {}
+            other => return self.stale(lease, other).map(|()| false),
+        }
+        moved(lease).map_err(|error| self.late_or(error))?;
+        Ok(true)
+    }
+
+    /// The error of a stream that failed: that time was up, if the peer was only the first to notice.
+    fn late_or(&self, error: Error) -> Error {
+        let late = error.kind() == ErrorKind::NotLinked && self.deadline.passed() && self.link.alive();
+        let error = self.link.why_or(error);
+        if late { self.deadline.error("moving bytes through a socket").because(error) } else { error }
+    }
+
+    /// A reply in place of the one that was waited for: that the cache is not what it was, or an error.
+    fn stale(&self, lease: &mut Lease<'_>, reply: Reply) -> Result<()> {
+        // The peer waits for the next request: the stream is as good as before.
+        lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
+        match self.link.refusal(reply)? {
+            Reply::Stale => Ok(()),
+            reply => Err(self.link.unexpected(&reply)),
+        }
+    }
+}
+
+/// A transfer in several parts.
+struct Parts<F> {
+    streams: Streams,
+    each: u64,
+    bytes: u64,
+    part: F,
+    /// The owner said of some part that the cache is not what it was.
+    stale: AtomicBool,
+}
+
+impl<F: Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static> Work for Parts<F> {
+    fn unit(&self, index: usize) -> Result<()> {
+        let from = index as u64 * self.each;
+        let to = (from + self.each).min(self.bytes);
+        if let Moved::Stale = (self.part)(&self.streams, from..to)? {
+            self.stale.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+}

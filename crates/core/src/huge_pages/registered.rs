@@ -1,0 +1,168 @@
+//! Registered memory that peers were told of, who read it through the kernel: what of it is there is merged while its owner
+//! lends it.
+//!
+//! Such reads leave no trace here, so being told of is what counts. Nothing is committed by it, and nothing but the owner's
+//! own pages is touched (`what_is_lent_is_merged_where_it_is_there_and_the_owners_own`). The owner may take the memory away:
+//! each unit is merged under a lock that giving back takes as well, so that it waits for one unit at most and nothing is
+//! touched later (`what_was_given_back_is_left_alone`). Not for: when to look (above).
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
+use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
+use crate::model::CacheId;
+
+/// Not before something is lent.
+const NEVER: u64 = u64::MAX;
+
+/// What is lent to one merger.
+#[derive(Debug)]
+pub(super) struct Lending {
+    lent: Mutex<HashMap<CacheId, Arc<Lent>>>,
+    made: Instant,
+    /// Milliseconds after `made` before which there is nothing to do.
+    next: AtomicU64,
+    /// Walks one after the other that met pages in use.
+    tries: AtomicU8,
+    merged: AtomicU64,
+}
+
+/// The memory of one cache: addresses of the units that are left; none once it was given back. The lock is held while one
+/// of them is merged.
+#[derive(Debug)]
+struct Lent(Mutex<Option<Vec<u64>>>);
+
+/// What a walk left behind.
+#[derive(Default)]
+struct Left {
+    units: usize,
+    busy: bool,
+    /// It must not go on, with anything.
+    stopped: bool,
+}
+
+impl Lending {
+    pub(super) fn new() -> Self {
+        Lending {
+            lent: Mutex::default(),
+            made: Instant::now(),
+            next: AtomicU64::new(NEVER),
+            tries: AtomicU8::new(0),
+            merged: AtomicU64::new(0),
+        }
+    }
+
+    /// Takes the memory of `cache` on loan, unless it has it or it is not `kept` any more. That is asked under the lock that
+    /// giving back takes: whoever takes the cache away first, and then gives its memory back, leaves none here.
+    /// Whether there is something to merge.
+    pub(super) fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
+        let mut lent = locked(&self.lent);
+        if lent.contains_key(&cache) || !kept() {
+            return false;
+        }
+        let units = tensors.lent_units();
+        let some = !units.is_empty();
+        // Also without any: who asks again need not look for units again.
+        lent.insert(cache, Arc::new(Lent(Mutex::new(Some(units)))));
+        if some {
+            self.tries.store(0, Ordering::Relaxed);
+            self.next.store(0, Ordering::Relaxed);
+        }
+        some
+    }
+
+    /// Gives the memory of `cache` back: once this returns it is not touched any more.
+    pub(super) fn give_back(&self, cache: CacheId) {
+        let lent = locked(&self.lent).remove(&cache);
+        if let Some(lent) = lent {
+            *locked(&lent.0) = None;
+        }
+    }
+
+    pub(super) fn due(&self) -> bool {
+        let next = self.next.load(Ordering::Relaxed);
+        next != NEVER && self.made.elapsed() >= Duration::from_millis(next)
+    }
+
+    /// Bytes that were merged, or lay in huge pages when that was tried, also of what was given back since.
+    pub(super) fn merged(&self) -> u64 {
+        self.merged.load(Ordering::Relaxed)
+    }
+
+    /// Merges what is there. What is left is tried again after a while, soon if its pages were in use.
+    pub(super) fn walk(&self, pace: &mut Pace<'_>) -> Walk {
+        if !self.due() {
+            return Walk::Whole;
+        }
+        // What is lent from here on is due by itself.
+        self.next.store(NEVER, Ordering::Relaxed);
+        let all: Vec<_> = locked(&self.lent).values().cloned().collect();
+        let Some(pages) = OwnPages::open() else { return Walk::Whole };
+        let mut left = Left::default();
+        for lent in &all {
+            self.walk_over(lent, &pages, pace, &mut left);
+            if left.stopped {
+                break;
+            }
+        }
+        let soon = left.busy && !left.stopped && self.tries.fetch_add(1, Ordering::Relaxed) + 1 < TRIES;
+        if soon {
+            self.next.store(0, Ordering::Relaxed);
+            return Walk::Some;
+        }
+        self.tries.store(0, Ordering::Relaxed);
+        if left.units > 0 {
+            let rested = u64::try_from((self.made.elapsed() + REST).as_millis()).unwrap_or(NEVER - 1);
+            self.next.fetch_min(rested, Ordering::Relaxed);
+        }
+        Walk::Whole
+    }
+
+    fn walk_over(&self, lent: &Lent, pages: &OwnPages, pace: &mut Pace<'_>, rest: &mut Left) {
+        let (mut index, mut looked) = (0, 0);
+        loop {
+            let since = Instant::now();
+            let short = looked % UNITS_A_LOOK == 0 && usable_under(Path::new("/")) < SPARE;
+            looked += 1;
+            {
+                let mut units = locked(&lent.0);
+                let Some(units) = units.as_mut() else { return };
+                let Some(&at) = units.get(index) else {
+                    rest.units += units.len();
+                    return;
+                };
+                match if short { Some(Err(Refusal::NoMemory)) } else { pages.merge(at) } {
+                    None => index += 1,
+                    Some(Err(Refusal::Busy)) => {
+                        rest.busy = true;
+                        index += 1;
+                    }
+                    Some(Err(Refusal::NoMemory)) => {
+                        rest.units += units.len();
+                        rest.stopped = true;
+                        return;
+                    }
+                    Some(Err(Refusal::Unable(_))) => {
+                        units.swap_remove(index);
+                    }
+                    Some(Ok(())) => {
+                        units.swap_remove(index);
+                        self.merged.fetch_add(Region::UNIT_BYTES, Ordering::Relaxed);
+                    }
+                }
+            }
+            if !pace.keep(since) {
+                rest.stopped = true;
+                return;
+            }
+        }
+    }
+}
+
+fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,156 @@
+//! Address space that the memory of peers may take in this process, in all links together.
+//!
+//! A peer chooses how much memory it offers. Without a bound one offer could take all addresses of this process, and its
+//! next allocation would end it. Not for: mapping (`foreign`), or which peer may offer how much (`links`).
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rustix::process::{Resource, getrlimit};
+
+use super::limits;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
+
+/// Limit where no option says otherwise: so many times the memory of the machine.
+const TIMES_RAM: u64 = 4;
+
+/// How much may be mapped, and how much is.
+#[derive(Debug)]
+pub struct MapBudget {
+    limit: u64,
+    counts: Mutex<Counts>,
+    /// A part was returned.
+    returned: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    reserved: u64,
+    /// The part of `reserved` that is about to be returned.
+    leaving: u64,
+}
+
+/// A part of a budget; returned on drop.
+#[derive(Debug)]
+pub struct Reserved {
+    budget: Arc<MapBudget>,
+    bytes: u64,
+    leaving: AtomicBool,
+}
+
+impl MapBudget {
+    /// A budget of `limit` bytes; of four times the memory of this machine if none is given.
+    #[must_use]
+    pub fn new(limit: Option<u64>) -> Arc<MapBudget> {
+        let limit = limit.unwrap_or_else(|| limits::machine_bytes().saturating_mul(TIMES_RAM));
+        Arc::new(MapBudget { limit, counts: Mutex::default(), returned: Condvar::new() })
+    }
+
+    /// Bytes that may be mapped.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// Bytes that are reserved now.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.locked().reserved
+    }
+
+    /// Reserves `bytes`. If they do not fit, waits while memory of ended links is being unmapped, at most until
+    /// `deadline`, and then returns an error that says how many bytes are left. Also refused if this process could then
+    /// not allocate much more itself: a limited address space is filled by half at most.
+    pub fn reserve(self: &Arc<Self>, bytes: u64, deadline: Deadline) -> Result<Reserved> {
+        let mut counts = self.locked();
+        loop {
+            let Err(refused) = self.fits(bytes, counts.reserved) else { break };
+            if counts.leaving == 0 || deadline.passed() {
+                return Err(refused);
+            }
+            counts =
+                self.returned.wait_timeout(counts, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        counts.reserved += bytes;
+        Ok(Reserved { budget: self.clone(), bytes, leaving: AtomicBool::new(false) })
+    }
+
+    fn fits(&self, bytes: u64, reserved: u64) -> Result<()> {
+        if reserved.checked_add(bytes).is_none_or(|sum| sum > self.limit) {
+            let text = "the memory of all peers together is more than may be mapped";
+            return Err(Error::new(ErrorKind::System, text)
+                .with("bytes", bytes)
+                .with("mapped_bytes", reserved)
+                .with("limit_bytes", self.limit));
+        }
+        match limits::address_space_left() {
+            Some(left) if bytes > left / 2 => Err(Error::new(
+                ErrorKind::System,
+                "this process has too few addresses left to map the memory of a peer",
+            )
+            .with("bytes", bytes)
+            .with("left_bytes", left)
+            .with("limit_as_bytes", getrlimit(Resource::As).current.unwrap_or(u64::MAX))),
+            _ => Ok(()),
+        }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reserved {
+    /// Notes that this part will be returned soon, because its link has ended: others wait for it.
+    pub fn leave(&self) {
+        if !self.leaving.swap(true, Ordering::Relaxed) {
+            self.budget.locked().leaving += self.bytes;
+        }
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        let mut counts = self.budget.locked();
+        counts.reserved -= self.bytes;
+        if *self.leaving.get_mut() {
+            counts.leaving -= self.bytes;
+        }
+        drop(counts);
+        self.budget.returned.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_millis(1))
+    }
+
+    #[test]
+    fn memory_that_is_being_unmapped_is_waited_for() {
+        let budget = MapBudget::new(Some(100));
+        let (kept, ended) = (budget.reserve(60, soon()).unwrap(), budget.reserve(40, soon()).unwrap());
+        ended.leave();
+        ended.leave();
+        let minute = Deadline::after(Duration::from_secs(60));
+        thread::scope(|scope| {
+            let newcomer = scope.spawn(|| budget.reserve(40, minute));
+            let late = budget.reserve(40, soon()).unwrap_err();
+            assert_eq!(late.fact("mapped_bytes"), Some("100"));
+            drop(ended);
+            drop(newcomer.join().unwrap().unwrap());
+        });
+        // Nothing is about to be returned any more: the refusal comes at once.
+        let hour = Deadline::after(Duration::from_secs(3600));
+        assert_eq!(budget.reserve(41, hour).unwrap_err().fact("mapped_bytes"), Some("60"));
+        drop(kept);
+        assert_eq!((budget.used(), budget.locked().leaving), (0, 0));
+    }
+}

@@ -1,0 +1,224 @@
+//! Another process of this machine whose memory the kernel reads for us, and the proof that it is the right one.
+//!
+//! A process id is reused, and its program replaced; so every read also fetches the secret that the process told of over
+//! its link, and believes the bytes only if the secret is still there (`only_the_process_that_told_the_secret_is_read`). Not for: memory that can be mapped (`foreign`).
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{PTracer, Pid, PidfdFlags, pidfd_open, set_ptracer};
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::{Reach, Window};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Sixteen random bytes of a process, and where they lie in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Probe {
+    /// Address in that process.
+    pub address: u64,
+    /// What lies there.
+    pub secret: [u8; 16],
+}
+
+impl std::fmt::Debug for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Probe({:#x}, …)", self.address)
+    }
+}
+
+/// The probe of this process: the same in every call, never moved. `Err` if the kernel has no random bytes.
+pub fn own_probe() -> Result<Probe> {
+    static SECRET: OnceLock<[u8; 16]> = OnceLock::new();
+    if SECRET.get().is_none() {
+        let mut bytes = [0; 16];
+        // So few bytes are given whole (getrandom(2)).
+        getrandom(&mut bytes, GetRandomFlags::empty()).map_err(|error| {
+            Error::new(ErrorKind::System, "no random bytes for the probe of this process")
+                .because(io::Error::from(error))
+        })?;
+        let _ = SECRET.set(bytes);
+    }
+    let secret = SECRET.get_or_init(|| [0; 16]);
+    Ok(Probe { address: secret.as_ptr() as u64, secret: *secret })
+}
+
+/// Lets other processes of this user read this one's memory where the kernel asks for that word (Yama). Where it does
+/// not, there is nothing to allow.
+pub fn allow_readers() {
+    let _ = set_ptracer(PTracer::Any);
+}
+
+/// Another process, alive when it was opened.
+#[derive(Debug)]
+pub struct ForeignProcess {
+    pid: i32,
+    probe: Probe,
+    descriptor: OwnedFd,
+}
+
+impl ForeignProcess {
+    /// Most pairs that one call of the kernel reads: it takes 1,024 vectors on each side, and the first is the secret's.
+    pub const PAIRS: usize = 1023;
+
+    /// The process `pid`, if it is the one that told of `probe` and may be read. `Err` says why it cannot be: of kind
+    /// [`ErrorKind::NotEnabled`] if the kernel refused permission or knows no such calls, so that a link may take another
+    /// way (`refused_permission_is_told_apart`).
+    pub fn open(pid: i32, probe: Probe) -> Result<Arc<ForeignProcess>> {
+        let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
+        let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
+        let descriptor =
+            pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {
+                refused(refusal(&error), "pidfd_open failed for the peer's process", pid, error)
+            })?;
+        let process = ForeignProcess { pid, probe, descriptor };
+        process.read(&[])?;
+        Ok(Arc::new(process))
+    }
+
+    /// Its id.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Whether it has not ended.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        let mut watched = [PollFd::new(&self.descriptor, PollFlags::IN)];
+        // Readable once the process has ended.
+        loop {
+            match poll(&mut watched, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+                Err(rustix::io::Errno::INTR) => {}
+                other => return other == Ok(0),
+            }
+        }
+    }
+
+    /// Reads every first window, of this process's tensors, into the second, of equal length and writable here. When it
+    /// returns, all bytes are in place and came from the process that was opened. If the memory does not answer it does not
+    /// return before that process ends: not for the thread of a caller (`engine::readers`).
+    pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)]) -> Result<()> {
+        let wrong = |(src, dst): &(Window<'_>, Window<'_>)| {
+            src.len() != dst.len() || src.reach() != Reach::Process || dst.reach() != Reach::Host
+        };
+        if let Some((src, dst)) = pairs.iter().find(|pair| wrong(pair)) {
+            let text = "a read of another process needs two windows of equal length, the first of a process, the second \
+                        writable host memory";
+            return Err(Error::new(ErrorKind::System, text)
+                .with("src_bytes", src.len())
+                .with("dst_bytes", dst.len())
+                .with("src", format_args!("{:?}", src.reach()))
+                .with("dst", format_args!("{:?}", dst.reach())));
+        }
+        // Nothing to read: the secret alone.
+        let mut first = true;
+        let (mut next, mut skip) = (0, 0);
+        while first || next < pairs.len() {
+            first = false;
+            (next, skip) = self.some(pairs, next, skip)?;
+        }
+        Ok(())
+    }
+
+    /// One call: what it can of the pairs from byte `skip` of pair `next` on; where the next call begins.
+    fn some(&self, pairs: &[(Window<'_>, Window<'_>)], next: usize, skip: u64) -> Result<(usize, u64)> {
+        let mut secret = [0_u8; 16];
+        let batch = &pairs[next..pairs.len().min(next + Self::PAIRS)];
+        let mut far = Vec::with_capacity(batch.len() + 1);
+        let mut near = Vec::with_capacity(batch.len() + 1);
+        // In front, so that also a call that ends early proves whose bytes it brought.
+        far.push(vector(self.probe.address, secret.len() as u64));
+        near.push(vector((&raw mut secret) as u64, secret.len() as u64));
+        for (index, (src, dst)) in batch.iter().enumerate() {
+            let skip = if index == 0 { skip } else { 0 };
+            far.push(vector(src.addr() + skip, src.len() - skip));
+            near.push(vector(dst.addr() + skip, dst.len() - skip));
+        }
+        let got = self.call(&near, &far).map_err(|error| self.failed(error))?;
+        if got < secret.len() as u64 || secret != self.probe.secret {
+            return Err(Error::new(ErrorKind::System, "the process of that id is not the peer")
+                .with("pid", self.pid)
+                .with("alive", self.alive()));
+        }
+        self.after(pairs, next, skip, got - secret.len() as u64)
+    }
+
+    /// Reads the process's `far` into this one's `near`, as many bytes as both have; again while a signal interrupts it.
+    fn call(&self, near: &[libc::iovec], far: &[libc::iovec]) -> io::Result<u64> {
+        #[cfg(feature = "testing")]
+        super::stalled::pass(far);
+        loop {
+            let (many, wanted) = (near.len() as libc::c_ulong, far.len() as libc::c_ulong);
+            // SAFETY: `near` names the secret of the caller and windows of live, writable tensors of this process (promise
+            // 3, checked by `read`); the kernel reads the other process's and reports addresses it does not have.
+            let got =
+                unsafe { libc::process_vm_readv(self.pid, near.as_ptr(), many, far.as_ptr(), wanted, 0) };
+            if let Ok(got) = u64::try_from(got) {
+                return Ok(got);
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+
+    /// Where a call that read `got` bytes ended; `Err` if it should have read more.
+    fn after(
+        &self,
+        pairs: &[(Window<'_>, Window<'_>)],
+        mut next: usize,
+        mut skip: u64,
+        mut got: u64,
+    ) -> Result<(usize, u64)> {
+        let progress = got > 0 || next == pairs.len();
+        while next < pairs.len() {
+            let left = pairs[next].0.len() - skip;
+            if got < left {
+                skip += got;
+                break;
+            }
+            got -= left;
+            (next, skip) = (next + 1, 0);
+        }
+        // A call that brought the secret and nothing else met an address that is not there right at its start.
+        if !progress && let Some((src, _)) = pairs.get(next).filter(|(src, _)| !src.is_empty()) {
+            let error = io::Error::from_raw_os_error(libc::EFAULT);
+            return Err(self.failed(error).with("address", format_args!("{:#x}", src.addr() + skip)));
+        }
+        Ok((next, skip))
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        // The memory goes a moment before the process is reported as ended.
+        let alive = error.raw_os_error() != Some(libc::ESRCH) && self.alive();
+        let text = if alive {
+            "the peer's memory cannot be read"
+        } else {
+            "the peer's process has ended, its memory cannot be read"
+        };
+        let kind = if alive { refusal(&error) } else { ErrorKind::NotLinked };
+        refused(kind, text, self.pid, error).with("alive", alive)
+    }
+}
+
+fn vector(addr: u64, len: u64) -> libc::iovec {
+    // A window lies in an address space, so its length fits.
+    libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: usize::try_from(len).unwrap_or(usize::MAX) }
+}
+
+/// What an error of the kernel means while the process lives: that it does not allow this, or anything else.
+fn refusal(error: &io::Error) -> ErrorKind {
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => ErrorKind::NotEnabled,
+        _ => ErrorKind::System,
+    }
+}
+
+fn refused(kind: ErrorKind, text: &str, pid: i32, error: io::Error) -> Error {
+    let errno = error.raw_os_error().unwrap_or(0);
+    Error::new(kind, text).with("pid", pid).with("errno", errno).because(error)
+}

@@ -1,0 +1,11 @@
+//! The words of the engine: ids, keys, cache descriptions and deadlines.
+
+mod cache_spec;
+mod deadline;
+mod ids;
+mod keys;
+
+pub use cache_spec::{CacheDesc, CacheKind, DataType, Geometry, Placement, tensor_bytes};
+pub use deadline::Deadline;
+pub use ids::{CacheId, ClusterId};
+pub use keys::{CacheKey, NO_ID, Name};

@@ -1,0 +1,92 @@
+//! A listening socket: what `tcp` and `unix` listen with.
+//!
+//! Not for: names and options of sockets (`tcp`, `unix`), or waiting for connections (`links::control`).
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::Errno;
+use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
+
+use super::{Accepted, Address, Listener, Stream, unavailable};
+use crate::error::Result;
+use crate::memory::Kept;
+
+/// Connections that wait to be accepted; the kernel cuts it to what the administrator allows.
+const BACKLOG: i32 = 1024;
+
+/// Makes a stream of a socket that was accepted; `None` if the peer is gone already.
+type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
+
+pub(super) struct Door {
+    _kept: Kept,
+    socket: OwnedFd,
+    address: Address,
+    closed: AtomicBool,
+    welcome: Welcome,
+}
+
+impl Door {
+    /// Listens with a socket that is bound to `address` and does not block.
+    pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
+        listen(&socket, BACKLOG).map_err(|errno| unavailable(&address, "listen at", errno))?;
+        Ok(Door { _kept: Kept::new(&socket), socket, address, closed: AtomicBool::new(false), welcome })
+    }
+}
+
+impl Listener for Door {
+    fn accept(&self) -> Result<Accepted> {
+        while !self.closed.load(Ordering::Acquire) {
+            match accept_with(&self.socket, SocketFlags::CLOEXEC) {
+                Ok(socket) => {
+                    if let Some(stream) = (self.welcome)(socket, &self.address) {
+                        return Ok(Accepted::Stream(Box::new(stream)));
+                    }
+                }
+                Err(Errno::AGAIN) => return Ok(Accepted::Nobody),
+                Err(errno @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
+                    return Ok(Accepted::NoRoom(errno));
+                }
+                // That one left before it was accepted, or its network did; the next may not.
+                Err(
+                    Errno::INTR
+                    | Errno::CONNABORTED
+                    | Errno::PROTO
+                    | Errno::PERM
+                    | Errno::NETDOWN
+                    | Errno::NETUNREACH
+                    | Errno::HOSTDOWN
+                    | Errno::HOSTUNREACH
+                    | Errno::NOPROTOOPT
+                    | Errno::OPNOTSUPP
+                    | Errno::NONET,
+                ) => {}
+                Err(_) if self.closed.load(Ordering::Acquire) => {}
+                Err(errno) => return Err(unavailable(&self.address, "accept at", errno)),
+            }
+        }
+        Ok(Accepted::Closed)
+    }
+
+    fn readiness(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn address(&self) -> Address {
+        self.address.clone()
+    }
+
+    fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        // Refuses whoever dials from now on, even while this value lives. It cannot fail on a descriptor of this process
+        // in a way that matters.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+impl fmt::Debug for Door {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Door({})", self.address)
+    }
+}

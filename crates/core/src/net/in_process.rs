@@ -1,0 +1,143 @@
+//! Inside one process: listeners by name, and a pair of sockets for each connection.
+//!
+//! The streams are as real as those of `unix`; only the way to each other is shorter. Not for: other processes.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::stream::About;
+use super::{Accepted, Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use crate::error::Result;
+use crate::memory::peer_credentials;
+use crate::model::Deadline;
+
+/// Connections that wait to be accepted; one more is refused.
+const BACKLOG: usize = 1024;
+
+/// Streams inside one process. Copies know the same listeners; a new value knows none.
+#[derive(Clone, Default)]
+pub struct Local {
+    listeners: Arc<Mutex<HashMap<String, Weak<Queue>>>>,
+}
+
+/// What waits at one name.
+struct Queue {
+    arrived: Mutex<Arrived>,
+    /// Counts the streams that wait: readable while there is one.
+    waiting: OwnedFd,
+}
+
+#[derive(Default)]
+struct Arrived {
+    streams: VecDeque<Stream>,
+    closed: bool,
+}
+
+struct Queued {
+    name: String,
+    queue: Arc<Queue>,
+}
+
+impl Transport for Local {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn dial(&self, to: &Address, _: Deadline) -> Result<Stream> {
+        let Address::Local(name) = to else { return Err(foreign(self, to)) };
+        let refused = |errno| unreachable(to, "connect to", errno);
+        let queue = lock(&self.listeners).get(name).and_then(Weak::upgrade);
+        let queue = queue.ok_or_else(|| refused(Errno::CONNREFUSED))?;
+        let (near, far) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(refused)?;
+        let about = || About {
+            peer: to.to_string(),
+            same_host: true,
+            carries_descriptors: true,
+            credentials: peer_credentials(near.as_fd()),
+        };
+        let far = Stream::new(far, about());
+        let mut arrived = lock(&queue.arrived);
+        if arrived.closed || arrived.streams.len() >= BACKLOG {
+            return Err(refused(Errno::CONNREFUSED));
+        }
+        arrived.streams.push_back(far);
+        // Under the lock, so that the count is that of the streams. It cannot fail: the counter is far from full.
+        let _ = rustix::io::write(&queue.waiting, &1u64.to_ne_bytes());
+        drop(arrived);
+        let about = about();
+        Ok(Stream::new(near, about))
+    }
+
+    fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
+        let Address::Local(name) = at else { return Err(foreign(self, at)) };
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
+        let waiting = eventfd(0, flags).map_err(|errno| unavailable(at, "listen at", errno))?;
+        let queue = Arc::new(Queue { arrived: Mutex::default(), waiting });
+        let mut listeners = lock(&self.listeners);
+        listeners.retain(|_, known| known.upgrade().is_some_and(|queue| !lock(&queue.arrived).closed));
+        if listeners.contains_key(name) {
+            return Err(unavailable(at, "listen at", Errno::ADDRINUSE));
+        }
+        listeners.insert(name.clone(), Arc::downgrade(&queue));
+        Ok(Box::new(Queued { name: name.clone(), queue }))
+    }
+}
+
+impl Listener for Queued {
+    fn accept(&self) -> Result<Accepted> {
+        let mut arrived = lock(&self.queue.arrived);
+        if arrived.closed {
+            return Ok(Accepted::Closed);
+        }
+        let Some(stream) = arrived.streams.pop_front() else { return Ok(Accepted::Nobody) };
+        let _ = rustix::io::read(&self.queue.waiting, &mut [0u8; 8]);
+        drop(arrived);
+        Ok(Accepted::Stream(Box::new(stream)))
+    }
+
+    fn readiness(&self) -> BorrowedFd<'_> {
+        self.queue.waiting.as_fd()
+    }
+
+    fn address(&self) -> Address {
+        Address::Local(self.name.clone())
+    }
+
+    fn close(&self) {
+        let mut arrived = lock(&self.queue.arrived);
+        arrived.closed = true;
+        // Who waits to be accepted finds the stream ended.
+        let left = std::mem::take(&mut arrived.streams);
+        drop(arrived);
+        drop(left);
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Local {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Local({:?})", lock(&self.listeners).keys())
+    }
+}
+
+impl fmt::Debug for Queued {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Queued({})", self.name)
+    }
+}

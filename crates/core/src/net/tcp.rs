@@ -1,0 +1,119 @@
+//! Between hosts: TCP over IPv4 and IPv6.
+//!
+//! The sizes of the buffers are left to the kernel, which grows them with the connection beyond what a process may ask
+//! for. Not for: anything after the connection is there (`stream`), or accepting (`door`).
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with, sockopt};
+use rustix::net::{getpeername, getsockname};
+
+use super::acceptor::Door;
+use super::stream::About;
+use super::transmission::timespec;
+use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use crate::error::{Error, Result};
+use crate::model::Deadline;
+
+/// Bytes that a connection inside one host may hold for its receiver, and for its sender (docs/performance/log.md).
+const LOOPBACK_RECEIVES: usize = 1 << 20;
+const LOOPBACK_SENDS: usize = 256 << 10;
+
+/// Streams between hosts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tcp;
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
+        let Address::Tcp(address) = to else { return Err(foreign(self, to)) };
+        let refused = |errno| unreachable(to, "connect to", errno);
+        let socket = open(*address).map_err(refused)?;
+        match connect(&socket, address) {
+            Ok(()) => {}
+            // Interrupted, it goes on in the background all the same.
+            Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, to, deadline)?,
+            Err(errno) => return Err(refused(errno)),
+        }
+        let (near, far) = ends(&socket).map_err(refused)?;
+        if near == far {
+            // Nobody listens: the kernel took that port for this end and joined it to itself.
+            return Err(refused(Errno::CONNREFUSED));
+        }
+        stream(socket, near, far).map_err(refused)
+    }
+
+    fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
+        let Address::Tcp(address) = at else { return Err(foreign(self, at)) };
+        let bound = || {
+            let socket = open(*address)?;
+            // A port whose last connections still linger may be listened at again; one with a listener may not.
+            sockopt::set_socket_reuseaddr(&socket, true)?;
+            bind(&socket, address)?;
+            let near = SocketAddr::try_from(getsockname(&socket)?)?;
+            Ok((socket, near))
+        };
+        let (socket, near) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
+        let welcome = |socket: OwnedFd, _: &Address| {
+            let (near, far) = ends(&socket).ok()?;
+            stream(socket, near, far).ok()
+        };
+        Ok(Box::new(Door::open(socket, Address::Tcp(near), welcome)?))
+    }
+}
+
+fn open(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+}
+
+/// Waits for a connection in the making.
+fn finish(socket: &OwnedFd, to: &Address, deadline: Deadline) -> Result<()> {
+    let refused = |errno| unreachable(to, "connect to", errno);
+    loop {
+        let mut sources = [PollFd::new(socket, PollFlags::OUT)];
+        match poll(&mut sources, Some(&timespec(deadline.nap()))) {
+            Ok(0) | Err(Errno::INTR) => {
+                deadline.waiting("connecting").map_err(|late: Error| late.with("address", to))?;
+            }
+            Ok(_) => return sockopt::socket_error(socket).and_then(|result| result).map_err(refused),
+            Err(errno) => return Err(refused(errno)),
+        }
+    }
+}
+
+fn ends(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
+    let far = getpeername(socket)?.ok_or(Errno::NOTCONN)?;
+    Ok((getsockname(socket)?.try_into()?, far.try_into()?))
+}
+
+fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Result<Stream> {
+    // Frames are written whole: waiting for more to send with them would only delay them.
+    sockopt::set_tcp_nodelay(&socket, true)?;
+    let same_host = same_host(near.ip(), far.ip());
+    if same_host {
+        // Over the loopback the kernel's own choice grows until neither side finds the bytes in a cache any more, and
+        // packets are dropped. Between hosts it knows best.
+        sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_RECEIVES)?;
+        sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
+    }
+    let about = About {
+        peer: Address::Tcp(far).to_string(),
+        same_host,
+        carries_descriptors: false,
+        credentials: None,
+    };
+    Ok(Stream::new(socket, about))
+}
+
+/// Whether the two ends of a connection are one host: a loopback address, or the same one on both sides.
+fn same_host(near: IpAddr, far: IpAddr) -> bool {
+    let (near, far) = (near.to_canonical(), far.to_canonical());
+    far.is_loopback() || near == far
+}

@@ -1,0 +1,391 @@
+//! Plans that come from a peer: numbers that mean nothing until they were checked, and the rows a plan touches.
+//!
+//! Nothing here takes longer for a larger count in a span: positions are checked in closed form. Not for: what the
+//! bytes of a message mean (`wire`).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::CopyPlan;
+use super::blocks::Blocks;
+use super::conflicts::{check_blocks, check_spans};
+use super::order::PLAN;
+use super::packed_spans::{Packed, SpanList};
+use super::wave::{Span, Wave};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+
+/// Most waves a plan from a peer may have: as many as a list of blocks that all go to one place becomes.
+pub const MOST_WAVES: usize = 1 << 16;
+/// Most pieces a plan from a peer may have in one tensor: more than any list of blocks a message can carry becomes.
+const MOST_PIECES: u64 = 1 << 24;
+/// A plan of up to this many spans is unpacked.
+const FEW: usize = 4096;
+/// Name of these lists in out-of-memory errors.
+const ROWS: &str = "the rows of a plan";
+
+/// What the spans of a peer's plan come to, so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pieces: u64,
+    bytes: u64,
+}
+
+impl Tally {
+    /// Adds a span. `Err` if it is unsound, or the plan becomes too large by it.
+    pub(super) fn add(&mut self, span: &Span) -> Result<()> {
+        let sound = sound(span).then_some(());
+        let sums = sound.and_then(|()| {
+            let all = self.bytes.checked_add(span.len.checked_mul(span.count)?)?;
+            Some((self.pieces.checked_add(span.count)?, all))
+        });
+        (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
+        if self.pieces > MOST_PIECES {
+            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
+        }
+        Ok(())
+    }
+}
+
+impl CopyPlan {
+    /// The plan of a peer. Refused: spans without bytes or pieces, pieces of one span that are written over each other,
+    /// positions beyond 64 bits, 2^63 bytes or more in all, more than 2^24 pieces. Whether it fits a cache, and its
+    /// waves do not exceed a tensor, is for [`check_ends`](Self::check_ends).
+    pub fn from_parts(
+        num_tensors: u32,
+        src_tensor: u32,
+        dst_tensor: u32,
+        waves: Vec<Vec<Span>>,
+    ) -> Result<CopyPlan> {
+        tensors(num_tensors, src_tensor, dst_tensor)?;
+        few_waves(waves.len())?;
+        let mut tally = Tally::default();
+        waves.iter().flatten().try_for_each(|span| tally.add(span))?;
+        total(tally.bytes, num_tensors)?;
+        let taken = waves.iter().map(|wave| size_of_val(&wave[..])).sum();
+        waves.iter().try_for_each(|wave| check_spans(&wave.iter().copied(), taken))?;
+        let waves = fallible::tried(PLAN, waves.into_iter().map(Wave::new))?;
+        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+    }
+
+    /// As [`from_parts`](Self::from_parts), of packed spans: `counts` says how many spans each wave has. Refused as well:
+    /// waves without spans, and counts that do not add up to the spans.
+    pub fn from_list(
+        num_tensors: u32,
+        src_tensor: u32,
+        dst_tensor: u32,
+        counts: &[u32],
+        spans: SpanList,
+    ) -> Result<CopyPlan> {
+        few_waves(counts.len())?;
+        let sum = counts.iter().fold(0u64, |sum, &count| sum + u64::from(count));
+        if counts.contains(&0) || sum != spans.len() as u64 {
+            let text = "the peer sent a plan whose waves and spans do not fit together";
+            return Err(Error::new(ErrorKind::NotLinked, text));
+        }
+        if spans.len() <= FEW {
+            let mut rest = spans.iter();
+            let wave = |&count| fallible::gathered(PLAN, count as usize, rest.by_ref().take(count as usize));
+            let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+            return Self::from_parts(num_tensors, src_tensor, dst_tensor, waves);
+        }
+        tensors(num_tensors, src_tensor, dst_tensor)?;
+        let mut tally = Tally::default();
+        spans.iter().try_for_each(|span| tally.add(&span))?;
+        total(tally.bytes, num_tensors)?;
+        let (spans, mut at) = (Arc::new(spans), 0);
+        let wave = |&count: &u32| {
+            let wave = Packed::new(&spans, at, count as usize)?;
+            let (wave, bytes, next) = wave.ok_or_else(|| refused("fewer spans than it names"))?;
+            at = next;
+            check_spans(&wave.iter(), spans.packed_bytes())?;
+            Ok(Wave::of_packed(wave, bytes))
+        };
+        let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+    }
+
+    /// The plan of a peer that is one wave of equal blocks. Refused: none, blocks without bytes, and what
+    /// [`from_parts`](Self::from_parts) refuses of numbers.
+    pub fn from_blocks(
+        num_tensors: u32,
+        src_tensor: u32,
+        dst_tensor: u32,
+        blocks: Blocks,
+    ) -> Result<CopyPlan> {
+        tensors(num_tensors, src_tensor, dst_tensor)?;
+        let count = blocks.pairs.len() as u64;
+        if count > MOST_PIECES {
+            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
+        }
+        let bytes = blocks.reach().and_then(|_| blocks.len.checked_mul(count));
+        let bytes = bytes.ok_or_else(|| {
+            let (src, dst, len) = (blocks.src, blocks.dst, blocks.len);
+            refused(&format!("{count} blocks of {len} bytes, read from {src} and written from {dst} on"))
+        })?;
+        total(bytes, num_tensors)?;
+        check_blocks(&blocks)?;
+        let waves = vec![Wave::of_blocks(blocks)];
+        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+    }
+
+    /// Whether every piece of every span lies inside the tensors read and written: how many there are, and the bytes
+    /// of each. `None` for an end that somebody else checks.
+    pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
+        for (end, of, first) in [(End::Read, src, self.src_tensor), (End::Written, dst, self.dst_tensor)] {
+            let Some((tensors, tensor_bytes)) = of else { continue };
+            if u64::from(first) + u64::from(self.num_tensors) > u64::from(tensors) {
+                let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors);
+                return Err(Error::new(ErrorKind::InvalidArgument, text)
+                    .with("which", end.name())
+                    .with("num_tensors", tensors));
+            }
+            for wave in self.waves.iter() {
+                // Nothing in a wave is written twice, so a wave that writes more than the tensor holds is not one.
+                if end == End::Written && wave.tensor_bytes() > tensor_bytes {
+                    return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
+                }
+                end.check(wave, tensor_bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows of `row_bytes` bytes that are read, ascending, each once. A plan of a peer must have passed
+    /// [`check_ends`](Self::check_ends): then there are no more than the cache has.
+    pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+        rows(&self.waves, row_bytes, End::Read)
+    }
+
+    /// The rows of `row_bytes` bytes that are written, as [`src_rows`](Self::src_rows).
+    pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
+        rows(&self.waves, row_bytes, End::Written)
+    }
+}
+
+/// One of the two ends of a plan.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Read,
+    Written,
+}
+
+impl End {
+    fn name(self) -> &'static str {
+        if self == End::Read { "read" } else { "written" }
+    }
+
+    fn of<T>(self, ends: (T, T)) -> T {
+        if self == End::Read { ends.0 } else { ends.1 }
+    }
+
+    /// Whether every piece of `wave` lies inside a tensor.
+    fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
+        if let Some(blocks) = wave.blocks() {
+            let inside = blocks.reach().is_some_and(|ends| self.of(ends) <= tensor_bytes);
+            return if inside {
+                Ok(())
+            } else {
+                Err(outside(self, tensor_bytes).with("block_bytes", blocks.len))
+            };
+        }
+        let reach = |span: &Span| if self == End::Read { span.reads() } else { span.writes() };
+        let beyond = |span: &Span| reach(span).is_none_or(|range| range.end > tensor_bytes);
+        match wave.spans().find(beyond) {
+            Some(span) => Err(outside(self, tensor_bytes).with("span", format_args!("{span:?}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the first piece of `span` starts, and the distance to the next.
+    fn start(self, span: &Span) -> (u64, i64) {
+        self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
+    }
+
+    /// The rows of `blocks`, if they come in ascending order and each is one row.
+    fn ascending(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        let first = self.of((blocks.src, blocks.dst));
+        let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        if blocks.len != row_bytes
+            || !first.is_multiple_of(row_bytes)
+            || !numbers().is_sorted_by(|a, b| a < b)
+        {
+            return Ok(None);
+        }
+        fallible::collect(ROWS, numbers().map(|number| first / row_bytes + number)).map(Some)
+    }
+
+    /// The rows of `blocks` by a bit for each row, a fraction of the time and the memory of sorting them; `None` where
+    /// there are more words of bits than blocks, or a block may touch more than two rows.
+    fn dense(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+        let reach = blocks.reach().filter(|_| blocks.len <= row_bytes);
+        let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
+        let words = words.and_then(|words| usize::try_from(words).ok());
+        let Some(words) = words.filter(|&words| words <= blocks.pairs.len()) else { return Ok(None) };
+        let mut bits = fallible::filled(ROWS, 0u64, words)?;
+        let mut set = |row: u64| {
+            // None is beyond the reach, so every row has its word.
+            if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
+                *word |= 1 << (row % 64);
+            }
+        };
+        let first = self.of((blocks.src, blocks.dst));
+        let numbers = blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
+        if blocks.len == row_bytes && first.is_multiple_of(row_bytes) {
+            numbers.for_each(|number| set(first / row_bytes + number));
+        } else {
+            for start in numbers.map(|number| first + number * blocks.len) {
+                set(start / row_bytes);
+                set((start + (blocks.len - 1)) / row_bytes);
+            }
+        }
+        let mut rows = fallible::room(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
+        for (at, mut word) in (0u64..).step_by(64).zip(bits) {
+            while word != 0 {
+                rows.push(at + u64::from(word.trailing_zeros()));
+                word &= word - 1;
+            }
+        }
+        Ok(Some(rows))
+    }
+}
+
+/// Stretches of rows, first and last of each. Those that touch are joined before there are twice as many as are apart: so
+/// they take what the rows take, however many pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+struct Stretches {
+    all: Vec<(u64, u64)>,
+    /// How many there may be before they are joined.
+    most: usize,
+}
+
+impl Stretches {
+    /// Fewer are joined at the end.
+    const FEW: usize = 1024;
+
+    fn add(&mut self, first: u64, last: u64) -> Result<()> {
+        match self.all.last_mut() {
+            // Lists are mostly sorted, and then nothing else is needed.
+            Some(before) if before.0 <= first && first <= before.1.saturating_add(1) => {
+                before.1 = before.1.max(last);
+                Ok(())
+            }
+            _ => {
+                if self.all.len() >= self.most {
+                    self.join();
+                    self.most = Self::FEW.max(2 * self.all.len());
+                }
+                fallible::push(ROWS, &mut self.all, (first, last))
+            }
+        }
+    }
+
+    /// Sorts them, and joins those that touch.
+    fn join(&mut self) {
+        // In place: sorting by digits takes as much memory again.
+        self.all.sort_unstable_by_key(|&(first, _)| first);
+        self.all.dedup_by(|next, before| {
+            let touches = next.0 <= before.1.saturating_add(1);
+            before.1 = if touches { before.1.max(next.1) } else { before.1 };
+            touches
+        });
+    }
+}
+
+impl Span {
+    /// From the first byte read by any piece to the last; `None` beyond 64 bits.
+    fn reads(&self) -> Option<Range<u64>> {
+        hull(self.src, self.src_step, self.count, self.len)
+    }
+
+    /// From the first byte written by any piece to the last; `None` beyond 64 bits.
+    fn writes(&self) -> Option<Range<u64>> {
+        hull(self.dst, self.dst_step, self.count, self.len)
+    }
+}
+
+fn hull(start: u64, step: i64, count: u64, len: u64) -> Option<Range<u64>> {
+    // Positions are linear in the piece, so the outermost are those of the first and the last.
+    let last = i128::from(start) + i128::from(step) * i128::from(count - 1);
+    let last = u64::try_from(last).ok()?;
+    Some(start.min(last)..start.max(last).checked_add(len)?)
+}
+
+fn sound(span: &Span) -> bool {
+    let apart = span.count == 1 || span.dst_step.unsigned_abs() >= span.len;
+    span.len > 0 && span.count > 0 && apart && span.reads().is_some() && span.writes().is_some()
+}
+
+#[cold]
+fn refused(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("the plan is not valid: it has {what}"))
+}
+
+#[cold]
+fn outside(end: End, tensor_bytes: u64) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "a plan reaches beyond its tensors")
+        .with("which", end.name())
+        .with("tensor_bytes", tensor_bytes)
+}
+
+fn few_waves(count: usize) -> Result<()> {
+    if count <= MOST_WAVES {
+        return Ok(());
+    }
+    Err(refused(&format!("{count} waves, more than {MOST_WAVES}")))
+}
+
+fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {
+    if count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some() {
+        return Ok(());
+    }
+    Err(refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}")))
+}
+
+fn total(bytes: u64, tensors: u32) -> Result<()> {
+    let total = bytes.checked_mul(u64::from(tensors));
+    if total.is_some_and(|total| i64::try_from(total).is_ok()) {
+        return Ok(());
+    }
+    Err(refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all")))
+}
+
+fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
+    let row_bytes = row_bytes.max(1);
+    if let [wave] = waves
+        && let Some(blocks) = wave.blocks()
+    {
+        let ascending = end.ascending(blocks, row_bytes)?;
+        let rows = if ascending.is_some() { ascending } else { end.dense(blocks, row_bytes)? };
+        if let Some(rows) = rows {
+            return Ok(rows);
+        }
+    }
+    let mut touched = Stretches { all: Vec::new(), most: Stretches::FEW };
+    let mut add = |start: u64, bytes: u64| touched.add(start / row_bytes, (start + (bytes - 1)) / row_bytes);
+    for wave in waves {
+        if let Some(blocks) = wave.blocks() {
+            blocks.pieces().try_for_each(|piece| add(end.of((piece.src, piece.dst)), piece.len))?;
+            continue;
+        }
+        for span in wave.spans() {
+            let (start, step) = end.start(&span);
+            // Steps of at most a row leave out no row on the way.
+            if step.unsigned_abs() <= row_bytes {
+                if let Some(range) = hull(start, step, span.count, span.len) {
+                    add(range.start, range.end - range.start)?;
+                }
+            } else {
+                (0..span.count).try_for_each(|k| add(at(start, step, k), span.len))?;
+            }
+        }
+    }
+    touched.join();
+    let count = touched.all.iter().fold(0, |sum, (first, last)| last - first + 1 + sum);
+    let rows = touched.all.into_iter().flat_map(|(first, last)| first..=last);
+    fallible::gathered(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
+}
+
+/// Where piece `k` starts; plans keep this inside 64 bits.
+fn at(start: u64, step: i64, k: u64) -> u64 {
+    start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()))
+}

@@ -1,0 +1,565 @@
+//! Splits the numbers `[0, capacity)` into page-aligned ranges and merges the ones that come back.
+//!
+//! Not for: memory. Nothing here is a pointer, so a pool serves device memory that the CPU cannot touch just as well.
+//! No locks either (the caller wraps a pool in its own), no clock, no I/O.
+//!
+//! # How it works
+//!
+//! A two-level segregated fit over page counts. Free runs are kept in lists by size class: page counts below 64 have a
+//! class each, above that every power of two is cut into 32 classes. Two levels of bitmaps say which lists have
+//! something in them, so a fitting list is found in a few instructions whatever the size of the pool.
+//!
+//! - *Take:* the head of the request's own class if it is long enough, else the head of the next class that has one:
+//!   O(1). Only when both find nothing is the request's own class walked, run by run. That last resort makes the
+//!   answer exact, `None` means that no free run is long enough (`tests/integration/pool.rs`, `agrees_with_the_naive_twin`
+//!   and `a_fit_behind_the_head_of_its_own_class_is_found`), and it is the only step whose cost grows with the number
+//!   of free runs.
+//! - *Split:* the range is cut from the high end of the run. The low remainder stays where it is in its list as long
+//!   as it stays in its class, which a long run nearly always does.
+//! - *Give back:* an extent carries the number of its node, nodes know their neighbours, so a range merges with both
+//!   of them without a search: O(1).
+//!
+//! Bookkeeping is 32 bytes for each range, used or free, at the highest number of ranges there ever was, and never
+//! depends on the number of pages (`bookkeeping_does_not_grow_with_pages`).
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// Each power of two of page counts is cut into `1 << SPLIT_BITS` classes.
+const SPLIT_BITS: u32 = 5;
+const SPLIT: u32 = 1 << SPLIT_BITS;
+/// First-level groups: one for the counts below `SPLIT`, one for each power of two from there to 2^31.
+const GROUPS: usize = (u32::BITS - SPLIT_BITS + 1) as usize;
+const CLASSES: usize = GROUPS * SPLIT as usize;
+
+/// The node that stands for both ends of the address order and of every class list. It counts as used and has no pages,
+/// so the hot paths need no test for "is there a neighbour" or "is the list empty".
+const NIL: u32 = 0;
+/// The ticket of a run that is free, and of a node that is in no list at all.
+const FREE: u32 = 0;
+/// The ticket of `NIL`: used, and none that is ever handed out (those are odd).
+const END: u32 = 2;
+
+/// Golden ratio of 2^32: any number of steps stay far apart from each other.
+const SALT_STEP: u32 = 0x9E37_79B9;
+/// Where the tickets of the next pool start: pools hand out different tickets for the same range, so an extent given to
+/// the wrong pool is refused (`the_extent_of_another_pool_is_refused`). It influences nothing else.
+static NEXT_SALT: AtomicU32 = AtomicU32::new(0);
+
+/// A range that a [`Pool`] handed out, and the only way to give it back. Copies name the same range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "an extent that is dropped is never free again"]
+pub struct Extent {
+    /// First byte, counted from the start of the pool; a multiple of the page.
+    pub offset: u64,
+    /// Length in bytes; whole pages.
+    pub bytes: u64,
+    /// Ticket of the hand-out in the upper half, number of the node in the lower. One field on purpose: two stores that
+    /// are read back as one by a copy cost a third of the time of an allocate and free (`pair_same` in the bench).
+    id: u64,
+}
+
+impl Extent {
+    fn ticket(self) -> u32 {
+        (self.id >> 32) as u32
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
+    fn node(self) -> u32 {
+        self.id as u32
+    }
+}
+
+/// What a [`Pool`] holds and has done, read in one go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct PoolState {
+    /// Bytes that can be handed out: whole pages.
+    pub capacity_bytes: u64,
+    /// Bytes of one page.
+    pub page_bytes: u64,
+    /// Bytes in ranges that are handed out, rounding included.
+    pub used_bytes: u64,
+    /// Bytes that are not handed out.
+    pub free_bytes: u64,
+    /// The highest `used_bytes` after any successful request.
+    pub peak_used_bytes: u64,
+    /// Bytes of the longest free run: the largest request that would succeed now.
+    pub largest_free_run_bytes: u64,
+    /// Number of ranges handed out.
+    pub used_ranges: u64,
+    /// Number of free runs; two never touch.
+    pub free_ranges: u64,
+    /// Extents handed out since the pool was made.
+    pub allocations: u64,
+    /// Extents taken back since the pool was made.
+    pub frees: u64,
+    /// Requests refused for want of room since the pool was made.
+    pub failures: u64,
+}
+
+/// A range in address order: used, free (then also in the list of its class), or spare (then only linked by `next`).
+#[derive(Clone, Copy, Debug)]
+// Two to a cache line and none across two: a churn of random frees is a third faster for it (`churn_mixed`).
+#[repr(align(32))]
+struct Node {
+    ticket: u32,
+    page: u32,
+    pages: u32,
+    prev: u32,
+    next: u32,
+    class_prev: u32,
+    class_next: u32,
+}
+
+/// Hands out page-aligned ranges of `[0, capacity)`.
+///
+/// ```
+/// use llm_datadist_core::pool::Pool;
+/// # fn main() -> llm_datadist_core::Result<()> {
+/// let mut pool = Pool::new(1 << 20, 16)?; // 1 MiB in pages of 64 KiB
+/// let layers = pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run
+/// assert_eq!(layers.len(), 1);
+/// assert_eq!(layers[0].bytes, 4 * 131_072);
+/// assert!(pool.free(layers[0]));
+/// assert!(!pool.free(layers[0]), "a second free is refused");
+/// assert_eq!(pool.state().largest_free_run_bytes, 1 << 20);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Pool {
+    nodes: Vec<Node>,
+    /// Nodes that came back, linked by `next`.
+    spare: u32,
+    /// Bit g: some class of group g has a run.
+    groups: u32,
+    /// Bit s of word g: class s of group g has a run.
+    splits: [u32; GROUPS],
+    /// The run that came back last, for each class.
+    heads: [u32; CLASSES],
+    page_shift: u32,
+    /// Where the tickets of this pool started.
+    salt: u32,
+    pages: u32,
+    used_pages: u32,
+    peak_used_pages: u32,
+    /// Nodes in the `spare` list.
+    spares: u32,
+    /// Less `frees`: the number of used ranges.
+    allocations: u64,
+    frees: u64,
+    failures: u64,
+}
+
+impl Pool {
+    /// An empty pool of `capacity` bytes in pages of `1 << page_shift` bytes. Bytes beyond the last whole page are
+    /// never used.
+    ///
+    /// `InvalidArgument` if `page_shift` is not in 10..=30, the page is larger than the capacity, or there would be
+    /// 2^32 - 1 pages or more.
+    pub fn new(capacity: u64, page_shift: u32) -> Result<Pool> {
+        if !(10..=30).contains(&page_shift) {
+            return Err(Error::argument("page_shift", page_shift, "10 to 30"));
+        }
+        let pages = match u32::try_from(capacity >> page_shift) {
+            Ok(0) => {
+                return Err(Error::argument(
+                    "capacity",
+                    capacity,
+                    format_args!("at least {}", 1u64 << page_shift),
+                ));
+            }
+            Ok(pages) if pages < u32::MAX => pages,
+            _ => {
+                let limit = u64::from(u32::MAX) << page_shift;
+                return Err(Error::argument("capacity", capacity, format_args!("less than {limit}")));
+            }
+        };
+        let end = Node { ticket: END, page: 0, pages: 0, prev: 1, next: 1, class_prev: NIL, class_next: NIL };
+        let run = Node { ticket: FREE, pages, prev: NIL, next: NIL, ..end };
+        let mut pool = Pool {
+            nodes: vec![end, run],
+            spare: NIL,
+            groups: 0,
+            splits: [0; GROUPS],
+            heads: [NIL; CLASSES],
+            page_shift,
+            salt: NEXT_SALT.fetch_add(SALT_STEP, Ordering::Relaxed),
+            pages,
+            used_pages: 0,
+            peak_used_pages: 0,
+            spares: 0,
+            allocations: 0,
+            frees: 0,
+            failures: 0,
+        };
+        pool.list(1);
+        Ok(pool)
+    }
+
+    /// A range of at least `bytes` bytes; none at all takes one page. `None` if no free run is long enough.
+    #[inline]
+    pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
+        let Some(extent) = self.pages_for(bytes).and_then(|pages| self.take(pages)) else {
+            self.failures += 1;
+            return None;
+        };
+        self.peak_used_pages = self.peak_used_pages.max(self.used_pages);
+        Some(extent)
+    }
+
+    /// Room for `count` tensors of `bytes_each` bytes, each starting on a page: all of it, or the pool is as before.
+    ///
+    /// One extent when a run is long enough, else the fewest there can be, filled from the longest run down. An extent
+    /// holds a whole number of tensors, each [`rounded`](Self::rounded). No tensors need no extents.
+    ///
+    /// `OutOfMemory` carries the facts `asked_bytes` (rounded), `free_bytes`, `largest_free_run_bytes` and
+    /// `capacity_bytes`.
+    pub fn allocate_tensors(&mut self, bytes_each: u64, count: u32) -> Result<Vec<Extent>> {
+        let Some(extents) = self.pages_for(bytes_each).and_then(|each| self.take_tensors(each, count)) else {
+            self.failures += 1;
+            return Err(self.exhausted(bytes_each, count));
+        };
+        self.peak_used_pages = self.peak_used_pages.max(self.used_pages);
+        Ok(extents)
+    }
+
+    /// Takes `extent` back. `false`, and nothing is changed, if it is not handed out by this pool as it stands: freed
+    /// before, another pool's, or with its public fields altered (`a_second_free_is_refused` and the three tests below
+    /// it). Tickets are 31 bits: within 2^31 hand-outs of one pool the refusal is certain.
+    #[inline]
+    pub fn free(&mut self, extent: Extent) -> bool {
+        let index = extent.node();
+        let Some(node) = self.nodes.get(index as usize) else { return false };
+        let live = node.ticket == extent.ticket()
+            && self.bytes(node.page) == extent.offset
+            && self.bytes(node.pages) == extent.bytes;
+        if live {
+            self.frees += 1;
+            self.give_back(index);
+        }
+        live
+    }
+
+    /// Bytes of one page.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        1 << self.page_shift
+    }
+
+    /// The bytes that a range for `bytes` bytes takes: whole pages, at least one. `None` beyond what 64 bits can say.
+    #[must_use]
+    pub fn rounded(&self, bytes: u64) -> Option<u64> {
+        self.page_count(bytes).checked_mul(self.page_bytes())
+    }
+
+    /// Sizes and counters as of now. The longest run is searched in the list of the highest class in use; the rest is
+    /// read off.
+    #[must_use]
+    pub fn state(&self) -> PoolState {
+        let used_ranges = self.allocations - self.frees;
+        PoolState {
+            capacity_bytes: self.bytes(self.pages),
+            page_bytes: self.page_bytes(),
+            used_bytes: self.bytes(self.used_pages),
+            free_bytes: self.bytes(self.pages - self.used_pages),
+            peak_used_bytes: self.bytes(self.peak_used_pages),
+            largest_free_run_bytes: self.bytes(self.node(self.longest(1)).pages),
+            used_ranges,
+            free_ranges: (self.nodes.len() - 1) as u64 - u64::from(self.spares) - used_ranges,
+            allocations: self.allocations,
+            frees: self.frees,
+            failures: self.failures,
+        }
+    }
+
+    // -- pages and bytes --
+
+    fn bytes(&self, pages: u32) -> u64 {
+        u64::from(pages) << self.page_shift
+    }
+
+    fn page_count(&self, bytes: u64) -> u64 {
+        // Not rounded up by adding first: that overflows for the last page of 2^64.
+        let last = bytes.saturating_sub(1);
+        (last >> self.page_shift) + 1
+    }
+
+    /// `None` for more pages than any pool has.
+    fn pages_for(&self, bytes: u64) -> Option<u32> {
+        u32::try_from(self.page_count(bytes)).ok()
+    }
+
+    // -- ranges --
+
+    #[inline]
+    fn take(&mut self, pages: u32) -> Option<Extent> {
+        let run = self.find(pages);
+        if run == NIL || !self.storable() { None } else { Some(self.carve(run, pages)) }
+    }
+
+    fn take_tensors(&mut self, each: u32, count: u32) -> Option<Vec<Extent>> {
+        // Also keeps the products below inside 32 bits.
+        if u64::from(each) * u64::from(count) > u64::from(self.pages - self.used_pages) {
+            return None;
+        }
+        let mut taken = Vec::new();
+        let mut left = count;
+        while left > 0 {
+            let room = taken.try_reserve(1).is_ok();
+            if room && let Some(extent) = self.take(left * each) {
+                taken.push(extent);
+                break;
+            }
+            // `take` is exact, so the longest run holds less than what is left.
+            let run = self.longest(each);
+            let whole = self.node(run).pages / each;
+            if whole == 0 || !room || !self.storable() {
+                self.allocations -= taken.len() as u64;
+                taken.iter().rev().for_each(|extent: &Extent| self.give_back(extent.node()));
+                return None;
+            }
+            taken.push(self.carve(run, whole * each));
+            left -= whole;
+        }
+        Some(taken)
+    }
+
+    /// Whether there is a node for one more range.
+    #[inline]
+    fn storable(&mut self) -> bool {
+        self.spare != NIL || self.nodes.try_reserve(1).is_ok()
+    }
+
+    #[cold]
+    fn exhausted(&self, bytes_each: u64, count: u32) -> Error {
+        let state = self.state();
+        let asked =
+            u128::from(self.page_count(bytes_each)) * u128::from(self.page_bytes()) * u128::from(count);
+        Error::new(ErrorKind::OutOfMemory, "the pool has no room for the tensors")
+            .with("asked_bytes", asked)
+            .with("free_bytes", state.free_bytes)
+            .with("largest_free_run_bytes", state.largest_free_run_bytes)
+            .with("capacity_bytes", state.capacity_bytes)
+    }
+
+    /// Cuts `pages` pages off the high end of the free run, which has at least as many.
+    #[inline]
+    fn carve(&mut self, run: u32, pages: u32) -> Extent {
+        self.allocations += 1;
+        self.used_pages += pages;
+        let ticket = self.ticket();
+        let Node { page, pages: had, next, .. } = *self.node(run);
+        let rest = had - pages;
+        let node = if rest == 0 {
+            self.unlist(run);
+            self.node_mut(run).ticket = ticket;
+            run
+        } else {
+            self.resize(run, rest);
+            let used =
+                Node { ticket, page: page + rest, pages, prev: run, next, class_prev: NIL, class_next: NIL };
+            let node = self.store(used);
+            self.node_mut(run).next = node;
+            self.node_mut(next).prev = node;
+            node
+        };
+        Extent {
+            offset: self.bytes(page + rest),
+            bytes: self.bytes(pages),
+            id: (u64::from(ticket) << 32) | u64::from(node),
+        }
+    }
+
+    /// Odd, so never `FREE` or `END`. Repeats after 2^31 hand-outs: a stale extent is taken for a live one only if the
+    /// same node then holds the same range under the same ticket.
+    #[expect(clippy::cast_possible_truncation, reason = "wraps on purpose")]
+    fn ticket(&self) -> u32 {
+        ((self.allocations as u32).wrapping_add(self.salt) << 1) | 1
+    }
+
+    /// Makes a used range free and one with its free neighbours, of which at most one node survives.
+    #[inline]
+    fn give_back(&mut self, node: u32) {
+        let Node { page, pages, prev, next, .. } = *self.node(node);
+        self.used_pages -= pages;
+        let before = *self.node(prev);
+        let after = *self.node(next);
+        match (before.ticket == FREE, after.ticket == FREE) {
+            (false, false) => {
+                self.node_mut(node).ticket = FREE;
+                self.list(node);
+            }
+            (true, false) => {
+                self.discard(node);
+                self.resize(prev, before.pages + pages);
+            }
+            (false, true) => {
+                self.discard(node);
+                self.node_mut(next).page = page;
+                self.resize(next, pages + after.pages);
+            }
+            (true, true) => {
+                self.unlist(next);
+                self.discard(node);
+                self.discard(next);
+                self.resize(prev, before.pages + pages + after.pages);
+            }
+        }
+    }
+
+    // -- nodes --
+
+    fn node(&self, index: u32) -> &Node {
+        &self.nodes[index as usize]
+    }
+
+    fn node_mut(&mut self, index: u32) -> &mut Node {
+        &mut self.nodes[index as usize]
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "ranges do not overlap: never more nodes than pages and one"
+    )]
+    fn store(&mut self, node: Node) -> u32 {
+        let index = self.spare;
+        if index == NIL {
+            self.nodes.push(node);
+            return (self.nodes.len() - 1) as u32;
+        }
+        self.spare = self.node(index).next;
+        self.spares -= 1;
+        *self.node_mut(index) = node;
+        index
+    }
+
+    /// Takes a node out of the address order and keeps it for the next split.
+    fn discard(&mut self, index: u32) {
+        let Node { prev, next, .. } = *self.node(index);
+        self.node_mut(prev).next = next;
+        self.node_mut(next).prev = prev;
+        let spare = self.spare;
+        let node = self.node_mut(index);
+        node.ticket = FREE;
+        node.next = spare;
+        self.spare = index;
+        self.spares += 1;
+    }
+
+    // -- free runs by class --
+
+    /// A free run of at least `pages` pages, or `NIL`.
+    #[inline]
+    fn find(&self, pages: u32) -> u32 {
+        let own = class_of(pages);
+        let head = self.heads[own];
+        if self.node(head).pages >= pages {
+            return head;
+        }
+        let (group, split) = (own / SPLIT as usize, own % SPLIT as usize);
+        // `!1 << n`: the bits above bit n.
+        let in_group = self.splits[group] & (!1 << split);
+        if in_group != 0 {
+            return self.heads[group * SPLIT as usize + in_group.trailing_zeros() as usize];
+        }
+        let groups = self.groups & (!1 << group);
+        if groups != 0 {
+            let group = groups.trailing_zeros() as usize;
+            return self.heads[group * SPLIT as usize + self.splits[group].trailing_zeros() as usize];
+        }
+        self.walk(head, |run| run >= pages).0
+    }
+
+    /// The free run that holds the most pieces of `each` pages, or `NIL` if nothing is free: a longest one, or one that
+    /// the longest page count of its class could not beat.
+    fn longest(&self, each: u32) -> u32 {
+        if self.groups == 0 {
+            return NIL;
+        }
+        let group = self.groups.ilog2();
+        let class = group * SPLIT + self.splits[group as usize].ilog2();
+        let best = longest_of(class) / each * each;
+        let (found, longest) = self.walk(self.heads[class as usize], |run| run >= best);
+        if found == NIL { longest } else { found }
+    }
+
+    /// Follows a class list to the first run whose page count `fits`, and remembers the longest before it.
+    #[cold]
+    fn walk(&self, head: u32, fits: impl Fn(u32) -> bool) -> (u32, u32) {
+        let (mut run, mut longest) = (head, NIL);
+        while run != NIL {
+            let pages = self.node(run).pages;
+            if fits(pages) {
+                return (run, longest);
+            }
+            if pages > self.node(longest).pages {
+                longest = run;
+            }
+            run = self.node(run).class_next;
+        }
+        (NIL, longest)
+    }
+
+    #[inline]
+    fn list(&mut self, run: u32) {
+        let class = class_of(self.node(run).pages);
+        let head = std::mem::replace(&mut self.heads[class], run);
+        self.node_mut(head).class_prev = run;
+        let node = self.node_mut(run);
+        node.class_prev = NIL;
+        node.class_next = head;
+        if head == NIL {
+            let group = class / SPLIT as usize;
+            self.splits[group] |= 1 << (class % SPLIT as usize);
+            self.groups |= 1 << group;
+        }
+    }
+
+    #[inline]
+    fn unlist(&mut self, run: u32) {
+        let Node { pages, class_prev, class_next, .. } = *self.node(run);
+        self.node_mut(class_next).class_prev = class_prev;
+        if class_prev != NIL {
+            self.node_mut(class_prev).class_next = class_next;
+            return;
+        }
+        let class = class_of(pages);
+        self.heads[class] = class_next;
+        if class_next == NIL {
+            let group = class / SPLIT as usize;
+            self.splits[group] &= !(1 << (class % SPLIT as usize));
+            if self.splits[group] == 0 {
+                self.groups &= !(1 << group);
+            }
+        }
+    }
+
+    /// Changes the length of a free run, and its list only if the class changes.
+    #[inline]
+    fn resize(&mut self, run: u32, pages: u32) {
+        if class_of(self.node(run).pages) == class_of(pages) {
+            self.node_mut(run).pages = pages;
+        } else {
+            self.unlist(run);
+            self.node_mut(run).pages = pages;
+            self.list(run);
+        }
+    }
+}
+
+/// The class of a page count: the count itself below `SPLIT`, else its power of two and the `SPLIT_BITS` bits below
+/// the leading one.
+#[inline]
+fn class_of(pages: u32) -> usize {
+    let shift = (pages | SPLIT).ilog2() - SPLIT_BITS;
+    (shift * SPLIT + (pages >> shift)) as usize
+}
+
+/// The longest page count of a class.
+fn longest_of(class: u32) -> u32 {
+    let shift = (class / SPLIT).saturating_sub(1);
+    let first = (class - shift * SPLIT) << shift;
+    first + ((1 << shift) - 1)
+}

@@ -1,0 +1,7 @@
+//! Memory pools: the allocator, and the arenas it divides into extents.
+
+mod allocator;
+mod arena;
+
+pub use allocator::{Extent, Pool, PoolState};
+pub use arena::Arena;

@@ -1,0 +1,388 @@
+//! The answering side: what a peer may ask of this cluster, checked here whatever it says.
+//!
+//! A peer names a cache; this side resolves it, looks whether peers may reach it, and checks every bound of the plan that
+//! came with the request before a byte moves. Into this cluster's memory only this process writes. Not for: streams
+//! (`links`), or moving bytes (`engine`).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Answer, Link, location, say, say_before};
+use crate::cache::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
+use crate::cluster::Cluster;
+use crate::copy::{CopyEngine, Progress, Staging, arrived};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::Geometry;
+use crate::model::Name;
+use crate::model::{CacheId, Deadline};
+use crate::net::Stream;
+use crate::plan::CopyPlan;
+use crate::protocol::{
+    self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan,
+};
+use crate::stats::Op;
+use crate::validate;
+
+/// The memory of a peer is read straight; the ring is for host memory that a device cannot read.
+const STAGED: Staging = Staging { path: crate::config::SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+/// Answers for one cluster.
+pub(crate) struct Answers {
+    cluster: Arc<Cluster>,
+}
+
+impl Answers {
+    pub(crate) fn new(cluster: Arc<Cluster>) -> Self {
+        Answers { cluster }
+    }
+}
+
+impl Answer for Answers {
+    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
+        let silence = self.cluster.config.links.silence;
+        // The request is there, or its first bytes are: what a large one may take, and how long, is asked of the link.
+        let begun = Deadline::after(silence).named("the time that a request is given");
+        let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
+        let heard = frame.and_then(|frame| {
+            let read =
+                |(kind, body, held): (_, Vec<u8>, _)| Ok((protocol::open::<Request>(kind, &body)?, held));
+            frame.map(read).transpose()
+        });
+        let (request, _held) = match heard {
+            Ok(Some(heard)) => heard,
+            Ok(None) => return Ok(false),
+            // It was read to its end: the peer is told, and its next request may fit.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                say(stream, &Reply::failed(&error), Deadline::after(silence))?;
+                return Ok(!stream.is_closed());
+            }
+            Err(error) => return Err(error),
+        };
+        stream.restart_pace();
+        let started = Instant::now();
+        let call = Call { cluster: &self.cluster, link, stream, unlinked };
+        let served = call.serve(request);
+        let done = matches!(served, Ok(()) | Err(Ended::Unlinked));
+        self.cluster.stats.counted(Op::Served, started.elapsed(), done);
+        match served {
+            Ok(()) | Err(Ended::Refused) => Ok(true),
+            Err(Ended::Unlinked) => Ok(false),
+            Err(Ended::Broken(error)) => Err(error),
+        }
+    }
+}
+
+/// How a request came to its end without being done.
+enum Ended {
+    /// The peer was told; the stream goes on.
+    Refused,
+    /// The link has ended by it.
+    Unlinked,
+    /// The stream is in the middle of something and of no more use.
+    Broken(Error),
+}
+
+/// One request being answered.
+struct Call<'a> {
+    cluster: &'a Cluster,
+    link: &'a Arc<Link>,
+    stream: &'a Stream,
+    unlinked: &'a dyn Fn(),
+}
+
+impl Call<'_> {
+    fn serve(&self, request: Request) -> Result<(), Ended> {
+        match request {
+            Request::Describe { name, limit_ms } => {
+                self.told(self.limit(limit_ms), || self.describe(name.into()))
+            }
+            Request::Consume { name, cache, first, count, limit_ms } => {
+                self.told(self.limit(limit_ms), || {
+                    self.wanted()?;
+                    self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
+                    Ok(Reply::Done { bytes: 0 })
+                })
+            }
+            Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
+                let source = (&source, num_tensors, tensor_bytes);
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                self.told(call.deadline, || self.fetch(&call, plan, source))
+            }
+            Request::Read { name, cache, plan, from, to, limit_ms } => {
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                self.read(&call, plan, from, to)
+            }
+            Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
+                let call =
+                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                self.write(&call, plan, (from, to), ahead)
+            }
+            Request::Locate { addrs, limit_ms } => self.told(self.limit(limit_ms), || self.locate(&addrs)),
+            Request::Ping { limit_ms } => self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
+            Request::Unlink { limit_ms } => {
+                (self.unlinked)();
+                let told = self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                told.and(Err(Ended::Unlinked))
+            }
+        }
+    }
+
+    /// What the caller has left, by this side's clock; no caller may keep rows pinned for longer than `llm.LinkPinLimit`.
+    fn limit(&self, limit_ms: u64) -> Deadline {
+        let most = self.cluster.config.links.pin_limit;
+        let asked = Duration::from_millis(limit_ms);
+        let name =
+            if asked > most { "llm.LinkPinLimit" } else { "what was left of the caller's sync_kv_timeout" };
+        Deadline::after(asked.min(most)).named(name)
+    }
+
+    /// Answers with what `call` gives, or with its error.
+    fn told(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
+        let reply = call();
+        let refused = reply.is_err();
+        self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
+        if refused { Err(Ended::Refused) } else { Ok(()) }
+    }
+
+    fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
+        say(self.stream, reply, deadline).map_err(Ended::Broken)
+    }
+
+    /// `Err` if whoever asked has gone: a request that was read late, by a process that was stopped, must not be carried
+    /// out any more (`tests/test_peer_faults.py`).
+    fn wanted(&self) -> Result<()> {
+        if self.stream.abandoned() || !self.link.alive() {
+            return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
+        }
+        Ok(())
+    }
+
+    /// Where a cache is and what it looks like.
+    fn describe(&self, name: Name) -> Result<Reply> {
+        let found = self.cluster.table.describe(name)?;
+        let cache = &found.cache;
+        let place = Place { place: found.place, generation: found.generation };
+        let mut record = Record::new(place, cache.id(), found.row, cache.side());
+        record.allocated = cache.origin() == Origin::Allocated;
+        record.accessible = cache.remote_accessible();
+        if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
+            let place = self.cluster.whereabouts(cache)?;
+            if reach.seen(&place) {
+                self.cluster.told_of(cache, &place);
+            }
+            record.location = location(place)?;
+            // The peer is about to read it, perhaps in place, which nobody here would see.
+            self.cluster.merger.moved(cache.geometry().bytes());
+        }
+        Ok(Reply::Described(record))
+    }
+
+    /// Which caches addresses lie in.
+    fn locate(&self, addrs: &[u64]) -> Result<Reply> {
+        let spots = self.cluster.table.locate(addrs)?;
+        let spot = |(at, found): (usize, Option<cache::Spot>)| {
+            let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
+            Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
+        };
+        let spots = fallible::tried("the places of addresses", spots.into_iter().enumerate().map(spot));
+        spots.map(Reply::Located)
+    }
+
+    /// The cache a request is about, if its name still leads there, open to peers.
+    fn opened(&self, call: &Wanted) -> Result<Option<Arc<Cache>>> {
+        let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
+        validate::reachable("the cache of the peer", cache.remote_accessible())?;
+        Ok(Some(cache))
+    }
+
+    /// The cache of a request, pinned by `pin` once the plan is known to fit it; `None` if it is not there any more.
+    fn pinned(
+        &self,
+        call: &Wanted,
+        pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
+    ) -> Result<Option<(Arc<Cache>, Pin)>> {
+        self.wanted()?;
+        let Some(cache) = self.opened(call)? else { return Ok(None) };
+        let pin = pin(&cache)?;
+        // While the rows were waited for, the cache may have been taken away, and the caller may have gone.
+        self.wanted()?;
+        Ok(self.opened(call)?.map(|cache| (cache, pin)))
+    }
+
+    /// Sends bytes of a cache.
+    fn read(&self, call: &Wanted, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            let pinned = self.pinned(call, |cache| {
+                plan.check_ends(Some(ends(cache.geometry())), None)?;
+                CopyEngine::can_send(cache.tensors())?;
+                let ahead = self.link.writes_now();
+                pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
+            })?;
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+        });
+        let bytes = to.saturating_sub(from);
+        // The bytes leave with the word that they follow: one packet less to wait for, where they are few.
+        let say = if bytes > 0 { say_before } else { say };
+        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
+            return Err(Ended::Refused);
+        };
+        self.stream.restart_pace();
+        let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
+        sent.map_err(Ended::Broken)?;
+        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.merger.moved(bytes);
+        Ok(())
+    }
+
+    /// Takes bytes into a cache: those that have come with the request (`ahead`), or those that it then asks for.
+    fn write(&self, call: &Wanted, plan: WirePlan, (from, to): (u64, u64), ahead: bool) -> Result<(), Ended> {
+        let bytes = to.saturating_sub(from);
+        let begun = bounded(plan, from, to).and_then(|plan| {
+            let pinned = self.pinned(call, |cache| {
+                plan.check_ends(None, Some(ends(cache.geometry())))?;
+                CopyEngine::can_receive(cache.tensors())?;
+                pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+            })?;
+            Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
+        });
+        let begun = if ahead {
+            self.come(begun, bytes, call.deadline)
+        } else {
+            self.begin(begun, bytes, call.deadline, say)
+        };
+        let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
+        self.stream.restart_pace();
+        let progress = Progress::default();
+        let (engine, tensors) = (&self.cluster.engine, cache.tensors());
+        let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
+        taken.map_err(Ended::Broken)?;
+        drop(pin);
+        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.merger.moved(bytes);
+        self.reply(&Reply::Done { bytes }, call.deadline)
+    }
+
+    /// Says why bytes that have come unasked are not taken, once they are out of the way; `None` then.
+    fn come<T>(&self, begun: Result<Option<T>>, bytes: u64, deadline: Deadline) -> Result<Option<T>, Ended> {
+        if bytes > MOST_AHEAD {
+            // A peer of this version sends no such request: what follows it is not worth reading.
+            let error = too_far_ahead(bytes);
+            self.reply(&Reply::failed(&error), deadline)?;
+            return Err(Ended::Broken(error));
+        }
+        let reply = match begun {
+            Ok(Some(begun)) => return Ok(Some(begun)),
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
+        };
+        self.stream.pass_over(bytes, deadline).map_err(Ended::Broken)?;
+        self.reply(&reply, deadline)?;
+        Ok(None)
+    }
+
+    /// Has `ready` say that the bytes may come or follow, or says why not; `None` if they do not.
+    fn begin<T>(
+        &self,
+        begun: Result<Option<T>>,
+        bytes: u64,
+        deadline: Deadline,
+        ready: impl FnOnce(&Stream, &Reply, Deadline) -> Result<()>,
+    ) -> Result<Option<T>, Ended> {
+        let reply = match begun {
+            Ok(Some(begun)) => {
+                let said = ready(self.stream, &Reply::Ready { bytes }, deadline);
+                return said.map(|()| Some(begun)).map_err(Ended::Broken);
+            }
+            Ok(None) => Reply::Stale,
+            Err(error) => Reply::failed(&error),
+        };
+        self.reply(&reply, deadline)?;
+        Ok(None)
+    }
+
+    /// Reads bytes of the peer's memory into a cache.
+    fn fetch(
+        &self,
+        call: &Wanted,
+        plan: WirePlan,
+        (source, num_tensors, tensor_bytes): (&Location, u32, u64),
+    ) -> Result<Reply> {
+        let plan = Arc::new(CopyPlan::try_from(plan)?);
+        let seen = self.link.reach().map(|reach| reach.tensors(source, num_tensors, tensor_bytes));
+        let Some(tensors) = seen.transpose()?.flatten() else {
+            let refusal = self.link.reach().and_then(|reach| reach.refusal());
+            let reason = refusal.unwrap_or("the memory of the peer is not visible here").to_owned();
+            return Ok(Reply::Unreachable { reason });
+        };
+        let pinned = self.pinned(call, |cache| {
+            plan.check_ends(Some((num_tensors, tensor_bytes)), Some(ends(cache.geometry())))?;
+            pin_writes(cache, rows(cache, |row_bytes| plan.dst_rows(row_bytes))?, call.deadline)
+        })?;
+        let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
+        let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
+        // A peer whose memory does not answer takes no thread of this side for as long as it likes.
+        let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
+        let (engine, held) = (&self.cluster.engine, Arc::new(pin));
+        // Kept beyond this call if the kernel may still write to the rows then.
+        let run = engine.run_holding(plan.clone(), from, to, STAGED, call.deadline, &progress, held);
+        match run {
+            Ok(outcome) => {
+                self.cluster.stats.travelled(Op::Served, outcome.bytes);
+                self.cluster.merger.moved(outcome.bytes);
+                Ok(Reply::Done { bytes: outcome.bytes })
+            }
+            // The kernel allowed it when the link was made, and does not now.
+            Err(error) if error.kind() == ErrorKind::NotEnabled => {
+                Ok(Reply::Unreachable { reason: error.to_string() })
+            }
+            Err(error) => Err(arrived(error, &progress, &plan, cache.geometry().row_bytes())),
+        }
+    }
+}
+
+/// Which cache a request is about, and how long there is for it.
+struct Wanted {
+    name: Name,
+    /// What the name led to when it was described.
+    cache: CacheId,
+    deadline: Deadline,
+}
+
+/// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
+fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
+    let together = rows_of_a_pin(cache);
+    let mut rows = touched(cache.geometry().row_bytes() * together)?;
+    for row in &mut rows {
+        *row *= together;
+    }
+    Ok(rows)
+}
+
+/// A plan that came over the wire, of which bytes `from..to` are asked for.
+fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
+    let plan = CopyPlan::try_from(plan)?;
+    if from <= to && to <= plan.bytes() {
+        return Ok(plan);
+    }
+    let allowed = format!("within the {} bytes of the plan", plan.bytes());
+    Err(Error::argument("the range of a transfer", format_args!("{from} to {to}"), allowed))
+}
+
+fn ends(geometry: Geometry) -> (u32, u64) {
+    (geometry.num_tensors(), geometry.tensor_bytes())
+}
+
+#[cold]
+fn nowhere(at: usize, addr: u64) -> Error {
+    let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
+    Error::new(ErrorKind::InvalidArgument, text)
+}
+
+#[cold]
+fn too_far_ahead(bytes: u64) -> Error {
+    let text = "more bytes came with a request than may come unasked";
+    Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)
+}

@@ -1,0 +1,216 @@
+//! Making a link, as the side that dials, and entering it, on either side.
+//!
+//! Not for: what is said in a greeting (`greeting`), or the side that accepts (`accept`).
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::dial::Dialer;
+use super::handshake::Key;
+use super::link::{Kind, Link, Peer};
+use super::peer_memory::{self, Offered, Reach};
+use super::registry::PLACE_TAKEN;
+use super::{Shared, handshake, message_io};
+use crate::config::TransportChoice;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{ClusterId, Deadline};
+use crate::net::{Address, Stream};
+use crate::protocol::{Attached, Comm, Control, GREETING_LIMIT, Party, Purpose, Welcome};
+
+impl Shared {
+    /// Refuses if `cluster` is linked already. A link whose peer does not answer any more is none: it makes
+    /// room (`a_dead_link_makes_room`).
+    pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
+        let both_ways = self.cluster.config.links.both_ways;
+        while let Some(link) = self.state.linked_already(cluster, both_ways) {
+            if link.answers((self.patience() / 2).min(deadline.left() / 2)) {
+                let text = format!("cluster {cluster} is linked already");
+                return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
+            }
+            self.lost(&link, "the peer did not answer when it was to be linked again");
+        }
+        Ok(())
+    }
+
+    /// Makes a link to whoever answers at `address`, by way of the local socket where both are on one host, if the
+    /// same process answers there (`another_process_at_the_local_socket_is_not_the_peer`).
+    pub(super) fn connect(
+        self: &Arc<Self>,
+        address: &Address,
+        asked: ClusterId,
+        comm: Option<&Comm>,
+        kind: Kind,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
+        let choice = self.cluster.config.links.transport;
+        let token = self.cluster.config.links.token.is_some();
+        let link = u64::from_le_bytes(handshake::random()?);
+        let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
+        // Without a token the two first meet at the local socket, also if they then talk over TCP.
+        let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
+        let dialer = self.dialer(address.clone());
+        let (stream, welcome) = dialer.greet(Some(asked), purpose(meet), deadline)?;
+        let Some(name) = welcome.local.filter(|_| meet) else {
+            return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
+        };
+        drop(stream);
+        let local = self.dialer(Address::Unix(name));
+        let is_same = |near: &Welcome| {
+            if near.from.instance == welcome.from.instance {
+                return Ok(());
+            }
+            let text = "another process answers at the local socket that the peer named";
+            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &local.address))
+        };
+        if choice != TransportChoice::Tcp {
+            let shown = Some(address.to_string());
+            let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
+                is_same(&near)?;
+                self.establish(local.clone(), stream, &near.from, kind, link, shown, deadline)
+            });
+            let Err(why) = near else { return near };
+            let over =
+                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(PLACE_TAKEN).is_some();
+            if choice == TransportChoice::Shm || over {
+                return Err(why);
+            }
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "cluster {asked} is on this host, but only sockets reach it: {why}"
+            );
+        }
+        let mut dialer = dialer;
+        if !dialer.key.proves() {
+            let near = local.greet(Some(asked), Purpose::Meet, deadline);
+            let secret = near.and_then(|(_, near)| is_same(&near).map(|()| near.secret));
+            // Where everybody is believed, a peer that cannot be met is as well.
+            let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
+            dialer.key = secret.map_or(Key::Empty, Key::Secret);
+        }
+        let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
+        self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
+    }
+
+    /// The dialling side's half of a link: see what can be seen of the peer, and wait for its word that it has its half.
+    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
+    fn establish(
+        self: &Arc<Self>,
+        dialer: Dialer,
+        stream: Stream,
+        from: &Party,
+        kind: Kind,
+        id: u64,
+        shown: Option<String>,
+        deadline: Deadline,
+    ) -> Result<Arc<Link>> {
+        let transport = transport_name(&dialer.address);
+        let reach = self.reach(&stream, deadline)?;
+        if reach.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
+            let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
+            return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
+        }
+        let up: Control = message_io::hear(&stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        if up != Control::Pong {
+            return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
+        }
+        let address = shown.unwrap_or_else(|| dialer.address.to_string());
+        let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
+        let budget = self.server.budget();
+        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer), budget);
+        self.enroll(&link)?;
+        Ok(link)
+    }
+
+    /// What can be seen of the peer's memory over `stream`.
+    fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
+        if !stream.carries_descriptors() {
+            return Ok(None);
+        }
+        let reach = Reach::exchange(&self.cluster, stream, deadline)?;
+        self.note_readers();
+        Ok(Some(reach))
+    }
+
+    /// The same on the side that accepts, which took what was `offered` and learned what is `seen` of this side.
+    pub(super) fn reached(&self, offered: Offered, seen: Attached) -> Reach {
+        self.note_readers();
+        Reach::complete(&self.cluster, offered, seen)
+    }
+
+    /// Says once that others may read this process.
+    fn note_readers(&self) {
+        if peer_memory::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "this process may be read by every process of its user from now on (Yama's ptrace_scope is lifted for \
+                 it, so that peers of this host can read registered caches); llm.LinkTransport = tcp avoids it"
+            );
+        }
+    }
+
+    /// Enters a link that is complete, in place of what the same peer left behind. Another process of the same cluster
+    /// id keeps its link as long as that works (`a_process_that_was_replaced_is_noticed`).
+    pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
+        self.control.start(self)?;
+        let Peer { cluster, instance, .. } = link.peer();
+        for stale in self.state.enroll(link, self.patience())? {
+            let again = stale.peer().instance == *instance;
+            let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
+            if stale.alive() && !again && !stale.control().abandoned() {
+                let (before, silent) = (&stale.peer().address, stale.silent().as_millis());
+                tracing::warn!(
+                    target: "llm_datadist::links",
+                    "another process took the place of cluster {cluster}: {} instead of {before}, which was silent for \
+                     {silent} ms",
+                    link.peer().address
+                );
+            } else if stale.alive() {
+                tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
+            }
+            stale.shatter(why);
+        }
+        tracing::info!(target: "llm_datadist::links", "{}", link.report());
+        self.control.ring();
+        Ok(())
+    }
+
+    pub(super) fn dialer(&self, address: Address) -> Dialer {
+        let transport = match address {
+            Address::Unix(_) => self.transports.unix.clone(),
+            _ => self.transports.tcp.clone(),
+        };
+        let config = &self.cluster.config.links;
+        let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
+        Dialer { transport, address, me: self.me.clone(), key, accept_remote }
+    }
+}
+
+impl Link {
+    /// One line for the log.
+    fn report(&self) -> String {
+        let transport = self.transport();
+        let way = match self.reach() {
+            Some(reach) => {
+                let pools = match reach.unmapped() {
+                    Some(why) => &format!("pools by sockets ({why}), "),
+                    None if reach.pooled() => "pools mapped, ",
+                    None => "",
+                };
+                let why = reach.refusal().map_or("process id".into(), |why| format!("sockets ({why})"));
+                format!("{transport}: {pools}registered memory by {why}")
+            }
+            None => format!("{transport}: sockets"),
+        };
+        let Peer { cluster, address, .. } = self.peer();
+        format!("linked with cluster {cluster} at {address} over {way}")
+    }
+}
+
+fn transport_name(address: &Address) -> &'static str {
+    match address {
+        Address::Tcp(_) => "tcp",
+        Address::Unix(_) => "shm",
+        Address::Local(_) => "local",
+    }
+}

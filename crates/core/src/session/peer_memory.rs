@@ -1,0 +1,332 @@
+//! What one process can see of another's memory: its pools, mapped read-only; its other memory, read by process id; and
+//! the generations of its table.
+//!
+//! Both sides offer what they have over a socket that carries descriptors, try what they were offered, and tell each
+//! other what came of it. What cannot be reached so travels through sockets. Not for: reading (`engine`), or which cache
+//! lies where (`cluster`).
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::Builder;
+use std::time::Duration;
+
+use rustix::fs::fcntl_get_seals;
+
+use super::message_io;
+use crate::cluster::{Cluster, Whereabouts};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{self, ForeignGenerations, ForeignProcess, ForeignRegion, Probe, Tensors};
+use crate::model::Deadline;
+use crate::model::Placement;
+use crate::net::Stream;
+use crate::protocol::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
+
+/// The most descriptors that a peer may send: its generations and two pools.
+const MOST_DESCRIPTORS: usize = 3;
+/// How long the memory of a peer's process may take to answer when it is opened.
+const PROBE_LIMIT: Duration = Duration::from_millis(500);
+/// How long a link that is being made waits for memory of ended links to be unmapped, if its own does not fit beside it.
+const UNMAP_LIMIT: Duration = Duration::from_secs(1);
+
+/// What this process can see of a peer's, and the other way round.
+#[derive(Debug)]
+pub(crate) struct Reach {
+    /// `None` if they could not be mapped: then nothing of the peer is read in place.
+    generations: Option<ForeignGenerations>,
+    /// By placement.
+    pools: [Option<Arc<ForeignRegion>>; 2],
+    /// Why the peer's pools are not read in place, although it offered them.
+    unmapped: Option<String>,
+    /// `Err` says why memory outside of the pools cannot be read.
+    process: Result<Arc<ForeignProcess>, String>,
+    /// What the peer says it can see of ours.
+    seen: Attached,
+}
+
+impl Reach {
+    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it: the side that dials.
+    pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
+        Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
+        let (offered, descriptors): (Attach, _) = message_io::hear_with(stream, GREETING_LIMIT, deadline)?;
+        stream.expect_descriptors(false);
+        let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
+        message_io::say(stream, &told, deadline)?;
+        let seen: Attached = message_io::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        Ok(Reach::complete(cluster, taken, seen))
+    }
+
+    /// Has `send` send what `cluster` offers.
+    pub(crate) fn offer(
+        cluster: &Cluster,
+        send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,
+    ) -> Result<()> {
+        let pools = Placement::ALL.map(|placement| cluster.pool(placement).map(|arena| arena.region()));
+        let shared = pools.map(|region| region.and_then(|region| Some((region.len(), region.descriptor()?))));
+        let generations = cluster.generations().descriptor();
+        let descriptors: Vec<BorrowedFd<'_>> = generations
+            .into_iter()
+            .chain(shared.iter().flatten().map(|&(_, descriptor)| descriptor))
+            .collect();
+        memory::allow_readers();
+        let probe = memory::own_probe()?;
+        let offer = Attach {
+            generations: generations.is_some(),
+            regions: shared.map(|pool| pool.map(|(len, _)| len)),
+            probe: Some((probe.address, probe.secret)),
+        };
+        send(&protocol::encode(&offer)?, &descriptors)
+    }
+
+    /// Takes what the peer of `stream` offers, and what it is told about that.
+    pub(crate) fn take(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: Vec<OwnedFd>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> (Offered, Attached) {
+        // Only memory can be sealed; what else a peer may send is not even closed here.
+        let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
+        discard(others);
+        let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
+        let told = Attached {
+            mapped: taken.unmapped.clone().map_or(Ok(()), Err),
+            registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
+        };
+        (taken, told)
+    }
+
+    /// What was taken, with what the peer says it can see of this side's.
+    pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
+        let Offered { generations, pools, unmapped, process } = taken;
+        // A page of a pool that is touched already has to be mapped by the peer at its first read.
+        cluster.merger.look();
+        Reach { generations, pools, unmapped, process, seen }
+    }
+
+    /// Notes that the link has ended, so that links which are being made wait until this memory is unmapped.
+    pub(super) fn leave(&self) {
+        self.generations.iter().for_each(ForeignGenerations::leave);
+        self.pools.iter().flatten().for_each(|pool| pool.leave());
+    }
+
+    /// The generations of the peer's table; `None` if they could not be mapped.
+    pub(crate) fn generations(&self) -> Option<&ForeignGenerations> {
+        self.generations.as_ref()
+    }
+
+    /// Why the peer's pools are not read in place, although it offered them.
+    pub(crate) fn unmapped(&self) -> Option<&str> {
+        self.unmapped.as_deref()
+    }
+
+    /// Whether a pool of the peer can be read in place.
+    pub(crate) fn pooled(&self) -> bool {
+        self.pools.iter().any(Option::is_some)
+    }
+
+    /// How the memory of the peer's pools travels, for reports.
+    pub(crate) fn pools(&self) -> &'static str {
+        match (&self.unmapped, self.pooled()) {
+            (Some(_), _) => "stream",
+            (None, true) => "mapped",
+            (None, false) => "none",
+        }
+    }
+
+    /// Why something of the peer is not read in place, for reports.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.unmapped().or(self.refusal())
+    }
+
+    /// Why the peer's registered memory cannot be read by process id, if it cannot.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        self.process.as_ref().err().map(String::as_str)
+    }
+
+    /// Whether the peer can read what lies at `whereabouts` in this process.
+    pub(crate) fn seen(&self, whereabouts: &Whereabouts) -> bool {
+        match whereabouts {
+            Whereabouts::Pool(..) => self.seen.mapped.is_ok(),
+            Whereabouts::Process(_) => self.seen.registered.is_ok(),
+            Whereabouts::Hidden => false,
+        }
+    }
+
+    /// `count` tensors of `bytes` each that lie at `location` of the peer; `None` if this process cannot see them.
+    pub(crate) fn tensors(
+        &self,
+        location: &Location,
+        count: u32,
+        bytes: u64,
+    ) -> Result<Option<Arc<Tensors>>> {
+        let tensors = match location {
+            Location::Region { region, runs } => {
+                let Some(Some(pool)) = self.pools.get(usize::from(*region)) else { return Ok(None) };
+                Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
+            }
+            Location::Process { runs } => {
+                let Ok(process) = &self.process else { return Ok(None) };
+                Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
+            }
+            Location::Hidden => return Ok(None),
+        };
+        Ok(Some(Arc::new(tensors)))
+    }
+}
+
+/// Whether this system keeps processes from reading each other unless they allow it.
+pub(super) fn guarded() -> bool {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    scope.is_ok_and(|scope| scope.trim() != "0")
+}
+
+/// What of a peer's offer could be taken. What could not travels through sockets: that is no reason to refuse a link.
+#[derive(Debug)]
+pub(crate) struct Offered {
+    generations: Option<ForeignGenerations>,
+    pools: [Option<Arc<ForeignRegion>>; 2],
+    unmapped: Option<String>,
+    process: Result<Arc<ForeignProcess>, String>,
+}
+
+impl Offered {
+    fn of(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: Vec<OwnedFd>,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Offered {
+        let who = || stream.peer_pid().map_or_else(|| "unknown".into(), |pid| pid.to_string());
+        let mut descriptors =
+            if descriptors.len() > MOST_DESCRIPTORS { vec![] } else { descriptors }.into_iter();
+        let limit = Deadline::after(UNMAP_LIMIT.min(deadline.left()));
+        let generations = Self::generations(cluster, offered, &mut descriptors, limit);
+        let mapped = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
+            Self::pools(cluster, offered, &mut descriptors, limit).map_err(|error| error.to_string())
+        });
+        // Without generations nobody knows whether what was read was still the cache.
+        let process = match &generations {
+            Ok(_) => Self::process(cluster, offered, stream, deadline),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(why) = &mapped {
+            tracing::warn!(
+                target: "llm_datadist::links",
+                "the memory of the peer at {} (process {}) is not mapped, its pools are read through sockets: {why}",
+                stream.peer(),
+                who(),
+            );
+        }
+        let (pools, unmapped) = match mapped {
+            Ok(pools) => (pools, None),
+            Err(why) => ([None, None], Some(why)),
+        };
+        Offered { generations: generations.ok(), pools, unmapped, process }
+    }
+
+    fn generations(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: &mut impl Iterator<Item = OwnedFd>,
+        limit: Deadline,
+    ) -> Result<ForeignGenerations> {
+        if !offered.generations {
+            return Err(Error::new(ErrorKind::LinkFailed, "the peer shares no generations"));
+        }
+        ForeignGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory, limit)
+            .map_err(bounded)
+    }
+
+    fn pools(
+        cluster: &Cluster,
+        offered: &Attach,
+        descriptors: &mut impl Iterator<Item = OwnedFd>,
+        limit: Deadline,
+    ) -> Result<[Option<Arc<ForeignRegion>>; 2]> {
+        let budget = &cluster.remote_memory;
+        // So that one peer leaves something to the others.
+        let most = budget.limit() / 2;
+        let sum = offered.regions.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
+        if sum.is_none_or(|sum| sum > most) {
+            let offered = sum.map_or_else(|| "more than 2^64".into(), |sum| sum.to_string());
+            let text = "the pools of the peer are larger than one link may map";
+            let error = Error::new(ErrorKind::System, text);
+            return Err(bounded(error.with("offered_bytes", offered).with("limit_bytes", most)));
+        }
+        let mut map = |len: Option<u64>| {
+            len.map(|len| ForeignRegion::map(descriptors.next().ok_or_else(missing)?, len, budget, limit))
+                .transpose()
+        };
+        Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])
+    }
+
+    fn process(
+        cluster: &Cluster,
+        offered: &Attach,
+        stream: &Stream,
+        deadline: Deadline,
+    ) -> Result<Arc<ForeignProcess>, String> {
+        let (pid, (address, secret)) = match (stream.peer_pid(), offered.probe) {
+            (Some(pid), Some(probe)) => (pid, probe),
+            (None, _) => return Err("the peer's process id is not visible here".into()),
+            (_, None) => return Err("the peer does not offer it".into()),
+        };
+        let limit = Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the limit of opening a process");
+        let opened = cluster.engine.open_process(pid, Probe { address, secret }, limit);
+        opened.map_err(|error| error.to_string())
+    }
+}
+
+#[cold]
+fn missing() -> Error {
+    Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
+}
+
+/// The same error with the option that allows more.
+#[cold]
+fn bounded(error: Error) -> Error {
+    error.with("option", "link_remote_memory")
+}
+
+/// Lets go of what a peer sent in place of memory. Closing a descriptor may take as long as its sender chose, so a thread of
+/// its own does it; where many of them are at it already, it stays open.
+fn discard(descriptors: Vec<OwnedFd>) {
+    static AT_IT: AtomicUsize = AtomicUsize::new(0);
+    const MOST: usize = 4;
+    if descriptors.is_empty() {
+        return;
+    }
+    if AT_IT.fetch_add(1, Ordering::Relaxed) < MOST {
+        let begun = Builder::new().name("llm-discard".into()).spawn(move || {
+            drop(descriptors);
+            AT_IT.fetch_sub(1, Ordering::Relaxed);
+        });
+        if begun.is_err() {
+            AT_IT.fetch_sub(1, Ordering::Relaxed);
+        }
+    } else {
+        AT_IT.fetch_sub(1, Ordering::Relaxed);
+        std::mem::forget(descriptors);
+    }
+}
+
+/// Where the tensors of a cache lie, for the wire.
+pub(crate) fn location(whereabouts: Whereabouts) -> Result<Location> {
+    let location = match whereabouts {
+        Whereabouts::Pool(placement, offsets) => {
+            Location::Region { region: placement as u8, runs: Run::pack(&offsets)? }
+        }
+        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
+        Whereabouts::Hidden => Location::Hidden,
+    };
+    match &location {
+        // Such a list would not be read; the sockets need none.
+        Location::Region { runs, .. } | Location::Process { runs } if runs.len() > MAX_RUNS => {
+            Ok(Location::Hidden)
+        }
+        _ => Ok(location),
+    }
+}

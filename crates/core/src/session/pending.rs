@@ -1,0 +1,233 @@
+//! Connections that are not yet a link or a stream of one: how many there may be, and until when.
+//!
+//! A connection that stalls costs a descriptor for the length of a greeting, and no thread. One more than there may be, and
+//! the oldest that has not proved who it is has to go, so that silence keeps nobody out (`strangers_keep_no_peer_out`).
+//! Not for: the steps of a greeting (`accept`).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Shared;
+use super::accept::{Newcomer, Next, Work};
+use super::handshake::GREETING_TIME;
+use super::poller::{Poller, Watching};
+use super::refusals::{Reason, Refusal};
+use crate::error::{Error, ErrorKind};
+use crate::model::Deadline;
+use crate::net::{Arrival, Inbox, Stream};
+use crate::protocol::{self, GREETING_LIMIT};
+
+/// A connection may take so long for its greeting before it has to make room for another.
+const YOUNG: Duration = Duration::from_millis(100);
+
+/// The connections of one engine that are still greeting.
+#[derive(Debug)]
+pub(super) struct Newcomers {
+    most: usize,
+    /// By number, so that the oldest come first.
+    all: BTreeMap<u64, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    stream: Arc<Stream>,
+    proven: bool,
+    /// The control thread watches it for its greeting. A link that came of it is watched in its own right.
+    watched: bool,
+    /// A thread of the server makes a link of it: it is no longer to be dropped.
+    enters: bool,
+    /// `None` while a thread of the server takes a step.
+    waiting: Option<(Newcomer, Inbox)>,
+    until: Deadline,
+}
+
+/// What a thread of the server made of a connection.
+pub(super) struct Returned {
+    pub(super) number: u64,
+    pub(super) next: Result<Next, Refusal>,
+}
+
+impl Newcomers {
+    pub(super) fn new(most: usize) -> Newcomers {
+        Newcomers { most, all: BTreeMap::new() }
+    }
+
+    pub(super) fn has(&self, number: u64) -> bool {
+        self.all.contains_key(&number)
+    }
+
+    /// How long until the oldest has to go.
+    pub(super) fn next_limit(&self) -> Option<Duration> {
+        self.all.values().find(|entry| !entry.enters).map(|entry| entry.until.left())
+    }
+
+    /// Takes in a connection; `local` says that it came to the local socket.
+    pub(super) fn enter(
+        &mut self,
+        shared: &Shared,
+        poller: &Poller,
+        (number, local): (u64, bool),
+        stream: Stream,
+    ) {
+        if self.all.len() >= self.most {
+            self.make_room(shared, poller);
+        }
+        let stream = Arc::new(stream);
+        let until = Deadline::after(GREETING_TIME).named("the limit of a greeting");
+        if let Err(errno) = poller.add(&*stream, number, Watching::Always) {
+            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
+            refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
+            return;
+        }
+        let waiting = Some((Newcomer::new(stream.clone(), local, until), Inbox::default()));
+        self.all
+            .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
+    }
+
+    /// How long until one more connection may be accepted, if there is no room for it now: the one that would have to go
+    /// has had no time to greet. Those that come meanwhile wait in the queue of the listener.
+    pub(super) fn wait_for_room(&self) -> Option<Duration> {
+        if self.all.len() < self.most {
+            return None;
+        }
+        let (_, entry) = self.victim()?;
+        let age = GREETING_TIME.saturating_sub(entry.until.left());
+        YOUNG.checked_sub(age).filter(|left| !left.is_zero())
+    }
+
+    /// Who has to go if somebody does: the oldest that has proved nothing, unless half of all have proved themselves and
+    /// then went no further.
+    fn victim(&self) -> Option<(u64, &Entry)> {
+        let waiting = || self.all.iter().filter(|(_, entry)| !entry.enters);
+        let proven = waiting().filter(|(_, entry)| entry.proven).count();
+        let first = |proven: bool| waiting().find(|(_, entry)| entry.proven == proven);
+        let stalled = if proven > self.most / 2 { first(true) } else { None };
+        stalled.or_else(|| first(false)).or_else(|| first(true)).map(|(&number, entry)| (number, entry))
+    }
+
+    /// Sends away whoever has to go; `false` if there is nobody.
+    pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
+        let Some((number, _)) = self.victim() else { return false };
+        let text = "too many connections have not finished their greeting; the oldest was dropped";
+        let full = Error::new(ErrorKind::LinkFailed, text).with("limit", self.most);
+        self.end(shared, poller, number, Some(&Refusal::new(Reason::Full, full)));
+        true
+    }
+
+    /// Sends those away whose time is up.
+    pub(super) fn expire(&mut self, shared: &Shared, poller: &Poller) {
+        while let Some((&number, entry)) = self.all.iter().find(|(_, entry)| !entry.enters) {
+            if !entry.until.passed() {
+                return;
+            }
+            let late = entry.until.error("waiting for the greeting of the peer");
+            self.end(shared, poller, number, Some(&Refusal::new(Reason::Late, late)));
+        }
+    }
+
+    /// Takes what has arrived on the connection `number`.
+    pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
+        let Some(entry) = self.all.get_mut(&number) else { return };
+        let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
+        let next = match inbox.take(&entry.stream, GREETING_LIMIT, newcomer.expects_descriptors()) {
+            Ok(Arrival::Partial) => {
+                entry.waiting = Some((newcomer, inbox));
+                return;
+            }
+            // A connection that ends without a word was not refused: a probe of a load balancer, say.
+            Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
+            Ok(Arrival::Frame(frame)) => newcomer.step(shared, frame),
+            Err(error) => Err(Refusal::unreadable(error)),
+        };
+        self.go_on(shared, poller, number, next);
+    }
+
+    /// Takes back a connection for which a thread of the server has taken a step.
+    pub(super) fn back(&mut self, shared: &Arc<Shared>, poller: &Poller, returned: Returned) {
+        if self.has(returned.number) {
+            self.go_on(shared, poller, returned.number, returned.next);
+        }
+    }
+
+    fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
+        match next {
+            Ok(Next::Wait(newcomer)) => self.wait(shared, poller, number, newcomer),
+            Ok(Next::Proven(newcomer)) => {
+                if let Some(entry) = self.all.get_mut(&number) {
+                    entry.proven = true;
+                }
+                self.wait(shared, poller, number, newcomer);
+            }
+            Ok(Next::Work(work)) => {
+                if let Some(entry) = self.all.get_mut(&number) {
+                    (entry.proven, entry.enters) = (true, work.enters());
+                    // What comes meanwhile waits in the socket.
+                    entry.unwatch(poller);
+                }
+                shared.server.work(shared, number, work);
+            }
+            Ok(Next::Done) => {
+                if let Some(mut entry) = self.all.remove(&number) {
+                    entry.unwatch(poller);
+                }
+            }
+            Err(refusal) => self.end(shared, poller, number, Some(&refusal)),
+        }
+    }
+
+    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, newcomer: Newcomer) {
+        let Some(entry) = self.all.get_mut(&number) else { return };
+        entry.waiting = Some((newcomer, Inbox::default()));
+        if entry.watched {
+            return;
+        }
+        entry.watched = true;
+        if let Err(errno) = poller.add(&*entry.stream, number, Watching::Always) {
+            entry.watched = false;
+            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
+            self.end(shared, poller, number, Some(&error.with("errno", errno.raw_os_error()).into()));
+        }
+    }
+
+    fn end(&mut self, shared: &Shared, poller: &Poller, number: u64, refusal: Option<&Refusal>) {
+        let Some(mut entry) = self.all.remove(&number) else { return };
+        entry.unwatch(poller);
+        match refusal {
+            Some(refusal) => refuse(shared, &entry.stream, refusal),
+            None => entry.stream.close(),
+        }
+    }
+
+    /// Ends all of them: the engine closes. One that enters may be a link by now, which says goodbye before it ends.
+    pub(super) fn close(&mut self, poller: &Poller) {
+        for mut entry in std::mem::take(&mut self.all).into_values() {
+            entry.unwatch(poller);
+            if !entry.enters {
+                entry.stream.close();
+            }
+        }
+    }
+}
+
+impl Entry {
+    fn unwatch(&mut self, poller: &Poller) {
+        if std::mem::take(&mut self.watched) {
+            poller.remove(&*self.stream);
+        }
+    }
+}
+
+/// Says why to the peer and to the log, and closes the connection.
+fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
+    shared.refusals.log(stream.peer(), refusal);
+    // It may have gone, or not read what it was told before.
+    let _ = stream.send_now(&protocol::refusal(&refusal.error), &[]);
+    stream.close();
+}
+
+/// What a thread of the server does for a connection.
+pub(super) fn take_step(shared: &Arc<Shared>, number: u64, work: Work) {
+    let next = work.run(shared);
+    shared.control.give_back(Returned { number, next });
+}

@@ -1,0 +1,338 @@
+//! The threads that answer peers: a few, shared by all links, that sleep on all streams together.
+//!
+//! A stream on which nobody calls costs a descriptor. When a request arrives, the kernel wakes one thread, which answers it
+//! while another waits in its place; threads that nobody needs end. How many answer one peer at a time is for `places` to
+//! say. Not for: what peers may ask (`peer`), or control messages (`control`).
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use hashbrown::HashMap;
+
+use super::Shared;
+use super::accept::Work;
+use super::call_slots::{Place, Places};
+use super::limits::{Budget, Connections};
+use super::link::Link;
+use super::pending;
+use super::poller::{Bell, Poller, Watching};
+use super::refusals::{Reason, Refusal};
+use super::threads::Threads;
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::Stream;
+
+/// Steps of greetings that may be taken at a time.
+const STEPS: usize = 8;
+/// How long a thread that nobody needs is kept.
+const KEPT: Duration = Duration::from_secs(10);
+/// After an answer the next request of the same call often comes within microseconds: it is watched for before the stream
+/// goes back to the others.
+const PATIENCE: Duration = Duration::from_micros(60);
+/// What names the bells among the streams, whose numbers are higher.
+const WORK: u64 = 0;
+const CLOSED: u64 = 1;
+const FIRST: u64 = 2;
+
+/// The threads that answer peers, and what they wait for.
+pub(super) struct Server {
+    poller: Poller,
+    /// Rung once for each piece of work.
+    work: Bell,
+    /// Rung for good when the engine closes.
+    closed: Bell,
+    state: Mutex<State>,
+    threads: Arc<Threads>,
+    budget: Arc<Budget>,
+    limits: Connections,
+}
+
+#[derive(Default)]
+struct State {
+    /// The streams on which peers may call.
+    calls: HashMap<u64, Call>,
+    last: u64,
+    /// Threads that wait, those that are only starting among them.
+    idle: usize,
+    /// Places at which turns are taken and what waits for one, by the names of links.
+    places: Places<usize, Turn>,
+    /// What has a place and waits for a thread.
+    ready: VecDeque<(Turn, Place)>,
+    /// Steps of greetings that wait for a thread, and threads that take some.
+    work: VecDeque<(u64, Work)>,
+    working: usize,
+    /// Links that have ended, to be dropped.
+    ended: Vec<Arc<Link>>,
+    is_closed: bool,
+}
+
+#[derive(Clone)]
+struct Call {
+    link: Arc<Link>,
+    stream: Arc<Stream>,
+}
+
+/// Something to be done for the peer of one link.
+enum Turn {
+    /// Answer what came on the stream of this number.
+    Answer(u64, Call),
+    /// Open a stream on which the peer may call.
+    Dial(Arc<Link>),
+}
+
+impl Turn {
+    fn link(&self) -> &Arc<Link> {
+        match self {
+            Turn::Answer(_, call) => &call.link,
+            Turn::Dial(link) => link,
+        }
+    }
+}
+
+impl Server {
+    pub(super) fn new(threads: Arc<Threads>, limits: Connections) -> Result<Server> {
+        let (poller, work, closed) = (Poller::new()?, Bell::counting()?, Bell::new()?);
+        let watched = poller.add(&work, WORK, Watching::Always);
+        watched.and_then(|()| poller.add(&closed, CLOSED, Watching::Always)).map_err(unwatched)?;
+        let (state, budget) = (Mutex::default(), Arc::default());
+        Ok(Server { poller, work, closed, state, threads, budget, limits })
+    }
+
+    /// What large requests of all peers may take.
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    /// Makes room for one more stream on which the peer of `link` calls, or refuses it. To be followed by
+    /// [`watch`](Self::watch).
+    pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
+        let full = |error| Refusal::new(Reason::Full, error);
+        if self.locked().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
+            let error = Error::new(
+                ErrorKind::NotLinked,
+                "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more",
+            );
+            return Err(full(error.with("limit", self.limits.calls)));
+        }
+        link.serve_on(stream).map_err(full)
+    }
+
+    /// Answers what comes on `stream`, which the link knows, until it ends.
+    pub(super) fn watch(&self, shared: &Arc<Shared>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
+        stream.demand_pace(shared.cluster.config.links.silence);
+        let mut state = self.locked();
+        state.last = state.last.max(FIRST) + 1;
+        let number = state.last;
+        state.calls.insert(number, Call { link: link.clone(), stream: stream.clone() });
+        drop(state);
+        // A request may be there already; if the link has ended meanwhile, its streams are closed, which is seen as well.
+        let watched = self.poller.add(&**stream, number, Watching::Once).map_err(unwatched);
+        watched.and_then(|()| self.keep_one(&Arc::downgrade(shared))).inspect_err(|_| {
+            self.locked().calls.remove(&number);
+            self.poller.remove(&**stream);
+            link.served_on(stream);
+        })
+    }
+
+    /// Has a thread open a stream on which the peer of `link` may call.
+    pub(super) fn dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
+        let mut state = self.locked();
+        let turn = Turn::Dial(link.clone());
+        let Some(turn) = state.places.enter(name_of(link), turn) else { return };
+        state.ready.push_back(turn);
+        drop(state);
+        self.work.ring();
+        if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
+            tracing::error!(target: "llm_datadist::links", "cannot start a thread that opens a call stream: {error}");
+        }
+    }
+
+    /// Has a thread take a step for the connection of that number.
+    pub(super) fn work(&self, shared: &Arc<Shared>, number: u64, work: Work) {
+        let stream = work.stream().clone();
+        self.locked().work.push_back((number, work));
+        self.work.ring();
+        if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
+            tracing::error!(target: "llm_datadist::links", "dropped a connection: no thread could be started for its greeting: {error}");
+            stream.close();
+        }
+    }
+
+    /// Has a thread drop a link that has ended: to unmap much of a peer's memory takes long.
+    pub(super) fn release(&self, shared: &Arc<Shared>, link: Arc<Link>) {
+        self.locked().ended.push(link);
+        self.work.ring();
+        // Without a thread it is dropped with the next piece of work.
+        let _ = self.keep_one(&Arc::downgrade(shared));
+    }
+
+    /// Ends everything; no thread waits any more.
+    pub(super) fn close(&self) {
+        let mut state = self.locked();
+        state.is_closed = true;
+        let calls = std::mem::take(&mut state.calls);
+        let waiting = (
+            std::mem::take(&mut state.places),
+            std::mem::take(&mut state.ready),
+            std::mem::take(&mut state.work),
+            std::mem::take(&mut state.ended),
+        );
+        drop(state);
+        self.closed.ring();
+        for call in calls.into_values() {
+            self.poller.remove(&*call.stream);
+            call.stream.close();
+        }
+        drop(waiting);
+    }
+
+    /// Sees to it that a thread waits.
+    fn keep_one(&self, shared: &Weak<Shared>) -> Result<()> {
+        let mut state = self.locked();
+        if state.idle > 0 || state.is_closed {
+            return Ok(());
+        }
+        let Some(engine) = shared.upgrade() else { return Ok(()) };
+        // Counted before it runs, so that only one is started.
+        state.idle += 1;
+        drop(state);
+        let (weak, server) = (shared.clone(), engine.server.clone());
+        let begun = self.threads.spawn("llm-serve", move || server.run(&weak));
+        begun.inspect_err(|_| self.locked().idle -= 1)
+    }
+
+    /// A thread: waits for a request or a piece of work, as long as it is needed.
+    fn run(&self, shared: &Weak<Shared>) {
+        let (mut ready, mut limit) = (Vec::with_capacity(1), Some(KEPT));
+        loop {
+            ready.clear();
+            let waited = self.poller.wait(&mut ready, 1, limit);
+            let mut state = self.locked();
+            // One thread is always there to wait; without descriptors to wait for, the next stream starts another.
+            if state.is_closed || waited.is_err() || (ready.is_empty() && state.idle > 1) {
+                state.idle -= 1;
+                return;
+            }
+            let Some(&number) = ready.first() else {
+                limit = None;
+                continue;
+            };
+            state.idle -= 1;
+            drop(state);
+            limit = Some(KEPT);
+            if let (Err(error), Some(shared)) = (self.keep_one(shared), shared.upgrade()) {
+                // As a refusal, so that it is said once a second at most.
+                shared.refusals.log("peers in time", &error.into());
+            }
+            match number {
+                WORK => self.take_work(shared),
+                number => self.answer(shared, number),
+            }
+            self.locked().idle += 1;
+        }
+    }
+
+    /// Takes pieces of work until there is none, or enough threads do so.
+    fn take_work(&self, shared: &Weak<Shared>) {
+        self.work.silence();
+        loop {
+            let mut state = self.locked();
+            if let Some((turn, place)) = state.ready.pop_front() {
+                drop(state);
+                self.take_turns(shared, turn, place);
+                continue;
+            }
+            let next = if state.working < STEPS { state.work.pop_front() } else { None };
+            let Some((number, work)) = next else {
+                let ended = std::mem::take(&mut state.ended);
+                drop(state);
+                return drop(ended);
+            };
+            state.working += 1;
+            drop(state);
+            if let Some(shared) = shared.upgrade() {
+                pending::take_step(&shared, number, work);
+            }
+            self.locked().working -= 1;
+        }
+    }
+
+    /// Answers what came on the stream of that number, or has it wait for a place.
+    fn answer(&self, shared: &Weak<Shared>, number: u64) {
+        let mut state = self.locked();
+        let Some(call) = state.calls.get(&number).cloned() else { return };
+        let link = name_of(&call.link);
+        let Some((turn, place)) = state.places.enter(link, Turn::Answer(number, call)) else { return };
+        drop(state);
+        self.take_turns(shared, turn, place);
+    }
+
+    /// Takes `turn`, and those that may follow in its place.
+    fn take_turns(&self, shared: &Weak<Shared>, turn: Turn, place: Place) {
+        let mut next = Some((turn, place));
+        while let Some((turn, place)) = next {
+            let link = turn.link().clone();
+            if let Some(shared) = shared.upgrade() {
+                match turn {
+                    Turn::Answer(number, call) => self.take_call(&shared, number, &call, place),
+                    Turn::Dial(link) => self.take_dial(&shared, &link),
+                }
+            }
+            next = self.locked().places.leave(name_of(&link), place);
+        }
+    }
+
+    /// Answers the requests on one stream, until no other follows at once.
+    fn take_call(&self, shared: &Arc<Shared>, number: u64, call: &Call, place: Place) {
+        let Call { link, stream } = call;
+        let on = loop {
+            stream.restart_pace();
+            if !shared.serve(link, stream) {
+                break false;
+            }
+            // Others wait for this place, or the peer for nothing.
+            if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(PATIENCE) {
+                break true;
+            }
+        };
+        if on && self.poller.again(&**stream, number).is_ok() {
+            return;
+        }
+        self.poller.remove(&**stream);
+        self.locked().calls.remove(&number);
+        stream.close();
+        link.served_on(stream);
+    }
+
+    fn take_dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
+        if !link.alive() {
+            return link.opened();
+        }
+        let opened = super::open_reverse(link);
+        link.opened();
+        let served = opened.and_then(|stream| {
+            self.admit(link, &stream).map_err(|refusal| refusal.error)?;
+            self.watch(shared, link, &stream)
+        });
+        if let Err(error) = served {
+            let cluster = link.peer().cluster;
+            tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
+        }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Names a link while it is held.
+fn name_of(link: &Arc<Link>) -> usize {
+    Arc::as_ptr(link).addr()
+}
+
+#[cold]
+fn unwatched(errno: rustix::io::Errno) -> Error {
+    Error::new(ErrorKind::System, "epoll does not accept a call stream")
+        .with("errno", errno.raw_os_error())
+        .because(std::io::Error::from(errno))
+}

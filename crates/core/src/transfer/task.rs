@@ -1,0 +1,523 @@
+//! A layer-wise transfer under way: which layers are ready, how far each destination is, and what became of it.
+//!
+//! Pure bookkeeping: whoever computes says that layers are ready, lanes bring ready layers to each destination, and
+//! nobody waits for anybody else. A destination has a result only once it has ended, and a carrier that ends without one
+//! leaves a failure (`a_carrier_that_panics_is_a_failure`): no result is never success. Not for: bringing a layer
+//! anywhere (`datadist::layerwise`).
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::executor::{Alarm, Job, Porter};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{ClusterId, Deadline};
+use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::validate::LayerRange;
+
+/// Brings layers to one destination.
+pub(crate) trait Carrier: Send + Sync {
+    /// Finds the destination. Called once, before the first layer, mostly before that layer is ready.
+    fn find(&self) -> Result<()>;
+
+    /// Brings one layer; bytes moved. They are in place when it returns.
+    fn layer(&self, layer: u32) -> Result<u64>;
+}
+
+/// One destination of a task that is to start.
+pub(crate) struct Leg {
+    /// Who is there.
+    pub(crate) cluster: ClusterId,
+    /// What it is to get.
+    pub(crate) layers: LayerRange,
+    /// Who brings it.
+    pub(crate) carrier: Arc<dyn Carrier>,
+}
+
+/// What became of a destination.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// The transfer ended before a layer of it was ready.
+    Unreached,
+    /// Layers are to come, or on the way.
+    UnderWay,
+    /// Every layer is in place.
+    Done,
+    /// It ended early; what came before is in place.
+    Failed(Arc<Error>),
+}
+
+/// How far a destination is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Layers in place.
+    pub layers: u32,
+    /// Layers in all.
+    pub of_layers: u32,
+    /// Bytes in place.
+    pub bytes: u64,
+}
+
+/// One transfer, to any number of destinations.
+#[derive(Debug)]
+pub struct Task {
+    lanes: Porter,
+    /// How long one layer may be waited for.
+    patience: Option<Duration>,
+    state: Mutex<State>,
+    /// It ended.
+    changed: Condvar,
+    /// Readable once it has ended.
+    ended: OwnedFd,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Layers below are ready.
+    ready: u32,
+    /// No further layer will be.
+    over: bool,
+    /// What is being waited for.
+    awaited: Option<Awaited>,
+    /// What looks whether that is over; at most one.
+    alarm: Option<Alarm>,
+    slots: Vec<Slot>,
+    /// Calls that are letting go of destinations.
+    letting_go: usize,
+    ended: bool,
+}
+
+/// A layer that somebody was asked for.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    layer: u32,
+    since: Instant,
+    /// When that is too long.
+    patience: Option<Deadline>,
+}
+
+/// One destination.
+struct Slot {
+    /// Gone once it has ended, and the memory it held with it.
+    carrier: Option<Arc<dyn Carrier>>,
+    cluster: ClusterId,
+    range: LayerRange,
+    /// The next layer to bring.
+    next: u32,
+    found: bool,
+    /// Given to the lanes, none of which has begun.
+    queued: bool,
+    /// A lane is at it.
+    busy: bool,
+    outcome: Option<Result<(), Arc<Error>>>,
+    bytes: u64,
+}
+
+impl Task {
+    /// A transfer of the layers of each leg by its carrier. With `patience`, destinations whose next layer is waited for
+    /// longer than that fail.
+    pub(crate) fn start(lanes: Porter, legs: Vec<Leg>, patience: Option<Duration>) -> Result<Arc<Task>> {
+        let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+            Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
+                .because(errno)
+        })?;
+        let slot = |Leg { cluster, layers, carrier }| Slot {
+            carrier: Some(carrier),
+            cluster,
+            range: layers,
+            next: layers.first,
+            found: false,
+            queued: true,
+            busy: false,
+            outcome: None,
+            bytes: 0,
+        };
+        let slots: Vec<_> = legs.into_iter().map(slot).collect();
+        let all = 0..slots.len();
+        let state =
+            State { ready: 0, over: false, awaited: None, alarm: None, slots, letting_go: 0, ended: false };
+        let task =
+            Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
+        task.settle(task.locked());
+        task.send(all);
+        Ok(task)
+    }
+
+    /// The layers that a destination needs, ascending.
+    #[must_use]
+    pub fn layers(&self) -> Vec<u32> {
+        let state = self.locked();
+        let needed = state.slots.iter().flat_map(|slot| slot.range.first..slot.range.end);
+        needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// Whether a destination that has not ended needs `layer`. If so, and it is not ready, it is being waited for from now
+    /// on.
+    #[must_use]
+    pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
+        let mut state = self.locked();
+        let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
+        let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
+        let awaited = Awaited { layer, since: Instant::now(), patience };
+        state.awaited = (wanted && layer >= state.ready).then_some(awaited);
+        self.watch(state);
+        wanted
+    }
+
+    /// `layer` and all before it may be brought. Returns at once.
+    pub fn ready(self: &Arc<Self>, layer: u32) {
+        let mut state = self.locked();
+        if state.over {
+            return;
+        }
+        state.ready = state.ready.max(layer.saturating_add(1));
+        state.awaited = None;
+        let ready = state.ready;
+        let mut moving = Vec::new();
+        for (index, slot) in state.slots.iter_mut().enumerate() {
+            if !slot.busy && !slot.queued && slot.outcome.is_none() && slot.next < ready {
+                slot.queued = true;
+                moving.push(index);
+            }
+        }
+        drop(state);
+        self.send(moving);
+    }
+
+    /// Neither `layer` nor any after it will be ready, nor one before it that is not: destinations that need one of those
+    /// fail with `error`, later ones are never reached, and those that have all their layers go on.
+    pub fn refuse(&self, layer: u32, error: &Error) {
+        self.refused(self.locked(), layer, error);
+    }
+
+    /// [Refuses](Self::refuse) a layer that will not be ready, as whoever computes it says (contract §8.3).
+    pub fn not_ready(&self, layer: u32) {
+        let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
+        self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
+    }
+
+    /// [Refuses](Self::refuse) a layer of which nobody knows any more, because of `why` (contract §8.3, ruling for
+    /// exceptions).
+    pub fn broken(&self, layer: u32, why: &str) {
+        let text = format!("layer {layer} does not come: {why}");
+        self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
+    }
+
+    /// Ends what has not ended; layers on the way are still brought. `false` if there was nothing to end.
+    pub fn cancel(&self) -> bool {
+        self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
+    }
+
+    /// Ends what has not ended because the engine goes.
+    pub(crate) fn close(&self) -> bool {
+        self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
+    }
+
+    /// Whether nothing of it moves, or ever will.
+    #[must_use]
+    pub fn done(&self) -> bool {
+        self.locked().ended
+    }
+
+    /// Waits until it is [`done`](Self::done); `false` once `deadline` has passed. `Err` only if interrupted.
+    pub fn wait(&self, deadline: Deadline) -> Result<bool> {
+        let mut state = self.locked();
+        while !state.ended {
+            drop(self.changed.wait_timeout(state, deadline.nap()));
+            deadline.interruption("waiting for a transfer")?;
+            state = self.locked();
+            if deadline.passed() {
+                break;
+            }
+        }
+        Ok(state.ended)
+    }
+
+    /// What became of each destination.
+    #[must_use]
+    pub fn outcomes(&self) -> Vec<Outcome> {
+        let state = self.locked();
+        let outcome = |slot: &Slot| match &slot.outcome {
+            Some(Ok(())) => Outcome::Done,
+            Some(Err(error)) => Outcome::Failed(error.clone()),
+            None if slot.carrier.is_none() => Outcome::Unreached,
+            None => Outcome::UnderWay,
+        };
+        state.slots.iter().map(outcome).collect()
+    }
+
+    /// Why each destination is not done: why it failed, or what it waits for. `None` for those that are, and those that were
+    /// never reached.
+    #[must_use]
+    pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
+        let state = self.locked();
+        let reason = |slot: &Slot| match &slot.outcome {
+            Some(Err(error)) => Some(error.clone()),
+            None if slot.carrier.is_some() => Some(Arc::new(slot.unfinished(state.awaited, state.ready))),
+            _ => None,
+        };
+        state.slots.iter().map(reason).collect()
+    }
+
+    /// How long one layer may be waited for, if there is a limit.
+    #[must_use]
+    pub fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
+    /// How far each destination is.
+    #[must_use]
+    pub fn progress(&self) -> Vec<Carried> {
+        let carried = |slot: &Slot| Carried {
+            layers: slot.next - slot.range.first,
+            of_layers: slot.range.end.saturating_sub(slot.range.first),
+            bytes: slot.bytes,
+        };
+        self.locked().slots.iter().map(carried).collect()
+    }
+
+    /// A descriptor of the caller's own that is readable once the transfer is [`done`](Self::done); it is never to be read.
+    pub fn descriptor(&self) -> Result<OwnedFd> {
+        rustix::io::fcntl_dupfd_cloexec(&self.ended, 0).map_err(|errno| {
+            Error::new(ErrorKind::System, "no descriptor that says that a transfer has ended").because(errno)
+        })
+    }
+
+    fn end(&self, error: impl Fn() -> Error) -> bool {
+        let mut state = self.locked();
+        let mut any = false;
+        state.over = true;
+        // One that is at rest after a refusal has ended too: it was never reached.
+        let open = |slot: &&mut Slot| slot.outcome.is_none() && slot.carrier.is_some();
+        for slot in state.slots.iter_mut().filter(open) {
+            slot.outcome = Some(Err(Arc::new(error().with("cluster", slot.cluster))));
+            any = true;
+        }
+        self.settle(state);
+        any
+    }
+
+    /// Gives the destinations at `indices`, which are marked queued, to lanes.
+    fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
+        for index in indices {
+            let place = self.locked().slots[index].cluster;
+            let trip = Trip { task: self.clone(), index, why: None, over: false };
+            self.lanes.carry(place, Box::new(trip));
+        }
+    }
+
+    /// Fails the destinations of a layer that was waited for too long, or has that looked at once it could be.
+    fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        let open = !state.over && !state.ended;
+        let awaited = state.awaited.filter(|_| open);
+        let Some((layer, patience)) = awaited.and_then(|at| Some((at.layer, at.patience?))) else { return };
+        if patience.passed() {
+            return self.refused(state, layer, &patience.error(&format!("waiting for layer {layer}")));
+        }
+        if state.alarm.is_some() {
+            return;
+        }
+        match self.lanes.at(Instant::now() + patience.left(), Box::new(Late(Arc::downgrade(self)))) {
+            Ok(alarm) => state.alarm = Some(alarm),
+            // Nobody would notice that it does not come.
+            Err(error) => self.refused(state, layer, &error),
+        }
+    }
+
+    fn refused(&self, mut state: MutexGuard<'_, State>, layer: u32, error: &Error) {
+        if state.over {
+            return;
+        }
+        state.over = true;
+        let ready = state.ready;
+        for slot in state.slots.iter_mut().filter(|slot| slot.lacks(layer, ready)) {
+            let error = error.again().with("cluster", slot.cluster).with("layer", layer);
+            slot.outcome = Some(Err(Arc::new(error)));
+        }
+        self.settle(state);
+    }
+
+    /// Lets go of the destinations that have ended, and notes that all have, if they have.
+    fn settle(&self, mut state: MutexGuard<'_, State>) {
+        let (over, ready) = (state.over, state.ready);
+        // One that is queued and has layers that are ready is over once they are brought, or it has failed.
+        let waits = |slot: &Slot| slot.queued && slot.next < ready;
+        let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !waits(slot));
+        let gone: Vec<_> =
+            state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
+        state.letting_go += 1;
+        drop(state);
+        // Perhaps the last owner of a cache, whose memory goes back to a pool: not under the lock, and before anybody hears
+        // that all has ended.
+        drop(gone);
+        let mut state = self.locked();
+        state.letting_go -= 1;
+        if state.ended || state.letting_go > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
+            return;
+        }
+        state.ended = true;
+        // Fails only if the counter were full, and it is written once.
+        let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
+        self.changed.notify_all();
+        let alarm = state.alarm.take();
+        drop(state);
+        if let Some(alarm) = alarm {
+            self.lanes.forget(alarm);
+        }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        let alarm = self.locked().alarm.take();
+        if let Some(alarm) = alarm {
+            self.lanes.forget(alarm);
+        }
+    }
+}
+
+/// Looks whether a layer comes too late.
+struct Late(Weak<Task>);
+
+impl Job for Late {
+    fn run(self: Box<Self>) {
+        let Some(task) = self.0.upgrade() else { return };
+        let mut state = task.locked();
+        state.alarm = None;
+        task.watch(state);
+    }
+
+    fn refused(self: Box<Self>, _: Error) {}
+}
+
+impl Slot {
+    fn awaits(&self, layer: u32) -> bool {
+        self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
+    }
+
+    /// Why it has no result yet.
+    #[cold]
+    fn unfinished(&self, awaited: Option<Awaited>, ready: u32) -> Error {
+        let error = |text: &str| {
+            let error = Error::new(ErrorKind::Timeout, text).with("cluster", self.cluster);
+            error.with("layer", self.next).with("layers_done", self.next - self.range.first)
+        };
+        match awaited {
+            _ if self.next < ready => error("not done yet: the layer is on its way"),
+            Some(awaited) if self.awaits(awaited.layer) => {
+                error("not done yet: the layer is being waited for")
+                    .with("waited_ms", awaited.since.elapsed().as_millis())
+            }
+            _ => error("not done yet: nobody has asked for the layer"),
+        }
+    }
+
+    /// Whether it needs `layer`, or one before that is not ready.
+    fn lacks(&self, layer: u32, ready: u32) -> bool {
+        let LayerRange { first, end } = self.range;
+        self.outcome.is_none() && first < end && first <= layer && end > ready.min(layer)
+    }
+}
+
+/// A lane at work for one destination: brings what is ready.
+struct Trip {
+    task: Arc<Task>,
+    index: usize,
+    /// Why nothing was done.
+    why: Option<Error>,
+    /// It left nothing undone.
+    over: bool,
+}
+
+/// What a trip does next.
+enum Step {
+    Find(Arc<dyn Carrier>),
+    Layer(Arc<dyn Carrier>, u32),
+    Rest,
+}
+
+impl Job for Trip {
+    fn run(mut self: Box<Self>) {
+        loop {
+            let moved = match self.next() {
+                Step::Find(carrier) => carrier.find().map(|()| None),
+                Step::Layer(carrier, layer) => carrier.layer(layer).map(Some),
+                Step::Rest => break,
+            };
+            self.took(moved);
+        }
+        self.over = true;
+    }
+
+    fn refused(mut self: Box<Self>, why: Error) {
+        self.why = Some(why);
+    }
+}
+
+impl Trip {
+    fn next(&self) -> Step {
+        let mut state = self.task.locked();
+        let ready = state.ready;
+        let slot = &mut state.slots[self.index];
+        (slot.queued, slot.busy) = (false, true);
+        match (&slot.outcome, &slot.carrier) {
+            (None, Some(carrier)) if !slot.found => return Step::Find(carrier.clone()),
+            (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
+            _ => slot.busy = false,
+        }
+        self.task.settle(state);
+        Step::Rest
+    }
+
+    fn took(&self, moved: Result<Option<u64>>) {
+        let mut state = self.task.locked();
+        let slot = &mut state.slots[self.index];
+        match moved {
+            Ok(None) => slot.found = true,
+            Ok(Some(bytes)) => {
+                slot.next += 1;
+                slot.bytes += bytes;
+            }
+            Err(error) => {
+                let error = error.with("cluster", slot.cluster).with("layer", slot.next);
+                slot.outcome.get_or_insert(Err(Arc::new(error)));
+            }
+        }
+        if slot.next >= slot.range.end {
+            slot.outcome.get_or_insert(Ok(()));
+        }
+    }
+}
+
+impl Drop for Trip {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let text = "the lane of a transfer ended without a result";
+        let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
+        let mut state = self.task.locked();
+        let slot = &mut state.slots[self.index];
+        (slot.queued, slot.busy) = (false, false);
+        slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));
+        self.task.settle(state);
+    }
+}
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slot").field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+#[cfg(all(test, loom))]
+mod loom_tests;

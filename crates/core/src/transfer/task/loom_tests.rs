@@ -1,0 +1,96 @@
+//! A task and its lanes under loom: every order of a lane at work, of who says that layers are ready, and of who ends it.
+//!
+//! Part of the library's own tests (carriers are private). `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p
+//! llm-datadist-core --lib --target-dir target/loom`. Loom's clock stands still: no patience, and no lane that is left
+//! over goes before its engine.
+
+use std::sync::atomic::{AtomicU64, Ordering as Std};
+
+use loom::sync::atomic::{AtomicUsize, Ordering};
+use loom::thread;
+
+use super::*;
+use crate::transfer::Lanes;
+
+/// Counts layers; fails at one of them; must not be at work once the task is said to have ended.
+struct Counts {
+    layers: Arc<AtomicUsize>,
+    fails_at: Option<u32>,
+    over: Arc<AtomicUsize>,
+}
+
+impl Carrier for Counts {
+    fn find(&self) -> Result<()> {
+        assert_eq!(self.over.load(Ordering::SeqCst), 0, "found after the end");
+        Ok(())
+    }
+
+    fn layer(&self, layer: u32) -> Result<u64> {
+        assert_eq!(self.layers.fetch_add(1, Ordering::SeqCst), layer as usize, "in order, and once");
+        assert_eq!(self.over.load(Ordering::SeqCst), 0, "a layer after the end");
+        if self.fails_at == Some(layer) { Err(Error::new(ErrorKind::NotLinked, "as told")) } else { Ok(1) }
+    }
+}
+
+/// Runs a task of two layers, whose layers are said to be ready by this thread while `other` acts.
+fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<ErrorKind>]) {
+    let (ran, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let (counted, noted) = (ran.clone(), seen.clone());
+    loom::model(move || {
+        counted.fetch_add(1, Std::Relaxed);
+        let lanes = Lanes::default();
+        let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let carrier = Counts { layers: layers.clone(), fails_at, over: over.clone() };
+        let range = LayerRange { first: 0, end: 2 };
+        let legs = vec![Leg { cluster: ClusterId(2), layers: range, carrier: Arc::new(carrier) }];
+        let task = Task::start(lanes.porter().clone(), legs, None).unwrap();
+        let acts = {
+            let task = task.clone();
+            thread::spawn(move || other(&task))
+        };
+        task.ready(0);
+        task.ready(1);
+        assert!(task.wait(Deadline::after(Duration::from_secs(3600))).unwrap());
+        over.store(1, Ordering::SeqCst);
+        let outcome = match &task.outcomes()[0] {
+            Outcome::Done => None,
+            Outcome::Failed(error) => Some(error.kind()),
+            other => panic!("{other:?}"),
+        };
+        let at = ends.iter().position(|end| *end == outcome).unwrap_or_else(|| panic!("{outcome:?}"));
+        noted.fetch_or(1 << at, Std::Relaxed);
+        let carried = task.progress()[0];
+        assert_eq!(u64::from(carried.layers), carried.bytes);
+        assert!(outcome.is_some() || carried.layers == 2);
+        acts.join().unwrap();
+        assert!(!task.cancel());
+        // Waits for its lane, which must notice.
+        drop(lanes);
+        assert_eq!(task.progress()[0], carried);
+    });
+    let ran = ran.load(Std::Relaxed);
+    eprintln!("{ran} orders");
+    assert!(ran > 3, "loom looked at {ran} orders");
+    assert_eq!(seen.load(Std::Relaxed), (1 << ends.len()) - 1, "not every end came about");
+}
+
+#[test]
+fn layers_come_to_an_end() {
+    explore(None, |task| task.ready(0), &[None]);
+}
+
+#[test]
+fn a_failure_ends_it() {
+    explore(Some(1), |task| task.ready(1), &[Some(ErrorKind::NotLinked)]);
+}
+
+#[test]
+fn it_is_cancelled_at_any_moment() {
+    explore(None, |task| _ = task.cancel(), &[None, Some(ErrorKind::Cancelled)]);
+}
+
+#[test]
+fn a_layer_is_refused_at_any_moment() {
+    let refuse = |task: &Arc<Task>| task.refuse(1, &Error::new(ErrorKind::Timeout, "as told"));
+    explore(None, refuse, &[None, Some(ErrorKind::Timeout)]);
+}

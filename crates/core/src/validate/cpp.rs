@@ -1,0 +1,341 @@
+//! What only the C++ class says: its options, its structures, and lists of blocks (contract, C++ §2 to §4).
+//!
+//! Not for: rules it shares with the Python calls (the rest of `check`), or pointers (the C interface).
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::json::json;
+use super::options;
+use super::values::{self, clipped, decimal, one_of};
+use super::{ExtParam, Side};
+use crate::config::{Config, PoolConfig, Role, Share};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::ClusterId;
+use crate::model::{CacheDesc, DataType, Geometry, Placement, tensor_bytes};
+
+const DEVICE_ID: &str = "llm.DeviceId";
+const LISTEN: &str = "llm.ListenIpInfo";
+const BUFFERS: &str = "llm.BufPoolCfg";
+const SWITCH: &str = "llm.EnableSwitchRole";
+const ONE_SIDED: &str = "llm.EnableRemoteCacheAccessible";
+/// `total_size` is a multiple of it, and `blk_size` is not larger.
+const STEP: u64 = 2 << 20;
+
+/// The options of `Initialize`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// What the engine is opened with.
+    pub config: Config,
+    /// Whether `SetRole` is allowed: unless `llm.EnableSwitchRole` is 0.
+    pub may_switch: bool,
+    /// Whether a link needs exactly one address of this side: unless `llm.LocalCommRes` is given.
+    pub one_local: bool,
+}
+
+/// The role of a public number.
+pub fn role(number: i32) -> Result<Role> {
+    let allowed = "kPrompt (1), kDecoder (2) or kMix (3)";
+    Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
+}
+
+/// Reads the options of `Initialize` (contract, C++ §2, §4).
+pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
+    let text = |key: &str| given.get(key).map(String::as_str);
+    let filled = |key: &str| text(key).filter(|text| !text.is_empty());
+    let mut resolved = given.clone();
+    resolved.insert("ge.exec.deviceId".into(), device_id(text(DEVICE_ID))?);
+    resolved.insert(ONE_SIDED.into(), "1".into());
+    resolved.insert("llm.EnableCacheManager".into(), "1".into());
+    let buffers = filled(BUFFERS).map(buffer_pool).transpose()?;
+    let may_switch =
+        text(SWITCH).map_or(Ok(true), |text| one_of(SWITCH, text, &[("0", false), ("1", true)]))?;
+    let mut config = options::config(role, cluster, &resolved)?;
+    if config.links.both_ways && config.links.listen.is_none() {
+        let text = format!("llm.TransferBackend = hixl needs {LISTEN}");
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    match buffers {
+        _ if config.device_pool.is_some() => {}
+        Some(bytes) => config.device_pool = Some(PoolConfig::about(bytes)),
+        // Programs of the class configure no pool: as in the mode of the `KvCacheManager`, there is one nevertheless.
+        None => config.device_share = Some(Share::DEFAULT),
+    }
+    Ok(Options { config, may_switch, one_local: filled("llm.LocalCommRes").is_none() })
+}
+
+/// `llm.DeviceId`: one device number. A list of several is understood, and not served.
+fn device_id(text: Option<&str>) -> Result<String> {
+    let Some(text) = text else {
+        let text = format!("{DEVICE_ID} is missing");
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    };
+    let number = |text: &str| {
+        let refused = || {
+            let allowed = "a device number, 0 to 2147483647";
+            Error::argument(DEVICE_ID, format_args!("{:?}", clipped(text)), allowed)
+        };
+        let number: i64 = decimal(text).ok_or_else(refused)?;
+        values::device_id(number).map_err(|_| refused()).map(|()| number)
+    };
+    let numbers: Vec<i64> = text.split(';').map(number).collect::<Result<_>>()?;
+    if let [one] = numbers.as_slice() {
+        return Ok(one.to_string());
+    }
+    let text = format!("{DEVICE_ID} names {} devices; one engine has one", numbers.len());
+    Err(Error::new(ErrorKind::NotEnabled, text))
+}
+
+/// `llm.BufPoolCfg`: the bytes of the device pool. Its size classes are checked, and not needed: the pool serves every
+/// size from one stretch.
+pub fn buffer_pool(text: &str) -> Result<u64> {
+    let invalid = |reason: String| {
+        Error::new(ErrorKind::InvalidArgument, format!("{BUFFERS}: {reason}")).with("text", clipped(text))
+    };
+    let read: Value = json(text).map_err(|error| invalid("not JSON".into()).because(error))?;
+    let Value::Object(fields) = read else { return Err(invalid("not a JSON object".into())) };
+    let number = |fields: &serde_json::Map<String, Value>, name: &str| {
+        let found = fields.get(name);
+        match found.and_then(Value::as_u64) {
+            Some(number @ 1..) => Ok(number),
+            _ => Err(invalid(format!(
+                "{name} = {} is not allowed: a whole number of bytes above 0",
+                found.map_or_else(|| "(missing)".into(), |value| clipped(&value.to_string()))
+            ))),
+        }
+    };
+    let pool = fields.contains_key("buf_pool_size").then(|| number(&fields, "buf_pool_size")).transpose()?;
+    let classes = match fields.get("buf_cfg") {
+        None => &[][..],
+        Some(Value::Array(classes)) => classes,
+        Some(_) => return Err(invalid("buf_cfg is not a list".into())),
+    };
+    let (mut sum, mut below) = (0_u64, 0);
+    for class in classes {
+        let Value::Object(class) = class else {
+            return Err(invalid("an entry of buf_cfg is not an object".into()));
+        };
+        let [total, block, most] =
+            [number(class, "total_size")?, number(class, "blk_size")?, number(class, "max_buf_size")?];
+        let rules = [
+            (
+                total.is_multiple_of(STEP) && total.is_multiple_of(block),
+                "total_size is a multiple of 2 MiB and of blk_size",
+            ),
+            (total < 4 << 30, "total_size is below 4 GiB"),
+            (block.is_power_of_two() && block <= STEP, "blk_size is a power of two, at most 2 MiB"),
+            (block <= most, "blk_size is at most max_buf_size"),
+            (most < total, "max_buf_size is below total_size"),
+            (most > below, "max_buf_size grows along the list"),
+        ];
+        if let Some((_, rule)) = rules.iter().find(|(holds, _)| !holds) {
+            let values = format!("total_size {total}, blk_size {block}, max_buf_size {most}");
+            return Err(invalid(format!("{values}: {rule}")));
+        }
+        (sum, below) = (sum.saturating_add(total), most);
+    }
+    match pool.unwrap_or(sum) {
+        0 => Err(invalid("neither buf_pool_size nor buf_cfg".into())),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Where to listen after `SetRole(to)`, for an engine that listens at `now`.
+pub fn set_role(
+    options: &Options,
+    to: Role,
+    given: &BTreeMap<String, String>,
+    now: Option<SocketAddr>,
+) -> Result<Option<SocketAddr>> {
+    if !options.may_switch {
+        return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH} = 1")));
+    }
+    let text = given.get(LISTEN).filter(|text| !text.is_empty());
+    let listen = text.map(|text| values::socket_address(LISTEN, text)).transpose()?;
+    if !options.config.links.both_ways {
+        if to == Role::Prompt && listen.is_none() {
+            let text = format!("SetRole(kPrompt) needs {LISTEN}: decoders link to where a prompt listens");
+            return Err(Error::new(ErrorKind::InvalidArgument, text));
+        }
+        return Ok(listen);
+    }
+    if listen.is_none() || listen == now || listen == options.config.links.listen {
+        return Ok(now);
+    }
+    let text = format!("llm.TransferBackend = hixl does not allow another {LISTEN}");
+    Err(Error::new(ErrorKind::NotEnabled, text)
+        .with("asked", clipped(text_of(listen).as_str()))
+        .with("now", text_of(now)))
+}
+
+fn text_of(address: Option<SocketAddr>) -> String {
+    address.map_or_else(|| "none".into(), |address| address.to_string())
+}
+
+/// The limit of a link call: milliseconds above 0.
+pub fn link_timeout(millis: i32) -> Result<Duration> {
+    match u64::try_from(millis) {
+        Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
+        _ => Err(Error::argument("timeout_in_millis", millis, "above 0, in milliseconds")),
+    }
+}
+
+/// A link call names at least one cluster.
+pub fn clusters(count: usize) -> Result<()> {
+    if count > 0 { Ok(()) } else { Err(Error::argument("clusters", "[]", "at least one cluster")) }
+}
+
+/// The address of one end: IPv4, no host name.
+pub fn ip_info(ip: &str, port: u16) -> Result<SocketAddr> {
+    match ip.parse::<Ipv4Addr>() {
+        Ok(ip) => Ok(SocketAddr::new(ip.into(), port)),
+        Err(_) => Err(Error::argument("ip", format_args!("{:?}", clipped(ip)), "an IPv4 address")),
+    }
+}
+
+/// A descriptor as the class gives it. Only the size of an element matters here, so types of the same size that the
+/// Python API does not have are read as one that it has.
+pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> Result<CacheDesc> {
+    let placement = self::placement(placement)?;
+    Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type: element(data_type)?, placement })
+}
+
+fn placement(number: u32) -> Result<Placement> {
+    let known = Placement::ALL.into_iter().find(|&known| known as u32 == number);
+    known.ok_or_else(|| Error::argument("placement", number, "kHost (0) or kDevice (1)"))
+}
+
+fn element(number: i32) -> Result<DataType> {
+    let alike = match number {
+        // DT_QINT8, DT_QUINT8, DT_HIFLOAT8, DT_FLOAT8_E5M2, DT_FLOAT8_E4M3FN, DT_FLOAT8_E8M0
+        18 | 21 | 34..=37 => DataType::Uint8,
+        // DT_QINT16, DT_QUINT16
+        19 | 22 => DataType::Uint16,
+        // DT_QINT32, DT_COMPLEX32
+        20 | 33 => DataType::Uint32,
+        // DT_COMPLEX64
+        16 => DataType::Uint64,
+        // DT_COMPLEX128
+        17 => DataType::String,
+        number => {
+            let allowed = "a type whose elements have whole bytes";
+            let refused = || Error::argument("data_type", number, allowed);
+            return DataType::from_value(i64::from(number)).ok_or_else(refused);
+        }
+    };
+    Ok(alike)
+}
+
+/// `AllocateCache` serves device memory only, and there must be room for the addresses of all tensors.
+pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
+    if desc.placement == Placement::Host {
+        return Err(Error::argument("placement", "kHost", "kDevice; RegisterKvCache takes host memory"));
+    }
+    let tensors = Geometry::new(desc)?.num_tensors();
+    if room as u64 >= u64::from(tensors) {
+        return Ok(());
+    }
+    Err(Error::argument("num_addrs", room, format_args!("room for {tensors} addresses")))
+}
+
+/// What a structure says of the cache whose id it has.
+#[derive(Clone, Copy, Debug)]
+pub struct Stated<'a> {
+    /// Where it is; the default, device, where only the id counts.
+    pub placement: u32,
+    /// Its addresses; none where only the id counts.
+    pub addrs: &'a [u64],
+    /// Its tensors; 0 where only the id counts.
+    pub num_tensors: u32,
+    /// Its element type.
+    pub data_type: i32,
+    /// Its dimensions.
+    pub shape: &'a [i64],
+}
+
+/// A structure that names a cache of this engine must not say something else of it: its addresses and sizes, where
+/// given, are those of the cache (`tests/test_cpp.py`).
+pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
+    if !given.addrs.is_empty() && given.addrs != addrs {
+        let text = "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    let named = given.num_tensors == 0 && given.shape.is_empty();
+    if !(named && given.placement == Placement::Device as u32 || given.placement == cache.placement as u32) {
+        let text = "placement is not that of the cache of this cache_id; cache_id -1 copies by address";
+        return Err(Error::new(ErrorKind::InvalidArgument, text)
+            .with("given", given.placement)
+            .with("cache", cache.placement));
+    }
+    if named {
+        return Ok(());
+    }
+    let bytes = tensor_bytes(given.shape, element(given.data_type)?)?;
+    let rows = given.shape[0].unsigned_abs();
+    let of = cache.geometry;
+    if (given.num_tensors, rows, bytes) == (of.num_tensors(), of.rows(), of.tensor_bytes()) {
+        return Ok(());
+    }
+    let text = "cache_desc is not that of the cache of this cache_id; cache_id -1 copies by address";
+    let sizes = |tensors: u32, rows: u64, bytes: u64| format!("{tensors} x {rows} x {} bytes", bytes / rows);
+    Err(Error::new(ErrorKind::InvalidArgument, text)
+        .with("given", sizes(given.num_tensors, rows, bytes))
+        .with("cache", sizes(of.num_tensors(), of.rows(), of.tensor_bytes())))
+}
+
+/// A structure that says where its memory is: the source of a push is in device memory.
+pub fn pushed(call: &str, number: u32) -> Result<()> {
+    super::layer_ranges::pushes_from(call, placement(number)?)
+}
+
+/// What `CopyKvCache` refuses whatever its caches are: before one is looked for.
+pub fn copied(src_placement: u32, size: i64) -> Result<()> {
+    super::copied_from(placement(src_placement)?)?;
+    super::copy_size(size)
+}
+
+/// A call that names blocks names no slot.
+pub fn no_slot(name: &str, batch_index: u32) -> Result<()> {
+    if batch_index == 0 {
+        Ok(())
+    } else {
+        Err(Error::argument(name, batch_index, "0 where blocks are named"))
+    }
+}
+
+/// A list of blocks as the core counts them.
+pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
+    let block = |(at, &block): (usize, &u64)| {
+        i64::try_from(block)
+            .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
+    };
+    let blocks = fallible::tried(super::pieces::REQUEST, list.iter().enumerate().map(block))?;
+    super::named(name, &blocks)?;
+    Ok(blocks)
+}
+
+/// The pairs of `CopyKvBlocks`: every list of destinations is one for all sources.
+pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
+    let src = blocks("src_blocks", src)?;
+    if lists.is_empty() {
+        return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
+    }
+    let mut pairs = fallible::room(super::pieces::REQUEST, src.len().saturating_mul(lists.len()))?;
+    for (at, list) in lists.iter().enumerate() {
+        let name = format!("dst_blocks_list[{at}]");
+        let dst = blocks(&name, list)?;
+        super::transfer::equally_many(("src_blocks", src.len()), (&name, dst.len()))?;
+        pairs.extend(src.iter().copied().zip(dst));
+    }
+    Ok(pairs)
+}
+
+/// Layer ranges as the class gives them.
+#[must_use]
+pub fn ext_param(src: (i32, i32), dst: (i32, i32), tensor_num_per_layer: u8) -> ExtParam {
+    ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer }
+}

@@ -1,0 +1,144 @@
+//! Where the bytes of a layer land at a peer, once it has said what is there: contract §8.2.
+//!
+//! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
+
+use super::layerwise::LayerRows;
+use super::pieces::{Move, Pieces, REQUEST};
+use super::transfer::{Far, Moves, cut, equal_blocks, far_row, reachable};
+use super::{Side, batch_cache, blocks_cache, row};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::{CacheKind, Geometry};
+
+/// Far memory that a tensor of this side goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Landing {
+    /// A tensor of a cache: the slot or blocks that are named.
+    Cache(Far),
+    /// An address inside a tensor of a cache.
+    Memory {
+        /// Bytes from the start of the tensor.
+        offset: u64,
+        /// Bytes of the tensor.
+        tensor_bytes: u64,
+    },
+}
+
+/// What moves of one tensor of the near cache: the same for every tensor that lands alike.
+pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Result<Moves> {
+    let here = near.geometry;
+    if let Landing::Cache(far) = to {
+        reachable("the far cache", far.accessible)?;
+        match rows {
+            LayerRows::Slot => {
+                match (near.kind, far.side.kind) {
+                    (CacheKind::Batch, kind) => batch_cache("the far cache", kind)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, far.side.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Batch) => {}
+                }
+                far_row(far, ErrorKind::InvalidArgument)?;
+            }
+            LayerRows::Blocks { .. } => {
+                blocks_cache("the far cache", far.side.kind)?;
+                equal_blocks(here, far.side.geometry)?;
+            }
+            LayerRows::SlotToBlocks { block_bytes, .. } => {
+                blocks_cache("the far cache", far.side.kind)?;
+                whole_blocks(*block_bytes, far.side.geometry)?;
+            }
+        }
+    }
+    let (pieces, near_rows) = pieces(here, rows, src_row)?;
+    let (first, room) = match (to, rows) {
+        (Landing::Memory { offset, tensor_bytes }, _) => (offset, tensor_bytes.saturating_sub(offset)),
+        (Landing::Cache(far), LayerRows::Slot) => {
+            let slot = far.side.geometry.row_bytes();
+            (u64::from(far.row) * slot, slot)
+        }
+        (Landing::Cache(far), _) => (0, far.side.geometry.tensor_bytes()),
+    };
+    let beyond = |piece: &Move| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
+    if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
+        return Err(too_small(rows, at, piece, room));
+    }
+    let pieces = pieces.shifted(first);
+    Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, near_rows, whole: false })
+}
+
+/// The layers written must be in the far cache: `layers` of `per_layer` tensors each, from layer `first`.
+pub fn landed_layers(far: Far, first: u32, layers: u32, per_layer: u32) -> Result<()> {
+    let tensors = far.side.geometry.num_tensors();
+    let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
+    if end <= u64::from(tensors) {
+        return Ok(());
+    }
+    let value = format!("{first}..{}", u64::from(first) + u64::from(layers));
+    let allowed = format!("within the {} layers of the far cache", tensors / per_layer.max(1));
+    Err(Error::argument("dst_layer_range", value, allowed).with("far_num_tensors", tensors))
+}
+
+/// What is read, and where it goes counted from the start of the far memory.
+fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec<u64>)> {
+    let slot = u64::from(src_row);
+    match rows {
+        LayerRows::Slot => {
+            row("src_batch_index", slot, here)?;
+            let len = here.row_bytes();
+            Ok((vec![Move { src: slot * len, dst: 0, len }].into(), vec![slot]))
+        }
+        LayerRows::Blocks { src, dst } => {
+            numbered("src_block_indices", src, here.rows())?;
+            numbered("dst_block_indices", dst, u64::MAX / here.row_bytes().max(1))?;
+            let pairs = src.iter().copied().zip(dst.iter().copied());
+            Ok((Pieces::blocks(here.row_bytes(), pairs)?, fallible::copied(REQUEST, src)?))
+        }
+        LayerRows::SlotToBlocks { dst, block_bytes } => {
+            row("src_batch_index", slot, here)?;
+            let len = here.row_bytes();
+            let whole = here.tensor_bytes();
+            if *block_bytes == 0 || *block_bytes >= whole {
+                let allowed = format!("1 to {}, below a whole tensor of src_cache", whole - 1);
+                return Err(Error::argument("dst_block_memory_size", block_bytes, allowed));
+            }
+            numbered("dst_block_indices", dst, u64::MAX / block_bytes)?;
+            Ok((cut(slot * len, len, dst, *block_bytes)?.into(), vec![slot]))
+        }
+    }
+}
+
+fn numbered(name: &str, blocks: &[u64], count: u64) -> Result<()> {
+    match blocks.iter().position(|&block| block >= count) {
+        None => Ok(()),
+        Some(at) => {
+            let allowed = format!("0 to {}", count - 1);
+            Err(Error::argument(&format!("{name}[{at}]"), blocks[at], allowed))
+        }
+    }
+}
+
+fn whole_blocks(block_bytes: u64, far: Geometry) -> Result<()> {
+    if block_bytes == far.row_bytes() {
+        return Ok(());
+    }
+    let allowed = format!("the size of a block of the far cache, {}", far.row_bytes());
+    Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
+}
+
+/// The `at`-th piece does not fit the `room` that the peer has.
+#[cold]
+fn too_small(rows: &LayerRows, at: usize, piece: Move, room: u64) -> Error {
+    let error = match rows {
+        LayerRows::Slot => {
+            let text = "the memory of the peer is too small for a slot";
+            Error::new(ErrorKind::InvalidArgument, text)
+        }
+        LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
+            let block = piece.len.max(1);
+            let allowed =
+                format!("within the {} blocks of {block} bytes that the peer has there", room / block);
+            let value = dst.get(at).copied().unwrap_or_default();
+            Error::argument(&format!("dst_block_indices[{at}]"), value, allowed)
+        }
+    };
+    error.with("bytes", piece.len).with("room_bytes", room)
+}

@@ -1,0 +1,313 @@
+//! Ranges of layers → tensors, for pull, push and the seed's `PushKvCache`: three entrances with rules of their own.
+//!
+//! Not for: which rows of the tensors move (`transfer`).
+
+use super::pieces::Pieces;
+use super::transfer::Moves;
+use super::{Side, batch_cache};
+use crate::config::Role;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{Geometry, Placement};
+
+/// Layers `first..end`; none at all if `end` is not above `first`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerRange {
+    /// The first layer.
+    pub first: u32,
+    /// The first layer after it.
+    pub end: u32,
+}
+
+/// Which layers go where. The source is the far side of a pull and the near side of a push.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layers {
+    /// Read; `None` for all.
+    pub src: Option<LayerRange>,
+    /// Written; `None` for all.
+    pub dst: Option<LayerRange>,
+    /// Tensors of one layer.
+    pub tensors_per_layer: u32,
+}
+
+impl Layers {
+    /// Every layer.
+    pub const ALL: Layers = Layers { src: None, dst: None, tensors_per_layer: 1 };
+}
+
+/// The seed's `KvCacheExtParam`: both ends of a range belong to it, (−1, −1) is all layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtParam {
+    /// Layers read.
+    pub src_layer_range: (i32, i32),
+    /// Layers written.
+    pub dst_layer_range: (i32, i32),
+    /// Tensors of one layer.
+    pub tensor_num_per_layer: u8,
+}
+
+impl Default for ExtParam {
+    fn default() -> Self {
+        ExtParam { src_layer_range: (-1, -1), dst_layer_range: (-1, -1), tensor_num_per_layer: 2 }
+    }
+}
+
+impl ExtParam {
+    /// Whether it names all layers of both sides.
+    fn all(self) -> bool {
+        self.src_layer_range == (-1, -1) && self.dst_layer_range == (-1, -1)
+    }
+}
+
+/// `size` of a push must be −1 (all).
+pub fn push_size(size: i64) -> Result<()> {
+    if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
+}
+
+/// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; contract
+/// §13.3). The role mix is a prompt as well (contract, C++ §7). The layers it returns go to
+/// [`push_near`](super::push_near) and [`push`](super::push).
+pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
+    push_kv_alone("PushKvCache", role, size, ext)?;
+    pushes_from("PushKvCache", near.placement)?;
+    batch_cache("src_cache", near.kind)?;
+    push_kv_layers(near.geometry, ext)
+}
+
+/// The C++ class's `PushKvBlocks`: role, source and layers as for [`push_kv_cache`].
+pub fn push_kv_blocks(role: Role, near: Side, ext: ExtParam) -> Result<Layers> {
+    push_kv_alone("PushKvBlocks", role, -1, ext)?;
+    pushes_from("PushKvBlocks", near.placement)?;
+    push_kv_layers(near.geometry, ext)
+}
+
+/// What a push refuses whatever its cache is: before a cache is looked for (contract, C++ §4).
+pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
+    if role == Role::Decoder {
+        let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    push_size(size)?;
+    ext_alone(ext)?;
+    let layers = |(first, last): (i32, i32)| i64::from(last) - i64::from(first) + 1;
+    same_spans(layers(ext.src_layer_range), layers(ext.dst_layer_range))
+}
+
+/// What no cache makes right: the order of the ends of a range, one range without the other, layers without tensors
+/// (contract, C++ §5).
+pub fn ext_alone(ext: ExtParam) -> Result<()> {
+    if !ext.all() {
+        for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
+            if first < 0 || last < first {
+                let allowed = "0 <= first <= second, or (-1, -1) for both ranges";
+                return Err(Error::argument(
+                    &format!("{name}_layer_range"),
+                    format_args!("({first}, {last})"),
+                    allowed,
+                ));
+            }
+        }
+    }
+    tensors_per_layer(u32::from(ext.tensor_num_per_layer))
+}
+
+/// A push of the class reads device memory.
+pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
+    if from == Placement::Device {
+        return Ok(());
+    }
+    let text = format!("src_cache is in host memory; {call} reads device memory only");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+fn push_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+    if ext.all() && ext.tensor_num_per_layer == ExtParam::default().tensor_num_per_layer {
+        // Nothing was asked for, of a cache of one tensor as of any other.
+        return Ok(Layers::ALL);
+    }
+    layer_of(near, ext)?;
+    if ext.all() { Ok(Layers::ALL) } else { ext_layers(near, ext, (near.num_tensors(), u32::MAX)) }
+}
+
+/// The C++ class's pulls: the same ranges, of which the destination is this side's (contract, C++ §5).
+pub fn pull_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+    if ext.all() {
+        return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
+    }
+    layer_of(near, ext)?;
+    ext_layers(near, ext, (u32::MAX, near.num_tensors()))
+}
+
+/// `tensor_num_per_layer` must be 1 to all tensors.
+fn layer_of(near: Geometry, ext: ExtParam) -> Result<()> {
+    let (tensors, per_layer) = (near.num_tensors(), u32::from(ext.tensor_num_per_layer));
+    if (1..=tensors).contains(&per_layer) {
+        return Ok(());
+    }
+    Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
+}
+
+/// Both ranges, within as many tensors as the two sides are known to have. The seed lets the default of
+/// `tensor_num_per_layer` stay where it does not divide them: then the last tensors belong to no layer.
+fn ext_layers(near: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
+    let per_layer = u32::from(ext.tensor_num_per_layer);
+    let whole = near.num_tensors().is_multiple_of(per_layer);
+    if ext.tensor_num_per_layer != ExtParam::default().tensor_num_per_layer {
+        divisible(near, per_layer)?;
+    }
+    let layers = |tensors: u32| if tensors == u32::MAX { tensors } else { tensors / per_layer };
+    let src = inclusive("src_layer_range", ext.src_layer_range, layers(src))?;
+    let dst = inclusive("dst_layer_range", ext.dst_layer_range, layers(dst))?;
+    if whole {
+        return Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer });
+    }
+    same_spans(span(src), span(dst))?;
+    // The same tensors, as layers of one each.
+    let tensors = |range: LayerRange| LayerRange {
+        first: range.first.saturating_mul(per_layer),
+        end: range.end.saturating_mul(per_layer),
+    };
+    Ok(Layers { src: Some(tensors(src)), dst: Some(tensors(dst)), tensors_per_layer: 1 })
+}
+
+/// Layers `first` to `last` of `layers`, both included.
+fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<LayerRange> {
+    match (u32::try_from(first), u32::try_from(last)) {
+        (Ok(first), Ok(last)) if first <= last && last < layers => Ok(LayerRange { first, end: last + 1 }),
+        _ => {
+            let highest = i64::from(layers.min(i32::MAX.unsigned_abs() + 1)) - 1;
+            let allowed = format!("0 <= first <= second <= {highest}, or (-1, -1) for both ranges");
+            Err(Error::argument(name, format_args!("({first}, {last})"), allowed))
+        }
+    }
+}
+
+/// `count` tensors, from `src` of the one cache into `dst` of the other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tensors {
+    pub(super) src: u64,
+    pub(super) dst: u64,
+    pub(super) count: u32,
+}
+
+impl Tensors {
+    pub(super) fn moves(self, pieces: Pieces, near_rows: Vec<u64>, whole: bool) -> Moves {
+        // Both were found inside a cache, whose tensors 32 bits count.
+        let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
+        let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
+        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, near_rows, whole }
+    }
+}
+
+/// The tensors of a range of layers: the first, and how many.
+fn tensors(range: LayerRange, per_layer: u32) -> (u64, u64) {
+    let layers = u64::from(range.end.saturating_sub(range.first));
+    (u64::from(range.first) * u64::from(per_layer), layers * u64::from(per_layer))
+}
+
+pub(super) fn layers_given(range: Option<LayerRange>) -> Option<LayerRange> {
+    range.filter(|range| range.end > range.first)
+}
+
+/// §7.12: an empty range is all; a source alone must be as long as everything written here.
+pub(super) fn pull_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
+    let per_layer = layers.tensors_per_layer;
+    let all = (0, u64::from(near.num_tensors()));
+    let (src, dst) = (layers_given(layers.src), layers_given(layers.dst));
+    if src.is_some() || dst.is_some() {
+        divisible(near, per_layer)?;
+    }
+    let (first, count) = dst.map_or(all, |range| tensors(range, per_layer));
+    if first + count > all.1 {
+        return Err(outside("dst_layer_range", first, count, "cache", near));
+    }
+    let (src_first, src_count) = src.map_or((0, count), |range| tensors(range, per_layer));
+    if src_count != count {
+        let text = format!("src_layer_range names {src_count} tensors and {count} are written");
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    let count = u32::try_from(count).unwrap_or(u32::MAX);
+    Ok(Tensors { src: src_first, dst: first, count })
+}
+
+/// §7.14: without ranges, all whole layers of this side on both; fewer tensors than one layer are no layer at all.
+pub(super) fn push_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
+    per_layer(layers)?;
+    push_spans(layers)?;
+    let per_layer = layers.tensors_per_layer;
+    let whole = near.num_tensors() / per_layer;
+    let all = LayerRange { first: 0, end: whole };
+    let (src, dst) = (layers.src.unwrap_or(all), layers.dst.unwrap_or(all));
+    if src.end == 0 {
+        return Ok(Tensors { src: 0, dst: 0, count: 0 });
+    }
+    let (first, count) = tensors(src, per_layer);
+    let (dst_first, _) = tensors(dst, per_layer);
+    if first + count > u64::from(near.num_tensors()) {
+        return Err(outside("src_layer_range", first, count, "src_cache", near));
+    }
+    divisible(near, per_layer)?;
+    Ok(Tensors { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
+}
+
+pub(super) fn per_layer(layers: Layers) -> Result<()> {
+    tensors_per_layer(layers.tensors_per_layer)
+}
+
+/// `tensor_num_per_layer`: above 0.
+pub fn tensors_per_layer(count: u32) -> Result<()> {
+    if count > 0 { Ok(()) } else { Err(Error::argument("tensor_num_per_layer", 0, "above 0")) }
+}
+
+/// The ranges of a push, apart from any cache: both or none, each with a layer, equally long.
+pub fn push_spans(layers: Layers) -> Result<()> {
+    let (src, dst) = match (layers.src, layers.dst) {
+        (None, None) => return Ok(()),
+        (Some(src), Some(dst)) => (src, dst),
+        (src, _) => {
+            let (given, missing) = if src.is_some() { ("src", "dst") } else { ("dst", "src") };
+            let text = format!("{given}_layer_range was given without {missing}_layer_range");
+            return Err(Error::new(ErrorKind::InvalidArgument, text));
+        }
+    };
+    for (name, range) in [("src_layer_range", src), ("dst_layer_range", dst)] {
+        if range.end <= range.first {
+            let value = format!("{}..{}", range.first, range.end);
+            return Err(Error::argument(name, value, "at least one layer"));
+        }
+    }
+    same_spans(span(src), span(dst))
+}
+
+fn span(range: LayerRange) -> i64 {
+    i64::from(range.end) - i64::from(range.first)
+}
+
+fn same_spans(src: i64, dst: i64) -> Result<()> {
+    if src == dst {
+        return Ok(());
+    }
+    let text = format!("src_layer_range has {src} layers and dst_layer_range {dst}");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+fn divisible(near: Geometry, per_layer: u32) -> Result<()> {
+    if near.num_tensors().is_multiple_of(per_layer) {
+        return Ok(());
+    }
+    let allowed = format!("a divisor of num_tensors, {}", near.num_tensors());
+    Err(Error::argument("tensor_num_per_layer", per_layer, allowed))
+}
+
+pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geometry) -> Result<()> {
+    if first + u64::from(count) <= u64::from(of.num_tensors()) {
+        Ok(())
+    } else {
+        Err(outside(name, first, u64::from(count), cache, of))
+    }
+}
+
+#[cold]
+fn outside(name: &str, first: u64, count: u64, cache: &str, of: Geometry) -> Error {
+    let value = format!("tensors {first} to {}", first + count - 1);
+    Error::argument(name, value, format_args!("the {} tensors of {cache}", of.num_tensors()))
+}

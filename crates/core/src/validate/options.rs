@@ -1,0 +1,281 @@
+//! Option texts → [`Config`]: everything `init` refuses, refused before anything is allocated or opened.
+//!
+//! Not for: the Python-side rules of `LLMDataDist.init` (which options imply which), or single values (`values`).
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::json::json;
+use super::values::{self, clipped, decimal, ip_address, one_of};
+use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::ClusterId;
+
+/// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
+const HOST_POOL_LIMIT: u64 = 20 << 30;
+
+/// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored, unusable values are not.
+pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
+    let text = |key: &str| options.get(key).map(String::as_str);
+    let mut config = Config::new(role, cluster);
+
+    config.device_pool = pool("mem_pool_cfg", text("llm.MemPoolConfig"), u64::MAX)?;
+    config.host_pool = pool("host_mem_pool_cfg", text("llm.HostMemPoolConfig"), HOST_POOL_LIMIT)?;
+    let cache_manager = flag("llm.EnableCacheManager", text("llm.EnableCacheManager"))?;
+    config.remote_accessible =
+        flag("llm.EnableRemoteCacheAccessible", text("llm.EnableRemoteCacheAccessible"))? && cache_manager;
+    if !cache_manager {
+        kv_cache_manager(&mut config, &text)?;
+    }
+
+    if let Some(limit) = text("llm.SyncKvCacheWaitTime") {
+        let limit = number("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
+        values::sync_kv_timeout(limit)?;
+        config.sync_timeout = Duration::from_millis(limit.unsigned_abs());
+    }
+    if let Some(device) = text("ge.exec.deviceId") {
+        let device = number("ge.exec.deviceId", device, "one device number")?;
+        values::device_id(device)?;
+        config.device_id = u32::try_from(device).unwrap_or_default();
+    }
+    for key in ["llm.RdmaTrafficClass", "llm.RdmaServiceLevel"] {
+        if let Some(value) = text(key) {
+            let _: u32 = parsed(key, value, "a whole number of 32 bits")?;
+        }
+    }
+    config.links = links(&text)?;
+    own_options(&mut config, &text)?;
+    Ok(config)
+}
+
+/// What goes without saying in this mode: a device pool.
+fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    config.mode = Mode::KvCacheManager;
+    let mut share = Share::DEFAULT;
+    if let Some(given) = text("llm.MemoryUtilization") {
+        let part: f64 = given.parse().unwrap_or(f64::NAN);
+        values::mem_utilization(part)
+            .map_err(|error| error.with("option", "llm.MemoryUtilization").with("text", clipped(given)))?;
+        share = Share::of(part);
+    }
+    if config.device_pool.is_some() {
+        return Ok(());
+    }
+    match text("ge.flowGraphMemMaxSize") {
+        Some(given) => {
+            let bytes = parsed("ge.flowGraphMemMaxSize", given, "a whole number of bytes below 2^64")?;
+            config.device_pool = Some(PoolConfig::about(bytes));
+        }
+        None => config.device_share = Some(share),
+    }
+    Ok(())
+}
+
+/// The options this engine adds to the original's.
+fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    if let Some(workers) = text("llm.CopyWorkers") {
+        let count = number("llm.CopyWorkers", workers, "1 to 256")?;
+        values::copy_workers(count)?;
+        config.copy_workers = usize::try_from(count).ok();
+    }
+    if let Some(path) = text("llm.SwapInPath") {
+        config.swap_in = values::swap_in_path(path)?;
+    }
+    if let Some(kernel) = text("llm.CopyKernel") {
+        config.kernel = values::copy_kernel(kernel)?;
+    }
+    if let Some(choice) = text("llm.HugePages") {
+        config.huge_pages = values::huge_pages(choice)?;
+    }
+    Ok(())
+}
+
+/// How links are made and kept: the original's options first, then this engine's.
+fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
+    let mut links = LinkConfig { listen: listen(text)?, ..LinkConfig::default() };
+    if let Some(seconds) = total_time(text)? {
+        links.total = Duration::from_secs(seconds);
+    }
+    if let Some(count) = text("llm.LinkRetryCount") {
+        let count = number("llm.LinkRetryCount", count, "1 to 100")?;
+        values::link_retry_count(count)?;
+        links.retries = u32::try_from(count).unwrap_or(1);
+    }
+    if let Some(backend) = text("llm.TransferBackend") {
+        if backend != "hixl" {
+            let value = format!("{:?}", clipped(backend));
+            return Err(Error::argument("llm.TransferBackend", value, "hixl"));
+        }
+        links.both_ways = true;
+    }
+    token(&mut links, text)?;
+    links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
+    silence(&mut links, text)?;
+    if let Some(limit) = text("llm.LinkPinLimit") {
+        let limit = number("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
+        values::link_pin_limit(limit)?;
+        links.pin_limit = Duration::from_millis(limit.unsigned_abs());
+    }
+    if let Some(transport) = text("llm.LinkTransport") {
+        links.transport = values::link_transport(transport)?;
+    }
+    if let Some(streams) = text("llm.LinkStreams") {
+        let streams = number("llm.LinkStreams", streams, "1 to 16")?;
+        values::link_streams(streams)?;
+        links.streams = usize::try_from(streams).unwrap_or(1);
+    }
+    if let Some(bytes) = text("llm.LinkRemoteMemory") {
+        let bytes = number("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
+        values::link_remote_memory(bytes)?;
+        links.remote_memory = Some(bytes.unsigned_abs());
+    }
+    if let Some(port) = text("llm.RankPort") {
+        let port = number("llm.RankPort", port, "1 to 65535")?;
+        values::rank_port(port)?;
+        links.rank_port = u16::try_from(port).unwrap_or(links.rank_port);
+    }
+    if let Some(hosts) = text("llm.RankHosts").filter(|hosts| !hosts.is_empty()) {
+        links.rank_hosts = values::rank_hosts(hosts)?;
+    }
+    Ok(links)
+}
+
+/// The token, or the file that holds it: one of the two.
+fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
+    if token.is_some() && file.is_some() {
+        let text = "llm.LinkToken and llm.LinkTokenFile are both given; give one of them";
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    links.token = token.map(values::link_token).transpose()?;
+    links.token_file = file.map(values::link_token_file).transpose()?;
+    Ok(())
+}
+
+/// Where to listen: `llm.ListenIp` and `llm.ListenPort` as the Python front splits them, else the text it splits.
+fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAddr>> {
+    let given = |key: &str| text(key).filter(|value| !value.is_empty());
+    match (given("llm.ListenIp"), given("llm.ListenPort")) {
+        (None, None) => {
+            let whole =
+                ["llm.listenIpInfo", "llm.ListenIpInfo"].into_iter().find_map(|key| Some((key, given(key)?)));
+            whole.map(|(key, value)| values::socket_address(key, value)).transpose()
+        }
+        (Some(ip), Some(port)) => {
+            let refused = |key: &str, value: &str, allowed: &str| {
+                Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
+            };
+            let at =
+                ip_address(ip).ok_or_else(|| refused("llm.ListenIp", ip, "an IP address; no host name"))?;
+            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "0 to 65535"))?;
+            Ok(Some(SocketAddr::new(at, port)))
+        }
+        (Some(ip), None) => Err(Error::argument(
+            "llm.ListenIp",
+            format_args!("{:?}", clipped(ip)),
+            "only with llm.ListenPort",
+        )),
+        (None, Some(port)) => {
+            let value = format!("{:?}", clipped(port));
+            Err(Error::argument("llm.ListenPort", value, "only with llm.ListenIp"))
+        }
+    }
+}
+
+/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (contract §5).
+fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
+    let seconds = |key: &str| {
+        let Some(seconds) = text(key) else { return Ok(None) };
+        let seconds = number(key, seconds, "a whole number of seconds, 0 to 4294967295")?;
+        values::link_total_time(seconds)?;
+        Ok(Some(seconds.unsigned_abs()).filter(|&seconds| seconds > 0))
+    };
+    match seconds("llm.LinkTotalTime")? {
+        Some(given) => Ok(Some(given)),
+        // A variable set to nothing is as good as not set.
+        None if text("env.HCCL_CONNECT_TIMEOUT").is_some_and(str::is_empty) => Ok(None),
+        None => seconds("env.HCCL_CONNECT_TIMEOUT"),
+    }
+}
+
+/// Heartbeat and silence. A heartbeat given alone keeps the silence at two heartbeats at least.
+fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
+    let millis = |key: &str| {
+        text(key).map(|value| number(key, value, "a whole number of milliseconds above 0")).transpose()
+    };
+    if let Some(heartbeat) = millis("llm.LinkHeartbeat")? {
+        values::link_heartbeat(heartbeat)?;
+        links.heartbeat = Duration::from_millis(heartbeat.unsigned_abs());
+        links.silence = links.silence.max(links.heartbeat * 2);
+    }
+    if let Some(silence) = millis("llm.LinkSilence")? {
+        values::link_silence(silence, i64::try_from(links.heartbeat.as_millis()).unwrap_or(i64::MAX))?;
+        links.silence = Duration::from_millis(silence.unsigned_abs());
+    }
+    Ok(())
+}
+
+/// One memory pool: a JSON object with `memory_size` and, optionally, `page_shift`.
+fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfig>> {
+    let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
+    pool_config(text, limit)
+        .map(Some)
+        .map_err(|error| error.with("option", option).with("text", clipped(text)))
+}
+
+fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
+    let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
+    let value: Value =
+        json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
+    let Value::Object(fields) = value else {
+        return Err(invalid("the pool configuration must be one JSON object".into()));
+    };
+    let memory_size = fields.get("memory_size").ok_or_else(|| invalid("memory_size is missing".into()))?;
+    let memory_size = match memory_size.as_u64() {
+        Some(bytes @ 1..) if bytes <= limit => bytes,
+        Some(1..) => {
+            return Err(Error::argument("memory_size", memory_size, format_args!("at most {limit} bytes")));
+        }
+        _ => return Err(refused("memory_size", memory_size, "a whole number of bytes above 0")),
+    };
+    let page_shift = match fields.get("page_shift") {
+        None => PoolConfig::DEFAULT_PAGE_SHIFT,
+        Some(given) => match given.as_u64() {
+            Some(shift) => values::page_shift(shift)?,
+            None => return Err(refused("page_shift", given, "a whole number, 10 to 30")),
+        },
+    };
+    if memory_size >> page_shift == 0 {
+        return Err(Error::argument(
+            "memory_size",
+            memory_size,
+            format_args!("at least one page, {} bytes", 1u64 << page_shift),
+        ));
+    }
+    if memory_size >> page_shift >= u64::from(u32::MAX) {
+        let allowed = format!("fewer than 2^32-1 pages of {} bytes", 1u64 << page_shift);
+        return Err(Error::argument("memory_size", memory_size, allowed));
+    }
+    Ok(PoolConfig { memory_size, page_shift })
+}
+
+#[cold]
+fn refused(name: &str, value: &Value, allowed: &str) -> Error {
+    Error::argument(name, clipped(&value.to_string()), allowed)
+}
+
+fn flag(key: &str, text: Option<&str>) -> Result<bool> {
+    text.map_or(Ok(false), |text| one_of(key, text, &[("0", false), ("1", true)]))
+}
+
+fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {
+    parsed(key, text, allowed)
+}
+
+fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {
+    decimal(text).ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed))
+}

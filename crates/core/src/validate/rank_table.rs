@@ -1,0 +1,339 @@
+//! The rank table of `link()` → where each end of a communicator is, and why there.
+//!
+//! Written for what clients send: numbers may be texts, unknown fields are ignored, missing ones do without. Not for:
+//! resolving names, or knowing which addresses are this host's (`links`).
+
+use std::fmt::Write;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use serde_json::{Map, Value};
+
+use super::json::json;
+use super::values::{clipped, decimal, ip_address};
+use crate::config::LinkConfig;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::ClusterId;
+
+/// Most members of a communicator.
+const MEMBERS: usize = 4;
+/// Ports above the first that an end may have had to take instead.
+const MORE_PORTS: u16 = 8;
+
+/// One member of a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankEnd {
+    /// Its name.
+    pub cluster: ClusterId,
+    /// Its rank.
+    pub rank: u32,
+    /// Where it may listen, best first: one address, and the ports it may have taken.
+    pub host: Vec<SocketAddr>,
+    /// Which rule chose the address.
+    pub why: &'static str,
+    /// Where it binds its own listener: the host's address where the table names it, any address where it does not.
+    pub bind: SocketAddr,
+    /// What the table itself says of it, whatever this side's configuration adds: the same on both sides.
+    pub told: String,
+    /// Whether the configuration of this side says where it is, and not the table.
+    pub given: bool,
+}
+
+/// The name of a communicator: 1 to 127 characters.
+pub fn comm_name(name: &str) -> Result<()> {
+    let characters = name.chars().count();
+    if (1..128).contains(&characters) {
+        return Ok(());
+    }
+    Err(Error::argument("len(comm_name)", characters, "1 to 127 characters"))
+}
+
+/// Not more members than a communicator may have.
+pub fn most_members(count: usize) -> Result<()> {
+    if count <= MEMBERS {
+        return Ok(());
+    }
+    Err(Error::argument("len(cluster_rank_info)", count, "2 to 4 clusters"))
+}
+
+/// The rules for the other arguments of `link()` (contract §6.5).
+pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Result<()> {
+    comm_name(name)?;
+    most_members(clusters.len())?;
+    if clusters.len() < 2 {
+        return Err(Error::argument("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
+    }
+    for two in clusters.windows(2) {
+        if two[0].1 >= two[1].1 {
+            let ranks: Vec<_> = clusters.iter().map(|&(_, rank)| rank).collect();
+            return Err(Error::argument(
+                "cluster_rank_info",
+                format_args!("ranks {ranks:?}"),
+                "ascending ranks",
+            ));
+        }
+    }
+    let ids: Vec<_> = clusters.iter().map(|&(id, _)| id.0).collect();
+    if let Some(twice) = ids.iter().enumerate().find_map(|(at, id)| ids[..at].contains(id).then_some(id)) {
+        return Err(Error::argument(
+            "cluster_rank_info",
+            format_args!("cluster {twice} twice"),
+            "each cluster once",
+        ));
+    }
+    if !ids.contains(&own.0) {
+        let allowed = format!("must name this cluster, {own}");
+        return Err(Error::argument("cluster_rank_info", format_args!("clusters {ids:?}"), allowed));
+    }
+    Ok(())
+}
+
+/// The ends of a communicator, in the order of `clusters`; `own` must be one of them.
+pub fn ends(
+    rank_table: &str,
+    clusters: &[(ClusterId, u32)],
+    own: ClusterId,
+    links: &LinkConfig,
+) -> Result<Vec<RankEnd>> {
+    if !clusters.iter().any(|&(cluster, _)| cluster == own) {
+        let text = format!("cluster {own} is no member of the communicator");
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    let table = Table::read(rank_table)?;
+    let entries: Vec<Entry> = clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
+    let together = table.one_server || one_server(&entries);
+    let end = |(&(cluster, rank), entry): (&(ClusterId, u32), &Entry)| {
+        let place = Place { cluster, rank, entry, together };
+        place.end(links).map_err(|error| error.with("read", read(clusters, &entries)))
+    };
+    clusters.iter().zip(&entries).map(end).collect()
+}
+
+/// What the table says of one rank. Texts are never empty.
+#[derive(Clone, Debug, Default)]
+struct Entry {
+    /// Position of its server, to compare only.
+    server: Option<usize>,
+    server_id: Option<String>,
+    host_ip: Option<String>,
+    device_ip: Option<String>,
+    device_id: Option<u64>,
+    device_port: Option<u64>,
+    rank: Option<u64>,
+}
+
+struct Table {
+    /// Of every device, and of every server without one.
+    entries: Vec<Entry>,
+    one_server: bool,
+    servers: usize,
+    shown: String,
+}
+
+impl Table {
+    fn read(text: &str) -> Result<Table> {
+        let shown = clipped(text);
+        let invalid = |reason: &str| {
+            Error::new(ErrorKind::InvalidArgument, format!("rank_table {reason}")).with("text", &shown)
+        };
+        let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
+        let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
+        let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
+        let mut entries = Vec::new();
+        for (server, fields) in servers.iter().enumerate() {
+            let entry = Entry {
+                server: Some(server),
+                server_id: word(fields, "server_id"),
+                host_ip: word(fields, "host_ip"),
+                ..Entry::default()
+            };
+            let devices = list(fields, "device").map_err(|error| error.with("text", &shown))?;
+            for device in &devices {
+                let number = |name| number(device, name).map_err(|error| error.with("text", &shown));
+                entries.push(Entry {
+                    host_ip: word(device, "host_ip").or_else(|| entry.host_ip.clone()),
+                    device_ip: word(device, "device_ip"),
+                    device_id: number("device_id")?,
+                    device_port: number("device_port")?,
+                    rank: number("rank_id")?,
+                    ..entry.clone()
+                });
+            }
+            if devices.is_empty() {
+                entries.push(entry);
+            }
+        }
+        let one_server = word(&table, "server_count").as_deref() == Some("1");
+        Ok(Table { entries, one_server, servers: servers.len(), shown })
+    }
+
+    /// The device of a rank. Without one, what holds for every device of the only server; nothing by position.
+    fn entry(&self, rank: u32) -> Result<Entry> {
+        let mut of_rank = self.entries.iter().filter(|entry| entry.rank == Some(u64::from(rank)));
+        let found = of_rank.next();
+        if of_rank.next().is_some() {
+            let text = format!("rank_table names rank_id {rank} twice");
+            return Err(Error::new(ErrorKind::InvalidArgument, text).with("text", &self.shown));
+        }
+        let only = || self.entries.first().filter(|_| self.servers == 1);
+        let server = || {
+            only().map(|entry| Entry {
+                server: entry.server,
+                server_id: entry.server_id.clone(),
+                ..Entry::default()
+            })
+        };
+        Ok(found.cloned().or_else(server).unwrap_or_default())
+    }
+}
+
+/// Whether all ends are on one server: the same entry of the list, or entries with the same id.
+fn one_server(entries: &[Entry]) -> bool {
+    let same = |a: &Entry, b: &Entry| {
+        (a.server.is_some() && a.server == b.server) || (a.server_id.is_some() && a.server_id == b.server_id)
+    };
+    entries.windows(2).all(|two| same(&two[0], &two[1]))
+}
+
+/// One end, and what is known of it.
+struct Place<'a> {
+    cluster: ClusterId,
+    rank: u32,
+    entry: &'a Entry,
+    /// Whether all ends are on one server.
+    together: bool,
+}
+
+impl Place<'_> {
+    fn end(&self, links: &LinkConfig) -> Result<RankEnd> {
+        let Place { cluster, rank, .. } = *self;
+        if let Some((at, why)) = self.given(links) {
+            let bind = SocketAddr::new(any(at.ip()), at.port());
+            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind, told: self.told(), given: true });
+        }
+        let (ip, why) = self.address()?;
+        let first = self.port(links)?;
+        let last = first.saturating_add(MORE_PORTS);
+        let host = (first..=last).map(|port| SocketAddr::new(ip, port)).collect();
+        // A device has addresses of its own, which are none of its host's.
+        let bind = if why == DEVICE_IP { any(ip) } else { ip };
+        Ok(RankEnd {
+            cluster,
+            rank,
+            host,
+            why,
+            bind: SocketAddr::new(bind, first),
+            told: self.told(),
+            given: false,
+        })
+    }
+
+    /// Its own entry, and nothing that depends on the others or on the options of this side. Servers may go by numbers,
+    /// which each side counts for itself: only addresses tell them apart.
+    fn told(&self) -> String {
+        let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
+        let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
+        let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        let host = or_none(ip(host_ip).or_else(|| ip(server_id)).map(|ip| ip.to_string()));
+        let device = or_none(device_id.map(|id| id.to_string()));
+        let (ip, port) = (
+            or_none(ip(device_ip).map(|ip| ip.to_string())),
+            or_none(device_port.map(|port| port.to_string())),
+        );
+        format!("host {host} device {device} {ip} port {port}")
+    }
+
+    /// What the configuration says of this end.
+    fn given(&self, links: &LinkConfig) -> Option<(SocketAddr, &'static str)> {
+        let by_device = self.entry.device_ip.as_ref().and_then(|ip| links.rank_hosts.get(ip));
+        let by_cluster = || links.rank_hosts.get(&self.cluster.to_string());
+        let by_device = by_device.map(|&at| (at, "rank_hosts has its device_ip"));
+        by_device.or_else(|| by_cluster().map(|&at| (at, "rank_hosts has its cluster id")))
+    }
+
+    fn address(&self) -> Result<(IpAddr, &'static str)> {
+        let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
+        let loopback = || self.together.then_some((Ipv4Addr::LOCALHOST.into(), "all ends are on one server"));
+        let host_ip = ip(&self.entry.host_ip).map(|ip| (ip, "host_ip"));
+        let server_id = || ip(&self.entry.server_id).map(|ip| (ip, "server_id"));
+        let device_ip = || ip(&self.entry.device_ip).map(|ip| (ip, DEVICE_IP));
+        host_ip.or_else(server_id).or_else(loopback).or_else(device_ip).ok_or_else(|| {
+            let text = format!(
+                "rank_table gives no address for rank {} (cluster {}): no host_ip, no server_id or device_ip that is \
+                 an IP address, more than one server, and no entry in rank_hosts",
+                self.rank, self.cluster
+            );
+            Error::new(ErrorKind::InvalidArgument, text)
+        })
+    }
+
+    /// The port of its device, or the port of device 0 and the number of this one, which a rank stands in for.
+    fn port(&self, links: &LinkConfig) -> Result<u16> {
+        let computed = || {
+            let device = self.entry.device_id.unwrap_or(u64::from(self.rank));
+            u64::from(links.rank_port).saturating_add(device)
+        };
+        let port = self.entry.device_port.unwrap_or_else(computed);
+        u16::try_from(port).ok().filter(|&port| port > 0).ok_or_else(|| {
+            let allowed = "1 to 65535: device_port, or rank_port + device_id";
+            Error::argument("the port", format_args!("{port} of rank {}", self.rank), allowed)
+        })
+    }
+}
+
+const DEVICE_IP: &str = "device_ip";
+
+/// Any address of the same family.
+fn any(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    }
+}
+
+/// What the table said of each member, for messages.
+fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
+    let mut text = String::new();
+    for ((cluster, rank), entry) in clusters.iter().zip(entries) {
+        let word = |text: &Option<String>| text.as_deref().map_or_else(|| "missing".into(), clipped);
+        let (server, host) = (word(&entry.server_id), word(&entry.host_ip));
+        let (device, ip) =
+            (entry.device_id.map_or("missing".into(), |id| id.to_string()), word(&entry.device_ip));
+        // Writing to a text cannot fail.
+        let _ = write!(
+            text,
+            "{}rank {rank} (cluster {cluster}): server_id {server}, host_ip {host}, device_id {device}, device_ip {ip}",
+            if text.is_empty() { "" } else { "; " }
+        );
+    }
+    text
+}
+
+/// A list of objects; empty if it is missing.
+fn list<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Vec<&'a Map<String, Value>>> {
+    let refused = |value: &Value| {
+        Error::argument(&format!("{name} in rank_table"), clipped(&value.to_string()), "a list of objects")
+    };
+    match fields.get(name) {
+        None | Some(Value::Null) => Ok(vec![]),
+        Some(Value::Array(list)) => {
+            list.iter().map(|entry| entry.as_object().ok_or_else(|| refused(entry))).collect()
+        }
+        Some(other) => Err(refused(other)),
+    }
+}
+
+/// A text or number, as text; `None` if it is missing, empty or anything else.
+fn word(fields: &Map<String, Value>, name: &str) -> Option<String> {
+    match fields.get(name)? {
+        Value::String(text) => Some(text.trim().to_owned()).filter(|text| !text.is_empty()),
+        Value::Number(number) => Some(number.to_string()),
+        _ => None,
+    }
+}
+
+/// A whole number, or the text of one; `None` if it is missing or empty.
+fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>> {
+    let Some(text) = word(fields, name) else { return Ok(None) };
+    let refused = || Error::argument(&format!("{name} in rank_table"), clipped(&text), "a whole number");
+    decimal(&text).map(Some).ok_or_else(refused)
+}

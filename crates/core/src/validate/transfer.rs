@@ -1,0 +1,386 @@
+//! Pull and push: arguments → [`Moves`], the bytes that go from one cache to another, in closed form per tensor.
+//!
+//! Each rule stands once, in the part that has what it needs: what this side alone decides is checked before a peer is
+//! asked ([`pull_near`], [`push_near`]), the rest once the far cache is known ([`pull`], [`push`]), which check both
+//! again. Order of the rules: contract §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
+
+use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
+use super::pieces::{Move, Pieces, REQUEST, total};
+use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::{CacheKind, Geometry, Placement};
+
+/// What a pull reads and writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PullRows {
+    /// The start of a far batch slot, into the near one.
+    Slot {
+        /// The near batch slot.
+        near: u32,
+        /// Bytes of every tensor; −1 for the near slot's.
+        size: i64,
+    },
+    /// Part of a far batch slot, into part of the near one (contract §9.1).
+    Part {
+        /// The near batch slot.
+        near: u32,
+        /// Bytes skipped at the start of the far slot.
+        far_offset: u64,
+        /// Bytes skipped at the start of the near slot.
+        near_offset: u64,
+        /// Bytes of every tensor; −1 for the rest of the near slot.
+        size: i64,
+    },
+    /// Far blocks into near ones, pair by pair.
+    Blocks {
+        /// Read.
+        far: Vec<i64>,
+        /// Written.
+        near: Vec<i64>,
+    },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
+        /// Read.
+        far: Vec<i64>,
+        /// Written.
+        near: Vec<i64>,
+    },
+    /// A far batch slot, cut into near blocks from its start.
+    SlotToBlocks {
+        /// Written.
+        near: Vec<i64>,
+    },
+}
+
+/// What a push reads and writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PushRows {
+    /// A whole near batch slot, into the far one.
+    Slot {
+        /// The near batch slot.
+        near: u32,
+    },
+    /// Near blocks into far ones, pair by pair.
+    Blocks {
+        /// Read.
+        near: Vec<i64>,
+        /// Written.
+        far: Vec<i64>,
+    },
+    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    Rows {
+        /// Read.
+        near: Vec<i64>,
+        /// Written.
+        far: Vec<i64>,
+    },
+}
+
+/// The cache of a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Far {
+    /// Sizes, kind and placement.
+    pub side: Side,
+    /// The batch slot it was found by; 0 for a blocks cache.
+    pub row: u32,
+    /// Whether its owner lets peers reach it.
+    pub accessible: bool,
+}
+
+/// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// In one tensor.
+    pub pieces: Pieces,
+    /// The first tensor read.
+    pub src_tensor: u32,
+    /// The first tensor written.
+    pub dst_tensor: u32,
+    /// How many of each.
+    pub num_tensors: u32,
+    /// The rows of the near cache that are used; rows may repeat.
+    pub near_rows: Vec<u64>,
+    /// Whether every tensor of the source is read.
+    pub whole: bool,
+}
+
+/// Whether registered memory can be reached by peers (contract §7.6): as `given`, else in one-sided mode by where
+/// it lies, and otherwise always, since there it is only ever served under the key or id it was registered by.
+pub fn accessible(
+    given: Option<bool>,
+    placement: Placement,
+    one_sided: bool,
+    after_rank_link: bool,
+) -> Result<bool> {
+    match given {
+        Some(true) if after_rank_link => {
+            Err(Error::argument("remote_accessible", "True", "False or None after link()"))
+        }
+        Some(given) => Ok(given),
+        None if one_sided => Ok(placement == Placement::Device && !after_rank_link),
+        None => Ok(true),
+    }
+}
+
+/// The cache called `name` must be one that peers may reach (contract §12.4).
+pub fn reachable(name: &str, accessible: bool) -> Result<()> {
+    if accessible {
+        return Ok(());
+    }
+    let text = format!("{name} was registered with remote_accessible False");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// What this side alone decides of a pull.
+pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
+    let geometry = near.geometry;
+    match rows {
+        PullRows::Slot { near: slot, size } => {
+            batch_cache("cache", near.kind)?;
+            copy_size(*size)?;
+            per_layer(layers)?;
+            row("batch_index", u64::from(*slot), geometry)?;
+            slot_bytes("cache", *size, geometry, geometry)?;
+        }
+        PullRows::Part { near: slot, near_offset, size, .. } => {
+            batch_cache("cache", near.kind)?;
+            copy_size(*size)?;
+            per_layer(layers)?;
+            row("batch_index", u64::from(*slot), geometry)?;
+            let room = after("dst_cache_offset", *near_offset, geometry)?;
+            part_bytes("cache", *size, room, room)?;
+        }
+        PullRows::Blocks { far, near: blocks } | PullRows::Rows { far, near: blocks } => {
+            if matches!(rows, PullRows::Blocks { .. }) {
+                blocks_cache("dst_cache", near.kind)?;
+            }
+            named("dst_blocks", blocks)?;
+            per_layer(layers)?;
+            named("src_blocks", far)?;
+            equally_many(("src_blocks", far.len()), ("dst_blocks", blocks.len()))?;
+            in_range("dst_blocks", blocks, geometry)?;
+        }
+        PullRows::SlotToBlocks { near: blocks } => {
+            blocks_cache("dst_cache", near.kind)?;
+            named("dst_blocks", blocks)?;
+            per_layer(layers)?;
+            in_range("dst_blocks", blocks, geometry)?;
+        }
+    }
+    pull_layers(geometry, layers).map(|_| ())
+}
+
+/// A pull, with what its owner says of the far cache.
+pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Moves> {
+    pull_near(near, rows, layers)?;
+    let (here, there) = (near.geometry, far.side.geometry);
+    far_row(far, ErrorKind::CacheNotFound)?;
+    let tensors = pull_layers(here, layers)?;
+    if layers_given(layers.src).is_none() && there.num_tensors() != tensors.count {
+        let text = format!(
+            "the far cache has {} tensors and {} are written here",
+            there.num_tensors(),
+            tensors.count
+        );
+        return Err(Error::new(ErrorKind::InvalidArgument, text));
+    }
+    within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    match rows {
+        PullRows::Blocks { .. } => blocks_cache("the far cache", far.side.kind)?,
+        PullRows::Rows { .. } => {}
+        PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
+            batch_cache("the far cache", far.side.kind)?;
+        }
+    }
+    reachable("the far cache", far.accessible)?;
+    let slot = u64::from(far.row) * there.row_bytes();
+    let (pieces, near_rows) = match rows {
+        PullRows::Slot { near: index, size } => {
+            let len = slot_bytes("the far cache", *size, here, there)?;
+            let index = u64::from(*index);
+            (vec![Move { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
+        }
+        PullRows::Part { near: index, far_offset, near_offset, size } => {
+            let index = u64::from(*index);
+            let room = after("dst_cache_offset", *near_offset, here)?;
+            let len =
+                part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
+            let dst = index * here.row_bytes() + near_offset;
+            (vec![Move { src: slot + far_offset, dst, len }].into(), vec![index])
+        }
+        PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
+            equal_blocks(here, there)?;
+            in_range("src_blocks", theirs, there)?;
+            let ours = numbers("dst_blocks", ours, here)?;
+            let pairs = theirs.iter().map(|index| index.cast_unsigned()).zip(ours.iter().copied());
+            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+        }
+        PullRows::SlotToBlocks { near: ours } => {
+            let ours = numbers("dst_blocks", ours, here)?;
+            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?.into(), ours)
+        }
+    };
+    let whole = tensors.count == there.num_tensors();
+    Ok(tensors.moves(pieces, near_rows, whole))
+}
+
+/// What this side alone decides of a push.
+pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
+    let geometry = near.geometry;
+    match rows {
+        PushRows::Slot { .. } => batch_cache("src_cache", near.kind)?,
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("src_cache", near.kind)?;
+            }
+            named("dst_blocks", far)?;
+            named("src_blocks", blocks)?;
+        }
+    }
+    push_layers(geometry, layers)?;
+    match rows {
+        PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
+        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
+            equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
+            in_range("src_blocks", blocks, geometry)
+        }
+    }
+}
+
+/// A push, with what its owner says of the far cache.
+pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Moves> {
+    push_near(near, rows, layers)?;
+    let (here, there) = (near.geometry, far.side.geometry);
+    reachable("the far cache", far.accessible)?;
+    let tensors = push_layers(here, layers)?;
+    within("dst_layer_range", tensors.dst, tensors.count, "the far cache", there)?;
+    let (pieces, near_rows) = match rows {
+        PushRows::Slot { near: index } => {
+            batch_cache("the far cache", far.side.kind)?;
+            far_row(far, ErrorKind::InvalidArgument)?;
+            let len = here.row_bytes();
+            if len > there.row_bytes() {
+                let text = format!(
+                    "a slot of src_cache has {len} bytes and one of the far cache {}",
+                    there.row_bytes()
+                );
+                return Err(Error::new(ErrorKind::InvalidArgument, text));
+            }
+            let index = u64::from(*index);
+            let dst = u64::from(far.row) * there.row_bytes();
+            (vec![Move { src: index * len, dst, len }].into(), vec![index])
+        }
+        PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
+            if matches!(rows, PushRows::Blocks { .. }) {
+                blocks_cache("the far cache", far.side.kind)?;
+            }
+            equal_blocks(here, there)?;
+            let ours = numbers("src_blocks", ours, here)?;
+            in_range("dst_blocks", theirs, there)?;
+            let pairs = ours.iter().copied().zip(theirs.iter().map(|index| index.cast_unsigned()));
+            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+        }
+    };
+    let whole = tensors.count == here.num_tensors();
+    if tensors.count == 0 {
+        return Ok(tensors.moves(Pieces::default(), vec![], false));
+    }
+    Ok(tensors.moves(pieces, near_rows, whole))
+}
+
+pub(super) fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
+    // For whatever names a slot, a blocks cache is one slot (contract §12.1).
+    let rows = if far.side.kind == CacheKind::Batch { far.side.geometry.rows() } else { 1 };
+    if u64::from(far.row) < rows {
+        return Ok(());
+    }
+    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", far.row, rows - 1)))
+}
+
+/// Bytes that `size` stands for, the slot of the near cache by default; they must fit a slot `of` the cache called
+/// `name`.
+fn slot_bytes(name: &str, size: i64, near: Geometry, of: Geometry) -> Result<u64> {
+    let bytes = if size == -1 { near.row_bytes() } else { size.unsigned_abs() };
+    if bytes <= of.row_bytes() {
+        return Ok(bytes);
+    }
+    let allowed = format!("{bytes} bytes must fit a slot of {name}, {} bytes", of.row_bytes());
+    Err(Error::argument("size", size, allowed))
+}
+
+/// Bytes of a slot after the offset called `name`, at least one.
+fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
+    let slot = of.row_bytes();
+    if offset < slot {
+        return Ok(slot - offset);
+    }
+    Err(Error::argument(name, offset, format_args!("below the slot size, {slot} bytes")))
+}
+
+/// Bytes that `size` stands for, `room` of the near slot by default; they must fit what is `left` of a slot of the cache
+/// called `name`.
+fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
+    let bytes = if size == -1 { room } else { size.unsigned_abs() };
+    if bytes <= left {
+        return Ok(bytes);
+    }
+    let allowed = format!("{bytes} bytes must fit the {left} bytes after the offset in a slot of {name}");
+    Err(Error::argument("size", size, allowed))
+}
+
+/// A list of blocks that must not be empty.
+pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
+    if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
+}
+
+/// Two lists that must have as many entries.
+pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
+    if left == right {
+        return Ok(());
+    }
+    let text = format!("{src} has {left} entries and {dst} {right}");
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// Every entry must be a block of the cache.
+fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
+    // One pass without a branch: texts are only made where something is wrong.
+    if blocks.iter().fold(true, |fits, &index| fits & (index.cast_unsigned() < of.rows())) {
+        return Ok(());
+    }
+    let entry = |(at, &index): (usize, &i64)| {
+        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of)).map(drop)
+    };
+    blocks.iter().enumerate().try_for_each(entry)
+}
+
+/// The entries as numbers of blocks of the cache.
+fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
+    in_range(name, blocks, of)?;
+    fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
+}
+
+pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
+    if near.row_bytes() == far.row_bytes() {
+        return Ok(());
+    }
+    let text =
+        format!("blocks have {} bytes here and {} in the far cache", near.row_bytes(), far.row_bytes());
+    Err(Error::new(ErrorKind::InvalidArgument, text))
+}
+
+/// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
+    let most = slot_bytes.div_ceil(block_bytes);
+    if blocks.len() as u64 > most {
+        let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
+    }
+    total(blocks.len(), block_bytes)?;
+    let piece = |(at, &block): (usize, &u64)| {
+        let start = at as u64 * block_bytes;
+        Move { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
+    };
+    fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
+}

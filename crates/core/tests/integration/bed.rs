@@ -1,0 +1,293 @@
+//! Memory, devices and engines for the tests.
+//!
+//! Not for: expectations; those stand in the tests or in the naive twin.
+#![allow(unsafe_code, reason = "the caller's side of the promise of Adopted")]
+
+use std::cell::UnsafeCell;
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::device::{Copier, Copy, Device, DeviceSet, HostReach};
+use llm_datadist_core::memory::Region;
+use llm_datadist_core::memory::kernels::Kernel;
+use llm_datadist_core::net::{Accepted, Listener, Stream};
+use llm_datadist_core::{
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind, Placement,
+    PoolConfig, Result, Role,
+};
+
+/// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
+pub fn skipped(why: &str) {
+    let thread = std::thread::current();
+    let shown = format!("skipped: {}: {why}\n", thread.name().unwrap_or("a test"));
+    std::io::stderr().write_all(shown.as_bytes()).unwrap();
+}
+
+/// Bytes that raw addresses may write. Read only while no copy runs.
+pub struct Buffer(Box<[UnsafeCell<u8>]>);
+
+// SAFETY: every test reads and writes it only between the calls of the engine that were given its address.
+unsafe impl Sync for Buffer {}
+// SAFETY: bytes.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    pub fn new(len: usize, fill: impl Fn(usize) -> u8) -> Arc<Buffer> {
+        Arc::new(Buffer((0..len).map(|at| UnsafeCell::new(fill(at))).collect()))
+    }
+
+    pub fn addr(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
+        let cells = &self.0[at..at + len];
+        // SAFETY: the cells are bytes, and nothing writes them now, see `Sync`.
+        unsafe { std::slice::from_raw_parts(cells.as_ptr().cast::<u8>(), len) }.to_vec()
+    }
+
+    pub fn write(&self, at: usize, bytes: &[u8]) {
+        let cells = &self.0[at..at + bytes.len()];
+        // SAFETY: as in `read`; cells may be written through a shared reference.
+        unsafe { bytes.as_ptr().copy_to_nonoverlapping(cells.as_ptr().cast::<u8>().cast_mut(), bytes.len()) };
+    }
+
+    /// A description of `len` bytes of it from `at` on, as adopted memory of one tensor.
+    pub fn adopt(&self, at: usize, len: usize) -> Adopted {
+        assert!(at + len <= self.0.len());
+        adopt(&desc(Placement::Host, 1, len, 1), CacheKind::Batch, &[self.addr() + at as u64])
+    }
+}
+
+/// Adopted memory of addresses that a [`Buffer`] keeps alive, or that nobody will ever touch.
+pub fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Adopted {
+    try_adopt(desc, kind, addrs).unwrap()
+}
+
+pub fn try_adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
+    // SAFETY: see `adopt`.
+    unsafe { Adopted::new(desc, kind, addrs) }
+}
+
+/// Bytes that differ from their neighbours, from other tensors and from other seeds.
+pub fn pattern(seed: u8, tensor: usize, at: usize) -> u8 {
+    let mixed = (u64::from(seed) << 56) ^ ((tensor as u64) << 40) ^ at as u64;
+    (mixed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 53) as u8
+}
+
+pub fn patterned(seed: u8, tensors: usize, bytes: usize) -> Vec<Vec<u8>> {
+    (0..tensors).map(|tensor| (0..bytes).map(|at| pattern(seed, tensor, at)).collect()).collect()
+}
+
+pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
+    let shape = vec![rows as i64, row_bytes as i64];
+    CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement }
+}
+
+/// A cache over memory of the test, each tensor between guard bytes and off every alignment.
+pub struct Own {
+    pub cache: Arc<Cache>,
+    buffer: Arc<Buffer>,
+    starts: Vec<usize>,
+    tensor_bytes: usize,
+}
+
+const GUARD: u8 = 0xA5;
+
+impl Own {
+    /// A loose cache.
+    pub fn loose(desc: &CacheDesc, kind: CacheKind) -> Own {
+        Self::new(desc, kind, Cache::loose)
+    }
+
+    pub fn new(desc: &CacheDesc, kind: CacheKind, enter: impl FnOnce(Adopted) -> Arc<Cache>) -> Own {
+        let tensor_bytes = llm_datadist_core::tensor_bytes(&desc.shape, desc.data_type).unwrap() as usize;
+        let starts: Vec<usize> =
+            (0..desc.num_tensors as usize).map(|t| 67 + t * (tensor_bytes + 67)).collect();
+        let buffer = Buffer::new(67 + starts.len() * (tensor_bytes + 67), |_| GUARD);
+        let addrs: Vec<u64> = starts.iter().map(|&at| buffer.addr() + at as u64).collect();
+        Own { cache: enter(adopt(desc, kind, &addrs)), buffer, starts, tensor_bytes }
+    }
+
+    pub fn write(&self, tensors: &[Vec<u8>]) {
+        assert_eq!(tensors.len(), self.starts.len());
+        for (start, bytes) in self.starts.iter().zip(tensors) {
+            assert_eq!(bytes.len(), self.tensor_bytes);
+            self.buffer.write(*start, bytes);
+        }
+    }
+
+    pub fn read(&self) -> Vec<Vec<u8>> {
+        self.starts.iter().map(|&start| self.buffer.read(start, self.tensor_bytes)).collect()
+    }
+
+    /// Fails if a byte outside the tensors changed; returns how many it looked at.
+    pub fn outside_untouched(&self) -> usize {
+        let ends: Vec<usize> =
+            std::iter::once(0).chain(self.starts.iter().map(|s| s + self.tensor_bytes)).collect();
+        let mut seen = 0;
+        for end in ends {
+            let guard = self.buffer.read(end, 67);
+            assert!(
+                guard.iter().all(|&byte| byte == GUARD),
+                "bytes outside the cache were written, near {end}"
+            );
+            seen += guard.len();
+        }
+        assert!(seen >= 2 * 67);
+        seen
+    }
+}
+
+/// A device like [`SimDevice`] whose copies can be held at a gate, counted, made to fail and to panic.
+#[derive(Debug)]
+pub struct Gated {
+    sim: SimDevice,
+    state: Mutex<Gate>,
+    changed: Condvar,
+    /// Batches that are inside `copy` now.
+    pub inside: AtomicU64,
+    /// The name of the thread that shall panic in `copy`; once.
+    pub panics: Mutex<Option<String>>,
+    /// Failing allocation.
+    pub no_memory: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    closed: bool,
+    arrived: u64,
+}
+
+impl Gated {
+    pub fn new(reach: HostReach) -> Arc<Gated> {
+        Arc::new(Gated {
+            sim: SimDevice::new(reach),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            inside: AtomicU64::new(0),
+            panics: Mutex::new(None),
+            no_memory: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on copies wait inside.
+    pub fn shut(&self) {
+        *self.state.lock().unwrap() = Gate { closed: true, arrived: 0 };
+    }
+
+    pub fn open(&self) {
+        self.state.lock().unwrap().closed = false;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `count` batches have arrived since the gate was shut.
+    pub fn wait_for(&self, count: u64) {
+        let state = self.state.lock().unwrap();
+        let waited =
+            self.changed.wait_timeout_while(state, Duration::from_secs(20), |gate| gate.arrived < count);
+        assert!(!waited.unwrap().1.timed_out(), "fewer than {count} batches arrived");
+    }
+}
+
+impl Device for Gated {
+    fn allocate(&self, name: &str, len: u64) -> Result<Region> {
+        if self.no_memory.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::OutOfMemory, "the gated device has no memory, as told"));
+        }
+        self.sim.allocate(name, len)
+    }
+
+    fn host_reach(&self) -> HostReach {
+        self.sim.host_reach()
+    }
+}
+
+impl Copier for Gated {
+    fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
+        struct Leave<'a>(&'a Gated);
+        impl Drop for Leave<'_> {
+            fn drop(&mut self) {
+                self.0.inside.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        let _leave = Leave(self);
+        let here = std::thread::current().name().unwrap_or("").to_owned();
+        let told = self.panics.lock().unwrap().take_if(|name| here.contains(name.as_str())).is_some();
+        if told {
+            // Not before somebody else is inside too.
+            self.wait_for(1);
+            std::panic::panic_any("the gated device panics, as told");
+        }
+        let mut gate = self.state.lock().unwrap();
+        gate.arrived += 1;
+        self.changed.notify_all();
+        drop(self.changed.wait_timeout_while(gate, Duration::from_secs(20), |gate| gate.closed).unwrap());
+        self.sim.copy(batch, kernel)
+    }
+}
+
+/// A configuration with both pools of `bytes`, 64 KiB pages, and a limit no test runs into by accident.
+pub fn config(bytes: u64) -> Config {
+    let mut config = Config::new(Role::Prompt, ClusterId(1));
+    config.device_pool = Some(PoolConfig { memory_size: bytes, page_shift: 16 });
+    config.host_pool = config.device_pool;
+    config.sync_timeout = Duration::from_secs(60);
+    config
+}
+
+pub fn engine_on(config: Config, device: Arc<dyn Device>) -> DataDist {
+    DataDist::open_on(config, DeviceSet::with_device(device)).unwrap()
+}
+
+pub fn proptest_cases(default: u32) -> proptest::test_runner::Config {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok());
+    proptest::test_runner::Config {
+        cases: asked.unwrap_or(default),
+        failure_persistence: None,
+        ..proptest::test_runner::Config::default()
+    }
+}
+
+/// Writes the tensors of a pool cache of host memory. Only while no copy runs.
+pub fn fill(cache: &Cache, tensors: &[Vec<u8>]) {
+    assert_eq!(tensors.len(), cache.addrs().len());
+    for (&addr, bytes) in cache.addrs().iter().zip(tensors) {
+        assert_eq!(bytes.len() as u64, cache.geometry().tensor_bytes());
+        // SAFETY: the tensor is `len` bytes of a pool, alive as long as the cache, and used by nobody else now.
+        unsafe { (addr as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+}
+
+/// The tensors of a cache of host memory. Only while no copy runs.
+pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
+    let len = cache.geometry().tensor_bytes() as usize;
+    // SAFETY: as in `fill`.
+    cache
+        .addrs()
+        .iter()
+        .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
+        .collect()
+}
+
+/// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.
+pub fn accepted(listener: &dyn Listener) -> Option<Stream> {
+    loop {
+        match listener.accept().unwrap() {
+            Accepted::Stream(stream) => return Some(*stream),
+            Accepted::Closed => return None,
+            Accepted::NoRoom(errno) => panic!("no room for a connection: {errno}"),
+            Accepted::Nobody => {
+                let ready = listener.readiness();
+                let limit = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+                let mut watched = [rustix::event::PollFd::new(&ready, rustix::event::PollFlags::IN)];
+                let found = rustix::event::poll(&mut watched, Some(&limit)).unwrap();
+                assert!(found > 0, "nobody came to {} within a minute", listener.address());
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Inside a memory control group, where allocations do not fail: what does not fit is refused before memory is touched.
+//!
+//! The tests make a group of their own, which takes root and a control group file system. Not for: reading the limits
+//! (`kv`), which is tested against folders.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use llm_datadist_core::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
+use llm_datadist_core::{
+    CacheKind, Config, DataDist, End, Error, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
+};
+
+use crate::bed::{config, desc, skipped};
+use crate::heap;
+
+const MIB: u64 = 1 << 20;
+const LIMIT: u64 = 256 * MIB;
+/// Pairs of one call: 96 MiB as the caller has them, and several times as much while the call runs.
+const PAIRS: i64 = 6 << 20;
+
+/// A control group with a limit of its own; removed on drop.
+struct Group(PathBuf);
+
+impl Group {
+    /// `Err` says why there is none.
+    fn new() -> std::result::Result<Group, String> {
+        let two = Path::new("/sys/fs/cgroup");
+        let controlled = std::fs::read_to_string(two.join("cgroup.subtree_control")).unwrap_or_default();
+        let (top, limit) = if controlled.split_whitespace().any(|name| name == "memory") {
+            (two.to_path_buf(), "memory.max")
+        } else {
+            (two.join("memory"), "memory.limit_in_bytes")
+        };
+        let group = top.join(format!("llm-datadist-test-{}", std::process::id()));
+        let told = |error: std::io::Error| format!("no control group in {}: {error}", top.display());
+        std::fs::create_dir(&group).map_err(told)?;
+        let made = Group(group);
+        std::fs::write(made.0.join(limit), LIMIT.to_string()).map_err(told)?;
+        Ok(made)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// The process inside the group: what it is refused, and that it goes on.
+#[test]
+#[ignore = "started by the test below"]
+fn inside() {
+    let Some(group) = std::env::var_os("GROUPS_INSIDE") else { return };
+    std::fs::write(Path::new(&group).join("cgroup.procs"), std::process::id().to_string()).unwrap();
+    let mut out = std::io::stdout();
+    assert!(usable_bytes() <= LIMIT, "the group counts: {}", usable_bytes());
+    let mut say = |name: &str, result: Result<()>| {
+        let text = result.map_or_else(|error| format!("{:?} {error}", error.kind()), |()| "done".into());
+        writeln!(out, "\nINSIDE {name} {text}").unwrap();
+    };
+    let mut large = config(1 << 20);
+    large.device_pool = Some(PoolConfig { memory_size: 2 * LIMIT, page_shift: 16 });
+    large.huge_pages = HugeChoice::Eager;
+    say("eager", DataDist::open(large.clone()).map(drop));
+    // A pool that is only to be used may be larger: it is address space.
+    large.huge_pages = HugeChoice::Off;
+    say("lazy", DataDist::open(large).map(drop));
+    say("lists", many_pairs());
+    say("small", refuse_beyond_room("test", MIB));
+}
+
+/// A call with more pairs than the group has room for.
+fn many_pairs() -> Result<()> {
+    let config = Config { huge_pages: HugeChoice::Off, ..config(64 * MIB) };
+    let engine = DataDist::open(config)?;
+    let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[])?;
+    let pairs: Vec<(i64, i64)> = (0..PAIRS).map(|at| (at % 512, 512 + at % 512)).collect();
+    let refused = engine.copy_blocks(&End::Managed(cache.id()), &pairs);
+    // Nothing has changed, and the engine works on.
+    engine.copy_blocks(&End::Managed(cache.id()), &pairs[..512])?;
+    refused
+}
+
+#[test]
+fn group_without_room_refuses_before_memory_is_touched() {
+    let group = match Group::new() {
+        Ok(group) => group,
+        Err(why) => return skipped(&why),
+    };
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "groups::inside", "--ignored", "--nocapture"])
+        .env("GROUPS_INSIDE", &group.0)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "the process inside the group ended: {run:?}");
+    for (name, start, fact) in [
+        ("eager", "OutOfMemory ", "pool_bytes="),
+        ("lazy", "done", ""),
+        ("lists", "OutOfMemory ", "usable_bytes="),
+        ("small", "done", ""),
+    ] {
+        let head = format!("INSIDE {name} ");
+        let text = said.lines().find_map(|line| line.strip_prefix(&head)).unwrap_or("nothing");
+        assert!(text.starts_with(start) && text.contains(fact), "{name}: {text}");
+    }
+}
+
+#[test]
+fn lists_of_a_call_take_what_is_asked_for() {
+    let engine = DataDist::open(config(64 * MIB)).unwrap();
+    let cache = engine.allocate(&desc(Placement::Host, 1, 1024, 16), CacheKind::Blocks, &[]).unwrap();
+    let count = 100_000;
+    let pairs: Vec<(i64, i64)> = (0..count).map(|at| (at % 512, 512 + at % 512)).collect();
+    let copy = || engine.copy_blocks(&End::Managed(cache.id()), &pairs).unwrap();
+    copy();
+    let ((), peak) = heap::peak(copy);
+    let each = peak / pairs.len();
+    assert!((8..=128).contains(&each), "{each} bytes for each block");
+}
+
+#[test]
+fn room_is_what_the_group_has_left() {
+    let root = std::env::temp_dir().join(format!("llm-groups-{}", std::process::id()));
+    for (path, text) in [
+        ("proc/meminfo", "MemAvailable: 4096 kB\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("sys/fs/cgroup/job/memory.max", "1000000\n"),
+        ("sys/fs/cgroup/job/memory.current", "400000\n"),
+    ] {
+        let path = root.join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    }
+    let asked = |bytes| refuse_beyond_room_under(&root, "lists", bytes);
+    let (fits, error): (Result<()>, Error) = (asked(600_000), asked(600_001).unwrap_err());
+    std::fs::remove_dir_all(&root).unwrap();
+    fits.unwrap();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    let facts = ["bytes", "usable_bytes"].map(|name| error.fact(name));
+    assert_eq!(facts, [Some("600001"), Some("600000")], "{error}");
+    assert!(error.to_string().starts_with("lists need more memory"), "{error}");
+}

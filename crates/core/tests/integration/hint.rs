@@ -1,0 +1,194 @@
+//! The hint about small pages: one line where peers read registered memory slowly by it, and none anywhere else.
+//!
+//! Not for: how logs reach Python (`tests/test_logging.py`).
+#![allow(clippy::print_stdout, reason = "how the child tells its parent")]
+
+use std::fmt::{Debug, Write};
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use llm_datadist_core::config::Token;
+use llm_datadist_core::huge_pages::Merger;
+use llm_datadist_core::memory::{OwnPages, Region};
+use llm_datadist_core::{
+    CacheId, CacheKind, ClusterId, Config, DataDist, End, FarName, HugeChoice, Layers, Name, PeerAddress,
+    Placement, PoolConfig, PullRows, Role,
+};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::bed::{adopt, desc, skipped};
+use crate::lent::{PAGE, Pages, asked};
+
+const UNIT: usize = Region::UNIT_BYTES as usize;
+/// Set in the child, which reports what its engines logged.
+const CHILD: &str = "LLM_DATADIST_TEST_HINTS";
+const LONG: Duration = Duration::from_secs(20);
+
+/// Keeps the lines that are logged about huge pages.
+#[derive(Clone, Default)]
+struct Heard(Arc<Mutex<Vec<(Level, String)>>>);
+
+impl Heard {
+    fn lines(&self) -> Vec<(Level, String)> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+impl Subscriber for Heard {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == "llm_datadist::huge_pages"
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, event: &Event<'_>) {
+        struct Text(String);
+        impl Visit for Text {
+            fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
+                write!(self.0, "{value:?}").unwrap();
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        self.0.lock().unwrap().push((*event.metadata().level(), text.0));
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+/// Units of registered memory in small pages, whatever this system prefers.
+fn small(units: usize) -> Pages {
+    let pages = Pages::new(units, None);
+    pages.advise(libc::MADV_NOHUGEPAGE);
+    pages
+}
+
+/// Whether the kernel tells the size of a page. Asked about a page that is there.
+fn told() -> bool {
+    let pages = small(1);
+    pages.write(0, 1);
+    let known = OwnPages::open().and_then(|own| own.huge(pages.at() as u64));
+    if known.is_none() {
+        skipped("the kernel does not tell the size of pages (before 6.7)");
+    }
+    known.is_some()
+}
+
+#[test]
+fn one_hint_is_given_where_registered_memory_lies_in_small_pages() {
+    if !told() {
+        return;
+    }
+    let heard = Heard::default();
+    let _on_this_thread = tracing::subscriber::set_default(heard.clone());
+    let merger = Merger::default().hinting();
+    let (pages, other) = (small(4), small(2));
+    let tell = |merger: &Merger, id, pages: &Pages| merger.lend(CacheId(id), &pages.tensors(), || true);
+    assert!(!tell(&merger, 7, &pages), "nothing is merged");
+    assert_eq!(heard.lines(), [], "no page is there yet");
+    pages.write(0, 4 * UNIT);
+    other.write(0, 2 * UNIT);
+    tell(&merger, 7, &pages);
+    let lines = heard.lines();
+    let [(level, text)] = &lines[..] else { panic!("{lines:?}") };
+    assert_eq!(*level, Level::WARN);
+    assert!(text.contains("cache 7") && text.contains("huge_pages=\"merge_registered\""), "{text}");
+    tell(&merger, 7, &pages);
+    tell(&merger, 8, &other);
+    assert_eq!(heard.lines().len(), 1, "once");
+    // Where registered memory is merged, and where nothing was asked for.
+    tell(&Merger::with_registered([]), 7, &pages);
+    tell(&Merger::default(), 7, &pages);
+    assert_eq!(heard.lines().len(), 1);
+    // Each engine has a hint of its own.
+    tell(&Merger::default().hinting(), 7, &pages);
+    assert_eq!(heard.lines().len(), 2);
+}
+
+#[test]
+fn memory_in_huge_pages_gets_no_hint() {
+    if !asked() || !told() {
+        return;
+    }
+    let heard = Heard::default();
+    let _on_this_thread = tracing::subscriber::set_default(heard.clone());
+    let own = OwnPages::open().unwrap();
+    let pages = Pages::new(2, None);
+    pages.write(0, 2 * UNIT);
+    for unit in [0, UNIT] {
+        let at = (pages.at() + unit) as u64;
+        assert_eq!(own.merge(at), Some(Ok(())));
+        assert_eq!((own.huge(at), own.huge(at + 77 * PAGE as u64)), (Some(true), Some(true)));
+    }
+    Merger::default().hinting().lend(CacheId(1), &pages.tensors(), || true);
+    assert_eq!(heard.lines(), []);
+    // Where nothing is.
+    assert_eq!((own.huge(1 << 46), own.huge(u64::MAX - 4095)), (None, None));
+}
+
+/// An engine of a cluster and its listener.
+fn engine(cluster: u64, choice: HugeChoice) -> DataDist {
+    let mut config = Config::new(Role::Mix, ClusterId(cluster));
+    config.device_pool = Some(PoolConfig { memory_size: 16 << 20, page_shift: 16 });
+    (config.sync_timeout, config.huge_pages) = (LONG, choice);
+    config.remote_accessible = true;
+    config.links.listen = Some(([127, 0, 0, 1], 0).into());
+    config.links.token = Some(Token::new("a token of the tests"));
+    DataDist::open(config).unwrap()
+}
+
+/// What the owner logs when a peer pulls registered memory in small pages by process id, for each choice.
+fn hints() -> Vec<usize> {
+    let heard = Heard::default();
+    tracing::subscriber::set_global_default(heard.clone()).unwrap();
+    let choices = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    let counts = choices.map(|choice| {
+        let before = heard.lines().len();
+        let pages = small(4);
+        pages.write(0, 4 * UNIT);
+        let (near, far) = (engine(1, HugeChoice::Off), engine(2, choice));
+        let side = desc(Placement::Device, 1, 4, UNIT);
+        let adopted = adopt(&side, CacheKind::Blocks, &[pages.at() as u64]);
+        let source = far.register(adopted, &[], Some(true)).unwrap();
+        let to = near.allocate(&side, CacheKind::Blocks, &[]).unwrap();
+        let remote = vec![far.listening().unwrap()];
+        let peer = PeerAddress { cluster: ClusterId(2), remote, local: vec![] };
+        near.link_clusters(&[peer], LONG).remove(0).unwrap();
+        let from = FarName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
+        let rows = PullRows::Blocks { far: vec![0, 1, 2, 3], near: vec![3, 2, 1, 0] };
+        for _ in 0..2 {
+            near.pull(from, &End::Managed(to.id()), &rows, Layers::ALL).unwrap();
+        }
+        heard.lines().len() - before
+    });
+    counts.to_vec()
+}
+
+#[test]
+fn an_engine_hints_where_it_leaves_registered_memory_alone() {
+    if std::env::var_os(CHILD).is_some() {
+        println!("hints {:?}", hints());
+        return;
+    }
+    if !told() {
+        return;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let name = "hint::an_engine_hints_where_it_leaves_registered_memory_alone";
+    child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+    let done = child.output().unwrap();
+    let said = String::from_utf8_lossy(&done.stdout).into_owned();
+    // Auto, off, merge, merge_registered, eager.
+    assert!(done.status.success() && said.contains("hints [1, 0, 1, 0, 0]"), "{done:?}");
+}

@@ -1,0 +1,185 @@
+//! Where a layer lands, in closed form: against bytes that are moved by hand, over any geometry, rows and ranges.
+//!
+//! Not for: engines (`links/layerwise`).
+
+use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::validate::{Far, Landing, LayerRows, Moves, Side, landed_layers, landing};
+use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
+use proptest::prelude::*;
+
+use crate::bed::{desc, patterned};
+
+fn side(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> Side {
+    let geometry = Geometry::new(&desc(Placement::Device, tensors, rows, row_bytes)).unwrap();
+    Side { geometry, kind, placement: Placement::Device }
+}
+
+fn far(side: Side, row: u32) -> Far {
+    Far { side, row, accessible: true }
+}
+
+/// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.
+fn carried(
+    mut moves: Moves,
+    (layer, to, per_layer): (u32, u32, u32),
+    src: &[Vec<u8>],
+    dst: &mut [Vec<u8>],
+) -> u64 {
+    let plan = CopyPlan::moves(&mut moves).unwrap().in_tensors(layer * per_layer, to * per_layer, per_layer);
+    for (tensor, piece) in plan.pieces(0, plan.bytes()) {
+        let from = &src[plan.src_tensor() as usize + tensor][piece.src as usize..][..piece.len as usize];
+        dst[plan.dst_tensor() as usize + tensor][piece.dst as usize..][..from.len()].copy_from_slice(from);
+    }
+    plan.bytes()
+}
+
+/// Moves byte by byte; `None` if one is outside of what is there.
+fn by_hand(
+    rows: &LayerRows,
+    (slot, row_bytes): (usize, usize),
+    (start, room): (usize, usize),
+    src: &[u8],
+    dst: &mut [u8],
+) -> Option<u64> {
+    let mut bytes: Vec<(usize, usize)> = vec![];
+    match rows {
+        LayerRows::Slot => bytes.extend((0..row_bytes).map(|at| (slot * row_bytes + at, at))),
+        LayerRows::Blocks { src, dst } => {
+            for (from, to) in src.iter().zip(dst) {
+                let (from, to) = (*from as usize * row_bytes, *to as usize * row_bytes);
+                bytes.extend((0..row_bytes).map(|at| (from + at, to + at)));
+            }
+        }
+        LayerRows::SlotToBlocks { dst, block_bytes } => {
+            let block = *block_bytes as usize;
+            for at in 0..row_bytes.min(dst.len() * block) {
+                bytes.push((slot * row_bytes + at, dst[at / block] as usize * block + at % block));
+            }
+        }
+    }
+    if bytes.iter().any(|(from, to)| *from >= src.len() || *to >= room) {
+        return None;
+    }
+    bytes.iter().for_each(|(from, to)| dst[start + to] = src[*from]);
+    Some(bytes.len() as u64)
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    near: (usize, usize),
+    far: (usize, usize),
+    slots: (usize, usize),
+    pairs: Vec<(u64, u64)>,
+    block: usize,
+    form: u8,
+    offset: usize,
+    layers: (u32, u32, u32),
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let pairs = prop::collection::vec((0..4u64, 0..5u64), 1..7);
+    let sizes = (1..7usize, 1..30usize, 1..12usize, 1..60usize);
+    (sizes, 0..4usize, 0..6usize, pairs, 1..40usize, 0..6u8, 0..200usize, (1..4u32, 0..3u32, 0..3u32))
+        .prop_map(
+            |((rows, bytes, far_rows, far_bytes), slot, far_slot, pairs, block, form, offset, layers)| Case {
+                near: (rows, bytes),
+                far: (far_rows, far_bytes),
+                slots: (slot, far_slot),
+                pairs,
+                block,
+                form,
+                offset,
+                layers,
+            },
+        )
+}
+
+fn judge(case: &Case, done: &mut [u32; 2]) {
+    let Case { near, mut far, slots, .. } = *case;
+    let (per_layer, layer, to) = case.layers;
+    let (ours, theirs): (Vec<u64>, Vec<u64>) = case.pairs.iter().copied().unzip();
+    let slot_of_blocks = case.form % 3 == 2;
+    let rows = match case.form % 3 {
+        0 => LayerRows::Slot,
+        1 => LayerRows::Blocks { src: ours.clone(), dst: theirs },
+        _ => LayerRows::SlotToBlocks { dst: theirs, block_bytes: case.block as u64 },
+    };
+    let by_name = case.form >= 3;
+    let slots_alone = case.form.is_multiple_of(3);
+    let kinds = if slots_alone { CacheKind::Batch } else { CacheKind::Blocks };
+    if by_name && case.form % 3 == 1 {
+        far.1 = near.1;
+    } else if by_name && slot_of_blocks {
+        far.1 = case.block;
+    }
+    let here = side(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, near.0, near.1);
+    let there = side(kinds, 9, far.0, far.1);
+    let far_bytes = far.0 * far.1;
+    let at = if by_name {
+        Landing::Cache(self::far(there, if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 }))
+    } else {
+        Landing::Memory { offset: case.offset as u64, tensor_bytes: far_bytes as u64 }
+    };
+    let (start, room) = match (by_name, case.form % 3) {
+        (false, _) => (case.offset, far_bytes.saturating_sub(case.offset)),
+        (true, 0) => (slots.1 * far.1, far.1),
+        (true, _) => (0, far_bytes),
+    };
+    let source = patterned(1, 9, near.0 * near.1);
+    let before = patterned(2, 9, far_bytes);
+    let planned: Result<Moves> = landing(here, &rows, slots.0 as u32, at);
+    let (mut expected, mut got) = (before.clone(), before);
+    let mut legal = slots.0 < near.0 || case.form % 3 == 1;
+    legal &= !by_name || !slots_alone || slots.1 < far.0;
+    if let LayerRows::SlotToBlocks { dst, .. } = &rows {
+        legal &= case.block < near.0 * near.1 && dst.len() <= near.1.div_ceil(case.block);
+    }
+    let mut bytes = Some(0);
+    for tensor in 0..per_layer {
+        let (from, into) = ((layer * per_layer + tensor) as usize, (to * per_layer + tensor) as usize);
+        let (src, dst) = (&source[from % 9], &mut expected[into % 9]);
+        let one = if legal { by_hand(&rows, (slots.0, near.1), (start, room), src, dst) } else { None };
+        bytes = bytes.zip(one).map(|(sum, one)| sum + one);
+    }
+    done[usize::from(bytes.is_some())] += 1;
+    match (planned, bytes) {
+        (Err(error), None) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{case:?}"),
+        (Ok(moves), Some(bytes)) => {
+            let read: std::collections::BTreeSet<_> = moves.near_rows.iter().copied().collect();
+            let rows_read = if case.form % 3 == 1 { ours } else { vec![slots.0 as u64] };
+            assert_eq!(read, rows_read.into_iter().collect(), "the rows that are pinned: {case:?}");
+            assert_eq!(carried(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");
+            assert!(got == expected, "{case:?}");
+        }
+        (planned, bytes) => panic!("{planned:?}, by hand {bytes:?}: {case:?}"),
+    }
+}
+
+#[test]
+fn a_layer_lands_as_by_hand() {
+    let mut runner = proptest::test_runner::TestRunner::new(crate::bed::proptest_cases(3000));
+    let done = std::cell::RefCell::new([0; 2]);
+    let ran = runner.run(&case(), |case| {
+        judge(&case, &mut done.borrow_mut());
+        Ok(())
+    });
+    ran.unwrap_or_else(|error| panic!("{error}"));
+    let [refused, done] = done.into_inner();
+    assert!(refused > 200 && done > 200, "{refused} refused, {done} done");
+}
+
+/// Layers from anywhere to anywhere, also where their number times the tensors of each is beyond 32 bits.
+#[test]
+fn layers_are_in_the_far_cache_or_refused() {
+    let there = far(side(CacheKind::Batch, 12, 1, 4), 0);
+    let bounds = [0, 1, 2, 3, 4, 6, 12, 13, 1 << 16, u32::MAX - 1, u32::MAX];
+    for first in bounds {
+        for layers in bounds {
+            for per_layer in bounds {
+                let inside = (u128::from(first) + u128::from(layers)) * u128::from(per_layer) <= 12;
+                let result = landed_layers(there, first, layers, per_layer);
+                assert_eq!(result.is_ok(), inside, "{first} {layers} {per_layer}");
+            }
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Two engines of one process, linked over every transport: the bed of the files below, which judge links, pull and push.
+//!
+//! Not for: real processes that die (`tests/test_peer_faults.py`).
+
+mod ahead;
+mod broken;
+mod communicators;
+pub mod fake;
+mod layer_faults;
+mod layerwise;
+mod matrix;
+mod mended;
+mod offers;
+mod pull;
+mod push;
+mod races;
+mod silent;
+mod trust;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
+
+use llm_datadist_core::device::DeviceSet;
+use llm_datadist_core::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
+use llm_datadist_core::session::Transports;
+use llm_datadist_core::{
+    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Error, FarName, Name,
+    PeerAddress, Placement, PoolConfig, Result, Role, TransportChoice,
+};
+
+use crate::bed::{self, Own};
+use crate::log;
+
+/// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
+pub const LONG: Duration = Duration::from_secs(20);
+
+/// How two engines reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Way {
+    /// Pairs of sockets inside the process.
+    Local,
+    /// Local sockets, memory shared.
+    Shm,
+    /// Loopback sockets, nothing shared.
+    Tcp,
+}
+
+const WAYS: [Way; 3] = [Way::Local, Way::Shm, Way::Tcp];
+
+/// The local transport under the addresses that links know: ports.
+#[derive(Debug)]
+struct Ports;
+
+#[derive(Debug)]
+struct Port(Box<dyn Listener>, SocketAddr);
+
+static NAMES: LazyLock<Local> = LazyLock::new(Local::default);
+static NEXT_PORT: AtomicU16 = AtomicU16::new(1);
+
+impl Transport for Ports {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
+        NAMES.dial(&Address::Local(to.to_string()), deadline)
+    }
+
+    fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
+        let Address::Tcp(mut at) = *at else { return NAMES.listen(at) };
+        if at.port() == 0 {
+            at.set_port(NEXT_PORT.fetch_add(1, Ordering::Relaxed));
+        }
+        Ok(Box::new(Port(NAMES.listen(&Address::Local(at.to_string()))?, at)))
+    }
+}
+
+impl Listener for Port {
+    fn accept(&self) -> Result<Accepted> {
+        self.0.accept()
+    }
+
+    fn readiness(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.readiness()
+    }
+
+    fn address(&self) -> Address {
+        Address::Tcp(self.1)
+    }
+
+    fn close(&self) {
+        self.0.close();
+    }
+}
+
+impl Way {
+    fn transports(self) -> Transports {
+        match self {
+            Way::Local => Transports { tcp: Arc::new(Ports), unix: Arc::new(Unix) },
+            Way::Shm | Way::Tcp => Transports { tcp: Arc::new(Tcp), unix: Arc::new(Unix) },
+        }
+    }
+
+    /// Whether memory is seen from the other side.
+    fn shares(self) -> bool {
+        self != Way::Tcp
+    }
+}
+
+/// A configuration that listens, with limits no test runs into by accident.
+fn config(cluster: u64, way: Way) -> Config {
+    let mut config = Config::new(Role::Prompt, ClusterId(cluster));
+    config.device_pool = Some(PoolConfig { memory_size: 64 << 20, page_shift: 12 });
+    config.host_pool = config.device_pool;
+    config.sync_timeout = LONG;
+    config.copy_workers = Some(2);
+    config.links.transport = if way == Way::Shm { TransportChoice::Auto } else { TransportChoice::Tcp };
+    config.links.listen = Some("127.0.0.1:0".parse().unwrap());
+    // On a busy machine a live peer may take seconds to answer.
+    config.links.heartbeat = Duration::from_secs(5);
+    config.links.silence = LONG;
+    // Peers that a test plays itself prove nothing; who may come in is `trust`'s matter.
+    config.links.accept_remote = true;
+    config
+}
+
+fn open(config: Config, way: Way) -> DataDist {
+    log::collect();
+    DataDist::open_over(config, DeviceSet::host_only(), way.transports()).unwrap()
+}
+
+fn address(of: &DataDist) -> PeerAddress {
+    let remote = of.listening().into_iter().collect();
+    PeerAddress { cluster: of.config().cluster, remote, local: vec![] }
+}
+
+fn link(near: &DataDist, far: &DataDist) -> Result<()> {
+    near.link_clusters(&[address(far)], LONG).remove(0)
+}
+
+fn unlink(near: &DataDist, far: &DataDist) -> Result<()> {
+    near.unlink_clusters(&[address(far)], LONG, false).remove(0)
+}
+
+/// Cluster 1 and cluster 2, linked by 1.
+struct Pair {
+    near: DataDist,
+    far: DataDist,
+}
+
+impl Pair {
+    fn new(way: Way) -> Pair {
+        Self::with(way, |_| ())
+    }
+
+    fn with(way: Way, change: impl Fn(&mut Config)) -> Pair {
+        let made = |cluster| {
+            let mut config = config(cluster, way);
+            change(&mut config);
+            open(config, way)
+        };
+        let pair = Pair { near: made(1), far: made(2) };
+        link(&pair.near, &pair.far).unwrap();
+        pair
+    }
+}
+
+/// The cache `name` of the cluster that is not this one.
+fn of(cluster: u64, name: Name) -> FarName {
+    FarName { cluster: ClusterId(cluster), name }
+}
+
+fn request(id: u64) -> CacheKey {
+    CacheKey::Request { model: 0, id }
+}
+
+fn row(cache: &Held, row: u32) -> Name {
+    Name::Row { cache: cache.cache.id(), row }
+}
+
+/// A cache of an engine, of its pool or of the test's own memory.
+struct Held {
+    cache: Arc<Cache>,
+    own: Option<Own>,
+}
+
+impl Held {
+    fn new(
+        engine: &DataDist,
+        registered: bool,
+        desc: &CacheDesc,
+        kind: CacheKind,
+        keys: &[Option<CacheKey>],
+    ) -> Held {
+        if registered {
+            let own = Own::new(desc, kind, |adopted| engine.register(adopted, keys, Some(true)).unwrap());
+            return Held { cache: own.cache.clone(), own: Some(own) };
+        }
+        Held { cache: engine.allocate(desc, kind, keys).unwrap(), own: None }
+    }
+
+    fn end(&self) -> End {
+        End::Managed(self.cache.id())
+    }
+
+    fn write(&self, tensors: &[Vec<u8>]) {
+        match &self.own {
+            Some(own) => own.write(tensors),
+            None => bed::fill(&self.cache, tensors),
+        }
+    }
+
+    /// Fills it with bytes that differ everywhere, and returns them.
+    fn fill(&self, seed: u8) -> Vec<Vec<u8>> {
+        let geometry = self.cache.geometry();
+        let bytes = bed::patterned(seed, geometry.num_tensors() as usize, geometry.tensor_bytes() as usize);
+        self.write(&bytes);
+        bytes
+    }
+
+    fn read(&self) -> Vec<Vec<u8>> {
+        match &self.own {
+            Some(own) => {
+                own.outside_untouched();
+                own.read()
+            }
+            None => bed::contents(&self.cache),
+        }
+    }
+}
+
+/// Waits for what must come about on its own, such as the other side's notice that a link has ended.
+fn eventually(what: &str, mut there: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !there() {
+        assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", log::texts(&[]));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn text(result: &Result<()>) -> String {
+    result.as_ref().map_or_else(Error::to_string, |()| "success".into())
+}
+
+/// How often a loop that digs is run: `PROPTEST_CASES` digs deeper.
+fn times(default: u32) -> u32 {
+    bed::proptest_cases(default).cases
+}
+
+/// A set-up of both ends.
+#[derive(Clone, Copy, Debug)]
+struct Ends {
+    near: (bool, Placement),
+    far: (bool, Placement),
+}
+
+/// Runs `judge` with a linked pair for every transport and mode, and for every kind of memory at both ends.
+fn each(judge: impl Fn(Way, bool, &Pair, Ends)) {
+    let memory = [false, true].into_iter().flat_map(|own| Placement::ALL.map(|placement| (own, placement)));
+    let memory: Vec<_> = memory.collect();
+    let mut looked_at: HashMap<Way, usize> = HashMap::new();
+    for way in WAYS {
+        for one_sided in [false, true] {
+            let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
+            for &near in &memory {
+                for &far in &memory {
+                    let ends = Ends { near, far };
+                    eprintln!("{way:?}, one-sided {one_sided}, {ends:?}");
+                    judge(way, one_sided, &pair, ends);
+                    *looked_at.entry(way).or_default() += 1;
+                }
+            }
+            for engine in [&pair.near, &pair.far] {
+                let links = engine.stats().links;
+                assert_eq!(links.len(), 1);
+                assert_eq!(links[0].pools == "mapped", way.shares(), "{way:?}");
+            }
+        }
+    }
+    assert!(looked_at.len() == 3 && looked_at.values().all(|&count| count == 32), "{looked_at:?}");
+}

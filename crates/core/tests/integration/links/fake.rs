@@ -1,0 +1,190 @@
+//! A peer that speaks as far as the test wants, and no further.
+//!
+//! Not for: expectations.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use hmac::{Hmac, KeyInit, Mac};
+use llm_datadist_core::net::{Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::protocol::{
+    self, Attach, Attached, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
+    Purpose, Welcome,
+};
+use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::LONG;
+use crate::bed::accepted;
+
+pub fn soon() -> Deadline {
+    Deadline::after(LONG)
+}
+
+pub fn say<T: Serialize>(stream: &Stream, message: &T) {
+    // The other side may be gone, which is what some tests are about.
+    let _ = stream.send(&protocol::encode(message).unwrap(), soon());
+}
+
+pub fn hear<T: DeserializeOwned>(stream: &Stream) -> Result<T> {
+    let (kind, body) = stream.receive(MESSAGE_LIMIT, Duration::ZERO, soon())?.ok_or_else(|| {
+        llm_datadist_core::Error::new(llm_datadist_core::ErrorKind::NotLinked, "the stream ended")
+    })?;
+    protocol::open(kind, &body)
+}
+
+fn mac(token: &[u8], side: &[u8], hello: &[u8], nonce: [u8; 16]) -> [u8; 32] {
+    let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
+    for part in [side, &[0], hello, &nonce] {
+        mac.update(part);
+    }
+    mac.finalize().into_bytes().into()
+}
+
+/// The proof of the side that accepts is over its welcome too, with zeros in place of the proof.
+pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcome) -> [u8; 32] {
+    let blank = protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() }).unwrap();
+    let mut mac = Hmac::<sha2::Sha256>::new_from_slice(token).unwrap();
+    for part in [&b"acceptor"[..], &[0], hello, &nonce, &blank[HEADER..]] {
+        mac.update(part);
+    }
+    mac.finalize().into_bytes().into()
+}
+
+/// Offers the engine at the other end the very memory that it offers.
+fn mirror(stream: &Stream) {
+    let (_, said, descriptors) = stream.receive_with(GREETING_LIMIT, soon()).unwrap().unwrap();
+    let offered: Attach = protocol::decode(&said).unwrap();
+    let same: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+    stream.send_with(&protocol::encode(&offered).unwrap(), &same, soon()).unwrap();
+    let _: Attached = hear(stream).unwrap();
+    say(stream, &Attached { mapped: Ok(()), registered: Err("not looked at".into()) });
+}
+
+/// A process that calls itself `cluster`.
+pub struct Fake {
+    pub party: Party,
+    listener: Box<dyn Listener>,
+}
+
+impl Fake {
+    pub fn new(cluster: u64, instance: u64) -> Fake {
+        Fake::at(&Tcp, &Address::Tcp("127.0.0.1:0".parse().unwrap()), cluster, instance)
+    }
+
+    /// The same, heard at `address`.
+    pub fn at(transport: &dyn Transport, address: &Address, cluster: u64, instance: u64) -> Fake {
+        let listener = transport.listen(address).unwrap();
+        Fake { party: Party { cluster, instance, remote_accessible: false }, listener }
+    }
+
+    pub fn address(&self) -> PeerAddress {
+        let Address::Tcp(at) = self.listener.address() else { unreachable!("a port") };
+        PeerAddress { cluster: ClusterId(self.party.cluster), remote: vec![at], local: vec![] }
+    }
+
+    /// What a neighbour who asked at a port is sent to.
+    pub fn local(&self) -> String {
+        let Address::Unix(name) = self.listener.address() else { unreachable!("a local socket") };
+        name
+    }
+
+    /// The next stream that comes.
+    pub fn accept(&self) -> Stream {
+        let stream = accepted(&*self.listener).unwrap();
+        stream.expect_descriptors(true);
+        stream
+    }
+
+    /// The next stream, greeted; and what for.
+    pub fn greet(&self) -> (Stream, Purpose) {
+        self.greet_with(None)
+    }
+
+    /// The same, sent to a local socket.
+    pub fn greet_with(&self, local: Option<String>) -> (Stream, Purpose) {
+        let stream = self.accept();
+        let (_, said) = stream.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let hello: Hello = protocol::decode(&said).unwrap();
+        let nonce = [7; 16];
+        say(&stream, &Challenge { nonce });
+        let proof: Proof = hear(&stream).unwrap();
+        assert_eq!(proof.mac, mac(b"", b"dialer", &said, nonce));
+        let welcome = Welcome { from: self.party, mac: [0; 32], local, secret: None };
+        say(&stream, &Welcome { mac: welcome_mac(b"", &said, nonce, &welcome), ..welcome.clone() });
+        (stream, hello.purpose)
+    }
+
+    /// A link that the engine makes to this one: its control stream.
+    pub fn linked(&self) -> Stream {
+        let (stream, purpose) = self.greet();
+        assert!(matches!(purpose, Purpose::Link { .. }));
+        if stream.carries_descriptors() {
+            mirror(&stream);
+        }
+        say(&stream, &Control::Pong);
+        stream
+    }
+
+    /// Greets `engine`, as far as a welcome.
+    pub fn dial(&self, engine: &DataDist, purpose: Purpose) -> Result<Stream> {
+        self.dial_with(engine, b"", purpose)
+    }
+
+    pub fn dial_with(&self, engine: &DataDist, token: &[u8], purpose: Purpose) -> Result<Stream> {
+        self.welcomed((engine, &Tcp), token, purpose, "elsewhere".into()).map(|(stream, _)| stream)
+    }
+
+    /// The local socket that `engine` sends a neighbour to.
+    pub fn local_of(&self, engine: &DataDist, host: String) -> Option<String> {
+        let purpose = Purpose::Link { link: 1, comm: None, probe_local: true };
+        self.welcomed((engine, &Tcp), b"", purpose, host).unwrap().1.local
+    }
+
+    fn welcomed(
+        &self,
+        (engine, over): (&DataDist, &dyn Transport),
+        token: &[u8],
+        purpose: Purpose,
+        host: String,
+    ) -> Result<(Stream, Welcome)> {
+        let stream = over.dial(&Address::Tcp(engine.listening().unwrap()), soon())?;
+        stream.expect_descriptors(true);
+        let asked = Some(engine.config().cluster.0);
+        let hello = Hello { purpose, from: self.party, asked, host, nonce: [3; 16] };
+        let frame = protocol::encode(&hello)?;
+        stream.send(&frame, soon())?;
+        let challenge: Challenge = hear(&stream)?;
+        say(&stream, &Proof { mac: mac(token, b"dialer", &frame[HEADER..], challenge.nonce) });
+        let welcome: Welcome = hear(&stream)?;
+        assert_eq!(welcome.mac, welcome_mac(token, &frame[HEADER..], challenge.nonce, &welcome));
+        Ok((stream, welcome))
+    }
+
+    /// Makes a link to `engine`: its control stream.
+    pub fn link(&self, engine: &DataDist, id: u64) -> Result<Stream> {
+        let stream = self.dial(engine, Purpose::Link { link: id, comm: None, probe_local: false })?;
+        match hear(&stream)? {
+            Control::Pong => Ok(stream),
+            other => panic!("{other:?} for a word that the link is made"),
+        }
+    }
+
+    /// A link to `engine` over `transport`, and a stream of it to call on: control, call.
+    pub fn calling(&self, engine: &DataDist, over: &dyn Transport, id: u64) -> (Stream, Stream) {
+        let dial = |purpose| self.welcomed((engine, over), b"", purpose, "elsewhere".into()).unwrap().0;
+        let control = dial(Purpose::Link { link: id, comm: None, probe_local: false });
+        if control.carries_descriptors() {
+            mirror(&control);
+        }
+        let told: Control = hear(&control).unwrap();
+        assert_eq!(told, Control::Pong);
+        (control, dial(Purpose::Call { link: id, reverse: false }))
+    }
+
+    /// A stream of that link, to call on.
+    pub fn call(&self, engine: &DataDist, id: u64) -> Result<Stream> {
+        self.dial(engine, Purpose::Call { link: id, reverse: false })
+    }
+}

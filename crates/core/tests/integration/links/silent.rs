@@ -1,0 +1,177 @@
+//! Pull and push between engines of which one has memory that does not answer the kernel.
+//!
+//! Not for: the threads that read (`silent`, one folder up).
+
+use std::time::Duration;
+
+use llm_datadist_core::copy::STILL_READING;
+use llm_datadist_core::memory::stalled::Stall;
+use llm_datadist_core::{
+    CacheKind, DataDist, Error, ErrorKind, Layers, Name, Placement, PullRows, PushRows, Result,
+};
+
+use super::{Held, Pair, Way, eventually, of, row};
+use crate::bed::desc;
+
+const ROWS: usize = 4;
+const ROW: usize = 4096;
+
+/// Calls of both engines end soon.
+fn pair() -> Pair {
+    Pair::with(Way::Shm, |config| {
+        config.remote_accessible = true;
+        config.sync_timeout = Duration::from_millis(300);
+    })
+}
+
+fn blocks(engine: &DataDist, registered: bool) -> Held {
+    Held::new(engine, registered, &desc(Placement::Host, 1, ROWS, ROW), CacheKind::Blocks, &[])
+}
+
+fn stall(held: &Held) -> Stall {
+    let at = held.cache.addrs()[0];
+    Stall::new(at..at + held.cache.geometry().tensor_bytes())
+}
+
+fn name(held: &Held) -> Name {
+    row(held, 0)
+}
+
+fn pull(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
+    let rows = PullRows::Blocks { far: vec![block], near: vec![block] };
+    pair.near.pull(of(2, name(from)), &to.end(), &rows, Layers::ALL)
+}
+
+fn push(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
+    let rows = PushRows::Blocks { near: vec![block], far: vec![block] };
+    pair.near.push(&from.end(), of(2, name(to)), &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
+}
+
+fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    error
+}
+
+/// Calls until the kernel is reading when the time is up: on a busy machine it may be up before.
+fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
+    loop {
+        let error = timed_out(call());
+        if error.fact(STILL_READING).is_some() {
+            return error;
+        }
+    }
+}
+
+#[test]
+fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
+    for registered in [false, true] {
+        let pair = pair();
+        let (silent, loud) = (blocks(&pair.far, true), blocks(&pair.far, true));
+        let (bytes, loud_bytes) = (silent.fill(1), loud.fill(2));
+        let near = blocks(&pair.near, registered);
+        let before = near.fill(3);
+        let used = || pair.near.stats().host_pool.unwrap().pool.used_bytes;
+        let used_before = used();
+        let stalled = stall(&silent);
+        let error = lose(|| pull(&pair, &silent, &near, 1));
+        assert_eq!(error.fact(STILL_READING), Some(std::process::id().to_string().as_str()), "{error}");
+        assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
+        assert!(error.arrived().is_empty(), "{error}");
+        assert!(near.read() == before);
+        // Calls on that row wait; on other rows they do not, nor do pulls of what answers.
+        timed_out(pair.near.copy_blocks(&near.end(), &[(0, 1)]));
+        timed_out(pull(&pair, &loud, &near, 1));
+        eventually("a copy", || pair.near.copy_blocks(&near.end(), &[(0, 3)]).is_ok());
+        eventually("a pull", || pull(&pair, &loud, &near, 2).is_ok());
+        assert!(near.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
+        // The memory is not the caller's again, nor anybody else's.
+        let id = near.cache.id();
+        if registered {
+            timed_out(pair.near.unregister(id));
+        } else {
+            pair.near.deallocate(id).unwrap();
+        }
+        let own = near.own;
+        drop(near.cache);
+        assert_eq!(used(), used_before);
+        drop(stalled);
+        if registered {
+            eventually("the end of the kernel's call", || pair.near.unregister(id).is_ok());
+            let late = own.unwrap().read();
+            assert!(late[0][ROW..2 * ROW] == bytes[0][ROW..2 * ROW], "what the error warned of");
+        } else {
+            eventually("the return of the memory", || used() == 0);
+        }
+    }
+}
+
+#[test]
+fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
+    let pair = pair();
+    let (silent, loud) = (blocks(&pair.near, true), blocks(&pair.near, true));
+    let loud_bytes = loud.fill(2);
+    silent.fill(1);
+    let far = blocks(&pair.far, false);
+    let _before = far.fill(3);
+    let stalled = stall(&silent);
+    while stalled.waiting() == 0 {
+        timed_out(push(&pair, &silent, &far, 1));
+    }
+    // The thread that serves has come back, and its row stays pinned.
+    eventually("the end of the request", || {
+        let stats = pair.far.stats();
+        let served = stats.ops.iter().find(|(name, _)| *name == "served").unwrap();
+        served.1.failures > 0
+    });
+    timed_out(pair.far.copy_blocks(&far.end(), &[(0, 1)]));
+    eventually("a push", || push(&pair, &loud, &far, 2).is_ok());
+    assert!(far.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
+    drop(stalled);
+    eventually("the end of the kernel's call", || pair.far.copy_blocks(&far.end(), &[(0, 1)]).is_ok());
+}
+
+#[test]
+fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
+    let pair = Pair::with(Way::Shm, |config| {
+        config.remote_accessible = true;
+        // The pusher has all the time in the world.
+        config.sync_timeout = Duration::from_secs(3600);
+        config.links.heartbeat = Duration::from_millis(200);
+        config.links.silence = Duration::from_secs(2);
+    });
+    let silent = blocks(&pair.near, true);
+    let far = blocks(&pair.far, false);
+    let stalled = stall(&silent);
+    let error = timed_out(push(&pair, &silent, &far, 1));
+    assert!(error.to_string().contains("link_silence"), "{error}");
+    assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
+    drop(stalled);
+}
+
+#[test]
+fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
+    let Pair { near, far } = pair();
+    let silent = blocks(&far, true);
+    silent.fill(1);
+    let to = blocks(&near, false);
+    let at = to.cache.addrs()[0];
+    let mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().any(|line| {
+            let (range, rest) = line.split_once(' ').unwrap();
+            let (from, to) = range.split_once('-').unwrap();
+            let number = |text| u64::from_str_radix(text, 16).unwrap();
+            (number(from)..number(to)).contains(&at) && rest.contains("llm_datadist host pool")
+        })
+    };
+    let stalled = stall(&silent);
+    let pair = Pair { near, far };
+    lose(|| pull(&pair, &silent, &to, 0));
+    let Pair { near, far: _far } = pair;
+    drop(to);
+    drop(near);
+    assert!(mapped(), "the kernel may still write there");
+    drop(stalled);
+    eventually("the end of the kernel's call", || !mapped());
+}

@@ -1,0 +1,481 @@
+//! Huge pages on request: only what was touched is merged, nothing changes but the size of the pages, and it ends.
+//!
+//! Whether the kernel merges at all is asked with plain calls first; where it does not, the tests say so. Not for: speed.
+#![allow(unsafe_code, reason = "the test's own mapping of a descriptor, and its own question to the kernel")]
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use llm_datadist_core::copy::CopyEngine;
+use llm_datadist_core::huge_pages::Merger;
+use llm_datadist_core::memory::kernels::{Kernel, copy};
+use llm_datadist_core::memory::{
+    ForeignProcess, ForeignRegion, MapBudget, Refusal, Region, Tensors, allow_readers, own_probe,
+};
+use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
+use Placement::{Device, Host};
+
+const UNIT: usize = Region::UNIT_BYTES as usize;
+const PAGE: usize = 4096;
+
+/// Why this kernel does not put pages of shared memory into huge ones when asked, and only then; by what it says of
+/// itself.
+fn excused() -> Option<&'static str> {
+    let setting =
+        std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+    // SAFETY: a question with plain numbers.
+    let forbidden = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) } != 0;
+    match setting {
+        _ if (numbers.next(), numbers.next()) < (Some(6), Some(1)) => Some("the kernel is older than 6.1"),
+        _ if forbidden => Some("huge pages are forbidden to this process"),
+        setting if setting.is_empty() => Some("the kernel has no huge pages for shared memory"),
+        setting if !setting.contains("[never]") && !setting.contains("[advise]") => {
+            Some("the kernel makes huge pages unasked")
+        }
+        _ if reserve() > 0 => Some("pools are made of reserved huge pages"),
+        _ => None,
+    }
+}
+
+/// Reserved huge pages that nobody uses.
+fn reserve() -> u64 {
+    let facts = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = facts.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
+    line.map_or(0, |number| number.trim().parse().unwrap())
+}
+
+/// Whether this kernel puts pages of shared memory into huge ones when asked, and only then. Asked without the engine. A
+/// kernel that has nothing to say against it must.
+pub(crate) fn merges() -> bool {
+    if let Some(why) = excused() {
+        skipped(why);
+        return false;
+    }
+    let file = memfd_create("probe", MemfdFlags::CLOEXEC).unwrap();
+    let file = File::from(file);
+    file.set_len(UNIT as u64).unwrap();
+    file.write_all_at(&[1], 0).unwrap();
+    // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+    let held = unsafe {
+        libc::mmap(null_mut(), 2 * UNIT, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    assert_ne!(held, libc::MAP_FAILED);
+    let unit = (held as usize).next_multiple_of(UNIT) as *mut c_void;
+    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+    // SAFETY: inside the mapping just made, which nobody else knows of.
+    assert_eq!(unsafe { libc::mmap(unit, UNIT, rights, flags, file.as_raw_fd(), 0) }, unit);
+    // SAFETY: advice on the same mapping.
+    let merged = unsafe { libc::madvise(unit, UNIT, 25) } == 0;
+    // SAFETY: the mapping made above; nothing points into it any more.
+    unsafe { libc::munmap(held, 2 * UNIT) };
+    assert!(merged, "this kernel should put memory into huge pages on request, and does not");
+    true
+}
+
+fn region(units: usize) -> Arc<Region> {
+    Arc::new(Region::shared("test", (units * UNIT) as u64).unwrap())
+}
+
+fn carved(region: &Arc<Region>, at: usize, len: usize) -> Tensors {
+    Tensors::carved(region.clone(), [at as u64], len as u64, Box::new(())).unwrap()
+}
+
+/// Writes the pattern of `seed` to a range of a region.
+fn touch(region: &Arc<Region>, seed: u8, range: Range<usize>) {
+    let len = range.len();
+    let buffer = Buffer::new(len, |at| pattern(seed, 0, range.start + at));
+    let from = Tensors::adopted(buffer.adopt(0, len));
+    let to = carved(region, range.start, len);
+    copy(from.window(0, 0, len as u64).unwrap(), to.window(0, 0, len as u64).unwrap(), Kernel::PLAIN)
+        .unwrap();
+}
+
+fn read(region: &Region, at: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    let file = File::from(region.descriptor().unwrap().try_clone_to_owned().unwrap());
+    file.read_exact_at(&mut bytes, at as u64).unwrap();
+    bytes
+}
+
+pub(crate) fn ended(merger: &Merger) {
+    // A tenth of the wall clock, of cores that may be busy with other tests.
+    let until = Instant::now() + Duration::from_secs(120);
+    while merger.running() {
+        assert!(Instant::now() < until, "the merger never ended");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn what_nobody_touched_stays_uncommitted() {
+    if !merges() {
+        return;
+    }
+    let region = region(40);
+    let base = usize::try_from(region.base()).unwrap();
+    touch(&region, 1, 0..3 * UNIT); // whole units
+    touch(&region, 1, 5 * UNIT..5 * UNIT + UNIT / 8 * 7); // just enough of one
+    touch(&region, 1, 7 * UNIT..7 * UNIT + UNIT / 8 * 7 - PAGE); // a page less
+    touch(&region, 1, 9 * UNIT + UNIT / 2..10 * UNIT + UNIT / 2); // two halves
+    touch(&region, 1, 20 * UNIT + 77 * PAGE..20 * UNIT + 78 * PAGE); // one page
+    touch(&region, 1, 39 * UNIT..40 * UNIT); // the last
+    let few = (UNIT / 8 * 7 - PAGE) + UNIT + PAGE;
+    assert_eq!(region.committed_bytes() as usize, 4 * UNIT + UNIT / 8 * 7 + few);
+    let before = read(&region, 0, 40 * UNIT);
+    // That reads holes, which commits nothing: the descriptor is read, not the mapping.
+    assert_eq!(region.committed_bytes() as usize, 4 * UNIT + UNIT / 8 * 7 + few);
+
+    let merger = Merger::new([region.clone()]);
+    merger.look();
+    ended(&merger);
+    let report = merger.merged(&region);
+    assert_eq!(report.errno, None);
+    assert_eq!(report.bytes as usize, 5 * UNIT, "three, the one that is touched enough, and the last");
+    assert_eq!(region.committed_bytes() as usize, 5 * UNIT + few, "an eighth of one unit more");
+    assert_eq!(region.huge_bytes() as usize, 5 * UNIT, "the kernel says the same");
+    assert_eq!(region.base() as usize, base);
+    assert!(read(&region, 0, 40 * UNIT) == before, "merging changed bytes");
+
+    // Nothing is left to do: looking starts no thread.
+    merger.look();
+    assert!(!merger.running());
+    // The rest of the unit that lacked a page, and more.
+    touch(&region, 1, 7 * UNIT + UNIT / 8 * 7 - PAGE..9 * UNIT);
+    merger.look();
+    ended(&merger);
+    assert_eq!(merger.merged(&region).bytes as usize, 7 * UNIT);
+    assert_eq!(region.huge_bytes() as usize, 7 * UNIT);
+}
+
+#[test]
+fn a_group_without_room_is_short_of_memory_and_not_busy() {
+    let of = |errno| Refusal::from(std::io::Error::from_raw_os_error(errno));
+    // madvise(2): EBUSY, the control group has no room; ENOMEM, no huge page is free; EAGAIN, pages are in use.
+    assert_eq!([libc::EBUSY, libc::ENOMEM].map(of), [Refusal::NoMemory; 2]);
+    assert_eq!([libc::EAGAIN, libc::EINTR].map(of), [Refusal::Busy; 2]);
+    assert_eq!(of(libc::EINVAL), Refusal::Unable(libc::EINVAL));
+}
+
+#[test]
+fn only_much_work_makes_it_look() {
+    if !merges() {
+        return;
+    }
+    let region = region(4);
+    touch(&region, 2, 0..4 * UNIT);
+    let merger = Merger::new([region.clone()]);
+    for _ in 0..63 {
+        merger.moved(1 << 20);
+    }
+    assert!(!merger.running());
+    assert_eq!(merger.merged(&region).bytes, 0);
+    merger.moved(1 << 20);
+    ended(&merger);
+    assert_eq!(merger.merged(&region).bytes as usize, 4 * UNIT);
+    // However much is moved, nothing new was touched.
+    merger.moved(u64::MAX);
+    assert!(!merger.running());
+}
+
+#[test]
+fn the_merger_ends_when_there_is_nothing_left() {
+    if !merges() {
+        return;
+    }
+    let large = region(24);
+    touch(&large, 3, 0..24 * UNIT);
+    let merger = Merger::new([large.clone(), region(2)]);
+    merger.look();
+    assert!(merger.running());
+    merger.close();
+    let done = merger.merged(&large).bytes as usize;
+    assert!(done < 24 * UNIT, "it was cut short: {done}");
+    merger.look();
+    merger.moved(u64::MAX);
+    assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
+    drop(merger);
+    // A second one goes on where the first was closed.
+    let merger = Merger::new([large.clone()]);
+    merger.look();
+    ended(&merger);
+    assert_eq!(merger.merged(&large).bytes as usize, 24 * UNIT);
+    drop(merger);
+}
+
+/// Copies, reads through a peer's mapping and reads through the kernel go on while units are merged: every byte read is
+/// right all the time, and every byte written is there at the end.
+#[test]
+fn nobody_sees_it_happen() {
+    const UNITS: usize = 48;
+    const BLOCK: usize = 48 << 10;
+    if !merges() {
+        return;
+    }
+    let region = region(UNITS);
+    let half = UNITS / 2 * UNIT;
+    touch(&region, 4, 0..UNITS * UNIT);
+    let descriptor = region.descriptor().unwrap().try_clone_to_owned().unwrap();
+    let soon = Deadline::after(Duration::from_secs(1));
+    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None), soon).unwrap();
+    allow_readers();
+    let own = i32::try_from(std::process::id()).unwrap();
+    let process = ForeignProcess::open(own, own_probe().unwrap()).unwrap();
+    let merger = Merger::new([region.clone()]);
+    let stop = AtomicBool::new(false);
+
+    /// Stops the readers also where the test fails, which would wait for them.
+    struct Stopping<'a>(&'a AtomicBool);
+    impl Drop for Stopping<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    // The first half is only read.
+    let checked = |source: &(dyn Fn(usize) -> Tensors + Sync), by: &dyn Fn(&Tensors, &Tensors)| {
+        let (mut seen, mut turn) = (0, 0);
+        while !stop.load(Ordering::Relaxed) || seen == 0 {
+            turn = (turn * 5 + 4099) % (half / PAGE);
+            let at = (turn * PAGE).min(half - BLOCK);
+            let buffer = Buffer::new(BLOCK, |_| 0);
+            by(&source(at), &Tensors::adopted(buffer.adopt(0, BLOCK)));
+            let wrong = buffer
+                .read(0, BLOCK)
+                .iter()
+                .enumerate()
+                .find(|&(i, &byte)| byte != pattern(4, 0, at + i))
+                .map(|(i, _)| i);
+            assert_eq!(wrong, None, "a byte of the block at {at} is wrong");
+            seen += 1;
+        }
+        seen
+    };
+    let all = BLOCK as u64;
+    let plain = |from: &Tensors, to: &Tensors| {
+        copy(from.window(0, 0, all).unwrap(), to.window(0, 0, all).unwrap(), Kernel::PLAIN).unwrap();
+    };
+    let seen: Vec<usize> = thread::scope(|scope| {
+        let mapped = |at: usize| Tensors::mapped(peer.clone(), [at as u64], all).unwrap();
+        let asked = |at: usize| {
+            let addr = region.base() + at as u64;
+            Tensors::of_process(process.clone(), [addr].into(), all).unwrap()
+        };
+        let by_kernel = |from: &Tensors, to: &Tensors| {
+            process.read(&[(from.window(0, 0, all).unwrap(), to.window(0, 0, all).unwrap())]).unwrap();
+        };
+        let mapped = scope.spawn(move || checked(&mapped, &plain));
+        let asked = scope.spawn(move || checked(&asked, &by_kernel));
+        // The second half is written anew, in an order that meets the merger everywhere.
+        let writer = scope.spawn(|| {
+            let mut written = 0;
+            for step in 0..half / UNIT * 8 {
+                let at = half + (step * 37 % (half / UNIT * 8)) * (UNIT / 8);
+                touch(&region, 5, at..at + UNIT / 8);
+                written += 1;
+            }
+            written
+        });
+        let stopping = Stopping(&stop);
+        merger.look();
+        let written = writer.join().unwrap();
+        ended(&merger);
+        drop(stopping);
+        vec![mapped.join().unwrap(), asked.join().unwrap(), written]
+    });
+    assert!(seen[0] > 10 && seen[1] > 10 && seen[2] == half / UNIT * 8, "{seen:?}");
+    // Units that were being read through the kernel each time they were tried may be left.
+    assert!(merger.merged(&region).bytes as usize >= half, "{:?}", merger.merged(&region));
+    let bytes = read(&region, 0, UNITS * UNIT);
+    let expected = |at: usize| pattern(if at < half { 4 } else { 5 }, 0, at);
+    let wrong = bytes.iter().enumerate().find(|&(at, &byte)| byte != expected(at));
+    assert_eq!(wrong, None);
+}
+
+#[test]
+fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
+    if !merges() {
+        return;
+    }
+    for (choice, expected) in [
+        (HugeChoice::Auto, false),
+        (HugeChoice::Off, false),
+        (HugeChoice::Merge, true),
+        (HugeChoice::MergeRegistered, true),
+    ] {
+        let mut config = config(48 << 20);
+        config.huge_pages = choice;
+        let engine = DataDist::open(config).unwrap();
+        let near = engine.allocate(&desc(Host, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
+        let far = engine.allocate(&desc(Device, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
+        let (near, far) = (End::Managed(near.id()), End::Managed(far.id()));
+        let pairs: Vec<_> = (0..16).map(|block| (block, 15 - block)).collect();
+        // Three times 32 MiB: after the second it looks, and 32 MiB of each pool were touched by then.
+        for _ in 0..3 {
+            engine.swap_blocks(&far, &near, &pairs).unwrap();
+        }
+        let until = Instant::now() + Duration::from_secs(20);
+        let merged = || engine.stats().host_pool.unwrap().merged_bytes;
+        while expected && merged() < 32 << 20 {
+            assert!(Instant::now() < until, "only {} bytes", merged());
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(merged(), if expected { 32 << 20 } else { 0 }, "{choice:?}");
+        let report = engine.stats().host_pool.unwrap();
+        assert_eq!(report.merge_errno, None);
+        assert_eq!(report.committed_bytes, 32 << 20, "what was not touched is not committed");
+        assert_eq!(engine.huge_bytes(Host), report.merged_bytes);
+    }
+}
+
+#[test]
+fn eager_pools_are_there_when_open_returns() {
+    let can = merges();
+    let mut config = config((32 << 20) + 4096);
+    config.huge_pages = HugeChoice::Eager;
+    let engine = DataDist::open(config.clone()).unwrap();
+    let stats = engine.stats();
+    for (placement, report) in [(Host, stats.host_pool.unwrap()), (Device, stats.device_pool.unwrap())] {
+        assert!(report.committed_bytes >= (32 << 20) + 4096, "{report:?}");
+        if can {
+            assert_eq!(report.merged_bytes, 34 << 20, "{report:?}");
+            assert_eq!(engine.huge_bytes(placement), 34 << 20);
+        }
+    }
+    // And it works, from zeros on.
+    let cache = engine.allocate(&desc(Device, 1, 8, 1 << 20), CacheKind::Blocks, &[]).unwrap();
+    let buffer = Buffer::new(1 << 20, |_| 9);
+    let to = Tensors::adopted(buffer.adopt(0, 1 << 20));
+    let window = cache.tensors().window(0, 7 << 20, 1 << 20).unwrap();
+    copy(window, to.window(0, 0, 1 << 20).unwrap(), Kernel::PLAIN).unwrap();
+    assert_eq!(buffer.read(0, 1 << 20), vec![0; 1 << 20]);
+    drop(cache);
+    // Nothing is left for the background, however much is moved.
+    drop(engine);
+}
+
+#[test]
+fn eager_asks_for_no_more_than_there_is() {
+    let mut config = config(1 << 20);
+    config.huge_pages = HugeChoice::Eager;
+    config.device_pool.as_mut().unwrap().memory_size = 1 << 46;
+    let error = DataDist::open(config.clone()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    let fact = |name: &str| error.fact(name).unwrap().parse::<u64>().unwrap();
+    // What can be reserved for the small one is not counted.
+    let small = if reserve() > 0 { 0 } else { 2 << 20 };
+    assert_eq!(fact("pool_bytes"), (1 << 46) + small, "{error}");
+    assert!(fact("usable_bytes") < 1 << 46 && error.to_string().contains("eager"), "{error}");
+    // Otherwise such a pool is address space.
+    config.huge_pages = HugeChoice::Auto;
+    let engine = DataDist::open(config).unwrap();
+    assert_eq!(engine.stats().device_pool.unwrap().committed_bytes, 0);
+}
+
+#[test]
+fn memory_of_a_device_is_left_alone() {
+    let region = Arc::new(Region::opaque(0xDEAD_0000_0000_0000, 64 << 20));
+    assert_eq!((region.units(), region.merges()), (0, false));
+    let engine =
+        CopyEngine::new(&config(1 << 20), llm_datadist_core::device::DeviceSet::host_only()).unwrap();
+    let merger = Merger::new([region.clone()]);
+    merger.commit(&engine).unwrap();
+    merger.moved(u64::MAX);
+    assert_eq!((merger.running(), merger.merged(&region).bytes), (false, 0));
+    assert!(region.commit(0).unwrap().is_err() && region.merge(0).is_err());
+}
+
+/// Bytes in huge pages in a range of this process's own memory, as the kernel says.
+fn own_huge_bytes(at: u64, len: usize) -> u64 {
+    let (mut inside, mut sum) = (false, 0);
+    for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        if let Some((from, to)) = range.and_then(|(from, to)| Some((number(from)?, number(to)?))) {
+            inside = from >= at && to <= at + len as u64;
+        } else if inside && line.starts_with("AnonHugePages:") {
+            sum += line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
+        }
+    }
+    sum
+}
+
+#[test]
+fn registered_memory_is_merged_only_if_that_was_asked_for() {
+    if !merges() {
+        return;
+    }
+    let mut huge = Vec::new();
+    let choices = [
+        HugeChoice::Auto,
+        HugeChoice::Off,
+        HugeChoice::Merge,
+        HugeChoice::MergeRegistered,
+        HugeChoice::Eager,
+    ];
+    for choice in choices {
+        let mut config = config(1 << 20);
+        config.huge_pages = choice;
+        let engine = DataDist::open(config).unwrap();
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let (len, rights) = (10 * UNIT, libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+        let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
+        assert_ne!(at, libc::MAP_FAILED);
+        // SAFETY: advice on the mapping just made: small pages at a touch, whatever this system prefers.
+        unsafe { libc::madvise(at, len, libc::MADV_NOHUGEPAGE) };
+        for offset in (0..len).step_by(PAGE) {
+            // SAFETY: inside the mapping just made.
+            unsafe { ((at as usize + offset) as *mut u8).write(pattern(6, 0, offset)) };
+        }
+        // Four tensors that lie end to end, off every alignment, with other bytes around them.
+        let first = at as u64 + 4096;
+        let addrs: Vec<u64> = (0..4).map(|tensor| first + tensor * 2 * UNIT as u64).collect();
+        let adopted = adopt(&desc(Host, 4, 2, UNIT), CacheKind::Blocks, &addrs);
+        let cache = engine.register(adopted, &[], Some(false)).unwrap();
+        huge.push(own_huge_bytes(at as u64, len));
+        for offset in (0..len).step_by(PAGE) {
+            // SAFETY: inside the mapping, which nobody writes now.
+            let byte = unsafe { ((at as usize + offset) as *const u8).read() };
+            assert_eq!(byte, pattern(6, 0, offset));
+        }
+        engine.unregister(cache.id()).unwrap();
+        drop((cache, engine));
+        // SAFETY: the mapping made above; the engine that was given its addresses is gone.
+        unsafe { libc::munmap(at, len) };
+    }
+    assert_eq!(huge[..4], [0; 4]);
+    // Eight units long, so seven at least are whole ones wherever it starts.
+    assert!((7 * UNIT as u64..=8 * UNIT as u64).contains(&huge[4]), "{huge:?}");
+}
+
+#[test]
+fn memory_that_is_not_there_is_registered_as_before() {
+    let mut config = config(1 << 20);
+    config.huge_pages = HugeChoice::Eager;
+    let engine = DataDist::open(config).unwrap();
+    for at in [4096, 1 << 46, u64::MAX - (64 << 20)] {
+        let adopted = adopt(&desc(Host, 1, 8, UNIT), CacheKind::Blocks, &[at]);
+        let cache = engine.register(adopted, &[], Some(false)).unwrap();
+        engine.unregister(cache.id()).unwrap();
+    }
+    // What a region's descriptor says stays the same: nobody else may use its offset.
+    let region = region(2);
+    assert!(region.descriptor().unwrap().as_raw_fd() > 2 && region.touched_unit(0).is_none());
+    assert_eq!(
+        (region.touched_bytes(0), region.touched_bytes(2), region.touched_unit(u64::MAX)),
+        (0, 0, None)
+    );
+}

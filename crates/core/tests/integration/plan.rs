@@ -1,0 +1,847 @@
+//! Plans: run wave by wave in any order inside a wave, they do what copying pair by pair does; and they are merged.
+//!
+//! Not for: memory or workers (`engine.rs`).
+
+use std::collections::HashSet;
+
+use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, SpanList, Wave};
+use llm_datadist_core::validate::{BlockPairs, CopyRange, Move, Moves, Pieces};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::bed::proptest_cases;
+
+type Pairs = Vec<(u64, u64)>;
+
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, ends: Ends) -> CopyPlan {
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors: 3 }, ends).unwrap()
+}
+
+fn pieces(wave: &Wave) -> Vec<Piece> {
+    wave.pieces(0, wave.tensor_bytes()).collect()
+}
+
+/// Two tensors as bytes; with one cache both are the same.
+#[derive(Clone, PartialEq, Debug)]
+struct Model {
+    src: Vec<u8>,
+    dst: Vec<u8>,
+    ends: Ends,
+}
+
+impl Model {
+    fn new(rows: u64, block_bytes: u64, ends: Ends) -> Self {
+        let bytes = (rows * block_bytes) as usize;
+        Model {
+            src: (0..bytes).map(|at| at as u8).collect(),
+            dst: (0..bytes).map(|at| !(at as u8)).collect(),
+            ends,
+        }
+    }
+
+    fn get(&self, at: u64) -> u8 {
+        if self.ends == Ends::OneCache { self.dst[at as usize] } else { self.src[at as usize] }
+    }
+
+    fn one_by_one(mut self, pairs: &[(u64, u64)], block_bytes: u64) -> Self {
+        for &(src, dst) in pairs {
+            for at in 0..block_bytes {
+                self.dst[(dst * block_bytes + at) as usize] = self.get(src * block_bytes + at);
+            }
+        }
+        self
+    }
+
+    /// Piece after piece, each wave in the order `shuffle` leaves it.
+    fn in_order(mut self, plan: &CopyPlan, mut shuffle: impl FnMut(&mut Vec<Piece>)) -> Self {
+        for wave in plan.waves() {
+            let mut pieces = pieces(wave);
+            shuffle(&mut pieces);
+            for Piece { src, dst, len } in pieces {
+                for at in 0..len {
+                    self.dst[(dst + at) as usize] = self.get(src + at);
+                }
+            }
+        }
+        self
+    }
+
+    /// All reads of a wave before all its writes.
+    fn reads_first(mut self, plan: &CopyPlan) -> Self {
+        for wave in plan.waves() {
+            let pieces = pieces(wave);
+            let read: Vec<Vec<u8>> = pieces
+                .iter()
+                .map(|piece| (0..piece.len).map(|at| self.get(piece.src + at)).collect())
+                .collect();
+            for (piece, bytes) in pieces.iter().zip(read) {
+                let at = piece.dst as usize;
+                self.dst[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+        }
+        self
+    }
+}
+
+/// Lists of pairs of every shape the engine is meant to see, over `rows` blocks.
+fn lists(rows: u64) -> impl Strategy<Value = Pairs> {
+    let any = prop::collection::vec((0..rows, 0..rows), 0..24);
+    let run = (0..rows, 0..rows, 1..rows, 0..4u64, -3..4i64).prop_map(move |(src, dst, count, up, step)| {
+        let at = |k: u64| (src + k * up, dst.cast_signed() + k.cast_signed() * step);
+        let inside = |(src, dst): (u64, i64)| {
+            u64::try_from(dst).ok().filter(|dst| src < rows && *dst < rows).map(|dst| (src, dst))
+        };
+        (0..count).filter_map(|k| inside(at(k))).collect::<Pairs>()
+    });
+    let swapped = (0..rows, 0..rows, 0..rows).prop_map(|(a, b, spare)| vec![(a, spare), (b, a), (spare, b)]);
+    let chain = prop::collection::vec(0..rows, 2..10)
+        .prop_map(|blocks| blocks.windows(2).map(|two| (two[0], two[1])).collect::<Pairs>());
+    let fan_out = (0..rows, prop::collection::vec(0..rows, 1..8))
+        .prop_map(|(src, all)| all.into_iter().map(|dst| (src, dst)).collect::<Pairs>());
+    let fan_in = (0..rows, prop::collection::vec(0..rows, 1..8))
+        .prop_map(|(dst, all)| all.into_iter().map(|src| (src, dst)).collect::<Pairs>());
+    let onto_itself = (0..rows).prop_map(|block| vec![(block, block)]);
+    let part = prop_oneof![4 => any, 4 => run, 1 => swapped, 1 => chain, 1 => fan_out, 1 => fan_in, 1 => onto_itself];
+    prop::collection::vec(part, 1..4).prop_map(|parts| parts.concat())
+}
+
+/// Long lists are sorted by digits; the result is that of comparing. Seen through a plan: its spans are by source.
+#[test]
+fn long_lists_are_planned_as_short_ones_are() {
+    let (len, count) = (4096u64, 3000u64);
+    // A permutation, with sources that differ in high bits too.
+    let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
+    let pieces: Vec<Move> =
+        (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
+    let plan =
+        CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() })
+            .unwrap();
+    let moved: Vec<(u64, u64, u64)> =
+        plan.pieces(0, plan.bytes()).map(|(_, piece)| (piece.src, piece.dst, piece.len)).collect();
+    let mut expected: Vec<(u64, u64, u64)> =
+        pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();
+    expected.sort_unstable();
+    let bytes = |list: &[(u64, u64, u64)]| -> Vec<(u64, u64)> {
+        list.iter()
+            .flat_map(|&(src, dst, len)| (0..len / 4096).map(move |k| (src + k * 4096, dst + k * 4096)))
+            .collect()
+    };
+    assert_eq!(bytes(&moved), bytes(&expected));
+    assert_eq!(plan.waves().len(), 1);
+    // One destination twice: the order counts again.
+    let mut twice = pieces;
+    twice[2999].dst = twice[0].dst;
+    let plan =
+        CopyPlan::moves(&mut Moves { pieces: twice.into(), num_tensors: 1, ..Moves::default() }).unwrap();
+    assert_eq!(plan.waves().len(), 2);
+}
+
+#[test]
+fn does_what_copying_pair_by_pair_does() {
+    let (mut looked_at, mut with_waves) = (0u64, 0u64);
+    let mut runner = TestRunner::new(proptest_cases(3000));
+    let input = (lists(14), 1..6u64, any::<bool>(), any::<u64>());
+    let ran = std::cell::RefCell::new((&mut looked_at, &mut with_waves));
+    runner
+        .run(&input, |(pairs, block_bytes, one_cache, seed)| {
+            let ends = if one_cache { Ends::OneCache } else { Ends::TwoCaches };
+            let plan = plan(&pairs, block_bytes, ends);
+            let start = Model::new(14, block_bytes, ends);
+            let expected = start.clone().one_by_one(&pairs, block_bytes);
+            prop_assert_eq!(&start.clone().in_order(&plan, |_| {}), &expected);
+            prop_assert_eq!(&start.clone().in_order(&plan, |pieces| pieces.reverse()), &expected);
+            let mut random = seed;
+            let shuffled = start.clone().in_order(&plan, |pieces| {
+                for at in (1..pieces.len()).rev() {
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    pieces.swap(at, (random >> 33) as usize % (at + 1));
+                }
+            });
+            prop_assert_eq!(&shuffled, &expected);
+            prop_assert_eq!(&start.clone().reads_first(&plan), &expected);
+            for wave in plan.waves() {
+                independent(wave, ends, 14 * block_bytes)?;
+                spans_say_what_pieces_say(wave)?;
+            }
+            let moved: u64 = plan.waves().iter().map(Wave::tensor_bytes).sum();
+            let useful =
+                pairs.iter().filter(|(src, dst)| ends == Ends::TwoCaches || src != dst).count() as u64;
+            prop_assert_eq!(moved, useful * block_bytes);
+            prop_assert_eq!(plan.bytes(), 3 * moved);
+            let mut ran = ran.borrow_mut();
+            *ran.0 += useful;
+            *ran.1 += u64::from(plan.waves().len() > 1);
+            Ok(())
+        })
+        .unwrap();
+    assert!(looked_at > 1000 && with_waves > 50, "{looked_at} pairs, {with_waves} plans of several waves");
+}
+
+/// No byte is written twice, none is written and read, none is outside, in one wave.
+fn independent(wave: &Wave, ends: Ends, tensor_bytes: u64) -> Result<(), TestCaseError> {
+    let mut written = HashSet::new();
+    let all = pieces(wave);
+    prop_assert!(!all.is_empty());
+    for piece in &all {
+        prop_assert!(piece.len > 0);
+        prop_assert!(piece.src + piece.len <= tensor_bytes && piece.dst + piece.len <= tensor_bytes);
+        for at in piece.dst..piece.dst + piece.len {
+            prop_assert!(written.insert(at), "byte {} is written twice", at);
+        }
+    }
+    if ends == Ends::OneCache {
+        for piece in &all {
+            for at in piece.src..piece.src + piece.len {
+                prop_assert!(!written.contains(&at), "byte {} is read and written", at);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn spans_say_what_pieces_say(wave: &Wave) -> Result<(), TestCaseError> {
+    let by_hand: Vec<Piece> = wave
+        .spans()
+        .flat_map(|span| {
+            (0..span.count.cast_signed()).map(move |k| Piece {
+                src: (span.src.cast_signed() + k * span.src_step) as u64,
+                dst: (span.dst.cast_signed() + k * span.dst_step) as u64,
+                len: span.len,
+            })
+        })
+        .collect();
+    prop_assert_eq!(by_hand, pieces(wave));
+    Ok(())
+}
+
+#[test]
+fn cut_anywhere_the_pieces_tile_the_wave() {
+    let byte_pairs = |pieces: &[Piece]| -> Vec<(u64, u64)> {
+        pieces.iter().flat_map(|piece| (0..piece.len).map(|at| (piece.src + at, piece.dst + at))).collect()
+    };
+    let mut waves = 0u64;
+    let seen = std::cell::RefCell::new(&mut waves);
+    TestRunner::new(proptest_cases(1000))
+        .run(
+            &(lists(14), 1..9u64, prop::collection::vec(any::<u64>(), 0..6)),
+            |(pairs, block_bytes, cuts)| {
+                for wave in plan(&pairs, block_bytes, Ends::TwoCaches).waves() {
+                    let total = wave.tensor_bytes();
+                    let mut cuts: Vec<u64> =
+                        cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
+                    cuts.sort_unstable();
+                    let mut parts = Vec::new();
+                    for two in cuts.windows(2) {
+                        let part: Vec<Piece> = wave.pieces(two[0], two[1]).collect();
+                        prop_assert_eq!(part.iter().map(|piece| piece.len).sum::<u64>(), two[1] - two[0]);
+                        prop_assert!(part.iter().all(|piece| piece.len > 0));
+                        parts.extend(part);
+                    }
+                    prop_assert_eq!(byte_pairs(&parts), byte_pairs(&pieces(wave)));
+                    prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
+                    **seen.borrow_mut() += 1;
+                }
+                Ok(())
+            },
+        )
+        .unwrap();
+    assert!(waves > 500, "{waves}");
+}
+
+fn spans(pairs: &[(u64, u64)], ends: Ends) -> Vec<Vec<Span>> {
+    plan(pairs, 16, ends).waves().iter().map(|wave| wave.spans().collect()).collect()
+}
+
+/// `count` pieces of `blocks` blocks of 16 bytes.
+fn span(src: u64, dst: u64, blocks: u64, count: u64, src_step: i64, dst_step: i64) -> Span {
+    Span {
+        src: 16 * src,
+        dst: 16 * dst,
+        len: 16 * blocks,
+        count,
+        src_step: 16 * src_step,
+        dst_step: 16 * dst_step,
+    }
+}
+
+#[test]
+fn merges_to_the_fewest_spans() {
+    use Ends::{OneCache, TwoCaches};
+    let map = |count: u64, f: &dyn Fn(u64) -> (u64, u64)| (0..count).map(f).collect::<Pairs>();
+    let up = map(10, &|k| (k + 5, k + 20));
+    let mut given_backwards = up.clone();
+    given_backwards.reverse();
+    let mut given_shuffled = up.clone();
+    given_shuffled.swap(0, 7);
+    given_shuffled.swap(3, 9);
+    let groups = |n: u64| map(4 * n, &|k| (k / 4 * 8 + k % 4, k / 4 * 8 + k % 4 + 100));
+    let two_runs: Pairs = vec![(1, 5), (2, 6), (8, 3), (9, 4), (10, 5)];
+    let cases: Vec<(&str, Pairs, Ends, Vec<Vec<Span>>)> = vec![
+        ("nothing", vec![], TwoCaches, vec![]),
+        ("nothing in one", vec![], OneCache, vec![]),
+        ("one", vec![(3, 4)], TwoCaches, vec![vec![span(3, 4, 1, 1, 0, 0)]]),
+        ("ascending", up.clone(), TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("ascending, one cache", up, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given backwards", given_backwards, TwoCaches, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("given shuffled", given_shuffled, OneCache, vec![vec![span(5, 20, 10, 1, 0, 0)]]),
+        ("identity, two caches", map(9, &|k| (k, k)), TwoCaches, vec![vec![span(0, 0, 9, 1, 0, 0)]]),
+        ("identity, one cache", map(9, &|k| (k, k)), OneCache, vec![]),
+        ("descending", map(10, &|k| (k, 9 - k)), TwoCaches, vec![vec![span(0, 9, 1, 10, 1, -1)]]),
+        ("both strided", map(10, &|k| (2 * k, 3 * k + 1)), TwoCaches, vec![vec![span(0, 1, 1, 10, 2, 3)]]),
+        ("scattered", map(10, &|k| (k, 4 * k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 1, 4)]]),
+        ("gathered", map(10, &|k| (4 * k, k)), TwoCaches, vec![vec![span(0, 0, 1, 10, 4, 1)]]),
+        ("fan-out", map(10, &|k| (0, k + 1)), OneCache, vec![vec![span(0, 1, 1, 10, 0, 1)]]),
+        ("three equal runs", groups(3), TwoCaches, vec![vec![span(0, 100, 4, 3, 8, 8)]]),
+        (
+            "two equal runs",
+            groups(2),
+            TwoCaches,
+            vec![vec![span(0, 100, 4, 1, 0, 0), span(8, 108, 4, 1, 0, 0)]],
+        ),
+        (
+            "the example of the contract: the last wins",
+            two_runs,
+            TwoCaches,
+            // 10→5 comes after 1→5, so it waits for it.
+            vec![vec![span(1, 5, 2, 1, 0, 0), span(8, 3, 2, 1, 0, 0)], vec![span(10, 5, 1, 1, 0, 0)]],
+        ),
+        (
+            "a chain {0:[1],1:[2]}",
+            vec![(0, 1), (1, 2)],
+            OneCache,
+            vec![vec![span(0, 1, 1, 1, 0, 0)], vec![span(1, 2, 1, 1, 0, 0)]],
+        ),
+        (
+            "two exchanged through a third",
+            vec![(0, 2), (1, 0), (2, 1)],
+            OneCache,
+            vec![vec![span(0, 2, 1, 1, 0, 0)], vec![span(1, 0, 1, 1, 0, 0)], vec![span(2, 1, 1, 1, 0, 0)]],
+        ),
+        (
+            "read, then overwritten",
+            vec![(1, 2), (0, 1)],
+            OneCache,
+            vec![vec![span(1, 2, 1, 1, 0, 0)], vec![span(0, 1, 1, 1, 0, 0)]],
+        ),
+    ];
+    assert!(cases.len() > 15);
+    for (name, pairs, ends, expected) in cases {
+        assert_eq!(spans(&pairs, ends), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_chain_carries_the_first_block_all_the_way() {
+    let plan = plan(&[(0, 1), (1, 2)], 2, Ends::OneCache);
+    let end = Model::new(3, 2, Ends::OneCache).in_order(&plan, |_| {});
+    assert_eq!(end.dst, [255, 254, 255, 254, 255, 254]);
+}
+
+#[test]
+fn the_spans_of_a_large_swap_are_few() {
+    let pairs: Pairs = (0..4096).map(|k| (k, 4095 - k)).collect();
+    assert_eq!(spans(&pairs, Ends::TwoCaches), [[span(0, 4095, 1, 4096, 1, -1)]]);
+}
+
+#[test]
+fn a_range_is_one_span_and_onto_itself_nothing() {
+    let range = |src_offset, dst_offset| CopyRange {
+        src_row: 0,
+        dst_row: 0,
+        src_offset,
+        dst_offset,
+        bytes: 7,
+        num_tensors: 5,
+    };
+    let plan = CopyPlan::range(&range(3, 9), Ends::OneCache).unwrap();
+    assert_eq!(
+        plan.waves()[0].spans().collect::<Vec<_>>(),
+        [Span { src: 3, dst: 9, len: 7, count: 1, src_step: 0, dst_step: 0 }]
+    );
+    assert_eq!((plan.waves().len(), plan.bytes(), plan.num_tensors()), (1, 35, 5));
+    assert_eq!(CopyPlan::range(&range(3, 3), Ends::TwoCaches).unwrap().bytes(), 35);
+    let onto_itself = CopyPlan::range(&range(3, 3), Ends::OneCache).unwrap();
+    assert_eq!((onto_itself.waves().len(), onto_itself.bytes()), (0, 0));
+}
+
+#[test]
+fn offsets_near_two_to_the_63_do_not_overflow() {
+    let block_bytes = 1u64 << 40;
+    let last = (1u64 << 23) - 1;
+    let plan = plan(&[(last, 0), (last - 1, 1), (0, last)], block_bytes, Ends::TwoCaches);
+    let all: Vec<Piece> = plan.waves().iter().flat_map(pieces).collect();
+    assert_eq!(all.len(), 3);
+    for (src, dst) in [(last, 0), (last - 1, 1), (0, last)] {
+        assert!(all.contains(&Piece { src: src * block_bytes, dst: dst * block_bytes, len: block_bytes }));
+    }
+}
+
+/// A span of a peer: small numbers that nearly fit, and the largest there are.
+fn foreign_spans() -> impl Strategy<Value = Span> {
+    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
+    let step = || prop_oneof![12 => -12..12i64, 1 => Just(i64::MIN), 1 => Just(i64::MAX), 1 => any::<i64>()];
+    let count = prop_oneof![12 => 0..5u64, 1 => Just(u64::MAX), 1 => any::<u64>()];
+    (number(), number(), prop_oneof![12 => 0..6u64, 1 => any::<u64>()], count, step(), step()).prop_map(
+        |(src, dst, len, count, src_step, dst_step)| Span { src, dst, len, count, src_step, dst_step },
+    )
+}
+
+/// The pieces of a span, one by one, in numbers that cannot overflow.
+fn one_by_one(span: &Span) -> Vec<(i128, i128)> {
+    let mut pieces = vec![];
+    let (mut src, mut dst) = (i128::from(span.src), i128::from(span.dst));
+    for _ in 0..span.count {
+        pieces.push((src, dst));
+        src += i128::from(span.src_step);
+        dst += i128::from(span.dst_step);
+    }
+    pieces
+}
+
+/// Whether no two pieces of a wave write a byte in common, looked at pair by pair.
+fn once(wave: &[Span]) -> bool {
+    let pieces: Vec<(i128, i128)> = wave
+        .iter()
+        .flat_map(|span| one_by_one(span).into_iter().map(|(_, dst)| (dst, dst + i128::from(span.len))))
+        .collect();
+    let apart = |at: usize| pieces[at + 1..].iter().all(|b| pieces[at].1 <= b.0 || b.1 <= pieces[at].0);
+    (0..pieces.len()).all(apart)
+}
+
+/// Refused or sound: no number of a peer leads to a panic, a piece outside a tensor, or a row that is not touched.
+#[test]
+fn plans_of_peers() {
+    let waves = prop::collection::vec(prop::collection::vec(foreign_spans(), 0..3), 0..3);
+    let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
+    let sizes = (1..40u64, 1..40u64, 1..9u64);
+    let seen = std::cell::Cell::new((0, 0, 0));
+    TestRunner::new(proptest_cases(6000))
+        .run(&(tensors(), tensors(), tensors(), waves, sizes), |(count, src, dst, waves, sizes)| {
+            let (src_bytes, dst_bytes, row_bytes) = sizes;
+            let (made, fits, does_not) = seen.get();
+            let sound = waves.iter().flatten().all(|span| {
+                let few = span.count > 0 && span.count <= 1 << 20 && span.len > 0;
+                few && one_by_one(span)
+                    .windows(2)
+                    .all(|two| (two[0].1 - two[1].1).unsigned_abs() >= u128::from(span.len))
+                    && one_by_one(span).iter().all(|&(src, dst)| {
+                        let end = i128::from(u64::MAX) - i128::from(span.len);
+                        (0..=end).contains(&src) && (0..=end).contains(&dst)
+                    })
+            });
+            let all =
+                |sum: u128, span: &Span| sum.saturating_add(u128::from(span.len) * u128::from(span.count));
+            let total = waves.iter().flatten().fold(0, all);
+            let sound = sound
+                && count > 0
+                && src.checked_add(count).is_some()
+                && dst.checked_add(count).is_some()
+                && total.saturating_mul(u128::from(count)) < 1 << 63;
+            let sound = sound && waves.iter().all(|wave| once(wave));
+            let Ok(plan) = CopyPlan::from_parts(count, src, dst, waves.clone()) else {
+                prop_assert!(!sound, "refused, but sound");
+                return Ok(());
+            };
+            prop_assert!(sound, "taken, but not sound");
+            prop_assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (count, src, dst));
+            prop_assert_eq!(u128::from(plan.bytes()), total * u128::from(count));
+            let inside = |piece: (i128, i128), len: u64| {
+                piece.0 + i128::from(len) <= i128::from(src_bytes)
+                    && piece.1 + i128::from(len) <= i128::from(dst_bytes)
+            };
+            let pieces =
+                waves.iter().flatten().all(|span| one_by_one(span).iter().all(|&p| inside(p, span.len)));
+            let room = waves
+                .iter()
+                .all(|wave| wave.iter().map(|span| span.len * span.count).sum::<u64>() <= dst_bytes);
+            let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+            let expected = pieces && room && src + count <= 4 && dst + count <= 4;
+            prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
+            if expected {
+                let rows = |which: fn(&(i128, i128)) -> i128| -> Vec<u64> {
+                    let bytes = waves.iter().flatten().flat_map(|span| {
+                        let starts = one_by_one(span).into_iter().map(move |piece| which(&piece) as u64);
+                        starts.flat_map(|start| start..start + span.len)
+                    });
+                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
+                    rows.into_iter().collect()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.0));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.1));
+                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
+                prop_assert_eq!(walked, plan.bytes());
+            }
+            seen.set((made + 1, fits + u64::from(expected), does_not + u64::from(!expected)));
+            Ok(())
+        })
+        .unwrap();
+    let (made, fits, does_not) = seen.get();
+    assert!(made > 100 && fits > 50 && does_not > 50, "{made} made, {fits} fit, {does_not} do not");
+}
+
+#[test]
+fn what_a_plan_of_a_peer_may_not_say() {
+    let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let plan = |waves: Vec<Vec<Span>>| CopyPlan::from_parts(1, 0, 0, waves);
+    assert_eq!(plan(vec![vec![], vec![span], vec![]]).unwrap().waves().len(), 1);
+    for (bad, why) in [
+        (Span { len: 0, ..span }, "no bytes"),
+        (Span { count: 0, ..span }, "no pieces"),
+        (Span { count: 2, ..span }, "written twice"),
+        (Span { count: 3, len: 4, dst_step: -3, ..span }, "overlapping"),
+        (Span { count: 2, dst_step: -1, ..span }, "before the start"),
+        (Span { count: 2, dst_step: 1, src_step: -1, ..span }, "read before the start"),
+        (Span { len: 1 << 63, ..span }, "2^63 bytes"),
+        (Span { count: (1 << 24) + 1, dst_step: 1, ..span }, "too many pieces"),
+        (Span { src: u64::MAX, ..span }, "beyond 64 bits"),
+        (Span { count: u64::MAX, len: u64::MAX, dst_step: i64::MIN, ..span }, "everything at once"),
+    ] {
+        let error = plan(vec![vec![span], vec![bad]]).expect_err(why);
+        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::InvalidArgument, "{why}");
+        assert!(error.to_string().contains("the plan is not valid"), "{error}");
+    }
+    for (tensors, src, dst) in [(0, 0, 0), (1, u32::MAX, 0), (u32::MAX, 0, 1)] {
+        CopyPlan::from_parts(tensors, src, dst, vec![vec![span]]).unwrap_err();
+    }
+    // A count alone costs nothing: positions and rows are computed, not walked.
+    let wide = Span { src: 5, len: 1, count: 1 << 24, src_step: 0, dst_step: 1 << 20, ..span };
+    let plan = plan(vec![vec![wide]]).unwrap();
+    let error = plan.check_ends(None, Some((1, 1 << 44))).map(|()| plan.src_rows(4).unwrap()).unwrap();
+    assert_eq!(error, [1]);
+    let error = plan.check_ends(None, Some((1, (1 << 44) - (1 << 20)))).unwrap_err();
+    assert_eq!((error.fact("which"), error.fact("tensor_bytes")), (Some("written"), Some("17592184995840")));
+    let error = plan.check_ends(Some((1, 5)), None).unwrap_err();
+    assert_eq!(error.fact("which"), Some("read"));
+    let error = plan.check_ends(Some((0, 6)), None).unwrap_err();
+    assert_eq!((error.fact("which"), error.fact("num_tensors")), (Some("read"), Some("0")));
+}
+
+/// Byte positions count wave after wave, and each wave along all of its tensors.
+#[test]
+fn positions_across_waves() {
+    let plan = plan(&[(0, 1), (1, 2), (2, 1)], 5, Ends::TwoCaches);
+    assert_eq!((plan.waves().len(), plan.bytes()), (2, 3 * 3 * 5));
+    let all: Vec<_> = plan.pieces(0, plan.bytes()).collect();
+    let mut expected = vec![];
+    for wave in plan.waves() {
+        for tensor in 0..3 {
+            expected.extend(pieces(wave).into_iter().map(|piece| (tensor, piece)));
+        }
+    }
+    assert_eq!(all, expected);
+    let bytes = |list: Vec<(usize, Piece)>| -> Vec<(usize, u64, u64)> {
+        let byte = |(tensor, piece): (usize, Piece)| {
+            (0..piece.len).map(move |k| (tensor, piece.src + k, piece.dst + k))
+        };
+        list.into_iter().flat_map(byte).collect()
+    };
+    let all = bytes(all);
+    for from in 0..=45 {
+        for to in from..=46 {
+            let part = bytes(plan.pieces(from as u64, to as u64).collect());
+            assert_eq!(part, all[from..to.min(45)], "{from} to {to}");
+        }
+    }
+}
+
+/// Hundreds of equal blocks, mostly too scattered to be spans: `len`, where block 0 is at either end, and the pairs.
+fn scattered() -> impl Strategy<Value = (u64, (u64, u64), Vec<(u32, u32)>)> {
+    let shuffled = |count: u32| Just((0..count).collect::<Vec<u32>>()).prop_shuffle();
+    let lists =
+        (64..200u32).prop_flat_map(move |count| (shuffled(count + 40), shuffled(count + 40), Just(count)));
+    let firsts = (0..20u64, 0..20u64);
+    // A few destinations twice, so that there are waves; a run or two that joins.
+    let touch = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..3);
+    (lists, 1..5u64, firsts, touch, 0..30usize).prop_map(|((src, dst, count), len, first, touch, run)| {
+        let mut pairs: Vec<(u32, u32)> = src.into_iter().zip(dst).take(count as usize).collect();
+        for (from, to) in touch {
+            let at = (from.index(pairs.len()), to.index(pairs.len()));
+            pairs[at.0].1 = pairs[at.1].1;
+        }
+        for (k, pair) in (0..run as u32).zip(&mut pairs) {
+            *pair = (k, k + 250);
+        }
+        (len, first, pairs)
+    })
+}
+
+/// Blocks by numbers do what the same pieces one by one do, in whatever order and wherever cut; and say the same rows.
+#[test]
+fn scattered_blocks_do_what_copying_one_by_one_does() {
+    let (in_blocks, in_waves) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    let cut = prop::collection::vec(any::<u64>(), 0..6);
+    TestRunner::new(proptest_cases(400))
+        .run(&(scattered(), cut, 1..4u32), |((len, first, pairs), cuts, tensors)| {
+            let naive: Vec<Move> = pairs
+                .iter()
+                .map(|&(s, d)| Move {
+                    src: first.0 + u64::from(s) * len,
+                    dst: first.1 + u64::from(d) * len,
+                    len,
+                })
+                .collect();
+            let pieces = Pieces::Blocks { len, first, pairs };
+            prop_assert_eq!(pieces.iter().collect::<Vec<_>>(), naive.clone());
+            let plan =
+                CopyPlan::moves(&mut Moves { pieces, num_tensors: tensors, ..Moves::default() }).unwrap();
+            let bytes = 20 + 320 * len;
+            let mut expected: Vec<Option<u64>> = vec![None; bytes as usize];
+            for piece in &naive {
+                (0..len).for_each(|k| expected[(piece.dst + k) as usize] = Some(piece.src + k));
+            }
+            let mut got = vec![None; bytes as usize];
+            for wave in plan.waves() {
+                independent(wave, Ends::TwoCaches, bytes)?;
+                spans_say_what_pieces_say(wave)?;
+                let total = wave.tensor_bytes();
+                let mut cuts: Vec<u64> = cuts.iter().map(|cut| cut % (total + 1)).chain([0, total]).collect();
+                cuts.sort_unstable();
+                let parts = cuts.windows(2).rev().flat_map(|two| wave.pieces(two[0], two[1]));
+                let mut walked = 0;
+                for piece in parts {
+                    prop_assert!(piece.len > 0);
+                    walked += piece.len;
+                    (0..piece.len).for_each(|k| got[(piece.dst + k) as usize] = Some(piece.src + k));
+                }
+                prop_assert_eq!(walked, total);
+                prop_assert_eq!(wave.pieces(total, total + 10).count(), 0);
+                let across = wave.across_tensors(total / 2, total * u64::from(tensors));
+                prop_assert_eq!(
+                    across.map(|(_, piece)| piece.len).sum::<u64>(),
+                    total * u64::from(tensors) - total / 2
+                );
+            }
+            prop_assert_eq!(got, expected);
+            prop_assert_eq!(plan.bytes(), naive.len() as u64 * len * u64::from(tensors));
+            for row_bytes in [1, len, len * 2, len + 1] {
+                let rows = |start: fn(&Move) -> u64| {
+                    let bytes = naive.iter().flat_map(|piece| start(piece)..start(piece) + len);
+                    let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
+                    rows.into_iter().collect::<Vec<_>>()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.src));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.dst));
+            }
+            let ends = |start: fn(&Move) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
+            let (read, written) =
+                (ends(|piece| piece.src), ends(|piece| piece.dst).max(naive.len() as u64 * len));
+            plan.check_ends(Some((tensors, read)), Some((tensors, written))).unwrap();
+            prop_assert!(plan.check_ends(Some((tensors, read - 1)), None).is_err());
+            let last = ends(|piece| piece.dst);
+            prop_assert!(plan.check_ends(None, Some((tensors, last - 1))).is_err());
+            in_blocks
+                .set(in_blocks.get() + plan.waves().iter().filter(|wave| wave.blocks().is_some()).count());
+            in_waves.set(in_waves.get() + usize::from(plan.waves().len() > 1));
+            Ok(())
+        })
+        .unwrap();
+    assert!(
+        in_blocks.get() > 100 && in_waves.get() > 50,
+        "{in_blocks:?} waves of blocks, {in_waves:?} plans of several"
+    );
+}
+
+/// Long lists that join, stay in step or are short are spans; scattered ones are pairs of numbers.
+#[test]
+fn what_joins_is_joined() {
+    let form = |pairs: &[(u64, u64)]| plan(pairs, 16, Ends::TwoCaches).waves()[0].blocks().is_some();
+    let scattered = |count: u64| (0..count).map(|k| (k, (k * k * 7 + k) % 1009)).collect::<Pairs>();
+    assert!(form(&scattered(64)) && !form(&scattered(63)));
+    assert!(!form(&(0..500).map(|k| (k, k + 9)).collect::<Pairs>()), "one run");
+    assert!(!form(&(0..500).map(|k| (2 * k, 3 * k)).collect::<Pairs>()), "one stride");
+    let runs: Pairs = scattered(100)
+        .iter()
+        .flat_map(|&(src, dst)| (0..4).map(move |k| (4 * src + k, 4 * dst + k)))
+        .collect();
+    assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].num_spans() <= 100, "runs of four");
+    // Numbers that do not fit 32 bits are spans whatever they are.
+    let far: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
+    assert!(!form(&far));
+}
+
+/// Refused or sound, as spans are: no number of a peer leads to a panic or outside.
+#[test]
+fn blocks_of_peers() {
+    let number = || prop_oneof![12 => 0..24u64, 1 => Just(u64::MAX), 1 => Just(1 << 63), 1 => any::<u64>()];
+    let small = || prop_oneof![12 => 0..24u32, 1 => Just(u32::MAX), 1 => any::<u32>()];
+    let pairs = prop::collection::vec((small(), small()), 0..6);
+    let tensors = || prop_oneof![8 => 0..4u32, 1 => Just(u32::MAX)];
+    let (made, fits) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    TestRunner::new(proptest_cases(6000))
+        .run(
+            &(
+                (tensors(), tensors(), tensors()),
+                (number(), number(), number()),
+                pairs,
+                (1..1500u64, 1..1500u64, 1..90u64),
+            ),
+            |((count, src_tensor, dst_tensor), (len, src, dst), pairs, (src_bytes, dst_bytes, row_bytes))| {
+                let wide = |first: u64, number: u32| u128::from(first) + u128::from(number) * u128::from(len);
+                let all = u128::from(len) * pairs.len() as u128 * u128::from(count);
+                let sound = count > 0
+                    && src_tensor.checked_add(count).is_some()
+                    && dst_tensor.checked_add(count).is_some()
+                    && len > 0
+                    && !pairs.is_empty()
+                    && all < 1 << 63
+                    && pairs.iter().all(|&(s, d)| {
+                        wide(src, s) + u128::from(len) <= u128::from(u64::MAX)
+                            && wide(dst, d) + u128::from(len) <= u128::from(u64::MAX)
+                    });
+                let written: HashSet<u32> = pairs.iter().map(|pair| pair.1).collect();
+                let sound = sound && written.len() == pairs.len();
+                let blocks = Blocks { len, src, dst, pairs: std::sync::Arc::new(pairs.clone()) };
+                let plan = CopyPlan::from_blocks(count, src_tensor, dst_tensor, blocks);
+                prop_assert_eq!(plan.is_ok(), sound, "{:?}", plan);
+                let Ok(plan) = plan else { return Ok(()) };
+                made.set(made.get() + 1);
+                prop_assert_eq!(u128::from(plan.bytes()), all);
+                let inside = pairs.iter().all(|&(s, d)| {
+                    wide(src, s) + u128::from(len) <= u128::from(src_bytes)
+                        && wide(dst, d) + u128::from(len) <= u128::from(dst_bytes)
+                });
+                let expected = inside
+                    && len * pairs.len() as u64 <= dst_bytes
+                    && src_tensor + count <= 4
+                    && dst_tensor + count <= 4;
+                let checked = plan.check_ends(Some((4, src_bytes)), Some((4, dst_bytes)));
+                prop_assert_eq!(checked.is_ok(), expected, "{:?}", checked);
+                if !expected {
+                    return Ok(());
+                }
+                fits.set(fits.get() + 1);
+                let rows = |start: &dyn Fn(&(u32, u32)) -> u128| {
+                    let bytes = pairs.iter().flat_map(|pair| start(pair)..start(pair) + u128::from(len));
+                    let rows: std::collections::BTreeSet<u64> =
+                        bytes.map(|byte| byte as u64 / row_bytes).collect();
+                    rows.into_iter().collect::<Vec<_>>()
+                };
+                prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(&|pair| wide(src, pair.0)));
+                prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(&|pair| wide(dst, pair.1)));
+                let walked: u64 = plan.pieces(0, u64::MAX).map(|(_, piece)| piece.len).sum();
+                prop_assert_eq!(walked, plan.bytes());
+                Ok(())
+            },
+        )
+        .unwrap();
+    assert!(made.get() > 500 && fits.get() > 50, "{made:?} made, {fits:?} fit");
+}
+
+/// Rows far apart are sorted, near ones are bits: each once either way.
+#[test]
+fn rows_of_blocks_are_ascending_each_once() {
+    for far in [1u32, 1000, 1 << 20] {
+        let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * far, (99 - k) * far)).collect();
+        let blocks = Blocks { len: 8, src: 16, dst: 24, pairs: std::sync::Arc::new(pairs) };
+        let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
+        let rows =
+            |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(far)).collect::<Vec<_>>();
+        assert_eq!(plan.src_rows(8).unwrap(), rows(2, 50));
+        assert_eq!(plan.dst_rows(8).unwrap(), rows(3, 100));
+    }
+    let many = std::sync::Arc::new(vec![(0, 0); (1 << 24) + 1]);
+    let error = CopyPlan::from_blocks(1, 0, 0, Blocks { len: 1, src: 0, dst: 0, pairs: many }).unwrap_err();
+    assert!(error.to_string().contains("the plan is not valid"), "{error}");
+}
+
+/// A long plan of a peer is kept packed: it moves what the same spans move unpacked, and is refused for the same reasons.
+#[test]
+fn packed_plans_are_what_their_spans_are() {
+    let mut random = 1u64;
+    let mut below = |most: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % most
+    };
+    let (mut taken, mut refused) = (0, 0);
+    // How far places lie apart, how odd they are, and how many of a wave write where another does.
+    for (scale, odd, again) in [
+        (8, 1, 0),
+        (8, 8, 0),
+        (4096, 1, 0),
+        (4096, 1, 1),
+        (1 << 20, 1 << 19, 0),
+        (1 << 20, 1 << 19, 1),
+        (8, 1, 1),
+    ] {
+        let mut waves: Vec<Vec<Span>> = Vec::new();
+        for count in [1, 64, 65, 3000, 2000] {
+            let mut places: Vec<u64> = (0..count).collect();
+            (1..places.len()).rev().for_each(|at| places.swap(at, below(at as u64 + 1) as usize));
+            let wave = places.into_iter().map(|place| {
+                // Two pieces of at most an eighth of the place each, half of it apart.
+                let (comb, len) = (below(2) == 0, 1 + below(scale / 8));
+                let dst = place * scale + below(odd).min(scale / 4);
+                let (count, dst_step) = if comb { (2, (scale / 2).cast_signed()) } else { (1, 0) };
+                let src_step = if comb { 3 } else { 0 };
+                Span { src: below(1 << 30), dst, len, count, src_step, dst_step }
+            });
+            waves.push(wave.collect());
+        }
+        for _ in 0..again {
+            let (from, to) = (below(3000) as usize, below(2000) as usize);
+            waves[3][from].dst = waves[3][to + 500].dst + waves[3][to + 500].len - 1;
+        }
+        let counts: Vec<u32> = waves.iter().map(|wave| wave.len() as u32).collect();
+        let list = SpanList::pack(waves.iter().flatten().copied()).unwrap();
+        let packed = CopyPlan::from_list(3, 1, 2, &counts, list);
+        let unpacked = CopyPlan::from_parts(3, 1, 2, waves.clone());
+        let written_once = |wave: &Vec<Span>| {
+            let mut pieces: Vec<(u64, u64)> = wave
+                .iter()
+                .flat_map(|span| (0..span.count).map(|k| (span.dst + k * span.dst_step as u64, span.len)))
+                .collect();
+            pieces.sort_unstable();
+            pieces.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0)
+        };
+        let sound = waves.iter().all(written_once);
+        assert_eq!((packed.is_ok(), unpacked.is_ok()), (sound, sound), "{scale} {odd} {again}");
+        let (Ok(packed), Ok(unpacked)) = (packed, unpacked) else {
+            refused += 1;
+            continue;
+        };
+        taken += 1;
+        assert_eq!(packed.bytes(), unpacked.bytes());
+        let bytes = packed.bytes();
+        let cuts = [0, 1, bytes / 3, bytes / 2 + 1, bytes - 1, bytes];
+        for two in cuts.windows(2) {
+            assert!(packed.pieces(two[0], two[1]).eq(unpacked.pieces(two[0], two[1])), "{two:?}");
+        }
+        for (left, right) in packed.waves().iter().zip(unpacked.waves()) {
+            assert!(left.spans().eq(right.spans()));
+            assert_eq!((left.num_spans(), left.count()), (right.num_spans(), right.count()));
+            let at = below(left.tensor_bytes());
+            assert!(left.pieces(at, at + 100).eq(right.pieces(at, at + 100)));
+        }
+        assert_eq!(packed.dst_rows(100).unwrap(), unpacked.dst_rows(100).unwrap());
+        let reach = waves.iter().flatten().map(|span| span.dst + scale / 2 + scale / 8).max().unwrap();
+        packed.check_ends(None, Some((5, reach + scale))).unwrap();
+        packed.check_ends(None, Some((5, reach / 2))).unwrap_err();
+        packed.check_ends(None, Some((4, reach + scale))).unwrap_err();
+    }
+    assert!(taken >= 4 && refused >= 2, "{taken} taken, {refused} refused");
+    let span = Span { src: 0, dst: 0, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let list = |count: u64| SpanList::pack((0..count).map(|k| Span { dst: k, ..span })).unwrap();
+    for counts in [vec![5000], vec![4998, 2], vec![5001, 0], vec![u32::MAX, u32::MAX]] {
+        let error = CopyPlan::from_list(1, 0, 0, &counts, list(5001)).unwrap_err();
+        assert_eq!(error.kind(), llm_datadist_core::ErrorKind::NotLinked, "{counts:?}");
+    }
+    let bad = SpanList::pack((0..5000).map(|k| Span { dst: k, len: u64::from(k != 4321), ..span })).unwrap();
+    let error = CopyPlan::from_list(1, 0, 0, &[5000], bad).unwrap_err();
+    assert!(error.to_string().contains("the plan is not valid"), "{error}");
+}
+
+/// A wave that no list of blocks becomes, and that could only be checked with more memory than its plan takes, is refused.
+#[test]
+fn what_cannot_be_checked_is_refused() {
+    // Sixteen million pieces of a byte from two spans, on no grid and in no order.
+    let comb = |dst: u64| Span { src: 0, dst, len: 1, count: 1 << 23, src_step: 0, dst_step: 1_000_003 };
+    let error = CopyPlan::from_parts(1, 0, 0, vec![vec![comb(1), comb(0)]]).unwrap_err();
+    assert!(error.to_string().contains("too irregular"), "{error}");
+    // As many on a grid are checked by a bit each.
+    let even = |dst: u64| Span { len: 512, dst_step: 2048, dst: dst * 1024, ..comb(0) };
+    CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(0)]]).unwrap();
+    let error = CopyPlan::from_parts(1, 0, 0, vec![vec![even(1), even(3)]]).unwrap_err();
+    assert!(error.to_string().contains("twice"), "{error}");
+}

@@ -1,0 +1,268 @@
+//! What has arrived, after success and after failure; and stretches of plans through a stream.
+//!
+//! Judged by a twin that looks at every byte. Not for: sockets (`transport`) or other processes (`foreign`).
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::copy::{Arrived, CopyEngine, Progress};
+use llm_datadist_core::device::DeviceSet;
+use llm_datadist_core::memory::Tensors;
+use llm_datadist_core::net::{Address, Fault, Faults, Local, Stream, Transport};
+use llm_datadist_core::plan::{CopyPlan, Ends, Span};
+use llm_datadist_core::validate::BlockPairs;
+use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::bed::{Buffer, accepted, adopt, config, desc, pattern, proptest_cases};
+
+fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
+        .unwrap()
+}
+
+/// The rows whose planned bytes all lie at positions that are done, byte by byte.
+fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32, BTreeSet<u64>)> {
+    let mut at = 0;
+    let mut planned = vec![BTreeSet::new(); plan.num_tensors() as usize];
+    let mut missing = planned.clone();
+    for wave in plan.waves() {
+        for tensor in 0..plan.num_tensors() as usize {
+            for piece in wave.pieces(0, wave.tensor_bytes()) {
+                for byte in piece.dst..piece.dst + piece.len {
+                    planned[tensor].insert(byte / row_bytes);
+                    if !done(at) {
+                        missing[tensor].insert(byte / row_bytes);
+                    }
+                    at += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(at, plan.bytes());
+    let rows = planned.iter().zip(&missing).map(|(planned, missing)| planned - missing);
+    (plan.dst_tensor()..).zip(rows).filter(|(_, rows)| !rows.is_empty()).collect()
+}
+
+fn as_sets(arrived: &[Arrived]) -> Vec<(u32, BTreeSet<u64>)> {
+    for Arrived { rows, .. } in arrived {
+        assert!(rows.windows(2).all(|two| two[0].end < two[1].start), "ascending and apart: {rows:?}");
+    }
+    arrived.iter().map(|arrived| (arrived.tensor, arrived.rows.iter().cloned().flatten().collect())).collect()
+}
+
+#[test]
+fn what_arrived_is_what_the_twin_says() {
+    let pairs = prop::collection::vec((0..12_u64, 0..12_u64), 1..14);
+    // Rows larger and smaller than what is moved, and stretches done in any order.
+    let input = (
+        pairs,
+        1..4_u32,
+        prop::sample::select(vec![3, 6, 12]),
+        prop::collection::vec(any::<bool>(), 1..40),
+        any::<u64>(),
+    );
+    let mut partly = 0;
+    TestRunner::new(proptest_cases(400))
+        .run(&input, |(pairs, tensors, row_bytes, taken, seed)| {
+            let plan = plan(&pairs, 6, tensors);
+            let unit = plan.bytes().div_ceil(taken.len() as u64);
+            let progress = Progress::default();
+            let mut order: Vec<usize> = (0..taken.len()).filter(|&unit| taken[unit]).collect();
+            order.sort_by_key(|&index| (index as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+            for index in order {
+                let from = (index as u64 * unit).min(plan.bytes());
+                progress.done(from, (from + unit).min(plan.bytes()));
+            }
+            let done = |at: u64| taken[(at / unit) as usize];
+            prop_assert_eq!(progress.bytes(), (0..plan.bytes()).filter(|&at| done(at)).count() as u64);
+            let expected = twin(&plan, row_bytes, done);
+            prop_assert_eq!(as_sets(&progress.arrived(&plan, row_bytes).unwrap()), expected);
+            Ok(())
+        })
+        .unwrap();
+    // And by hand, so that the twin is looked at too: of two tensors, the second's second row is missing.
+    let plan = plan(&[(0, 4), (9, 2)], 10, 2);
+    let progress = Progress::default();
+    progress.done(0, 25);
+    for Arrived { tensor, rows } in progress.arrived(&plan, 10).unwrap() {
+        partly += 1;
+        assert_eq!((tensor, rows), (0, vec![2..3, 4..5]));
+    }
+    assert_eq!(partly, 1);
+    progress.done(25, 39);
+    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([4])));
+    progress.done(39, 40);
+    assert_eq!(as_sets(&progress.arrived(&plan, 10).unwrap())[1], (1, BTreeSet::from([2, 4])));
+    assert_eq!(progress.bytes(), 40);
+}
+
+/// Tensors over one buffer.
+fn memory(
+    tensors: usize,
+    rows: usize,
+    row: usize,
+    fill: impl Fn(usize, usize) -> u8,
+) -> (Arc<Buffer>, Arc<Tensors>) {
+    let tensor = rows * row;
+    let buffer = Buffer::new(tensors * tensor, |at| fill(at / tensor, at % tensor));
+    let addrs: Vec<u64> = (0..tensors).map(|index| buffer.addr() + (index * tensor) as u64).collect();
+    let adopted = adopt(&desc(Placement::Host, tensors as u32, rows, row), CacheKind::Blocks, &addrs);
+    (buffer, Arc::new(Tensors::adopted(adopted)))
+}
+
+fn engine() -> CopyEngine {
+    CopyEngine::new(&Config { copy_workers: Some(1), ..config(1 << 20) }, DeviceSet::host_only()).unwrap()
+}
+
+fn pair(name: &str) -> (Stream, Stream) {
+    let transport = Local::default();
+    let at = Address::Local(name.to_owned());
+    let listener = transport.listen(&at).unwrap();
+    let near = transport.dial(&at, soon()).unwrap();
+    let far = accepted(&*listener).unwrap();
+    (near, far)
+}
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+const ROWS: usize = 300;
+const ROW: usize = 5000;
+
+/// More pieces than one batch takes, with waves.
+fn shuffled() -> Vec<(u64, u64)> {
+    let mut pairs: Vec<(u64, u64)> = (0..ROWS as u64).map(|row| (row, row * 77 % ROWS as u64)).collect();
+    pairs.extend([(8, 77), (9, 77)]);
+    pairs
+}
+
+fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; tensors * ROWS * ROW];
+    for &(src, dst) in pairs {
+        for tensor in 0..tensors {
+            for at in 0..ROW {
+                bytes[(tensor * ROWS + dst as usize) * ROW + at] =
+                    pattern(4, tensor, src as usize * ROW + at);
+            }
+        }
+    }
+    bytes
+}
+
+#[test]
+fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
+    let plan = plan(&shuffled(), ROW as u64, 3);
+    assert!(plan.waves().len() > 1);
+    let (_kept, src) = memory(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
+    // In one stretch, and in three that cut pieces and waves.
+    for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
+        let (buffer, dst) = memory(3, ROWS, ROW, |_, _| 0xEE);
+        let (near, far) = pair("progress");
+        let progress = Progress::default();
+        let mut from = 0;
+        for to in cuts.into_iter().chain([plan.bytes()]) {
+            std::thread::scope(|scope| {
+                let sender = scope.spawn(|| engine().send(&plan, from..to, &src, &near, soon()));
+                engine().receive(&plan, from..to, &dst, &far, soon(), &progress).unwrap();
+                sender.join().unwrap().unwrap();
+            });
+            from = to;
+            assert_eq!(progress.bytes(), to);
+        }
+        assert!(buffer.read(0, 3 * ROWS * ROW) == expected(&shuffled(), 3));
+        let all = progress.arrived(&plan, ROW as u64).unwrap();
+        let whole = 0..ROWS as u64;
+        assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
+    }
+    let (near, _far) = pair("progress");
+    let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &near, soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
+}
+
+/// Where zeros stand follows from the number of bytes alone, so that the sides may cut their pieces as they like.
+#[test]
+fn zeros_stand_before_each_stretch_however_it_is_cut() {
+    const BLOCK: usize = 4096;
+    for (blocks, from) in [(12, 0), (13, 0), (13, 100), (1024, 0), (1037, 0), (2100, 5000)] {
+        let bytes = blocks * BLOCK;
+        // One piece a block, read backwards; and one piece for all of them.
+        let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
+        let pieces = CopyPlan::blocks(
+            &BlockPairs { pairs: backwards, block_bytes: BLOCK as u64, num_tensors: 1 },
+            Ends::TwoCaches,
+        )
+        .unwrap();
+        let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
+        let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
+        let (_kept, src) = memory(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
+        // In the order of the plan.
+        let order: Vec<u8> = pieces
+            .pieces(0, bytes as u64)
+            .flat_map(|(_, piece)| piece.src..piece.src + piece.len)
+            .map(|at| pattern(4, 0, at as usize) | 1)
+            .collect();
+        let mut wanted = Vec::new();
+        for stretch in order[from..].chunks(4 << 20) {
+            let left = bytes - from - (wanted.len() / ((4 << 20) + 64)) * (4 << 20);
+            wanted.extend(vec![0; if left > 48 << 10 { 64 } else { 0 }]);
+            wanted.extend(stretch);
+        }
+        let range = from as u64..bytes as u64;
+        let (near, far) = pair("progress");
+        let mut got = vec![1; wanted.len()];
+        std::thread::scope(|scope| {
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
+            let mut far = std::fs::File::from(far.as_fd().try_clone_to_owned().unwrap());
+            far.read_exact(&mut got).unwrap();
+        });
+        assert!(got == wanted, "{blocks} blocks from {from}");
+        let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
+        std::thread::scope(|scope| {
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
+            engine().receive(&whole, range.clone(), &dst, &far, soon(), &Progress::default()).unwrap();
+        });
+        assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
+    }
+}
+
+#[test]
+fn a_stream_that_breaks_leaves_rows_that_are_whole() {
+    let plan =
+        plan(&(0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect::<Vec<_>>(), ROW as u64, 2);
+    let (_kept, src) = memory(2, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
+    let mut seen = 0;
+    for cut in [0, 4999, 1_300_000, plan.bytes() - 1] {
+        let (buffer, dst) = memory(2, ROWS, ROW, |_, _| 0xEE);
+        let (near, far) = pair("progress");
+        let far = far.with_faults(Faults { receiving: Some(Fault::Cut(cut)), ..Faults::default() });
+        let progress = Progress::default();
+        let error = std::thread::scope(|scope| {
+            // It may find that nobody takes the rest.
+            scope.spawn(|| engine().send(&plan, 0..plan.bytes(), &src, &near, soon()));
+            let error = engine().receive(&plan, 0..plan.bytes(), &dst, &far, soon(), &progress).unwrap_err();
+            far.close();
+            error
+        });
+        assert!(progress.bytes() <= cut, "{} of {cut}", progress.bytes());
+        assert_eq!(error.fact("copied_bytes"), Some(progress.bytes().to_string().as_str()), "{error}");
+        assert_eq!(error.fact("of_bytes"), Some(plan.bytes().to_string().as_str()), "{error}");
+        for Arrived { tensor, rows } in progress.arrived(&plan, ROW as u64).unwrap() {
+            for row in rows.into_iter().flatten() {
+                let from = (ROWS - 1 - row as usize) * ROW;
+                let whole: Vec<u8> = (from..from + ROW).map(|at| pattern(4, tensor as usize, at)).collect();
+                assert!(
+                    buffer.read((tensor as usize * ROWS + row as usize) * ROW, ROW) == whole,
+                    "row {row}"
+                );
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > ROWS, "{seen}");
+}

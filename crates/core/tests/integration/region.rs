@@ -1,0 +1,184 @@
+//! Shared regions: lazily committed, visible through their descriptor, aligned for huge pages, checked for adopted memory.
+//!
+//! Not for: splitting them (`pool`).
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::sync::Arc;
+
+use llm_datadist_core::memory::kernels::{Kernel, copy};
+use llm_datadist_core::memory::{Access, Generations, Region, Tensors, remember_process, this_process};
+use llm_datadist_core::{CacheKind, ErrorKind, Placement};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
+use rustix::process::{Resource, Rlimit, setrlimit};
+
+use crate::bed::{Buffer, adopt, desc, pattern, skipped};
+
+fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
+    Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
+}
+
+#[test]
+fn what_is_written_is_seen_through_the_descriptor() {
+    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
+    let source = Buffer::new(5000, |at| pattern(1, 0, at));
+    let from = Tensors::adopted(source.adopt(0, 5000));
+    let to = carved(&region, 70_000, 5000);
+    copy(from.window(0, 0, 5000).unwrap(), to.window(0, 0, 5000).unwrap(), Kernel::PLAIN).unwrap();
+    // What another process does with the descriptor it was passed.
+    let file = File::from(region.descriptor().unwrap().try_clone_to_owned().unwrap());
+    let mut seen = vec![0; 5000];
+    file.read_exact_at(&mut seen, 70_000).unwrap();
+    assert_eq!(seen, source.read(0, 5000));
+    // Not back: that process cannot write, nor make it shorter or longer (`foreign` maps it).
+    assert!(file.write_all_at(&[0xA5; 100], 70_000).is_err());
+    assert!(file.set_len(1 << 10).is_err());
+    assert!(file.set_len(1 << 30).is_err());
+    let back = Buffer::new(100, |_| 0);
+    let target = Tensors::adopted(back.adopt(0, 100));
+    copy(to.window(0, 0, 100).unwrap(), target.window(0, 0, 100).unwrap(), Kernel::PLAIN).unwrap();
+    assert_eq!(back.read(0, 100), source.read(0, 100));
+}
+
+#[test]
+fn a_region_costs_nothing_until_it_is_touched() {
+    let region = Arc::new(Region::shared("test", 1 << 40).unwrap());
+    assert_eq!(region.len(), 1 << 40);
+    assert_eq!(region.base() % (2 << 20), 0, "aligned, or the kernel can never give huge pages");
+    assert_eq!(region.committed_bytes(), 0);
+    let buffer = Buffer::new(4096, |_| 7);
+    let source = Tensors::adopted(buffer.adopt(0, 4096));
+    let last = carved(&region, (1 << 40) - 4096, 4096);
+    copy(source.window(0, 0, 4096).unwrap(), last.window(0, 0, 4096).unwrap(), Kernel::PLAIN).unwrap();
+    let committed = region.committed_bytes();
+    assert!((4096..=2 << 20).contains(&committed), "{committed}");
+    assert_eq!(region.huge_bytes() % (2 << 20), 0);
+}
+
+#[test]
+fn a_tensor_outside_its_region_is_refused() {
+    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
+    for (offset, bytes) in [((1 << 20) - 4095, 4096), (u64::MAX, 1), (0, (1 << 20) + 1)] {
+        assert!(
+            Tensors::carved(region.clone(), [offset], bytes, Box::new(())).is_err(),
+            "{offset} + {bytes}"
+        );
+    }
+}
+
+#[test]
+fn unmapped_adopted_memory_is_named_before_a_copy_touches_it() {
+    let wild = Tensors::adopted(adopt(&desc(Placement::Host, 1, 4, 1024), CacheKind::Blocks, &[4096]));
+    for access in [Access::Read, Access::Write] {
+        let error = wild.check_mapped(access).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("0x1000"), "{error}");
+    }
+    let buffer = Buffer::new(4096, |_| 0);
+    let fine = Tensors::adopted(buffer.adopt(0, 4096));
+    fine.check_mapped(Access::Write).unwrap();
+}
+
+#[test]
+fn read_only_memory_may_be_read_and_not_written() {
+    // The text of this very program: mapped readable, not writable.
+    let code = read_only_memory_may_be_read_and_not_written as fn() as usize as u64 & !63;
+    let tensors = Tensors::adopted(adopt(&desc(Placement::Host, 1, 1, 64), CacheKind::Blocks, &[code]));
+    tensors.check_mapped(Access::Read).unwrap();
+    let error = tensors.check_mapped(Access::Write).unwrap_err();
+    assert!(error.to_string().contains("not mapped writable"), "{error}");
+}
+
+#[test]
+fn the_number_of_this_process_is_the_kernels() {
+    for _ in 0..2 {
+        assert_eq!(this_process(), std::process::id());
+        remember_process();
+    }
+}
+
+/// What a process under a limit finds: one line for each kind of shared memory.
+#[test]
+#[ignore = "started by the tests below"]
+fn limited() {
+    let Ok(limit) = std::env::var("REGION_LIMIT") else { return };
+    let mut open = Vec::new();
+    let set =
+        |resource, value| setrlimit(resource, Rlimit { current: Some(value), maximum: Some(value) }).unwrap();
+    match limit.as_str() {
+        "files" => {
+            set(Resource::Nofile, 64);
+            while let Ok(file) = File::open("/dev/null") {
+                open.push(file);
+            }
+        }
+        "size" => set(Resource::Fsize, 1 << 20),
+        "addresses" => set(Resource::As, 4 << 30),
+        other => panic!("{other}"),
+    }
+    let region = Region::shared("test pool", 1 << 40).map(drop);
+    let small = Region::shared("test pool", 1 << 20).map(drop);
+    let generations = Generations::new().map(drop);
+    drop(open);
+    let mut out = std::io::stdout();
+    for (name, made) in [("large", region), ("small", small), ("generations", generations)] {
+        let text = made.map_or_else(
+            |error| format!("{:?} {} {error}", error.kind(), error.fact("errno").unwrap_or("none")),
+            |()| "made".into(),
+        );
+        writeln!(out, "\nLIMITED {name} {text}").unwrap();
+    }
+}
+
+fn under(limit: &str) -> [String; 3] {
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "region::limited", "--ignored", "--nocapture"])
+        .env("REGION_LIMIT", limit)
+        .output()
+        .unwrap();
+    assert!(run.status.success(), "{limit}: {run:?}");
+    let said = String::from_utf8_lossy(&run.stdout);
+    ["large", "small", "generations"].map(|name| {
+        let start = format!("LIMITED {name} ");
+        let line = said.lines().find_map(|line| line.strip_prefix(&start));
+        line.unwrap_or_else(|| panic!("{limit}, {name}: {said}")).to_owned()
+    })
+}
+
+#[test]
+#[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
+fn only_missing_memory_is_out_of_memory() {
+    for said in under("files") {
+        assert!(said.starts_with("System 24 ") && said.contains("ulimit -n"), "{said}");
+        assert!(said.contains("limit_open_files=64"), "{said}");
+    }
+    let [large, small, generations] = under("addresses");
+    assert!(large.starts_with("OutOfMemory 12 no memory for the test pool"), "{large}");
+    assert_eq!((small.as_str(), generations.as_str()), ("made", "made"));
+}
+
+#[test]
+fn file_size_limit_is_an_error_and_no_signal() {
+    let [large, small, generations] = under("size");
+    for said in [large, small, generations] {
+        // 2 MiB are the least: a region is made of whole huge pages.
+        assert!(said.starts_with("System 27 ") && said.contains("ulimit -f"), "{said}");
+        assert!(said.contains("limit_file_bytes=1048576"), "{said}");
+    }
+}
+
+#[test]
+fn shared_memory_is_never_executable() {
+    let kind = MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+    if let Err(error) = memfd_create("test", kind) {
+        skipped(&format!("this kernel does not know MFD_NOEXEC_SEAL: {error}"));
+        return;
+    }
+    let (region, generations) = (Region::shared("test", 1 << 20).unwrap(), Generations::new().unwrap());
+    for descriptor in [region.descriptor().unwrap(), generations.descriptor().unwrap()] {
+        assert!(fcntl_get_seals(descriptor).unwrap().contains(SealFlags::EXEC));
+        assert_eq!(fstat(descriptor).unwrap().st_mode & 0o111, 0);
+    }
+}

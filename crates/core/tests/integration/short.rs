@@ -1,0 +1,371 @@
+//! Want of memory: each allocation of a call fails in turn, and the call says so, and nothing has changed.
+//!
+//! Only lists are made to fail: allocations of `LEAST` bytes and more. One that is not made fallibly ends the process, which is
+//! how these tests fail. Not for: how much memory there is to be (`wire`), or limits of the system
+//! (`tests/test_out_of_memory.py`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use llm_datadist_core::cache::{pin_reads, pin_writes};
+use llm_datadist_core::net::{Address, Local, Transport};
+use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Span, SpanList, Wave};
+use llm_datadist_core::protocol::{
+    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
+    WirePlan,
+};
+use llm_datadist_core::validate::{self, BlockPairs, Far, Move, Moves, Side};
+use llm_datadist_core::{
+    CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
+    PoolConfig, PullRows, PushRows, Result,
+};
+
+use crate::bed::{Own, config, desc, patterned, try_adopt};
+use crate::heap;
+
+/// What the lists of these tests have at least, and what is always of one size has not.
+const LEAST: usize = 16 << 10;
+/// Entries of a list.
+const MANY: u64 = 5000;
+
+/// Has each allocation of `work` fail in turn; `after` looks at what is left each time. How many there were.
+fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
+    for nth in 0.. {
+        let (result, failed) = heap::failing(LEAST, nth, &work);
+        if !failed {
+            assert!(result.is_ok(), "{:?}", result.err());
+            return nth;
+        }
+        let error = result.err().unwrap_or_else(|| panic!("allocation {nth} failed, and nobody said so"));
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+        after();
+    }
+    unreachable!()
+}
+
+/// The same for what leaves nothing behind; at least `least` of its allocations were looked at.
+fn only_fails<T>(what: &str, least: usize, work: impl Fn() -> Result<T>) {
+    let failed = each_fails(work, || ());
+    assert!(failed >= least, "{what}: {failed} allocations");
+}
+
+fn engine() -> DataDist {
+    let mut config = config(1);
+    config.device_pool = Some(PoolConfig { memory_size: 32 << 20, page_shift: 12 });
+    config.host_pool = config.device_pool;
+    DataDist::open(config).unwrap()
+}
+
+fn shuffled(k: u64) -> u64 {
+    k * 1789 % MANY
+}
+
+/// Lists of every shape that is planned in its own way.
+fn lists() -> Vec<(&'static str, Vec<(u64, u64)>)> {
+    let list = |pair: &dyn Fn(u64) -> (u64, u64)| (0..MANY).map(pair).collect::<Vec<_>>();
+    vec![
+        ("in order", list(&|k| (k, k + MANY))),
+        ("backwards", list(&|k| (MANY - k, k + MANY))),
+        ("shuffled", list(&|k| (shuffled(k), MANY + shuffled(k * 7 % MANY)))),
+        ("pairs of neighbours", list(&|k| (k / 2 * 6 + k % 2, MANY + shuffled(k / 2 * 2) / 2 * 2 + k % 2))),
+        ("far apart", list(&|k| (shuffled(k) << 18, (MANY + k * 7 % MANY) << 18))),
+        ("a destination twice", list(&|k| (shuffled(k), MANY + k / 2))),
+        ("into one", list(&|k| (shuffled(k), 3))),
+        ("a chain", list(&|k| (k, k + 1))),
+        ("beyond 32 bits", list(&|k| (shuffled(k) << 33, MANY + k))),
+    ]
+}
+
+#[test]
+fn planning_fails_whole() {
+    for (name, pairs) in lists() {
+        let request = BlockPairs { pairs, block_bytes: 16, num_tensors: 2 };
+        for ends in [Ends::OneCache, Ends::TwoCaches] {
+            only_fails(name, 1, || CopyPlan::blocks(&request, ends));
+        }
+        let piece = |&(src, dst): &(u64, u64)| Move { src: 16 * src, dst: 16 * dst + 5, len: 16 };
+        let pieces: Vec<Move> = request.pairs.iter().map(piece).collect();
+        for nth in 0.. {
+            let mut moves = Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
+            let (plan, failed) = heap::failing(LEAST, nth, || CopyPlan::moves(&mut moves));
+            if let Err(error) = plan {
+                assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{name}");
+            } else {
+                assert!(!failed && nth > 0, "{name}");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn checking_arguments_fails_whole() {
+    let geometry = Geometry::new(&desc(Placement::Device, 2, MANY as usize, 16)).unwrap();
+    let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
+    let slots = Side { kind: CacheKind::Batch, ..side };
+    let far = Far { side, row: 0, accessible: true };
+    let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
+    let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
+    let pull = PullRows::Blocks { far: list.clone(), near: list.clone() };
+    only_fails("pull", 2, || validate::pull(side, far, &pull, Layers::ALL));
+    let push = PushRows::Blocks { near: list.clone(), far: list.clone() };
+    only_fails("push", 2, || validate::push(side, far, &push, Layers::ALL));
+    let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
+    let slot = Far { side: Side { geometry: one, ..slots }, ..far };
+    let cut = PullRows::SlotToBlocks { near: list };
+    only_fails("slot to blocks", 2, || validate::pull(side, slot, &cut, Layers::ALL));
+    only_fails("copy", 1, || validate::copy_blocks(side, &pairs));
+    let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
+    only_fails("keys", 2, || validate::bindings(&keys));
+    let numbers: Vec<u64> = (0..MANY).collect();
+    only_fails("lists of C++", 3, || validate::cpp::block_lists(&numbers, &[&numbers, &numbers]));
+}
+
+fn fetch(plan: WirePlan) -> Request {
+    let source = Location::Process { runs: vec![Run { start: 4096, step: 4096, count: 2 }] };
+    let name = WireName::Blocks { model: 1 };
+    Request::Fetch { name, cache: 3, plan, source, num_tensors: 2, tensor_bytes: 1 << 40, limit_ms: 9 }
+}
+
+/// What its owner does with a request: an error for want of memory comes with the request, whose other fields are as good as
+/// any, or instead of it.
+fn served(body: &[u8]) -> Result<(Vec<u64>, Vec<u64>)> {
+    let Request::Fetch { plan, .. } = protocol::decode(body)? else { panic!("another request") };
+    let plan = CopyPlan::try_from(plan)?;
+    Ok((plan.src_rows(16)?, plan.dst_rows(16)?))
+}
+
+#[test]
+fn plans_are_sent_and_served_whole() {
+    for (name, pairs) in lists() {
+        let plan = CopyPlan::blocks(&BlockPairs { pairs, block_bytes: 16, num_tensors: 2 }, Ends::TwoCaches);
+        let plan = plan.unwrap();
+        let written = || protocol::encode(&fetch(WirePlan::try_from(&plan)?));
+        let failed = each_fails(written, || ());
+        let long = plan.waves().iter().map(Wave::num_spans).sum::<usize>() > 4000;
+        assert!(failed >= 2 || !long, "{name}: {failed} allocations");
+        let frame = protocol::encode(&fetch(WirePlan::try_from(&plan).unwrap())).unwrap();
+        each_fails(|| served(&frame[HEADER..]), || ());
+    }
+    // In the order of nothing, off every grid, and packed: each way a wave is checked.
+    let span = |k: u64| Span {
+        src: k,
+        dst: shuffled(k) * 6 + shuffled(k) % 2,
+        len: 1 + k % 3,
+        count: 1,
+        src_step: 0,
+        dst_step: 0,
+    };
+    let comb = |k: u64| Span { dst: k / 2 * 64 + k % 2 * 8, count: 2, len: 8, dst_step: 16, ..span(k) };
+    for (name, spans) in [
+        ("scattered", (0..MANY).map(span).collect::<Vec<_>>()),
+        ("far apart", (0..MANY).map(|k| Span { dst: span(k).dst << 20, ..span(k) }).collect()),
+        ("combs", (0..MANY).map(comb).collect()),
+    ] {
+        let plan = CopyPlan::from_parts(2, 0, 0, vec![spans]).unwrap();
+        let frame = protocol::encode(&fetch(WirePlan::try_from(&plan).unwrap())).unwrap();
+        only_fails(name, 3, || served(&frame[HEADER..]));
+    }
+    let pairs: Vec<(u32, u32)> = (0..MANY).map(|k| (k as u32, (shuffled(k) as u32) << 18)).collect();
+    let pairs = Arc::new(pairs);
+    let blocks = || Blocks { len: 1, src: 0, dst: 0, pairs: pairs.clone() };
+    only_fails("blocks far apart", 2, || {
+        CopyPlan::from_blocks(1, 0, 0, blocks())?;
+        SpanList::pack((0..MANY).map(span))
+    });
+}
+
+#[test]
+fn other_lists_of_messages_fail_whole() {
+    let numbers: Vec<u64> = (0..MANY).map(|k| k * k * k).collect();
+    let runs = Run::pack(&numbers).unwrap();
+    assert!(runs.len() > 2000);
+    only_fails("pack", 2, || Run::pack(&numbers));
+    only_fails("unpack", 1, || Run::unpack(&runs, numbers.len() as u32));
+    let reads = |frame: &[u8], what: &str| {
+        only_fails(what, 1, || protocol::decode::<Reply>(&frame[HEADER..]));
+        let reply = protocol::decode::<Reply>(&frame[HEADER..]).unwrap();
+        only_fails(what, 1, || protocol::encode(&reply));
+    };
+    let geometry = Geometry::new(&desc(Placement::Host, 2, 4, 16)).unwrap();
+    let side = Side { geometry, kind: CacheKind::Batch, placement: Placement::Host };
+    let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
+    record.location = Location::Process { runs };
+    reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
+    let spot = Spot { cache: 1, tensor: 2, offset: 1 << 40 };
+    reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
+    let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
+    let arrived = vec![Arrived { tensor: 3, rows }];
+    let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![], arrived };
+    reads(&protocol::encode(&failed).unwrap(), "arrived");
+    let locate = protocol::encode(&Request::Locate { addrs: numbers, limit_ms: 1 }).unwrap();
+    only_fails("addresses", 1, || protocol::decode::<Request>(&locate[HEADER..]));
+}
+
+/// Of allocating and registering with many keys and tensors: pool, table and every key are as before.
+#[test]
+fn caches_are_entered_whole_or_not_at_all() {
+    /// Enough that each of the small tables of the table takes a list to itself.
+    const KEYS: u64 = 40_000;
+    let key = |id: u64| CacheKey::Request { model: 7, id };
+    let keys: Vec<_> = (0..KEYS).map(|id| Some(key(id))).collect();
+    let state = |engine: &DataDist| {
+        let snapshot = engine.stats();
+        (snapshot.table, snapshot.device_pool.unwrap().pool.used_bytes)
+    };
+    let batch = desc(Placement::Device, 1, KEYS as usize, 16);
+    // Room that was made stays, so each allocation fails in a table of its own.
+    for nth in 0.. {
+        let engine = engine();
+        let before = state(&engine);
+        let (made, failed) = heap::failing(LEAST, nth, || engine.allocate(&batch, CacheKind::Batch, &keys));
+        assert_eq!(made.is_err(), failed, "{nth}");
+        if let Err(error) = made {
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+            assert_eq!(state(&engine), before);
+            assert!(engine.find_key(key(KEYS / 2)).is_err());
+        }
+        if !failed {
+            assert!(nth > 64, "{nth}");
+            break;
+        }
+    }
+    let engine = engine();
+    let state = || state(&engine);
+    // A registered cache takes the keys of another, which keeps them until it has.
+    let host = desc(Placement::Host, 1, KEYS as usize, 16);
+    let memory = Own::loose(&host, CacheKind::Batch);
+    let enter = || {
+        let adopted = try_adopt(&host, CacheKind::Batch, memory.cache.addrs())?;
+        engine.register(adopted, &keys, None).map(|cache| cache.id())
+    };
+    let first = enter().unwrap();
+    let before = state();
+    let holder = |id| engine.find_key(key(id)).unwrap().0.id();
+    let made = each_fails(enter, || {
+        assert_eq!(state(), before);
+        assert!((0..KEYS).all(|id| holder(id) == first));
+    });
+    let newest = holder(0);
+    assert!(made >= 3 && newest != first && (0..KEYS).all(|id| holder(id) == newest), "{made}");
+    // Many tensors: their addresses.
+    let tensors = desc(Placement::Device, MANY as u32, 1, 16);
+    let before = state();
+    let made = each_fails(
+        || engine.allocate(&tensors, CacheKind::Blocks, &[]).and_then(|cache| engine.deallocate(cache.id())),
+        || assert_eq!(state(), before),
+    );
+    assert!((made >= 1) && state() == before, "{made}");
+    assert_eq!(engine.find(newest).unwrap().addrs(), memory.cache.addrs());
+}
+
+#[test]
+fn a_call_that_gets_no_memory_moves_nothing() {
+    let engine = engine();
+    let rows = 2 * MANY as usize;
+    let (device, host) = (Placement::Device, Placement::Host);
+    let own = Own::loose(&desc(device, 2, rows, 16), CacheKind::Blocks);
+    let other = Own::loose(&desc(host, 2, rows, 16), CacheKind::Blocks);
+    let (content, content_of_other) = (patterned(1, 2, rows * 16), patterned(2, 2, rows * 16));
+    let ends = [End::Loose(own.cache.clone()), End::Loose(other.cache.clone())];
+    let pairs: Vec<(i64, i64)> =
+        (0..MANY).map(|k| (shuffled(k) as i64, (MANY + shuffled(7 * k % MANY)) as i64)).collect();
+    let bytes = || -> u64 { engine.stats().ops.iter().map(|(_, op)| op.bytes).sum() };
+    own.write(&content);
+    other.write(&content_of_other);
+    let before = bytes();
+    let untouched = || {
+        assert!(own.read() == content && other.read() == content_of_other);
+        assert_eq!(bytes(), before);
+    };
+    // Neither do they leave pins behind: the same rows are pinned again in the next round.
+    let copies = each_fails(|| engine.copy_blocks(&ends[0], &pairs), untouched);
+    let mut expected = content.clone();
+    for tensor in &mut expected {
+        for &(src, dst) in &pairs {
+            let (src, dst) = (src as usize * 16, dst as usize * 16);
+            tensor.copy_within(src..src + 16, dst);
+        }
+    }
+    assert!(copies >= 6 && own.read() == expected, "{copies}");
+    own.write(&content);
+    let before = bytes();
+    let untouched = || {
+        assert!(own.read() == content && other.read() == content_of_other);
+        assert_eq!(bytes(), before);
+    };
+    let swaps = each_fails(|| engine.swap_blocks(&ends[0], &ends[1], &pairs), untouched);
+    let mut expected = content_of_other.clone();
+    for (from, to) in content.iter().zip(&mut expected) {
+        for &(src, dst) in &pairs {
+            let (src, dst) = (src as usize * 16, dst as usize * 16);
+            to[dst..dst + 16].copy_from_slice(&from[src..src + 16]);
+        }
+    }
+    assert!(swaps >= 6 && other.read() == expected, "{swaps}");
+}
+
+/// A frame without memory for its body is read away, whichever of the steps fails in which the body grows: the stream goes on.
+#[test]
+fn a_frame_that_gets_no_memory_is_read_away() {
+    let soon = || Deadline::after(Duration::from_secs(20));
+    let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
+    let listener = transport.listen(&at).unwrap();
+    let near = transport.dial(&at, soon()).unwrap();
+    let far = crate::bed::accepted(&*listener).unwrap();
+    let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
+    let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
+    let hear = || far.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
+    let mut failures = 0;
+    for nth in 0.. {
+        let failed = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                near.send(&large, soon()).unwrap();
+                near.send(&small, soon()).unwrap();
+            });
+            let (heard, failed) = heap::failing(LEAST, nth, hear);
+            match heard {
+                Err(error) => assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{error}"),
+                Ok(frame) => assert!(!failed && frame.unwrap().1 == large[HEADER..]),
+            }
+            assert_eq!(hear().unwrap().unwrap().1, small[HEADER..]);
+            failed
+        });
+        if !failed {
+            break;
+        }
+        failures += 1;
+    }
+    assert!(failures > 3, "{failures}");
+    // Behind a short one bytes of a cache may follow, which nobody knows of: it is the last.
+    let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000], limit_ms: 1 }).unwrap();
+    near.send(&short, soon()).unwrap();
+    let (heard, failed) = heap::failing(LEAST, 0, hear);
+    assert_eq!((heard.unwrap_err().kind(), failed), (ErrorKind::OutOfMemory, true));
+    assert!(far.is_closed());
+}
+
+/// Pins too: the numbers of a cache, and what a call that waits says it will use.
+#[test]
+fn pins_fail_whole() {
+    let rows = 2 * MANY;
+    let own = Own::loose(&desc(Placement::Host, 1, rows as usize, 1), CacheKind::Blocks);
+    let all = || (0..rows).collect::<Vec<u64>>();
+    let late = || Deadline::after(Duration::ZERO);
+    only_fails("numbers", 1, || pin_reads(&own.cache, vec![0], late()));
+    let held = pin_writes(&own.cache, vec![5], late()).unwrap();
+    let soon = || Deadline::after(Duration::from_millis(5));
+    for nth in 0.. {
+        let list = all();
+        let (pin, failed) = heap::failing(LEAST, nth, || pin_writes(&own.cache, list, soon()));
+        let error = pin.unwrap_err();
+        let kind = if failed { ErrorKind::OutOfMemory } else { ErrorKind::Timeout };
+        assert_eq!(error.kind(), kind, "{nth}");
+        if !failed {
+            assert!(nth > 0);
+            break;
+        }
+    }
+    drop(held);
+    pin_writes(&own.cache, all(), late()).unwrap();
+}

@@ -1,0 +1,754 @@
+//! The bytes of the protocol: every message against the bytes it had when its version was made, and whatever else may
+//! arrive.
+//!
+//! Not for: sockets (`transport`).
+
+use std::sync::Arc;
+
+use llm_datadist_core::model::Name;
+use llm_datadist_core::plan::{CopyPlan, Span, SpanList};
+use llm_datadist_core::protocol::{
+    self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
+    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
+    Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+};
+use llm_datadist_core::validate::Side;
+use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
+use proptest::prelude::*;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::heap;
+
+fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: &T, bytes: &str) {
+    let frame = protocol::encode(message).unwrap();
+    assert_eq!(hex(&frame), bytes, "{message:?}");
+    let header = Header::parse(frame[..HEADER].try_into().unwrap(), MESSAGE_LIMIT).unwrap();
+    assert_eq!(header, Header { kind: MESSAGE, length: frame.len() - HEADER });
+    assert_eq!(&protocol::open::<T>(header.kind, &frame[HEADER..]).unwrap(), message);
+    // Neither less nor more is that message.
+    for cut in HEADER..frame.len() {
+        assert_eq!(protocol::decode::<T>(&frame[HEADER..cut]).unwrap_err().kind(), ErrorKind::NotLinked);
+    }
+    let mut longer = frame[HEADER..].to_vec();
+    longer.push(0);
+    let error = protocol::decode::<T>(&longer).unwrap_err();
+    assert_eq!((error.kind(), error.fact("unread")), (ErrorKind::NotLinked, Some("1")));
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
+
+const PARTY: Party = Party { cluster: 1, instance: 300, remote_accessible: true };
+const AT: Place = Place { place: 5, generation: 600 };
+
+fn plan() -> WirePlan {
+    let span = WireSpan { src: 4096, dst: 0, len: 512, count: 3, src_step: -1024, dst_step: 512 };
+    WirePlan {
+        num_tensors: 2,
+        src_tensor: 0,
+        dst_tensor: 4,
+        steps: WireSteps::Spans {
+            waves: vec![2, 1],
+            spans: SpanList::pack([
+                span,
+                WireSpan { src: 0, dst: 9000, count: 1, src_step: 0, dst_step: 0, ..span },
+                WireSpan { src: 8192, dst: 1 << 40, count: 1, src_step: 0, dst_step: 0, ..span },
+            ])
+            .unwrap(),
+        },
+    }
+}
+
+fn spans_of(plan: &mut WirePlan) -> (&mut Vec<u32>, &mut SpanList) {
+    let WireSteps::Spans { waves, spans } = &mut plan.steps else { panic!("blocks") };
+    (waves, spans)
+}
+
+/// A plan of blocks of `len` bytes.
+fn blocks(len: u64, pairs: Vec<(u32, u32)>) -> WirePlan {
+    let steps = WireSteps::Blocks { len, src: 512, dst: 4096, pairs: Pairs(Arc::new(pairs)) };
+    WirePlan { num_tensors: 2, src_tensor: 0, dst_tensor: 4, steps }
+}
+
+fn read(plan: WirePlan) -> Request {
+    Request::Read { name: WireName::Blocks { model: 1 }, cache: 3, plan, from: 0, to: 0, limit_ms: 0 }
+}
+
+fn record(location: Location) -> Record {
+    Record {
+        at: AT,
+        cache: 3,
+        row: 2,
+        num_tensors: 80,
+        rows: 128,
+        row_bytes: 65536,
+        blocks: true,
+        placement: 1,
+        allocated: true,
+        accessible: false,
+        location,
+    }
+}
+
+#[test]
+fn the_greeting_is_what_it_was() {
+    let hello = |purpose, asked| Hello { purpose, from: PARTY, asked, host: "abc".into(), nonce: [7; 16] };
+    let comm = Some(Comm { name: "c".into(), members: vec![(1, 0), (u64::MAX, 1)], listener: "a:1".into() });
+    golden(
+        &hello(Purpose::Link { link: 9, comm, probe_local: false }, Some(2)),
+        "4c440501320000000009010163020100ffffffffffffffffff010103613a310001ac020101020361626307070707070707070707070707070707",
+    );
+    golden(
+        &hello(Purpose::Link { link: 9, comm: None, probe_local: true }, None),
+        "4c4405011d0000000009000101ac0201000361626307070707070707070707070707070707",
+    );
+    golden(
+        &hello(Purpose::Call { link: 9, reverse: true }, None),
+        "4c4405011c00000001090101ac0201000361626307070707070707070707070707070707",
+    );
+    golden(&Challenge { nonce: [8; 16] }, "4c4405011000000008080808080808080808080808080808");
+    golden(
+        &Proof { mac: [9; 32] },
+        "4c440501200000000909090909090909090909090909090909090909090909090909090909090909",
+    );
+    golden(
+        &Welcome { from: PARTY, mac: [1; 32], local: Some("x".into()), secret: None },
+        "4c4405012800000001ac0201010101010101010101010101010101010101010101010101010101010101010101017800",
+    );
+    golden(
+        &Welcome { from: PARTY, mac: [1; 32], local: None, secret: Some([3; 32]) },
+        "4c4405014600000001ac0201010101010101010101010101010101010101010101010101010101010101010100010303030303030303030303030303030303030303030303030303030303030303",
+    );
+    golden(
+        &hello(Purpose::Meet, None),
+        "4c4405011a0000000201ac0201000361626307070707070707070707070707070707",
+    );
+    let comm = Comm { name: "c".into(), members: vec![(1, 0)], listener: "a".into() };
+    golden(
+        &hello(Purpose::Knock { comm }, None),
+        "4c44050121000000030163010100016101ac0201000361626307070707070707070707070707070707",
+    );
+    let probe = Some((0x7fff_0000, [2; 16]));
+    golden(
+        &Attach { generations: true, regions: [None, Some(1 << 30)], probe },
+        "4c4405011e0000000100018080808004018080fcff0702020202020202020202020202020202",
+    );
+    golden(
+        &Attach { generations: false, regions: [Some(1), None], probe: None },
+        "4c440501050000000001010000",
+    );
+    golden(&Attached { mapped: Ok(()), registered: Err("no".into()) }, "4c440501050000000001026e6f");
+}
+
+#[test]
+fn the_control_stream_is_what_it_was() {
+    golden(&Control::Ping, "4c4405010100000000");
+    golden(&Control::Pong, "4c4405010100000001");
+    golden(&Control::Bye { reason: "end".into(), unlinked: true }, "4c440501060000000203656e6401");
+    golden(&Control::Dial, "4c4405010100000003");
+}
+
+#[test]
+fn the_requests_are_what_they_were() {
+    let limit_ms = 1000;
+    let named = WireName::Blocks { model: 1 };
+    for (name, bytes) in [
+        (WireName::Request { model: 1, id: 2 }, "4c4405010600000000000102e807"),
+        (WireName::Prefix { model: 1, id: 2 }, "4c4405010600000000010102e807"),
+        (WireName::Blocks { model: 1 }, "4c44050105000000000201e807"),
+        (WireName::Row { cache: -1, row: 2 }, "4c4405010600000000030102e807"),
+    ] {
+        golden(&Request::Describe { name, limit_ms }, bytes);
+    }
+    golden(
+        &Request::Read { name: named, cache: 3, plan: plan(), from: 0, to: 7168, limit_ms },
+        "4c44050130000000010201060200040002020103802000800403ff0f800800a846800401000080408080808080208004010000008038e807",
+    );
+    golden(
+        &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, ahead: false, limit_ms },
+        "4c44050131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803800e807",
+    );
+    golden(
+        &Request::Write { name: named, cache: 3, plan: plan(), from: 0, to: 7168, ahead: true, limit_ms },
+        "4c44050131000000020201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000000803801e807",
+    );
+    let source = Location::Process { runs: vec![Run { start: 4096, step: 8192, count: 2 }] };
+    golden(
+        &Request::Fetch {
+            name: named,
+            cache: 3,
+            plan: plan(),
+            source,
+            num_tensors: 2,
+            tensor_bytes: 8192,
+            limit_ms,
+        },
+        "4c44050137000000030201060200040002020103802000800403ff0f800800a84680040100008040808080808020800401000001018020804002028040e807",
+    );
+    let name = WireName::Request { model: 0, id: 0 };
+    golden(
+        &Request::Consume { name, cache: 3, first: 0, count: 80, limit_ms },
+        "4c4405010900000004000000060050e807",
+    );
+    golden(&Request::Unlink { limit_ms }, "4c4405010300000005e807");
+    golden(&Request::Ping { limit_ms: 0 }, "4c440501020000000600");
+    golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4405010700000007028020ac0205");
+    golden(&Reply::Located(vec![Spot { cache: 3, tensor: 2, offset: 300 }]), "4c4405010600000006010602ac02");
+}
+
+#[test]
+fn the_replies_are_what_they_were() {
+    let runs = vec![Run { start: 0, step: u64::MAX, count: 80 }];
+    golden(
+        &Reply::Described(record(Location::Region { region: 1, runs })),
+        "4c4405011f0000000005d80406025080018080040101010000010100ffffffffffffffffff0150",
+    );
+    golden(&Reply::Described(record(Location::Hidden)), "4c440501110000000005d80406025080018080040101010002");
+    golden(&Reply::Ready { bytes: 300 }, "4c4405010300000001ac02");
+    golden(&Reply::Done { bytes: 1 << 63 }, "4c4405010b0000000280808080808080808001");
+    golden(&Reply::Stale, "4c4405010100000003");
+    golden(&Reply::Unreachable { reason: "no".into() }, "4c4405010400000004026e6f");
+    let facts = vec![("errno".into(), "5".into())];
+    let arrived = Arrived { tensor: 7, rows: vec![(2, 300)] };
+    golden(
+        &Reply::Failed { kind: 1, message: "no".into(), facts, arrived: vec![arrived] },
+        "4c440501140000000501026e6f01056572726e6f013501070102ac02",
+    );
+}
+
+#[test]
+fn the_kinds_of_errors_keep_their_numbers() {
+    let numbers = [
+        (0, ErrorKind::InvalidArgument),
+        (1, ErrorKind::CacheNotFound),
+        (2, ErrorKind::OutOfMemory),
+        (3, ErrorKind::Timeout),
+        (4, ErrorKind::Closed),
+        (5, ErrorKind::Forked),
+        (6, ErrorKind::NotEnabled),
+        (7, ErrorKind::NotLinked),
+        (8, ErrorKind::AlreadyLinked),
+        (9, ErrorKind::LinkFailed),
+        (10, ErrorKind::UnlinkFailed),
+        (11, ErrorKind::LinksExist),
+        (12, ErrorKind::Interrupted),
+        (13, ErrorKind::System),
+        (14, ErrorKind::Cancelled),
+        (15, ErrorKind::KeyTaken),
+        (16, ErrorKind::UnlikeTensors),
+    ];
+    for (number, kind) in numbers {
+        assert_eq!((protocol::kind_number(kind), protocol::kind_of(number)), (number, kind));
+    }
+    assert!(ErrorKind::ALL.len() >= numbers.len());
+    for kind in ErrorKind::ALL {
+        assert_eq!(protocol::kind_of(protocol::kind_number(kind)), kind);
+    }
+    assert_eq!(protocol::kind_of(250), ErrorKind::System);
+}
+
+#[test]
+fn a_refusal_crosses_versions() {
+    let error = Error::new(ErrorKind::LinkFailed, "wrong token").with("peer", "x");
+    let frame = protocol::refusal(&error);
+    assert_eq!(hex(&frame), "4c4405ff1800000009000000".to_owned() + &hex(b"wrong token (peer=x)"));
+    // Whatever version wrote it.
+    for version in [0, 1, 2, 3, 4, 5, 255] {
+        let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
+        header[2] = version;
+        let header = Header::parse(&header, GREETING_LIMIT).unwrap();
+        assert_eq!(header, Header { kind: REFUSAL, length: 24 });
+        let refused = protocol::open::<Welcome>(header.kind, &frame[HEADER..]).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert_eq!(refused.to_string(), "the peer refused: wrong token (peer=x)");
+    }
+    // And whatever is in it.
+    for (body, kind) in [
+        (&[][..], ErrorKind::System),
+        (&[1, 0, 0], ErrorKind::System),
+        (&[1, 0, 0, 0], ErrorKind::CacheNotFound),
+        (&[1, 0, 1, 0], ErrorKind::System),
+        (&[200, 0, 0, 0, 0xFF, 0xFE], ErrorKind::System),
+    ] {
+        assert_eq!(protocol::refused(body).kind(), kind, "{body:?}");
+    }
+}
+
+#[test]
+fn a_refusal_fits_into_a_greeting() {
+    for sign in ["x", "é", "漢"] {
+        let frame = protocol::refusal(&Error::new(ErrorKind::System, sign.repeat(GREETING_LIMIT)));
+        let header = Header::parse(frame[..HEADER].try_into().unwrap(), GREETING_LIMIT).unwrap();
+        assert_eq!(header.length, frame.len() - HEADER);
+        assert!(header.length > GREETING_LIMIT - 4);
+        let text = protocol::refused(&frame[HEADER..]).to_string();
+        assert!(text.ends_with(sign) && !text.contains('\u{FFFD}'));
+    }
+}
+
+#[test]
+fn headers_that_are_none() {
+    let good = *b"LD\x05\x01\x10\0\0\0";
+    assert_eq!(Header::parse(&good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
+    let with = |at: usize, byte: u8| {
+        let mut bytes = good;
+        bytes[at] = byte;
+        Header::parse(&bytes, MESSAGE_LIMIT).unwrap_err()
+    };
+    assert_eq!(with(0, b'H').kind(), ErrorKind::LinkFailed);
+    assert_eq!(with(1, b'T').kind(), ErrorKind::LinkFailed);
+    let version = with(2, 1);
+    assert_eq!(version.kind(), ErrorKind::LinkFailed);
+    assert!(
+        version.to_string().contains("version 5") && version.to_string().contains("version 1"),
+        "{version}"
+    );
+    assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
+    let long = Header::parse(&good, 15).unwrap_err();
+    assert_eq!(
+        (long.kind(), long.fact("bytes"), long.fact("limit")),
+        (ErrorKind::NotLinked, Some("16"), Some("15"))
+    );
+    assert_eq!(with(7, 0x80).fact("bytes"), Some("2147483664"));
+}
+
+#[test]
+fn a_message_too_long_for_a_frame_is_not_written() {
+    let error =
+        protocol::encode(&Control::Bye { reason: "x".repeat(MESSAGE_LIMIT), unlinked: false }).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.fact("limit"), Some(MESSAGE_LIMIT.to_string().as_str()));
+}
+
+#[test]
+fn names_cross_and_come_back() {
+    let (model, id) = (u64::MAX, 1 << 60);
+    let names = [
+        Name::Key(CacheKey::Request { model, id }),
+        Name::Key(CacheKey::Prefix { model, id }),
+        Name::Key(CacheKey::Blocks { model }),
+        Name::Row { cache: CacheId(i64::MAX), row: u32::MAX },
+    ];
+    for name in names {
+        assert_eq!(Name::from(WireName::from(name)), name);
+    }
+}
+
+#[test]
+fn plans_cross_and_come_back() {
+    let plan = CopyPlan::try_from(plan()).unwrap();
+    assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+    assert_eq!(plan.waves().iter().map(|wave| wave.spans().count()).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!(plan.bytes(), 2 * 5 * 512);
+    assert!(plan.waves().iter().all(|wave| wave.blocks().is_none()));
+    let span = plan.waves()[0].spans().next().unwrap();
+    assert_eq!((span.src, span.dst, span.len, span.count), (4096, 0, 512, 3));
+    assert_eq!((span.src_step, span.dst_step), (-1024, 512));
+    assert_eq!(WirePlan::try_from(&plan).unwrap(), self::plan());
+}
+
+#[test]
+fn plans_that_do_not_add_up_are_refused() {
+    for waves in [
+        vec![],
+        vec![3, 0],
+        vec![0, 3],
+        vec![2],
+        vec![2, 2],
+        vec![1, 1, 1, 1],
+        vec![u32::MAX],
+        vec![u32::MAX, 3],
+    ] {
+        let mut uneven = plan();
+        *spans_of(&mut uneven).0 = waves.clone();
+        let error = CopyPlan::try_from(uneven).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{waves:?}");
+    }
+    let mut apart = plan();
+    *spans_of(&mut apart).0 = vec![1, 1, 1];
+    assert!(CopyPlan::try_from(apart).is_ok());
+    // What a plan must be is `plan`'s to say, and it is asked.
+    let mut empty = plan();
+    let whole = spans_of(&mut empty).1.iter().map(|span| WireSpan { len: 0, ..span });
+    let nothing = SpanList::pack(whole).unwrap();
+    *spans_of(&mut empty).1 = nothing;
+    assert!(CopyPlan::try_from(empty).is_err());
+}
+
+/// Two workers would write one place at the same time.
+#[test]
+fn a_plan_that_writes_one_place_twice_is_refused() {
+    let span = WireSpan { src: 0, dst: 0, len: 512, count: 1, src_step: 0, dst_step: 0 };
+    let at = |dst| WireSpan { dst, ..span };
+    let spans = |waves: Vec<u32>, list: Vec<WireSpan>| {
+        let steps = WireSteps::Spans { waves, spans: SpanList::pack(list).unwrap() };
+        read(WirePlan { steps, ..plan() })
+    };
+    let rows = |list: Vec<u64>| list.into_iter().map(|row| at(512 * row)).collect::<Vec<_>>();
+    let backwards = |count: u64| rows((0..count).rev().collect());
+    let again = |count: u64| rows((0..count).rev().chain([count / 2]).collect());
+    for (name, request, refused) in [
+        ("twice", spans(vec![2], vec![at(0), at(0)]), true),
+        ("in two waves", spans(vec![1, 1], vec![at(0), at(0)]), false),
+        ("in part", spans(vec![2], vec![at(511), at(0)]), true),
+        ("beside each other", spans(vec![2], vec![at(512), at(0)]), false),
+        (
+            "between two steps",
+            spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(512)]),
+            false,
+        ),
+        ("onto a step", spans(vec![2], vec![WireSpan { count: 2, dst_step: 1024, ..span }, at(1024)]), true),
+        (
+            "onto a step back",
+            spans(vec![2], vec![WireSpan { count: 3, dst_step: -600, ..at(1200) }, at(700)]),
+            true,
+        ),
+        ("long and packed", spans(vec![5000], backwards(5000)), false),
+        ("long and packed, twice", spans(vec![5001], again(5000)), true),
+        ("blocks", read(blocks(512, vec![(0, 1), (1, 0), (7, 2)])), false),
+        ("blocks, twice", read(blocks(512, vec![(0, 1), (1, 2), (7, 1)])), true),
+        ("far blocks, twice", read(blocks(512, vec![(0, 1 << 30), (1, 2), (7, 1 << 30)])), true),
+        ("more blocks than numbers", read(blocks(512, vec![(0, 1); 257])), true),
+    ] {
+        let frame = protocol::encode(&request).unwrap();
+        // The message is as good as any: whoever sent it is told what is wrong with its plan.
+        let Request::Read { plan, .. } = protocol::decode(&frame[HEADER..]).unwrap() else { panic!() };
+        match CopyPlan::try_from(plan) {
+            Ok(_) => assert!(!refused, "{name}"),
+            Err(error) => {
+                assert!(refused, "{name}: {error}");
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{name}");
+                assert!(error.to_string().contains("twice"), "{name}: {error}");
+            }
+        }
+    }
+}
+
+/// Equal blocks travel as numbers of one width: the narrowest that holds all.
+#[test]
+fn blocks_are_what_they_were() {
+    for (pairs, bytes) in [
+        (
+            vec![(1, 2), (255, 0)],
+            "4c440501170000000102010602000401800480048020050101".to_owned() + "02ff00" + "000000",
+        ),
+        (
+            vec![(1, 2), (256, 0)],
+            "4c4405011b00000001020106020004018004800480200902".to_owned() + "0100020000010000" + "000000",
+        ),
+        (
+            vec![(1, 2), (0x0102_0304, 0)],
+            "4c4405012300000001020106020004018004800480201104".to_owned()
+                + "0100000002000000"
+                + "0403020100000000"
+                + "000000",
+        ),
+    ] {
+        golden(&read(blocks(512, pairs)), &bytes);
+    }
+}
+
+/// What is not a width and whole pairs is not this message.
+#[test]
+fn pairs_of_no_width_are_refused() {
+    // Behind the kind, name, cache, tensors, form, and the three numbers of `blocks`.
+    let body = |string: &[u8]| {
+        let frame = protocol::encode(&read(blocks(512, vec![]))).unwrap();
+        let at = HEADER + 14;
+        assert_eq!(frame[at..][..2], [1, 1], "one byte: the width of no number");
+        [&frame[HEADER..at], &[string.len() as u8], string, &frame[at + 2..]].concat()
+    };
+    let pairs = |string: &[u8]| match protocol::decode::<Request>(&body(string)) {
+        Ok(Request::Read { plan: WirePlan { steps: WireSteps::Blocks { pairs, .. }, .. }, .. }) => {
+            Some(pairs.0)
+        }
+        Ok(other) => panic!("{other:?}"),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::NotLinked);
+            None
+        }
+    };
+    assert_eq!(*pairs(&[1, 5, 6, 7, 8]).unwrap(), [(5, 6), (7, 8)]);
+    // Wider than it need be is no matter.
+    assert_eq!(*pairs(&[4, 5, 0, 0, 0, 6, 0, 0, 0]).unwrap(), [(5, 6)]);
+    for bad in [
+        &[][..],
+        &[0],
+        &[3, 1, 2, 3, 4, 5, 6],
+        &[8],
+        &[255, 1, 1],
+        &[1, 5],
+        &[2, 5, 0, 6],
+        &[2, 5, 0],
+        &[4, 1, 0, 0, 0],
+    ] {
+        assert_eq!(pairs(bad), None, "{bad:?}");
+    }
+}
+
+/// From a list to the other side and back: the same pairs, whatever the sizes.
+#[test]
+fn plans_of_blocks_cross_and_come_back() {
+    for most in [200u32, 60_000, 1 << 30] {
+        let pairs: Vec<(u32, u32)> =
+            (0..100u32).map(|k| (k * (most / 128), (k * 37) % 100 * (most / 128))).collect();
+        let plan = CopyPlan::try_from(blocks(512, pairs.clone())).unwrap();
+        assert_eq!((plan.num_tensors(), plan.src_tensor(), plan.dst_tensor()), (2, 0, 4));
+        assert_eq!(plan.bytes(), 2 * 100 * 512);
+        let moved: Vec<_> =
+            plan.waves()[0].pieces(0, 100 * 512).map(|piece| (piece.src, piece.dst, piece.len)).collect();
+        let place = |&(src, dst): &(u32, u32)| (512 + 512 * u64::from(src), 4096 + 512 * u64::from(dst), 512);
+        assert_eq!(moved, pairs.iter().map(place).collect::<Vec<_>>());
+        assert_eq!(WirePlan::try_from(&plan).unwrap(), blocks(512, pairs));
+    }
+}
+
+#[test]
+fn records_say_what_a_cache_is() {
+    let far = record(Location::Hidden).side().unwrap();
+    assert_eq!((far.kind, far.placement), (CacheKind::Blocks, Placement::Device));
+    let geometry = far.geometry;
+    assert_eq!((geometry.num_tensors(), geometry.rows(), geometry.row_bytes()), (80, 128, 65536));
+    let made = Record::new(AT, CacheId(3), 2, far);
+    assert_eq!(made, Record { allocated: false, ..record(Location::Hidden) });
+    let side: Side = made.side().unwrap();
+    assert_eq!(side, far);
+    let good = record(Location::Hidden);
+    for bad in [
+        Record { placement: 2, ..good.clone() },
+        Record { num_tensors: 0, ..good.clone() },
+        Record { num_tensors: u32::MAX, ..good.clone() },
+        Record { rows: 0, ..good.clone() },
+        Record { rows: u64::MAX, ..good.clone() },
+        Record { row_bytes: 0, ..good.clone() },
+        Record { row_bytes: 1 << 57, ..good.clone() },
+    ] {
+        let error = bad.side().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{bad:?}");
+        assert!(error.to_string().contains("cache 3"), "{error}");
+    }
+    assert_eq!(DataType::Uint8.bytes(), 1);
+}
+
+#[test]
+fn runs_of_many_tensors_are_short() {
+    let cases: [(&[u64], usize); 7] = [
+        (&[], 0),
+        (&[5], 1),
+        (&[5, 5], 1),
+        (&[10, 20, 30, 40], 1),
+        (&[40, 30, 20], 1),
+        (&[1, 2, 3, 100, 101, 102], 2),
+        (&[0, u64::MAX, u64::MAX - 1], 1),
+    ];
+    for (numbers, runs) in cases {
+        let packed = Run::pack(numbers).unwrap();
+        assert_eq!(packed.len(), runs, "{numbers:?}");
+        assert_eq!(Run::unpack(&packed, numbers.len() as u32).unwrap(), numbers);
+        assert_eq!(Run::unpack(&packed, numbers.len() as u32 + 1).unwrap_err().kind(), ErrorKind::NotLinked);
+    }
+    // A count is not believed, however large.
+    let huge = [Run { start: 0, step: 1, count: u32::MAX }; 3];
+    let (error, peak) = heap::peak(|| Run::unpack(&huge[..1], u32::MAX).map(drop).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::NotLinked);
+    assert!(peak < 4096);
+    assert!(Run::unpack(&huge, 80).is_err());
+}
+
+#[test]
+fn failures_keep_their_kind_and_all_they_said() {
+    let error = Error::new(ErrorKind::OutOfMemory, "no room").with("asked_bytes", 5);
+    let Reply::Failed { kind, message, facts, arrived } = Reply::failed(&error) else { panic!() };
+    let back = Reply::error(kind, &message, &facts, arrived);
+    assert_eq!((back.kind(), back.to_string()), (error.kind(), error.to_string()));
+    let facts = [("a".to_owned(), "1".to_owned()), ("b".to_owned(), "2".to_owned())];
+    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).to_string(), "odd (a=1, b=2)");
+    assert_eq!(Reply::error(99, "odd", &facts, Vec::new()).kind(), ErrorKind::System);
+}
+
+#[test]
+fn facts_without_end_are_refused() {
+    let failed = |count| {
+        let facts = vec![(String::new(), String::new()); count];
+        protocol::encode(&Reply::Failed { kind: 1, message: String::new(), facts, arrived: vec![] }).unwrap()
+    };
+    assert!(protocol::decode::<Reply>(&failed(MAX_FACTS)[HEADER..]).is_ok());
+    let many = failed(MAX_FACTS + 1);
+    assert!(protocol::decode::<Reply>(&many[HEADER..]).is_err());
+}
+
+/// What a plan of a peer comes to, from its frame to the rows that are pinned, takes at most three times its frame: as its
+/// owner does it, with the frame let go once it was read.
+#[test]
+fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
+    const ROW: u64 = 1 << 24;
+    let span = |src, dst| WireSpan { src, dst, len: 1, count: 1, src_step: 0, dst_step: 0 };
+    let listed = |waves, spans: SpanList| WirePlan { steps: WireSteps::Spans { waves, spans }, ..plan() };
+    let one_wave = |spans: Vec<WireSpan>| listed(vec![spans.len() as u32], SpanList::pack(spans).unwrap());
+    let shuffled = |count: u64, k: u64| k * 1_000_003 % count;
+    let many = 1 << 21;
+    let cases: Vec<(&str, WirePlan, bool)> = vec![
+        ("no bytes", one_wave(vec![WireSpan { len: 0, ..span(0, 0) }; 3 << 20]), false),
+        ("only waves", listed(vec![0; 17 << 20], SpanList::default()), false),
+        (
+            "a destination each",
+            one_wave((0..many).map(|k| span(5 * k, 3 * shuffled(many, k))).collect()),
+            true,
+        ),
+        (
+            "steps that cross",
+            one_wave(
+                (0..many)
+                    .map(|k| WireSpan { count: 2, dst_step: 2, ..span(9 * k, k / 2 * 8 + k % 2) })
+                    .collect(),
+            ),
+            true,
+        ),
+        (
+            "the shortest, and one far away",
+            one_wave((0..3 << 20).map(|k| span(0, k % 100)).chain([span(0, 1 << 40)]).collect()),
+            false,
+        ),
+        (
+            "the shortest in as many waves as may be",
+            listed(vec![48; 1 << 16], SpanList::pack((0..48 << 16).map(|k| span(0, k % 48))).unwrap()),
+            true,
+        ),
+        (
+            "blocks",
+            blocks(8, (0..1 << 21).map(|k: u32| (k, shuffled(many, k.into()) as u32)).collect()),
+            true,
+        ),
+        ("far blocks", blocks(8, (0..1 << 21).map(|k: u32| (k, !k)).collect()), true),
+        ("narrow blocks", blocks(8, vec![(1, 2); 9 << 20]), false),
+        ("blocks without bytes", blocks(0, (0..1 << 21).map(|k: u32| (k, k << 8)).collect()), false),
+    ];
+    for (name, plan, taken) in cases {
+        let frame = protocol::encode(&read(plan)).unwrap();
+        assert!(frame.len() > 16 << 20, "{name}: {}", frame.len());
+        let work = || {
+            let body = frame[HEADER..].to_vec();
+            let Request::Read { plan, .. } = protocol::decode(&body).unwrap() else { panic!() };
+            drop(body);
+            let plan = CopyPlan::try_from(plan)?;
+            plan.check_ends(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
+            Ok((plan.src_rows(ROW)?.len(), plan.dst_rows(ROW)?.len(), plan))
+        };
+        let (result, peak): (Result<_, Error>, usize) = heap::peak(work);
+        assert_eq!(result.is_ok(), taken, "{name}: {result:?}");
+        assert!(peak > frame.len() && peak <= 3 * frame.len(), "{name}: {peak} for {}", frame.len());
+    }
+}
+
+/// What is made of a plan once it was checked against the cache: the rows that are pinned.
+#[test]
+fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
+    const ROW: u64 = 4096;
+    // Blocks of a quarter, a whole and one and a half rows, in no order; read again and again, and written once.
+    let many: Vec<(u32, u32)> =
+        (0..1u32 << 18).map(|k| (k * 77 % 251, (k * 101).reverse_bits() >> 14)).collect();
+    for len in [ROW / 4, ROW, ROW * 3 / 2] {
+        let frame = protocol::encode(&read(blocks(len, many.clone()))).unwrap();
+        let work = || {
+            let Request::Read { plan, .. } = protocol::decode(&frame[HEADER..]).unwrap() else { panic!() };
+            let plan = CopyPlan::try_from(plan).unwrap();
+            [plan.src_rows(ROW).unwrap(), plan.dst_rows(ROW).unwrap()]
+        };
+        let ([read, written], peak) = heap::peak(work);
+        let rows = |first: u64, number: fn(&(u32, u32)) -> u32| -> Vec<u64> {
+            let starts = many.iter().map(|pair| first + len * u64::from(number(pair)));
+            let rows =
+                starts.flat_map(|start| [start / ROW, (start + len / 2) / ROW, (start + len - 1) / ROW]);
+            rows.collect::<std::collections::BTreeSet<u64>>().into_iter().collect()
+        };
+        assert_eq!((read, written), (rows(512, |pair| pair.0), rows(4096, |pair| pair.1)), "{len}");
+        // The pairs, the rows (twice as many as pairs, of eight bytes), and a bit for each.
+        assert!(peak < 6 * frame.len(), "{peak} for {} of {len}", frame.len());
+    }
+    // A few bytes that name a quarter of a million rows, sixteen times: what the rows take, not what was said.
+    let count = 1u64 << 18;
+    let step = 2 * ROW.cast_signed();
+    let span = Span { src: 0, dst: 0, len: 1, count, src_step: step, dst_step: -step };
+    let spans = (0..16).map(|k| Span { src: k, dst: k + 2 * ROW * (count - 1), ..span });
+    let plan = CopyPlan::from_parts(1, 0, 0, spans.map(|span| vec![span]).collect()).unwrap();
+    for rows in [CopyPlan::src_rows, CopyPlan::dst_rows] {
+        let (rows, peak) = heap::peak(|| rows(&plan, ROW).unwrap());
+        assert!(rows.iter().copied().eq((0..count).map(|k| 2 * k)));
+        assert!(peak < 128 * rows.len(), "{peak} for {} rows", rows.len());
+    }
+}
+
+/// Every decoder there is; what it makes of the bytes does not matter, only that it comes back and what it took.
+fn all_decoders(body: &[u8]) {
+    fn one<T: DeserializeOwned>(body: &[u8]) {
+        let (result, peak) = heap::peak(|| protocol::decode::<T>(body).map(drop));
+        // A count that is not followed by as much reserves at most a megabyte, on each of two levels.
+        assert!(peak < 64 * body.len() + (3 << 20), "{peak} bytes for {}", body.len());
+        if let Err(error) = result {
+            assert_eq!(error.kind(), ErrorKind::NotLinked);
+        }
+    }
+    one::<Hello>(body);
+    one::<Challenge>(body);
+    one::<Proof>(body);
+    one::<Welcome>(body);
+    one::<Attach>(body);
+    one::<Attached>(body);
+    one::<Control>(body);
+    one::<Request>(body);
+    one::<Reply>(body);
+    let _ = protocol::refused(body);
+    if let Ok(Request::Read { plan, .. } | Request::Write { plan, .. }) = protocol::decode(body) {
+        let _ = CopyPlan::try_from(plan);
+    }
+    if let Ok(Reply::Described(record)) = protocol::decode(body) {
+        let _ = record.side();
+        if let Location::Region { runs, .. } | Location::Process { runs } = &record.location {
+            let _ = Run::unpack(runs, record.num_tensors.min(1 << 16));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn garbage_never_panics(body in proptest::collection::vec(any::<u8>(), 0..300)) {
+        all_decoders(&body);
+    }
+
+    #[test]
+    fn garbled_messages_never_panic(at in 0usize..200, byte: u8, cut in 0usize..200) {
+        let runs = vec![Run { start: 0, step: 1, count: 80 }];
+        let failed = Reply::Failed { kind: 1, message: "no".into(), facts: vec![("a".into(), "b".into())], arrived: vec![] };
+        let pairs = (0..20u32).map(|k| (k * 7, k * k * 1000)).collect();
+        for frame in [
+            protocol::encode(&read(plan())).unwrap(),
+            protocol::encode(&read(blocks(512, pairs))).unwrap(),
+            protocol::encode(&Reply::Described(record(Location::Process { runs }))).unwrap(),
+            protocol::encode(&failed).unwrap(),
+        ] {
+            let mut body = frame[HEADER..].to_vec();
+            let at = at % body.len();
+            body[at] = byte;
+            all_decoders(&body);
+            // A count that is as large as it can be, and nothing behind it.
+            body.truncate(at);
+            body.extend([0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01]);
+            all_decoders(&body);
+            body.truncate(cut);
+            all_decoders(&body);
+        }
+    }
+
+    #[test]
+    fn headers_never_panic(bytes: [u8; HEADER], limit in 0..=MESSAGE_LIMIT) {
+        if let Ok(header) = Header::parse(&bytes, limit) {
+            prop_assert!(header.length <= limit);
+        }
+    }
+}
