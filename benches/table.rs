@@ -20,8 +20,9 @@ use std::time::Instant;
 
 use llm_datadist_core::cache::Table;
 use llm_datadist_core::memory::{Generations, Region, Tensors};
+use llm_datadist_core::plan::BlockPairs;
 use llm_datadist_core::plan::{CopyPlan, Ends};
-use llm_datadist_core::validate::{BlockPairs, Side};
+use llm_datadist_core::validate::Side;
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;

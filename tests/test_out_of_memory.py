@@ -1,8 +1,8 @@
 """Calls under RLIMIT_AS: what gets no memory says LLM_OUT_OF_MEMORY, nothing has changed, and the process goes on.
 
 Each call runs in a process of its own, under limits from a few MiB on upwards, so that each of its lists is in turn
-the one that does not fit. Not for: every single allocation (`short.rs` of the core's tests), or memory control groups, in which
-allocations do not fail.
+the one that does not fit. Not for: every single allocation (`short.rs` of the core's tests), or memory control
+groups, in which allocations do not fail.
 """
 
 from __future__ import annotations

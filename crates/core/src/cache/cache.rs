@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::pins;
+use super::row_pins::Pins;
 use crate::memory::{Adopted, Tensors};
 use crate::model::CacheId;
 use crate::model::{CacheDesc, CacheKind, DataType, Geometry, Placement};
@@ -54,7 +54,7 @@ pub struct Cache {
     data_type: DataType,
     remote_accessible: bool,
     tensors: Arc<Tensors>,
-    pub(super) pins: pins::Pins,
+    pub(super) pins: Pins,
 }
 
 impl Cache {
@@ -81,7 +81,7 @@ impl Cache {
             data_type: desc.data_type,
             remote_accessible,
             tensors: Arc::new(tensors),
-            pins: pins::Pins::default(),
+            pins: Pins::default(),
         }
     }
 

@@ -218,3 +218,8 @@ fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>
     }
     Ok(left)
 }
+
+/// Adds to the error of a transfer how many bytes were copied before it ended.
+pub(super) fn with_copied_bytes(error: Error, progress: &Progress, of_bytes: u64) -> Error {
+    error.with("copied_bytes", progress.bytes()).with("of_bytes", of_bytes)
+}

@@ -5,11 +5,28 @@
 
 use std::sync::Arc;
 
-use super::End;
 use crate::config::SwapInPath;
 use crate::device::{Copier, Device, DeviceSet, HostReach, ProcessReader};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Tensors;
 use crate::model::Placement;
+
+/// How a copy from host to device may be staged.
+#[derive(Clone, Copy, Debug)]
+pub struct Staging {
+    /// The way that is forced, if any.
+    pub path: SwapInPath,
+    /// Bytes of one ring buffer, should the copy go through the ring.
+    pub buffer_bytes: u64,
+}
+
+impl Staging {
+    /// For copies that name no block size: buffers of 1 MiB, and no forced way.
+    pub const DEFAULT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+}
+
+/// Memory at one end of a copy, and where it is placed.
+pub type End<'a> = (&'a Arc<Tensors>, Placement);
 
 /// The way of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

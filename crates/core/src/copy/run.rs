@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::kernel_choice::Tuner;
 use super::reader_threads::Readers;
 use super::workers::{Work, Workers};
-use super::{Held, Limit, Progress};
+use super::{Limit, Progress};
 use crate::device::{Copier, Copy};
 use crate::error::Result;
 use crate::memory::kernels::Kernel;
@@ -22,6 +22,10 @@ use crate::plan::{CopyPlan, Piece};
 const INLINE: u64 = 512 << 10;
 /// Units per worker when the copy is small enough that this decides.
 const UNITS_PER_WORKER: u64 = 8;
+
+/// What must stay as long as the bytes of a copy may be touched: the pins of its rows.
+pub type Held = Arc<dyn std::any::Any + Send + Sync>;
+
 /// A copy under way.
 #[derive(Clone)]
 pub(super) struct Copying {

@@ -7,7 +7,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{CopyEngine, Progress, run, so_far};
+use super::engine::CopyEngine;
+use super::progress::{Progress, with_copied_bytes};
+use super::run;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors, Window};
 use crate::model::Deadline;
@@ -103,7 +105,7 @@ fn in_batches<'a>(
         let mut done = 0;
         if let Err(error) = begun.and_then(|()| moved(&batch, &mut done)) {
             progress.done(at, at + done);
-            return Err(so_far(error, progress, of_bytes));
+            return Err(with_copied_bytes(error, progress, of_bytes));
         }
         progress.done(at, end);
         at = end;

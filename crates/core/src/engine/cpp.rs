@@ -6,8 +6,9 @@
 use std::time::Duration;
 
 use super::links::{each, link_failed};
-use super::{CacheIndex, DataDist, End, FarName, STAGED, ends};
+use super::{CacheIndex, DataDist, End, FarName, ends};
 use crate::config::Role;
+use crate::copy::Staging;
 use crate::error::{Error, Result};
 use crate::model::CacheId;
 use crate::model::Name;
@@ -86,7 +87,7 @@ impl DataDist {
             let (src, dst) = (self.resolve(src)?, self.resolve(dst)?);
             let request = validate::copy_kv_blocks(src.side(), dst.side(), &pairs)?;
             let plan = CopyPlan::blocks(&request, ends(&src, &dst))?;
-            self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, STAGED, deadline)
+            self.run(Op::CopyBlocks, (&src, &dst), request.pairs, plan, Staging::DEFAULT, deadline)
         })
     }
 

@@ -5,7 +5,6 @@
 mod cpp;
 mod layerwise;
 mod links;
-mod streams;
 mod transfer;
 
 pub use transfer::{CacheIndex, FarName};
@@ -14,7 +13,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::cache::{Cache, pin, unpinned};
 use crate::cluster::Cluster;
-use crate::config::{Config, HugeChoice, Mode, Role, SwapInPath};
+use crate::config::{Config, HugeChoice, Mode, Role};
 use crate::copy::{Limit, Staging};
 use crate::device::DeviceSet;
 use crate::error::Result;
@@ -23,7 +22,7 @@ use crate::memory::{self, Adopted};
 use crate::model::CacheKey;
 use crate::model::{CacheDesc, CacheKind, Placement};
 use crate::model::{CacheId, Deadline};
-use crate::plan::{CopyPlan, Ends};
+use crate::plan::{CopyPlan, CopyRange, Ends};
 use crate::pool::Arena;
 use crate::session::Answers;
 use crate::session::{Links, Transports};
@@ -32,9 +31,6 @@ use crate::token_file;
 use crate::transfer::Lanes;
 use crate::transfer::Task;
 use crate::validate::{self, CopyArgs, Pools};
-
-/// Copies other than swaps go straight, unless the device cannot: then through the ring in pieces of this size.
-const STAGED: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 
 /// Calls that name fewer blocks do not ask whether there is memory for their lists.
 const MANY_BLOCKS: usize = 1 << 20;
@@ -230,7 +226,7 @@ impl DataDist {
                 Mode::KvCacheManager => validate::copy_rows(cache.side(), pairs),
             }?;
             let plan = CopyPlan::blocks(&request, Ends::OneCache)?;
-            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, STAGED, deadline)
+            self.run(Op::CopyBlocks, (&cache, &cache), request.pairs, plan, Staging::DEFAULT, deadline)
         })
     }
 
@@ -292,7 +288,7 @@ impl DataDist {
         src: &End,
         dst: &End,
         args: CopyArgs,
-        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<validate::CopyRange>,
+        checked: fn(validate::Side, validate::Side, CopyArgs) -> Result<CopyRange>,
     ) -> Result<()> {
         self.cluster.stats.timed(Op::CopyCache, || {
             let deadline = self.deadline();
@@ -300,7 +296,7 @@ impl DataDist {
             let range = checked(src.side(), dst.side(), args)?;
             let plan = CopyPlan::range(&range, ends(&src, &dst))?;
             let rows = vec![(range.src_row, range.dst_row)];
-            self.run(Op::CopyCache, (&src, &dst), rows, plan, STAGED, deadline)
+            self.run(Op::CopyCache, (&src, &dst), rows, plan, Staging::DEFAULT, deadline)
         })
     }
 

@@ -6,10 +6,10 @@
 use std::borrow::Cow;
 use std::io;
 
-use super::transmission::{Moved, Way};
+use super::step::{Moved, Way};
 
 #[cfg(feature = "testing")]
-pub use self::testing::{Fault, Faults, Faulty};
+pub use self::testing::{Fault, Faults};
 
 /// The faults of one stream, with how far its bytes have come.
 #[derive(Debug, Default)]
@@ -113,16 +113,10 @@ impl Running {
 
 #[cfg(feature = "testing")]
 mod testing {
-    use std::fmt;
     use std::io;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     use rustix::io::Errno;
-
-    use crate::error::Result;
-    use crate::model::Deadline;
-    use crate::net::{Address, Listener, Stream, Transport, unreachable};
 
     /// What goes wrong in one direction. Bytes count from the start of the stream.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,47 +202,6 @@ mod testing {
 
         pub(super) fn stalled(&self) -> bool {
             matches!(self.fault, Some(Fault::Stall(_))) && self.left() == Some(0)
-        }
-    }
-
-    /// A transport whose dialled streams misbehave.
-    pub struct Faulty {
-        under: Arc<dyn Transport>,
-        faults: Box<dyn Fn(usize) -> Faults + Send + Sync>,
-        dials: AtomicUsize,
-    }
-
-    impl Faulty {
-        /// `under`, with the faults that `faults` gives the first dial (0), the second, and so on.
-        pub fn new(
-            under: Arc<dyn Transport>,
-            faults: impl Fn(usize) -> Faults + Send + Sync + 'static,
-        ) -> Self {
-            Faulty { under, faults: Box::new(faults), dials: AtomicUsize::new(0) }
-        }
-    }
-
-    impl fmt::Debug for Faulty {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "Faulty({:?}, {:?} dials)", self.under, self.dials)
-        }
-    }
-
-    impl Transport for Faulty {
-        fn name(&self) -> &'static str {
-            self.under.name()
-        }
-
-        fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
-            let faults = (self.faults)(self.dials.fetch_add(1, Ordering::Relaxed));
-            if faults.refuse {
-                return Err(unreachable(to, "connect to", Errno::CONNREFUSED));
-            }
-            Ok(self.under.dial(to, deadline)?.with_faults(faults))
-        }
-
-        fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
-            self.under.listen(at)
         }
     }
 }

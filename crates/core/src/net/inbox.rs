@@ -4,8 +4,9 @@
 
 use std::os::fd::OwnedFd;
 
-use super::stream::{Received, Stream};
-use super::transmission::Moved;
+use super::frame_io::Received;
+use super::step::Moved;
+use super::stream::Stream;
 use crate::error::Result;
 use crate::protocol::{HEADER, Header};
 

@@ -12,22 +12,29 @@
 
 mod acceptor;
 mod faults;
+#[cfg(feature = "testing")]
+mod faulty;
+mod frame_io;
 mod in_process;
 mod inbox;
 mod pace;
 mod payload;
+mod step;
 mod stream;
 mod tcp;
 mod transmission;
 mod unix;
 
 #[cfg(feature = "testing")]
-pub use faults::{Fault, Faults, Faulty};
+pub use faults::{Fault, Faults};
+#[cfg(feature = "testing")]
+pub use faulty::Faulty;
+pub use frame_io::{MAX_DESCRIPTORS, Received};
 pub use in_process::Local;
 pub use inbox::{Arrival, Inbox};
 pub use pace::Pace;
 pub use payload::{LEAD, STRETCH, leads};
-pub use stream::{MAX_DESCRIPTORS, Received, Stream};
+pub use stream::Stream;
 pub use tcp::Tcp;
 pub use unix::Unix;
 

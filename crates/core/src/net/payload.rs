@@ -9,7 +9,8 @@ use std::time::Duration;
 use rustix::net::SendFlags;
 
 use super::Stream;
-use super::transmission::{Moved, Transfer, Way};
+use super::step::{Moved, Way};
+use super::transmission::Transfer;
 use crate::error::Result;
 use crate::memory::{Window, socket_io};
 use crate::model::Deadline;

@@ -12,8 +12,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_
 use rustix::net::{getpeername, getsockname};
 
 use super::acceptor::Door;
+use super::step::timespec;
 use super::stream::About;
-use super::transmission::timespec;
 use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
 use crate::model::Deadline;

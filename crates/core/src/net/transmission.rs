@@ -1,32 +1,16 @@
 //! One frame, or one list of windows, on its way: tries, waits and gives up.
-//!
-//! Not for: what is tried (`stream`).
 
 use std::io;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::Stream;
+use super::step::{Moved, Way, timespec};
+use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-
-/// What a step of a transfer came to.
-pub(super) enum Moved {
-    Bytes(usize),
-    /// The other side sends no more.
-    Ended,
-    NotYet,
-}
-
-/// Which way bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    In,
-    Out,
-}
 
 /// One frame, or one list of windows, on its way.
 pub(super) struct Transfer<'a> {
@@ -170,12 +154,4 @@ impl<'a> Transfer<'a> {
 /// Whether the fault is with the memory, not with the connection.
 fn memory_refused(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::InvalidInput || error.raw_os_error() == Some(Errno::FAULT.raw_os_error())
-}
-
-/// A limit as `poll` takes it.
-pub(super) fn timespec(limit: Duration) -> Timespec {
-    Timespec {
-        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: limit.subsec_nanos().into(),
-    }
 }

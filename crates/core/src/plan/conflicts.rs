@@ -4,7 +4,7 @@
 //! the plan or by what it writes, whichever is less. Not for: bounds (`parts`).
 
 use super::blocks::Blocks;
-use super::wave::Span;
+use super::spans::Span;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 

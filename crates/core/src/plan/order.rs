@@ -1,17 +1,21 @@
 //! Which pieces must wait for which others, and how those that need not are joined.
 //!
-//! Not for: what a request may ask for (`check`).
+//! Pieces that touch the same bytes keep the order in which the request names them.
 
 use hashbrown::{HashMap, HashSet};
 
-use super::Ends;
-use super::wave::{Piece, Span};
+use super::spans::{PLAN, Piece, Span};
 use crate::error::Result;
 use crate::fallible;
-use crate::validate::Move;
 
-/// Name of these lists in out-of-memory errors.
-pub(super) const PLAN: &str = "a plan";
+/// Whether a plan reads and writes the same cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ends {
+    /// Source and destination are one cache, so a block may be both.
+    OneCache,
+    /// They are two.
+    TwoCaches,
+}
 
 /// Something that is read in one place and written in another. Two that share a place share it whole.
 pub(super) trait Pair: Copy {
@@ -25,7 +29,7 @@ impl Pair for (u64, u64) {
     }
 }
 
-impl Pair for Move {
+impl Pair for Piece {
     fn ends(&self) -> (u64, u64) {
         (self.src, self.dst)
     }

@@ -11,8 +11,8 @@ use serde::de::{SeqAccess, Visitor};
 use serde::ser::SerializeSeq;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::untrusted::Tally;
-use super::wave::Span;
+use super::span_limits::Tally;
+use super::spans::Span;
 use crate::error::{Error, Result};
 use crate::fallible;
 

@@ -3,49 +3,24 @@
 //! Nothing here takes longer for a larger count in a span: positions are checked in closed form. Not for: what the
 //! bytes of a message mean (`wire`).
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use super::CopyPlan;
 use super::blocks::Blocks;
 use super::conflicts::{check_blocks, check_spans};
-use super::order::PLAN;
+use super::copy_plan::CopyPlan;
 use super::packed_spans::{Packed, SpanList};
-use super::wave::{Span, Wave};
+use super::span_limits::{MOST_PIECES, Tally, refused};
+use super::spans::{PLAN, Span, hull};
+use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Most waves a plan from a peer may have: as many as a list of blocks that all go to one place becomes.
 pub const MOST_WAVES: usize = 1 << 16;
-/// Most pieces a plan from a peer may have in one tensor: more than any list of blocks a message can carry becomes.
-const MOST_PIECES: u64 = 1 << 24;
 /// A plan of up to this many spans is unpacked.
 const FEW: usize = 4096;
 /// Name of these lists in out-of-memory errors.
 const ROWS: &str = "the rows of a plan";
-
-/// What the spans of a peer's plan come to, so far.
-#[derive(Debug, Default)]
-pub(super) struct Tally {
-    pieces: u64,
-    bytes: u64,
-}
-
-impl Tally {
-    /// Adds a span. `Err` if it is unsound, or the plan becomes too large by it.
-    pub(super) fn add(&mut self, span: &Span) -> Result<()> {
-        let sound = sound(span).then_some(());
-        let sums = sound.and_then(|()| {
-            let all = self.bytes.checked_add(span.len.checked_mul(span.count)?)?;
-            Some((self.pieces.checked_add(span.count)?, all))
-        });
-        (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
-        if self.pieces > MOST_PIECES {
-            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
-        }
-        Ok(())
-    }
-}
 
 impl CopyPlan {
     /// The plan of a peer. Refused: spans without bytes or pieces, pieces of one span that are written over each other,
@@ -61,11 +36,11 @@ impl CopyPlan {
         few_waves(waves.len())?;
         let mut tally = Tally::default();
         waves.iter().flatten().try_for_each(|span| tally.add(span))?;
-        total(tally.bytes, num_tensors)?;
+        total(tally.bytes(), num_tensors)?;
         let taken = waves.iter().map(|wave| size_of_val(&wave[..])).sum();
         waves.iter().try_for_each(|wave| check_spans(&wave.iter().copied(), taken))?;
         let waves = fallible::tried(PLAN, waves.into_iter().map(Wave::new))?;
-        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+        Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
     /// As [`from_parts`](Self::from_parts), of packed spans: `counts` says how many spans each wave has. Refused as well:
@@ -92,7 +67,7 @@ impl CopyPlan {
         tensors(num_tensors, src_tensor, dst_tensor)?;
         let mut tally = Tally::default();
         spans.iter().try_for_each(|span| tally.add(&span))?;
-        total(tally.bytes, num_tensors)?;
+        total(tally.bytes(), num_tensors)?;
         let (spans, mut at) = (Arc::new(spans), 0);
         let wave = |&count: &u32| {
             let wave = Packed::new(&spans, at, count as usize)?;
@@ -102,7 +77,7 @@ impl CopyPlan {
             Ok(Wave::of_packed(wave, bytes))
         };
         let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
-        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+        Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
     /// The plan of a peer that is one wave of equal blocks. Refused: none, blocks without bytes, and what
@@ -126,7 +101,7 @@ impl CopyPlan {
         total(bytes, num_tensors)?;
         check_blocks(&blocks)?;
         let waves = vec![Wave::of_blocks(blocks)];
-        Ok(CopyPlan { src_tensor, dst_tensor, ..CopyPlan::new(num_tensors, waves) })
+        Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
     /// Whether every piece of every span lies inside the tensors read and written: how many there are, and the bytes
@@ -134,13 +109,13 @@ impl CopyPlan {
     pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
         for (end, of, first) in [(End::Read, src, self.src_tensor), (End::Written, dst, self.dst_tensor)] {
             let Some((tensors, tensor_bytes)) = of else { continue };
-            if u64::from(first) + u64::from(self.num_tensors) > u64::from(tensors) {
-                let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors);
+            if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
+                let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
                 return Err(Error::new(ErrorKind::InvalidArgument, text)
                     .with("which", end.name())
                     .with("num_tensors", tensors));
             }
-            for wave in self.waves.iter() {
+            for wave in self.waves() {
                 // Nothing in a wave is written twice, so a wave that writes more than the tensor holds is not one.
                 if end == End::Written && wave.tensor_bytes() > tensor_bytes {
                     return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
@@ -154,12 +129,12 @@ impl CopyPlan {
     /// The rows of `row_bytes` bytes that are read, ascending, each once. A plan of a peer must have passed
     /// [`check_ends`](Self::check_ends): then there are no more than the cache has.
     pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(&self.waves, row_bytes, End::Read)
+        rows(self.waves(), row_bytes, End::Read)
     }
 
     /// The rows of `row_bytes` bytes that are written, as [`src_rows`](Self::src_rows).
     pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
-        rows(&self.waves, row_bytes, End::Written)
+        rows(self.waves(), row_bytes, End::Written)
     }
 }
 
@@ -289,35 +264,6 @@ impl Stretches {
             touches
         });
     }
-}
-
-impl Span {
-    /// From the first byte read by any piece to the last; `None` beyond 64 bits.
-    fn reads(&self) -> Option<Range<u64>> {
-        hull(self.src, self.src_step, self.count, self.len)
-    }
-
-    /// From the first byte written by any piece to the last; `None` beyond 64 bits.
-    fn writes(&self) -> Option<Range<u64>> {
-        hull(self.dst, self.dst_step, self.count, self.len)
-    }
-}
-
-fn hull(start: u64, step: i64, count: u64, len: u64) -> Option<Range<u64>> {
-    // Positions are linear in the piece, so the outermost are those of the first and the last.
-    let last = i128::from(start) + i128::from(step) * i128::from(count - 1);
-    let last = u64::try_from(last).ok()?;
-    Some(start.min(last)..start.max(last).checked_add(len)?)
-}
-
-fn sound(span: &Span) -> bool {
-    let apart = span.count == 1 || span.dst_step.unsigned_abs() >= span.len;
-    span.len > 0 && span.count > 0 && apart && span.reads().is_some() && span.writes().is_some()
-}
-
-#[cold]
-fn refused(what: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("the plan is not valid: it has {what}"))
 }
 
 #[cold]

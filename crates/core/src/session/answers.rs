@@ -24,9 +24,6 @@ use crate::protocol::{
 use crate::stats::Op;
 use crate::validate;
 
-/// The memory of a peer is read straight; the ring is for host memory that a device cannot read.
-const STAGED: Staging = Staging { path: crate::config::SwapInPath::Auto, buffer_bytes: 1 << 20 };
-
 /// Answers for one cluster.
 pub(crate) struct Answers {
     cluster: Arc<Cluster>,
@@ -327,7 +324,8 @@ impl Call<'_> {
         let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
         let (engine, held) = (&self.cluster.engine, Arc::new(pin));
         // Kept beyond this call if the kernel may still write to the rows then.
-        let run = engine.run_holding(plan.clone(), from, to, STAGED, call.deadline, &progress, held);
+        let run =
+            engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
                 self.cluster.stats.travelled(Op::Served, outcome.bytes);

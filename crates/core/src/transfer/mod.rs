@@ -1,8 +1,15 @@
-//! Layer-wise transfers under way, and the threads that carry layers.
+//! Transfers between clusters: pulls, pushes and layer-wise transfers under way.
 
+mod call;
 mod executor;
+mod layerwise;
+mod pull;
+mod push;
+mod stream;
 mod task;
 
+pub(crate) use call::{Call, Moved};
 pub(crate) use executor::Lanes;
+pub(crate) use layerwise::{LayerPush, Refused};
 pub use task::{Carried, Outcome, Task};
 pub(crate) use task::{Carrier, Leg};

@@ -313,7 +313,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
         i64::try_from(block)
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
-    let blocks = fallible::tried(super::pieces::REQUEST, list.iter().enumerate().map(block))?;
+    let blocks = fallible::tried(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
     super::named(name, &blocks)?;
     Ok(blocks)
 }
@@ -324,7 +324,7 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     if lists.is_empty() {
         return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
     }
-    let mut pairs = fallible::room(super::pieces::REQUEST, src.len().saturating_mul(lists.len()))?;
+    let mut pairs = fallible::room(crate::plan::REQUEST, src.len().saturating_mul(lists.len()))?;
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;

@@ -3,12 +3,12 @@
 //! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
 
 use super::layerwise::LayerRows;
-use super::pieces::{Move, Pieces, REQUEST};
-use super::transfer::{Far, Moves, cut, equal_blocks, far_row, reachable};
+use super::transfer::{Far, cut, equal_blocks, far_row, reachable};
 use super::{Side, batch_cache, blocks_cache, row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry};
+use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
 /// Far memory that a tensor of this side goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resul
         }
         (Landing::Cache(far), _) => (0, far.side.geometry.tensor_bytes()),
     };
-    let beyond = |piece: &Move| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
+    let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
     if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
         return Err(too_small(rows, at, piece, room));
     }
@@ -84,7 +84,7 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec
         LayerRows::Slot => {
             row("src_batch_index", slot, here)?;
             let len = here.row_bytes();
-            Ok((vec![Move { src: slot * len, dst: 0, len }].into(), vec![slot]))
+            Ok((vec![Piece { src: slot * len, dst: 0, len }].into(), vec![slot]))
         }
         LayerRows::Blocks { src, dst } => {
             numbered("src_block_indices", src, here.rows())?;
@@ -126,7 +126,7 @@ fn whole_blocks(block_bytes: u64, far: Geometry) -> Result<()> {
 
 /// The `at`-th piece does not fit the `room` that the peer has.
 #[cold]
-fn too_small(rows: &LayerRows, at: usize, piece: Move, room: u64) -> Error {
+fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
     let error = match rows {
         LayerRows::Slot => {
             let text = "the memory of the peer is too small for a slot";

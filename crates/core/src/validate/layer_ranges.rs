@@ -2,12 +2,12 @@
 //!
 //! Not for: which rows of the tensors move (`transfer`).
 
-use super::pieces::Pieces;
-use super::transfer::Moves;
 use super::{Side, batch_cache};
 use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Geometry, Placement};
+use crate::plan::Moves;
+use crate::plan::Pieces;
 
 /// Layers `first..end`; none at all if `end` is not above `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -79,7 +79,7 @@ pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     block_lists(args)?;
     block_bytes_alone(args)?;
     whole_layers(near.geometry, args.tensors_per_layer)?;
-    let copied = |blocks: &[u64]| fallible::copied(super::pieces::REQUEST, blocks);
+    let copied = |blocks: &[u64]| fallible::copied(crate::plan::REQUEST, blocks);
     let (src, dst) = (copied(&args.src_blocks)?, copied(&args.dst_blocks)?);
     if !src.is_empty() {
         equal_blocks(near.geometry, args.dst_block_bytes)?;

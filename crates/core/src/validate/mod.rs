@@ -10,7 +10,6 @@ mod layer_destination;
 mod layer_ranges;
 mod layerwise;
 mod options;
-mod pieces;
 pub mod rank_table;
 mod transfer;
 mod values;
@@ -25,10 +24,8 @@ pub use layerwise::{
     source_placement, whole_layers,
 };
 pub use options::config;
-pub use pieces::{Move, Pieces};
 pub use transfer::{
-    Far, Moves, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near,
-    reachable,
+    Far, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near, reachable,
 };
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
@@ -41,6 +38,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::CacheKey;
 use crate::model::{CacheDesc, CacheKind, Geometry, Placement};
+use crate::plan::{BlockPairs, CopyRange};
 
 /// What `check` needs to know of one end of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,34 +80,6 @@ pub struct CopyArgs {
     pub offset: u64,
     /// Bytes copied in every tensor; −1 for the rest of the source slot.
     pub size: i64,
-}
-
-/// One range per tensor, the same in all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CopyRange {
-    /// Row read.
-    pub src_row: u64,
-    /// Row written.
-    pub dst_row: u64,
-    /// First byte read, from the start of the tensor.
-    pub src_offset: u64,
-    /// First byte written, from the start of the tensor.
-    pub dst_offset: u64,
-    /// How many bytes, above zero.
-    pub bytes: u64,
-    /// In how many tensors.
-    pub num_tensors: u32,
-}
-
-/// Whole blocks to copy, every index in range, in the order given.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockPairs {
-    /// Source block and destination block.
-    pub pairs: Vec<(u64, u64)>,
-    /// Bytes of one block in one tensor.
-    pub block_bytes: u64,
-    /// In how many tensors.
-    pub num_tensors: u32,
 }
 
 /// A cache to take from a pool (contract §7.1, §7.3, §12.2).
@@ -345,7 +315,7 @@ fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<Blo
         let allowed = format!("below 2^63 bytes in all, in blocks of {} bytes", src.row_bytes());
         return Err(Error::argument("the number of block pairs", pairs.len(), allowed));
     }
-    let mut checked = fallible::room(pieces::REQUEST, pairs.len())?;
+    let mut checked = fallible::room(crate::plan::REQUEST, pairs.len())?;
     for &(from, to) in pairs {
         checked.push((block("source block", from, src)?, block("destination block", to, dst)?));
     }

@@ -5,11 +5,11 @@
 //! again. Order of the rules: contract §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
-use super::pieces::{Move, Pieces, REQUEST, total};
 use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
+use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
 /// What a pull reads and writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,23 +86,6 @@ pub struct Far {
     pub row: u32,
     /// Whether its owner lets peers reach it.
     pub accessible: bool,
-}
-
-/// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Moves {
-    /// In one tensor.
-    pub pieces: Pieces,
-    /// The first tensor read.
-    pub src_tensor: u32,
-    /// The first tensor written.
-    pub dst_tensor: u32,
-    /// How many of each.
-    pub num_tensors: u32,
-    /// The rows of the near cache that are used; rows may repeat.
-    pub near_rows: Vec<u64>,
-    /// Whether every tensor of the source is read.
-    pub whole: bool,
 }
 
 /// Whether registered memory can be reached by peers (contract §7.6): as `given`, else in one-sided mode by where
@@ -199,7 +182,7 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
         PullRows::Slot { near: index, size } => {
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
-            (vec![Move { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
+            (vec![Piece { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
         }
         PullRows::Part { near: index, far_offset, near_offset, size } => {
             let index = u64::from(*index);
@@ -207,7 +190,7 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let len =
                 part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
             let dst = index * here.row_bytes() + near_offset;
-            (vec![Move { src: slot + far_offset, dst, len }].into(), vec![index])
+            (vec![Piece { src: slot + far_offset, dst, len }].into(), vec![index])
         }
         PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
             equal_blocks(here, there)?;
@@ -269,7 +252,7 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
             }
             let index = u64::from(*index);
             let dst = u64::from(far.row) * there.row_bytes();
-            (vec![Move { src: index * len, dst, len }].into(), vec![index])
+            (vec![Piece { src: index * len, dst, len }].into(), vec![index])
         }
         PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
             if matches!(rows, PushRows::Blocks { .. }) {
@@ -371,16 +354,16 @@ pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
 }
 
 /// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
-pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Move>> {
+pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
         let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
         return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
     }
-    total(blocks.len(), block_bytes)?;
+    total_bytes(blocks.len(), block_bytes)?;
     let piece = |(at, &block): (usize, &u64)| {
         let start = at as u64 * block_bytes;
-        Move { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
+        Piece { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }
     };
     fallible::collect(REQUEST, blocks.iter().enumerate().map(piece))
 }

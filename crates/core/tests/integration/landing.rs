@@ -3,7 +3,8 @@
 //! Not for: engines (`links/layerwise`).
 
 use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::validate::{Far, Landing, LayerRows, Moves, Side, landed_layers, landing};
+use llm_datadist_core::plan::Moves;
+use llm_datadist_core::validate::{Far, Landing, LayerRows, Side, landed_layers, landing};
 use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 

@@ -4,8 +4,8 @@
 
 use std::collections::HashSet;
 
+use llm_datadist_core::plan::{BlockPairs, CopyRange, Moves, Piece, Pieces};
 use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, SpanList, Wave};
-use llm_datadist_core::validate::{BlockPairs, CopyRange, Move, Moves, Pieces};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
@@ -111,8 +111,8 @@ fn long_lists_are_planned_as_short_ones_are() {
     let (len, count) = (4096u64, 3000u64);
     // A permutation, with sources that differ in high bits too.
     let place = |k: u64| (k * 1789) % count + if k.is_multiple_of(7) { 1 << 30 } else { 0 };
-    let pieces: Vec<Move> =
-        (0..count).map(|k| Move { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
+    let pieces: Vec<Piece> =
+        (0..count).map(|k| Piece { src: place(k) * len, dst: (k * 991 % count) * len, len }).collect();
     let plan =
         CopyPlan::moves(&mut Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() })
             .unwrap();
@@ -574,9 +574,9 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
     let cut = prop::collection::vec(any::<u64>(), 0..6);
     TestRunner::new(proptest_cases(400))
         .run(&(scattered(), cut, 1..4u32), |((len, first, pairs), cuts, tensors)| {
-            let naive: Vec<Move> = pairs
+            let naive: Vec<Piece> = pairs
                 .iter()
-                .map(|&(s, d)| Move {
+                .map(|&(s, d)| Piece {
                     src: first.0 + u64::from(s) * len,
                     dst: first.1 + u64::from(d) * len,
                     len,
@@ -616,7 +616,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
             prop_assert_eq!(got, expected);
             prop_assert_eq!(plan.bytes(), naive.len() as u64 * len * u64::from(tensors));
             for row_bytes in [1, len, len * 2, len + 1] {
-                let rows = |start: fn(&Move) -> u64| {
+                let rows = |start: fn(&Piece) -> u64| {
                     let bytes = naive.iter().flat_map(|piece| start(piece)..start(piece) + len);
                     let rows: std::collections::BTreeSet<u64> = bytes.map(|byte| byte / row_bytes).collect();
                     rows.into_iter().collect::<Vec<_>>()
@@ -624,7 +624,7 @@ fn scattered_blocks_do_what_copying_one_by_one_does() {
                 prop_assert_eq!(plan.src_rows(row_bytes).unwrap(), rows(|piece| piece.src));
                 prop_assert_eq!(plan.dst_rows(row_bytes).unwrap(), rows(|piece| piece.dst));
             }
-            let ends = |start: fn(&Move) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
+            let ends = |start: fn(&Piece) -> u64| naive.iter().map(|piece| start(piece) + len).max().unwrap();
             let (read, written) =
                 (ends(|piece| piece.src), ends(|piece| piece.dst).max(naive.len() as u64 * len));
             plan.check_ends(Some((tensors, read)), Some((tensors, written))).unwrap();

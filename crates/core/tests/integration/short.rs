@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use llm_datadist_core::cache::{pin_reads, pin_writes};
 use llm_datadist_core::net::{Address, Local, Transport};
+use llm_datadist_core::plan::{BlockPairs, Moves, Piece};
 use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Span, SpanList, Wave};
 use llm_datadist_core::protocol::{
     self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
     WirePlan,
 };
-use llm_datadist_core::validate::{self, BlockPairs, Far, Move, Moves, Side};
+use llm_datadist_core::validate::{self, Far, Side};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,
@@ -83,8 +84,8 @@ fn planning_fails_whole() {
         for ends in [Ends::OneCache, Ends::TwoCaches] {
             only_fails(name, 1, || CopyPlan::blocks(&request, ends));
         }
-        let piece = |&(src, dst): &(u64, u64)| Move { src: 16 * src, dst: 16 * dst + 5, len: 16 };
-        let pieces: Vec<Move> = request.pairs.iter().map(piece).collect();
+        let piece = |&(src, dst): &(u64, u64)| Piece { src: 16 * src, dst: 16 * dst + 5, len: 16 };
+        let pieces: Vec<Piece> = request.pairs.iter().map(piece).collect();
         for nth in 0.. {
             let mut moves = Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
             let (plan, failed) = heap::failing(LEAST, nth, || CopyPlan::moves(&mut moves));

@@ -5,9 +5,10 @@
 use std::collections::BTreeSet;
 
 use llm_datadist_core::plan::CopyPlan;
+use llm_datadist_core::plan::Moves;
 use llm_datadist_core::validate::{
-    self, ExtParam, Far, LayerRange, Layers, Moves, PullRows, PushRows, Side, accessible, pull,
-    pull_kv_layers, pull_near, push, push_kv_cache, push_near,
+    self, ExtParam, Far, LayerRange, Layers, PullRows, PushRows, Side, accessible, pull, pull_kv_layers,
+    pull_near, push, push_kv_cache, push_near,
 };
 use llm_datadist_core::{CacheKind, Error, ErrorKind, Geometry, Placement, Result, Role};
 use proptest::prelude::*;

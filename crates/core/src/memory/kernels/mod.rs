@@ -2,26 +2,19 @@
 //!
 //! Streaming stores save reading each destination line before it is overwritten, a third of the traffic, and leave the
 //! caches to the model; ordinary stores win where the copy fits the caches. What keeps a core from the speed of its memory
-//! is waiting at the first lines of every page, so the kernels of the second module read ahead into the next piece, or have
-//! four pages under way at once. Which one runs is the engine's choice (`engine::tuner`). Each is tested against a
+//! is waiting at the first lines of every page, so the kernels of `avx2` read ahead into the next piece, or have
+//! four pages under way at once. Which one runs is the engine's choice (`copy::kernel_choice`). Each is tested against a
 //! byte-by-byte twin in `tests/integration/kernel.rs`.
-//!
-//! Not for: splitting work, choosing a kernel, or the instructions (`lanes`).
 
 #[cfg(target_arch = "x86_64")]
-mod pieces;
+mod avx2;
+mod plain;
+
+pub use plain::Copy;
+use plain::plain;
 
 use super::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
-
-/// Bytes to copy: a window to read, and one of equal length to write.
-#[derive(Clone, Copy, Debug)]
-pub struct Copy<'a> {
-    /// Read.
-    pub src: Window<'a>,
-    /// Written.
-    pub dst: Window<'a>,
-}
 
 /// A kernel that exists on this CPU: all but [`Kernel::PLAIN`] can only be had from [`Kernel::all`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,13 +98,13 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every pair is sound, see above; the value proves that the CPU has AVX2, because only `Kernel::all` makes
         // it.
-        Stores::PlainLanes => unsafe { pieces::four::<false>(batch) },
+        Stores::PlainLanes => unsafe { avx2::four::<false>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::Streaming => unsafe { pieces::one(batch) },
+        Stores::Streaming => unsafe { avx2::one(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Stores::StreamingLanes => unsafe { pieces::four::<true>(batch) },
+        Stores::StreamingLanes => unsafe { avx2::four::<true>(batch) },
     }
     Ok(())
 }
@@ -120,20 +113,6 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
 fn sound(copy: &Copy<'_>) -> bool {
     let equal = copy.src.len() == copy.dst.len() && usize::try_from(copy.src.len()).is_ok();
     equal && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
-}
-
-/// One pair that is sound, with ordinary stores.
-fn plain(copy: &Copy<'_>) {
-    // Sound pairs have a length that fits.
-    let len = usize::try_from(copy.src.len()).unwrap_or(0);
-    let (from, to) = (copy.src.addr() as *const u8, copy.dst.addr() as *mut u8);
-    if copy.src.overlaps(&copy.dst) {
-        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes; `copy_to` allows overlap.
-        unsafe { from.copy_to(to, len) };
-    } else {
-        // SAFETY: both windows are inside live tensors (promise 3) of `len` bytes, and do not overlap.
-        unsafe { from.copy_to_nonoverlapping(to, len) };
-    }
 }
 
 #[cold]

@@ -2,10 +2,10 @@
 //!
 //! Not for: the messages (`peer`), or bytes.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Cache, Origin, Place, Slot, State, Table, no_cache, no_key};
+use super::{Place, Slot, State, Table, no_cache, no_key};
+use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::CacheId;
@@ -41,26 +41,6 @@ pub struct Spot {
 
 /// Caches looked at under one hold of the lock.
 const AT_ONCE: usize = 1 << 10;
-
-/// Tensors that were pulled: ranges, ascending, apart from each other.
-#[derive(Debug, Default)]
-pub(super) struct Pulled(Vec<Range<u32>>);
-
-impl Pulled {
-    /// Adds tensors; whether all of `count` are there now.
-    fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
-        fallible::push("the table of caches", &mut self.0, tensors)?;
-        self.0.sort_unstable_by_key(|range| range.start);
-        self.0.dedup_by(|next, last| {
-            let joined = next.start <= last.end;
-            if joined {
-                last.end = last.end.max(next.end);
-            }
-            joined
-        });
-        Ok(matches!(self.0.as_slice(), [all] if all.start == 0 && all.end >= count))
-    }
-}
 
 impl Table {
     /// The cache and row a peer means. `Err` for a name that leads nowhere, or to a row that is not there.

@@ -1,30 +1,65 @@
-//! What a pull or push moves of one tensor: any pieces, or equal blocks by their numbers.
+//! Checked requests: what a copy, swap, pull or push moves of each tensor, before it is planned.
 //!
-//! Lists of blocks are long, and each of them is written down several times on its way: eight bytes a block instead of
-//! twenty-four (docs/performance.md). Not for: which rows a request names (`transfer`, `landing`).
+//! Lists of blocks are long and are stored several times on their way. Pairs of 32-bit block numbers take eight bytes per
+//! block instead of twenty-four (docs/performance.md).
 
+use super::spans::Piece;
 use crate::error::{Error, Result};
 use crate::fallible;
 
 /// What the lists of a request are for, should there be no memory for one.
-pub(super) const REQUEST: &str = "the lists of a request";
+pub(crate) const REQUEST: &str = "the lists of a request";
 
-/// Bytes of one tensor that go from one place to another.
+/// One range per tensor, the same in all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Move {
+pub struct CopyRange {
+    /// Row read.
+    pub src_row: u64,
+    /// Row written.
+    pub dst_row: u64,
     /// First byte read, from the start of the tensor.
-    pub src: u64,
+    pub src_offset: u64,
     /// First byte written, from the start of the tensor.
-    pub dst: u64,
-    /// How many, above zero.
-    pub len: u64,
+    pub dst_offset: u64,
+    /// How many bytes, above zero.
+    pub bytes: u64,
+    /// In how many tensors.
+    pub num_tensors: u32,
+}
+
+/// Whole blocks to copy, every index in range, in the order given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockPairs {
+    /// Source block and destination block.
+    pub pairs: Vec<(u64, u64)>,
+    /// Bytes of one block in one tensor.
+    pub block_bytes: u64,
+    /// In how many tensors.
+    pub num_tensors: u32,
+}
+
+/// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// In one tensor.
+    pub pieces: Pieces,
+    /// The first tensor read.
+    pub src_tensor: u32,
+    /// The first tensor written.
+    pub dst_tensor: u32,
+    /// How many of each.
+    pub num_tensors: u32,
+    /// The rows of the near cache that are used; rows may repeat.
+    pub near_rows: Vec<u64>,
+    /// Whether every tensor of the source is read.
+    pub whole: bool,
 }
 
 /// What moves of one tensor, in the order given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Pieces {
     /// Any bytes.
-    Listed(Vec<Move>),
+    Listed(Vec<Piece>),
     /// Equal blocks.
     Blocks {
         /// Bytes of one.
@@ -42,26 +77,26 @@ impl Default for Pieces {
     }
 }
 
-impl From<Vec<Move>> for Pieces {
-    fn from(pieces: Vec<Move>) -> Self {
+impl From<Vec<Piece>> for Pieces {
+    fn from(pieces: Vec<Piece>) -> Self {
         Pieces::Listed(pieces)
     }
 }
 
 impl Pieces {
     /// Blocks of `len` bytes by the numbers read and written, each of which lies in a tensor.
-    pub(super) fn blocks(
+    pub(crate) fn blocks(
         len: u64,
         pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
     ) -> Result<Pieces> {
-        total(pairs.len(), len)?;
+        total_bytes(pairs.len(), len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
             let pairs = fallible::collect(REQUEST, pairs.map(|(src, dst)| (src as u32, dst as u32)))?;
             return Ok(Pieces::Blocks { len, first: (0, 0), pairs });
         }
-        let one = |(src, dst): (u64, u64)| Move { src: src * len, dst: dst * len, len };
+        let one = |(src, dst): (u64, u64)| Piece { src: src * len, dst: dst * len, len };
         fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
     }
 
@@ -75,18 +110,18 @@ impl Pieces {
     }
 
     /// One after the other.
-    pub fn iter(&self) -> impl Iterator<Item = Move> + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
             Pieces::Blocks { len, first, pairs } => {
                 let (src, dst) = pairs[at];
-                Move { src: first.0 + u64::from(src) * len, dst: first.1 + u64::from(dst) * len, len: *len }
+                Piece { src: first.0 + u64::from(src) * len, dst: first.1 + u64::from(dst) * len, len: *len }
             }
         })
     }
 
     /// The same, written `by` bytes further on. All of it lies in a tensor there.
-    pub(super) fn shifted(mut self, by: u64) -> Pieces {
+    pub(crate) fn shifted(mut self, by: u64) -> Pieces {
         match &mut self {
             Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
             Pieces::Blocks { first, .. } => first.1 += by,
@@ -96,7 +131,7 @@ impl Pieces {
 }
 
 /// Lists may repeat blocks, so their bytes are not bounded by a tensor.
-pub(super) fn total(blocks: usize, block_bytes: u64) -> Result<()> {
+pub(crate) fn total_bytes(blocks: usize, block_bytes: u64) -> Result<()> {
     match (blocks as u64).checked_mul(block_bytes) {
         Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
         _ => {

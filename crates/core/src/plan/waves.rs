@@ -1,62 +1,10 @@
-//! Spans of one tensor, the waves they run in, and the pieces they fall into.
-//!
-//! Not for: which spans a request becomes (`order`), or whether they lie inside a tensor (`parts`, `mem::Window`).
-
-use serde::{Deserialize, Serialize};
+//! Waves: the parts of a plan whose pieces may be copied in any order.
 
 use super::blocks::Blocks;
-use super::order::PLAN;
 use super::packed_spans::Packed;
+use super::spans::{PLAN, Piece, Span};
 use crate::error::Result;
 use crate::fallible;
-
-/// `count` pieces of `len` bytes in one tensor: piece `k` goes from `src + k·src_step` to `dst + k·dst_step`.
-///
-/// One span covers a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th block
-/// (steps above `len`) and one block fanned out to many (`src_step` 0). In a message the fields stand in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
-    /// First byte read, from the start of the tensor.
-    pub src: u64,
-    /// First byte written, from the start of the tensor.
-    pub dst: u64,
-    /// Bytes of one piece.
-    pub len: u64,
-    /// How many pieces.
-    pub count: u64,
-    /// Bytes from one piece read to the next.
-    pub src_step: i64,
-    /// Bytes from one piece written to the next.
-    pub dst_step: i64,
-}
-
-impl Span {
-    pub(super) fn single(src: u64, dst: u64, len: u64) -> Self {
-        Span { src, dst, len, count: 1, src_step: 0, dst_step: 0 }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.len * self.count
-    }
-
-    /// Source and destination of piece `k`.
-    pub(super) fn piece(&self, k: u64) -> (u64, u64) {
-        // Steps were computed as differences of two offsets in one tensor, so they wrap back into it.
-        let at = |start: u64, step: i64| start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()));
-        (at(self.src, self.src_step), at(self.dst, self.dst_step))
-    }
-}
-
-/// One stretch of bytes to copy in one tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    /// First byte read, from the start of the tensor.
-    pub src: u64,
-    /// First byte written, from the start of the tensor.
-    pub dst: u64,
-    /// How many bytes.
-    pub len: u64,
-}
 
 /// Pieces that may run in any order and at the same time: none writes what another reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,14 +3,14 @@
 //! Whole steps of 128 bytes go through registers; what is before the first aligned byte of a destination, and behind the
 //! last step, is copied as the C library does. Nothing outside the windows is named, not even by a hint. Streaming stores
 //! are weakly ordered, so each entrance ends with a fence: without it, whoever is told of the end might not see the bytes.
-//! Not for: what may be copied (`kernel`).
+//! Not for: what may be copied (`kernels`).
 
 use std::arch::x86_64::{
     __m256i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_store_si256,
     _mm256_stream_si256,
 };
 
-use super::{Copy, plain};
+use super::plain::{Copy, plain};
 
 /// Bytes of one step: two lines, four loads and four stores.
 const STEP: usize = 128;

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::transfer::Moved;
+use super::call::Moved;
 use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::copy::{Progress, Work};

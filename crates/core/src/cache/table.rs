@@ -1,0 +1,401 @@
+//! Cache id and keys → cache; references; release when the last one goes.
+//!
+//! One lock, held for a handful of hash look-ups and never across a copy: whoever needs a cache takes an [`Arc`] of it
+//! and lets the lock go. Memory returns to its pool when the last `Arc` drops, so a cache that is released during a
+//! copy lives until the copy ends (`tests/integration/table.rs`, `released_during_a_copy`). Not for: memory (`arena`, `mem`)
+//! or which keys make sense (`check`).
+
+mod pulled;
+mod remote;
+
+pub use remote::{Found, Spot};
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use hashbrown::HashMap;
+
+use self::pulled::Pulled;
+use super::cache::{Cache, Origin};
+use super::shards::Shards;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::memory::{Adopted, Generations, Tensors};
+use crate::model::CacheId;
+use crate::model::CacheKey;
+use crate::model::{CacheDesc, CacheKind};
+use crate::validate::Side;
+
+/// What the lists of the table are for, should there be no memory for one.
+const TABLE: &str = "the table of caches";
+
+/// What becomes of a key that already names a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    Refuse,
+    Replace,
+}
+
+/// All caches and keys of one engine.
+#[derive(Debug)]
+pub struct Table {
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Of each place: raised when its cache leaves or loses a key, under the lock, so before its memory is used again.
+    generations: Arc<Generations>,
+    /// Which tensors of a key's slot peers have pulled, while some are missing.
+    pulled: HashMap<CacheKey, Pulled>,
+    last_id: i64,
+    ids: Shards<CacheId, Place>,
+    /// The place of its cache, and the row in it.
+    keys: Shards<CacheKey, (Place, u32)>,
+    slots: Vec<Option<Slot>>,
+    free: Vec<Place>,
+    /// Registered caches that left and may still be in use: for those that wait for the end of that, and nobody else.
+    leaving: HashMap<CacheId, Weak<Cache>>,
+}
+
+/// Index of a slot. Keys and ids lead to a place, not to each other, so a look-up is one hash and one index.
+type Place = u32;
+
+#[derive(Debug)]
+struct Slot {
+    cache: Arc<Cache>,
+    /// The reference by id: true until the cache is deallocated.
+    held: bool,
+    /// How many keys name it.
+    bound: u32,
+    /// The key each row was given. Removing a key leaves it here, to save touching this list: an entry counts only if
+    /// `keys` still leads from it to this row.
+    keys: RowKeys,
+}
+
+/// The keys of a cache's rows. One is the usual number, and needs no memory of its own: what is visited in random order
+/// costs by the piece.
+#[derive(Debug)]
+enum RowKeys {
+    One(Option<CacheKey>),
+    Many(Vec<Option<CacheKey>>),
+}
+
+impl RowKeys {
+    fn of(keys: &[(u64, CacheKey)]) -> Result<Self> {
+        Ok(match keys {
+            [] => RowKeys::One(None),
+            &[(0, key)] => RowKeys::One(Some(key)),
+            keys => {
+                let rows = keys.iter().map(|&(row, _)| row + 1).max().unwrap_or(0);
+                let mut by_row = fallible::filled(TABLE, None, usize::try_from(rows).unwrap_or(0))?;
+                for &(row, key) in keys {
+                    by_row[usize::try_from(row).unwrap_or(usize::MAX)] = Some(key);
+                }
+                RowKeys::Many(by_row)
+            }
+        })
+    }
+
+    fn all(&self) -> &[Option<CacheKey>] {
+        match self {
+            RowKeys::One(key) => std::slice::from_ref(key),
+            RowKeys::Many(keys) => keys,
+        }
+    }
+}
+
+/// How many of each a table holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TableState {
+    /// Caches by id, those waiting for their last key included.
+    pub caches: u64,
+    /// Keys.
+    pub keys: u64,
+}
+
+impl Table {
+    /// A table without caches, whose changes show in `generations`.
+    #[must_use]
+    pub fn new(generations: Arc<Generations>) -> Table {
+        let state = State {
+            generations,
+            pulled: HashMap::new(),
+            last_id: 0,
+            ids: Shards::new(),
+            keys: Shards::new(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            leaving: HashMap::new(),
+        };
+        Table { state: Mutex::new(state) }
+    }
+
+    /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache. The
+    /// keys are as [`check::bindings`](crate::validate::bindings) gives them, each once.
+    pub fn allocate(
+        &self,
+        desc: &CacheDesc,
+        side: Side,
+        tensors: Tensors,
+        keys: &[(u64, CacheKey)],
+    ) -> Result<Arc<Cache>> {
+        self.enter(Taken::Refuse, keys, |id| Cache::new(id, Origin::Allocated, desc, side, tensors, true))
+    }
+
+    /// Enters the caller's memory under a new id; a key that names another cache names this one from now on.
+    pub fn register(
+        &self,
+        adopted: Adopted,
+        keys: &[(u64, CacheKey)],
+        remote_accessible: bool,
+    ) -> Result<Arc<Cache>> {
+        let (desc, side) = (adopted.desc().clone(), adopted.side());
+        self.enter(Taken::Replace, keys, |id| {
+            Cache::new(id, Origin::Registered, &desc, side, Tensors::adopted(adopted), remote_accessible)
+        })
+    }
+
+    fn enter(
+        &self,
+        taken: Taken,
+        keys: &[(u64, CacheKey)],
+        build: impl FnOnce(CacheId) -> Cache,
+    ) -> Result<Arc<Cache>> {
+        let by_row = RowKeys::of(keys)?;
+        // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
+        let mut released: Vec<Slot> = Vec::new();
+        let mut state = self.locked();
+        if taken == Taken::Refuse
+            && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
+        {
+            let text = format!("{key} already names a live cache");
+            return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
+        }
+        let replaced = state.replaced(keys);
+        // Everything that takes memory comes before the first change.
+        state.make_room(keys)?;
+        if taken == Taken::Replace {
+            fallible::grow(TABLE, &mut released, keys.len())?;
+        }
+        for &(_, key) in keys {
+            released.extend(state.unbind(key));
+        }
+        let id = CacheId(state.last_id + 1);
+        state.last_id = id.0;
+        let cache = Arc::new(build(id));
+        let bound = u32::try_from(keys.len()).unwrap_or(u32::MAX);
+        let place = state.place(Slot { cache: cache.clone(), held: true, bound, keys: by_row });
+        state.ids.insert(id, place);
+        for &(row, key) in keys {
+            state.keys.insert(key, (place, u32::try_from(row).unwrap_or(u32::MAX)));
+        }
+        drop(state);
+        for (old, (key, count)) in replaced {
+            warn_of_replacement(id, old, key, count);
+        }
+        Ok(cache)
+    }
+
+    /// The cache of an id.
+    pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
+        let state = self.locked();
+        let found = state.ids.get(&id).and_then(|&place| state.slot(place));
+        found.map(|slot| slot.cache.clone()).ok_or_else(|| no_cache(id))
+    }
+
+    /// The cache and row a key names.
+    pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
+        let state = self.locked();
+        let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
+        found.ok_or_else(|| no_key(key))
+    }
+
+    /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
+    /// with its key. Unknown ids and registered caches: nothing to do (contract §7.2, §7.4).
+    pub fn deallocate(&self, id: CacheId) {
+        let mut state = self.locked();
+        let Some(&place) = state.ids.get(&id) else { return };
+        let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin() == Origin::Allocated) else {
+            return;
+        };
+        slot.held = false;
+        let released = match slot.cache.kind() {
+            CacheKind::Batch => state.settle(place),
+            CacheKind::Blocks => state.remove(place),
+        };
+        drop(state);
+        drop(released);
+    }
+
+    /// Unbinds a key of an allocated cache; releases the cache if that was its last reference. Unknown keys and keys
+    /// of registered caches: nothing to do (contract §7.5).
+    pub fn remove_key(&self, key: CacheKey) {
+        let mut state = self.locked();
+        let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
+        let released = if allocated { state.unbind(key) } else { None };
+        drop(state);
+        drop(released);
+    }
+
+    /// From now on no peer trusts what it was told: the memory may go away.
+    pub fn retire(&self) {
+        let state = self.locked();
+        for place in state.ids.values() {
+            state.generations.bump(*place);
+        }
+    }
+
+    /// Removes a registered cache and its keys, and hands it out; once more whenever it is asked for, until
+    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (contract §7.8).
+    pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
+        let mut state = self.locked();
+        let Some(&place) = state.ids.get(&id) else {
+            // A pin keeps its cache alive: one that nobody holds is not in use.
+            return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
+        };
+        state.leaving.try_reserve(1).map_err(|_| fallible::short(TABLE, state.leaving.len()))?;
+        let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
+        let released = if registered { state.remove(place) } else { None };
+        let cache = released.map(|slot| slot.cache);
+        if let Some(cache) = &cache {
+            state.leaving.retain(|_, left| left.strong_count() > 0);
+            state.leaving.insert(id, Arc::downgrade(cache));
+        }
+        drop(state);
+        Ok(cache)
+    }
+
+    /// Nothing uses a cache that was unregistered any more.
+    pub fn left(&self, id: CacheId) {
+        self.locked().leaving.remove(&id);
+    }
+
+    /// How many caches and keys there are.
+    #[must_use]
+    pub fn state(&self) -> TableState {
+        let state = self.locked();
+        TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }
+    }
+
+    fn locked(&self) -> MutexGuard<'_, State> {
+        // Every change below is a few map operations that cannot panic half-way.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Reserves what entering a cache with `keys` takes, and what taking it out again will. `Err`, and nothing is changed.
+    fn make_room(&mut self, keys: &[(u64, CacheKey)]) -> Result<()> {
+        if self.free.is_empty() {
+            fallible::grow(TABLE, &mut self.slots, 1)?;
+            // Every slot may become free, and freeing must not fail.
+            let places = self.slots.len() + 1;
+            fallible::grow(TABLE, &mut self.free, places)?;
+        }
+        let id = CacheId(self.last_id + 1);
+        self.ids.make_room(std::iter::once(&id))?;
+        self.keys.make_room(keys.iter().map(|(_, key)| key))
+    }
+
+    fn slot(&self, place: Place) -> Option<&Slot> {
+        self.slots.get(place as usize)?.as_ref()
+    }
+
+    fn slot_mut(&mut self, place: Place) -> Option<&mut Slot> {
+        self.slots.get_mut(place as usize)?.as_mut()
+    }
+
+    fn named(&self, key: CacheKey) -> Option<(&Slot, u32)> {
+        let &(place, row) = self.keys.get(&key)?;
+        Some((self.slot(place)?, row))
+    }
+
+    /// The caches that `keys` name now: of each, the first such key and how many there are.
+    fn replaced(&self, keys: &[(u64, CacheKey)]) -> BTreeMap<CacheId, (CacheKey, usize)> {
+        let mut replaced = BTreeMap::new();
+        for &(_, key) in keys {
+            if let Some((other, _)) = self.named(key) {
+                replaced.entry(other.cache.id()).or_insert((key, 0)).1 += 1;
+            }
+        }
+        replaced
+    }
+
+    fn place(&mut self, slot: Slot) -> Place {
+        if let Some(place) = self.free.pop() {
+            self.slots[place as usize] = Some(slot);
+            return place;
+        }
+        self.slots.push(Some(slot));
+        // A slot takes more than 32 bytes, so 2^32 of them do not fit the memory of any machine this runs on.
+        Place::try_from(self.slots.len() - 1).unwrap_or(Place::MAX)
+    }
+
+    /// Takes a key away; returns the cache if that was its last reference.
+    fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
+        let (place, _) = self.keys.remove(&key)?;
+        self.forget(place, key);
+        self.slot_mut(place)?.bound -= 1;
+        self.settle(place)
+    }
+
+    /// Removes an allocated cache that nobody refers to any more.
+    fn settle(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.slot(place)?;
+        let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
+        if gone { self.take(place) } else { None }
+    }
+
+    /// Removes a cache and all its keys.
+    fn remove(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.take(place)?;
+        for (row, key) in slot.keys.all().iter().enumerate() {
+            if let Some(key) = key
+                && let Some(&(named, at)) = self.keys.get(key)
+                && (named, at as usize) == (place, row)
+            {
+                self.keys.remove(key);
+                self.pulled.remove(key);
+            }
+        }
+        Some(slot)
+    }
+
+    /// Forgets what peers were told of `place` and pulled of `key`, which does not lead there any more.
+    fn forget(&mut self, place: Place, key: CacheKey) {
+        self.pulled.remove(&key);
+        self.generations.bump(place);
+    }
+
+    fn take(&mut self, place: Place) -> Option<Slot> {
+        let slot = self.slots.get_mut(place as usize)?.take()?;
+        self.ids.remove(&slot.cache.id());
+        self.generations.bump(place);
+        self.free.push(place);
+        Some(slot)
+    }
+}
+
+/// Two caches under one key are nearly always a mistake: peers that ask for the key get the later one.
+#[cold]
+fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: usize) {
+    let more = if count > 1 { format!(" and {} more keys", count - 1) } else { String::new() };
+    tracing::warn!(
+        target: "llm_datadist::table",
+        cache_id = cache_id.0,
+        replaced_cache_id = old.0,
+        "a cache was registered under {key}{more}, which named another live cache: peers that ask for the key now get \
+         the new cache"
+    );
+}
+
+#[cold]
+fn no_cache(id: CacheId) -> Error {
+    Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)
+}
+
+#[cold]
+fn no_key(key: CacheKey) -> Error {
+    Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}"))
+}

@@ -1,0 +1,45 @@
+//! Limits on the spans of a peer's plan: how many pieces, how many bytes, and what one span may say.
+
+use super::spans::Span;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Most pieces a plan from a peer may have in one tensor: more than any list of blocks a message can carry becomes.
+pub(super) const MOST_PIECES: u64 = 1 << 24;
+
+/// What the spans of a peer's plan come to, so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pieces: u64,
+    bytes: u64,
+}
+
+impl Tally {
+    /// Bytes of one tensor in all spans.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Adds a span. `Err` if it is unsound, or the plan becomes too large by it.
+    pub(super) fn add(&mut self, span: &Span) -> Result<()> {
+        let sound = sound(span).then_some(());
+        let sums = sound.and_then(|()| {
+            let all = self.bytes.checked_add(span.len.checked_mul(span.count)?)?;
+            Some((self.pieces.checked_add(span.count)?, all))
+        });
+        (self.pieces, self.bytes) = sums.ok_or_else(|| refused(&format!("{span:?}")))?;
+        if self.pieces > MOST_PIECES {
+            return Err(refused(&format!("more than {MOST_PIECES} pieces in one tensor")));
+        }
+        Ok(())
+    }
+}
+
+fn sound(span: &Span) -> bool {
+    let apart = span.count == 1 || span.dst_step.unsigned_abs() >= span.len;
+    span.len > 0 && span.count > 0 && apart && span.reads().is_some() && span.writes().is_some()
+}
+
+#[cold]
+pub(super) fn refused(what: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("the plan is not valid: it has {what}"))
+}

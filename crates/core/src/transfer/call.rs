@@ -1,0 +1,105 @@
+//! One pull, push or layer under way, with the attempts it takes.
+//!
+//! What this process knows of a remote cache may be out of date. Its owner says so, or its generation does, and the call
+//! starts over within its deadline.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::stream::Streams;
+use crate::cache::Cache;
+use crate::cluster::Cluster;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::{Deadline, Name};
+use crate::plan::CopyPlan;
+use crate::session::{Known, Link};
+use crate::validate;
+
+/// How often a call starts over because the far cache changed under it; each time costs a request and the deadline goes
+/// on.
+const MOST_ROUNDS: usize = 8;
+/// What became of an attempt that did not fail.
+pub(crate) enum Moved {
+    /// Every byte is in place: so many.
+    Bytes(u64),
+    /// The far cache is not what it was: describe it again.
+    Stale,
+}
+
+/// One pull, push or layer under way.
+pub(crate) struct Call<'a> {
+    pub(crate) cluster: &'a Arc<Cluster>,
+    pub(crate) link: Arc<Link>,
+    /// The far cache.
+    pub(crate) name: Name,
+    pub(crate) near: Arc<Cache>,
+    pub(crate) deadline: Deadline,
+}
+
+impl Call<'_> {
+    /// Counts the call with its link, which does not go away under it by an unlink.
+    pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
+        let started = Instant::now();
+        let result = self.link.begin().and_then(|_active| call());
+        self.link.transfers().count(started.elapsed(), result.is_ok());
+        if let Ok(bytes) = result {
+            self.link.transfers().moved(bytes);
+        }
+        result
+    }
+
+    /// Finds the far cache and attempts the transfer; once more if the far cache was not what it was thought to be.
+    pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
+        let Call { link, name, deadline, .. } = self;
+        self.one_sided()?;
+        let mut known = link.known(*name, *deadline)?;
+        for _ in 0..MOST_ROUNDS {
+            let open = validate::reachable("the cache of the peer", known.far.accessible);
+            let outcome = open.and_then(|()| attempt(&known));
+            match outcome {
+                Ok(Moved::Bytes(bytes)) => return Ok(bytes),
+                Ok(Moved::Stale) => deadline.waiting("finding a cache of the peer that keeps changing")?,
+                // An argument that does not fit what was known may fit what is there now.
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => {
+                    let now = link.describe(*name, *deadline)?;
+                    if now.at == known.at && now.cache == known.cache {
+                        return Err(self.named(error));
+                    }
+                    known = now;
+                    continue;
+                }
+                Err(error) => return Err(self.named(error)),
+            }
+            known = link.describe(*name, *deadline)?;
+        }
+        let text = "the cache of the peer changed each time it was looked at";
+        Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
+    }
+
+    /// In remote-accessible mode both caches must be (contract §12.4).
+    pub(crate) fn one_sided(&self) -> Result<()> {
+        if self.cluster.config.remote_accessible {
+            validate::reachable("the cache of this side", self.near.remote_accessible())?;
+        }
+        Ok(())
+    }
+
+    /// The transfer through sockets.
+    pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
+        Streams {
+            cluster: self.cluster.clone(),
+            link: self.link.clone(),
+            name: self.name,
+            known: known.clone(),
+            plan: plan.clone(),
+            near: self.near.clone(),
+            deadline: self.deadline,
+        }
+    }
+
+    /// The same error with what the call was about.
+    pub(crate) fn named(&self, error: Error) -> Error {
+        let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
+        error.with("name", self.name)
+    }
+}

@@ -1,0 +1,235 @@
+//! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready.
+//!
+//! A layer is a push like any other, of the same plan in other tensors. It is planned once and resolved once; after that
+//! the remote cache is named by its id, so that a transfer never spreads over two caches.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::call::Call;
+use super::task::Carrier;
+use crate::cache::Cache;
+use crate::cluster::Cluster;
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallible;
+use crate::model::{CacheId, Deadline, Name};
+use crate::plan::CopyPlan;
+use crate::protocol::Spot;
+use crate::session::{Finder, Known, Link};
+use crate::stats::Op;
+use crate::validate::{self, Destination, Far, Landing, LayerRows, Target};
+
+/// Name of these lists in out-of-memory errors.
+const LAYERS: &str = "the layers of a transfer";
+
+/// A destination that cannot be reached, whatever happens.
+pub(crate) struct Refused(Mutex<Option<Error>>);
+
+impl Refused {
+    pub(crate) fn new(error: Error) -> Self {
+        Refused(Mutex::new(Some(error)))
+    }
+}
+
+impl Carrier for Refused {
+    fn find(&self) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+    }
+
+    fn layer(&self, _: u32) -> Result<u64> {
+        Err(Error::new(ErrorKind::System, "a layer for a destination that was refused"))
+    }
+}
+
+/// Brings layers to one destination.
+pub(crate) struct LayerPush {
+    cluster: Arc<Cluster>,
+    finder: Finder,
+    near: Arc<Cache>,
+    rows: Arc<LayerRows>,
+    per_layer: u32,
+    to: Destination,
+    route: OnceLock<Route>,
+}
+
+/// How a destination is reached.
+struct Route {
+    link: Arc<Link>,
+    /// Rows of the near cache that are read.
+    near_rows: Vec<u64>,
+    /// Of each layer of the range.
+    layers: Vec<Vec<Part>>,
+}
+
+/// Tensors of a layer that go to one far cache.
+struct Part {
+    cache: CacheId,
+    plan: CopyPlan,
+}
+
+impl Carrier for LayerPush {
+    fn find(&self) -> Result<()> {
+        let deadline = self.deadline();
+        let found = self.finder.find(self.to.cluster, deadline);
+        let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
+        let route = self.route(link.clone(), deadline).map_err(|error| link.named(error))?;
+        // Called once, so nobody else has set it.
+        let _ = self.route.set(route);
+        Ok(())
+    }
+
+    fn layer(&self, layer: u32) -> Result<u64> {
+        self.cluster.stats.timed(Op::Layer, || {
+            let deadline = self.deadline();
+            let parts = self.route.get().and_then(|route| {
+                let index = layer.checked_sub(self.to.src_layers.first)?;
+                Some((route, route.layers.get(index as usize)?))
+            });
+            let Some((route, parts)) = parts else {
+                let text = "a layer of a transfer whose destination was not found";
+                return Err(Error::new(ErrorKind::System, text).with("layer", layer));
+            };
+            let bring = |part: &Part| self.bring(route, part, deadline);
+            let bytes = parts.iter().map(bring).sum::<Result<u64>>();
+            let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
+            self.cluster.stats.travelled(Op::Layer, bytes);
+            self.cluster.merger.moved(bytes);
+            Ok(bytes)
+        })
+    }
+}
+
+impl LayerPush {
+    pub(crate) fn new(
+        cluster: Arc<Cluster>,
+        finder: Finder,
+        near: Arc<Cache>,
+        rows: Arc<LayerRows>,
+        per_layer: u32,
+        to: Destination,
+    ) -> Self {
+        LayerPush { cluster, finder, near, rows, per_layer, to, route: OnceLock::new() }
+    }
+
+    fn deadline(&self) -> Deadline {
+        Deadline::after(self.cluster.config.sync_timeout)
+    }
+
+    fn bring(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
+        let call = Call {
+            cluster: &self.cluster,
+            link: route.link.clone(),
+            name: by_id(part.cache),
+            near: self.near.clone(),
+            deadline,
+        };
+        let (rows, plan) = (|| fallible::copied(LAYERS, &route.near_rows), Arc::new(part.plan.clone()));
+        call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))
+    }
+
+    fn route(&self, link: Arc<Link>, deadline: Deadline) -> Result<Route> {
+        if self.cluster.config.remote_accessible {
+            validate::reachable("the cache of this side", self.near.remote_accessible())?;
+        }
+        match &self.to.target {
+            Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
+            Target::Addresses(addrs) => self.to_addresses(link, addrs, deadline),
+        }
+    }
+
+    fn to_cache(&self, link: Arc<Link>, name: Name, first_layer: u32, deadline: Deadline) -> Result<Route> {
+        // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
+        let (name, row) = match name {
+            Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
+            name @ Name::Key(_) => (name, None),
+        };
+        let known = ask(&link, name, deadline)?;
+        let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
+        let range = self.to.src_layers;
+        validate::landed_layers(far, first_layer, range.end - range.first, self.per_layer)?;
+        let mut moves =
+            validate::landing(self.near.side(), &self.rows, self.to.src_row, Landing::Cache(far))?;
+        let plan = CopyPlan::moves(&mut moves)?;
+        let part = |index: u32| {
+            let src = (range.first + index) * self.per_layer;
+            let dst = (first_layer + index) * self.per_layer;
+            let part = Part { cache: known.cache, plan: plan.in_tensors(src, dst, self.per_layer) };
+            fallible::collect(LAYERS, std::iter::once(part))
+        };
+        let layers = fallible::tried(LAYERS, (0..range.end - range.first).map(part))?;
+        Ok(Route { link, near_rows: moves.near_rows, layers })
+    }
+
+    fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
+        let spots = link.locate(addrs, deadline)?;
+        let mut alike = Alike { push: self, known: Vec::new(), plans: Vec::new(), near_rows: Vec::new() };
+        let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
+        let mut layers = Vec::new();
+        for (index, spots) in spots.chunks(per_layer).enumerate() {
+            let mut parts = Vec::new();
+            let mut src_tensor = (first + index) * per_layer;
+            for run in spots.chunk_by(neighbours) {
+                let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+                let plan = alike.plan(&link, run[0], deadline)?;
+                let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
+                fallible::push(LAYERS, &mut parts, Part { cache: CacheId(run[0].cache), plan })?;
+                src_tensor += run.len();
+            }
+            fallible::push(LAYERS, &mut layers, parts)?;
+        }
+        Ok(Route { link, near_rows: alike.near_rows, layers })
+    }
+}
+
+/// The far cache as its owner describes it now; from here on it goes by its id.
+fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
+    let known = link.describe(name, deadline)?;
+    if known.far.row == 0 {
+        link.remember(by_id(known.cache), known.clone());
+    }
+    Ok(known)
+}
+
+/// A cache by its id; the row is only there because names have one.
+fn by_id(cache: CacheId) -> Name {
+    Name::Row { cache, row: 0 }
+}
+
+/// Whether two tensors of a layer go to neighbouring tensors of one cache, at one offset.
+fn neighbours(a: &Spot, b: &Spot) -> bool {
+    (a.cache, a.offset, a.tensor.checked_add(1)) == (b.cache, b.offset, Some(b.tensor))
+}
+
+/// What the tensors of one destination have in common: mostly all lie alike, in one cache, and one plan serves them.
+struct Alike<'a> {
+    push: &'a LayerPush,
+    known: Vec<Arc<Known>>,
+    /// By offset in a tensor, and bytes of the tensor.
+    plans: Vec<((u64, u64), CopyPlan)>,
+    near_rows: Vec<u64>,
+}
+
+impl Alike<'_> {
+    /// The plan for a tensor that goes to `spot`.
+    fn plan(&mut self, link: &Link, spot: Spot, deadline: Deadline) -> Result<CopyPlan> {
+        let tensor_bytes = self.known(link, CacheId(spot.cache), deadline)?.far.side.geometry.tensor_bytes();
+        let place = (spot.offset, tensor_bytes);
+        if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
+            return Ok(plan.clone());
+        }
+        let (near, to) = (self.push.near.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
+        let mut moves = validate::landing(near, &self.push.rows, self.push.to.src_row, to)?;
+        let plan = CopyPlan::moves(&mut moves)?;
+        self.near_rows = moves.near_rows;
+        self.plans.push((place, plan.clone()));
+        Ok(plan)
+    }
+
+    fn known(&mut self, link: &Link, cache: CacheId, deadline: Deadline) -> Result<Arc<Known>> {
+        if let Some(known) = self.known.iter().find(|known| known.cache == cache) {
+            return Ok(known.clone());
+        }
+        let known = ask(link, by_id(cache), deadline)?;
+        self.known.push(known.clone());
+        Ok(known)
+    }
+}

@@ -1,0 +1,94 @@
+//! Pulls: reads the peer's memory where this process can see it, and asks for a stream otherwise.
+
+use std::sync::Arc;
+
+use super::call::{Call, Moved};
+use super::stream;
+use crate::cache::{Pin, pin_writes};
+use crate::copy::{Progress, STILL_READING, Staging, arrived};
+use crate::error::{ErrorKind, Result};
+use crate::model::{CacheKey, Name};
+use crate::plan::{CopyPlan, Moves};
+use crate::session::Known;
+
+impl Call<'_> {
+    /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
+    pub(crate) fn pull(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
+        let plan = Arc::new(CopyPlan::moves(moves)?);
+        if plan.waves().is_empty() {
+            return Ok(Moved::Bytes(0));
+        }
+        let pinned = Arc::new(pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?);
+        self.cluster.kept(&self.near)?;
+        let mut progress = Arc::new(Progress::default());
+        let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
+        let row_bytes = self.near.geometry().row_bytes();
+        let with_arrived = |error| arrived(error, &progress, &plan, row_bytes);
+        let outcome = outcome.map_err(with_arrived)?;
+        drop(pinned);
+        if let Moved::Bytes(_) = outcome
+            && !self.cluster.config.remote_accessible
+            && known.consumable
+        {
+            let (first, count) = (moves.src_tensor, moves.num_tensors);
+            let released = self.link.consume(self.name, known, first, count, self.deadline);
+            released.map_err(with_arrived)?;
+            if let Name::Key(CacheKey::Request { .. }) = self.name {
+                self.link.forget(&self.name);
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// The bytes of a pull, by the way that is open. `progress` ends empty if nobody knows whether what was read was the
+    /// cache.
+    fn pull_bytes(
+        &self,
+        known: &Arc<Known>,
+        plan: &Arc<CopyPlan>,
+        progress: &mut Arc<Progress>,
+        pinned: &Arc<Pin>,
+    ) -> Result<Moved> {
+        if let Some(tensors) = &known.tensors
+            && let Some(unwritten) = self.link.unwritten(known.cache)
+        {
+            let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
+            let (engine, held) = (&self.cluster.engine, pinned.clone());
+            let run =
+                engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
+            // The kernel may still write to the rows: nothing else may be brought there.
+            if run.as_ref().is_err_and(|error| error.fact(STILL_READING).is_some()) {
+                if !self.link.still_unwritten(known.cache, unwritten) || !self.link.current(known) {
+                    *progress = Arc::default();
+                }
+                return run.map(|outcome| Moved::Bytes(outcome.bytes));
+            }
+            // The kernel allowed it when the link was made, and does not now: the sockets always work.
+            let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
+            if !refused && self.link.still_unwritten(known.cache, unwritten) {
+                return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
+            }
+            *progress = Arc::default();
+        }
+        // Here the owner reads, behind its pins.
+        stream::receive(self.streams(known, plan), progress.clone())
+    }
+
+    /// After a read from memory of the peer: whether what was read was the cache all the time.
+    fn confirm(&self, known: &Known, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
+        let unchanged = self.link.current(known);
+        if unchanged {
+            self.link.check()?;
+            return read.map(Moved::Bytes);
+        }
+        let unconfirmed = std::mem::take(progress);
+        // Something about the cache changed, perhaps only one of its keys: its id is never used again, so the same id
+        // means the same memory.
+        let now = self.link.describe(self.name, self.deadline)?;
+        if now.cache == known.cache && now.far == known.far {
+            *progress = unconfirmed;
+            return read.map(Moved::Bytes);
+        }
+        Ok(Moved::Stale)
+    }
+}

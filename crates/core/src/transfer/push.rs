@@ -1,0 +1,62 @@
+//! Pushes: has the peer read this process's memory where it can, and sends the bytes otherwise.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::call::{Call, Moved};
+use super::stream;
+use crate::cache::pin_reads;
+use crate::error::Result;
+use crate::plan::CopyPlan;
+use crate::protocol::{Reply, Request, WirePlan};
+use crate::session::{Known, SAID_BY, limit_ms, location};
+
+impl Call<'_> {
+    /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
+    pub(crate) fn push(
+        &self,
+        known: &Arc<Known>,
+        plan: &Arc<CopyPlan>,
+        near_rows: Vec<u64>,
+    ) -> Result<Moved> {
+        if plan.waves().is_empty() {
+            return Ok(Moved::Bytes(0));
+        }
+        // Before the rows are pinned: a read of the peer that comes meanwhile must know that this side may hold them.
+        let writing = self.link.writing(known.cache);
+        let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
+        self.cluster.kept(&self.near)?;
+        let limit = Duration::from_millis(limit_ms(self.deadline));
+        let taken = self.push_bytes(known, plan);
+        if taken.as_ref().is_err_and(|error| error.fact(SAID_BY).is_none()) {
+            writing.unanswered(limit);
+        }
+        taken
+    }
+
+    /// The bytes of a push, by the way that is open.
+    fn push_bytes(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
+        let whereabouts = self.cluster.whereabouts(&self.near)?;
+        if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
+            self.cluster.told_of(&self.near, &whereabouts);
+            let geometry = self.near.geometry();
+            let request = Request::Fetch {
+                name: self.name.into(),
+                cache: known.cache.0,
+                plan: WirePlan::try_from(&**plan)?,
+                source: location(whereabouts)?,
+                num_tensors: geometry.num_tensors(),
+                tensor_bytes: geometry.tensor_bytes(),
+                limit_ms: limit_ms(self.deadline),
+            };
+            match self.link.ask(&request, self.deadline)? {
+                Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),
+                Reply::Stale => return Ok(Moved::Stale),
+                // The peer could see it when the link was made, and cannot now: the sockets always work.
+                Reply::Unreachable { .. } => {}
+                reply => return Err(self.link.unexpected(&reply)),
+            }
+        }
+        stream::send(&self.streams(known, plan))
+    }
+}
