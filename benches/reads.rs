@@ -15,8 +15,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::copy::{CopyEngine, Progress, Staging};
 use llm_datadist_core::device::DeviceSet;
 use llm_datadist_core::memory::{Adopted, ForeignProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::plan::BlockPairs;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
 };

@@ -20,8 +20,7 @@ use std::time::Instant;
 
 use llm_datadist_core::cache::Table;
 use llm_datadist_core::memory::{Generations, Region, Tensors};
-use llm_datadist_core::plan::BlockPairs;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::validate::Side;
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
 

@@ -31,10 +31,10 @@ def constant(file: str, name: str) -> int:
 
 
 LIMITS = [
-    ("session/call_streams.rs", "MOST_CALLS", "- {} calls over one link at a time"),
+    ("session/stream_pool.rs", "MOST_CALLS", "- {} calls over one link at a time"),
     ("session/registry.rs", "MOST_LINKS", "- {} links, "),
     ("session/communicator.rs", "MOST", " links, {} communicators"),
-    ("session/client.rs", "MOST_RECORDS", "- {} descriptions are kept"),
+    ("session/remote_cache.rs", "MOST_RECORDS", "- {} descriptions are kept"),
     ("engine/links.rs", "AT_ONCE", "any number of clusters, {} at a time"),
     ("protocol/mod.rs", "VERSION", "and one message; the version is {}."),
 ]

@@ -7,8 +7,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use llm_datadist_core::model::Geometry;
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::plan::Moves;
+use llm_datadist_core::plan::{CopyPlan, Moves};
 use llm_datadist_core::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
 use llm_datadist_core::validate::{self, Far, Layers, PushRows, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use super::row_pins::Pins;
 use crate::memory::{Adopted, Tensors};
-use crate::model::CacheId;
-use crate::model::{CacheDesc, CacheKind, DataType, Geometry, Placement};
+use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
 use crate::validate::Side;
 
 /// Who gave the memory of a cache.

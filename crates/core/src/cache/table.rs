@@ -21,9 +21,7 @@ use super::shards::Shards;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
-use crate::model::CacheId;
-use crate::model::CacheKey;
-use crate::model::{CacheDesc, CacheKind};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
 use crate::validate::Side;
 
 /// What the lists of the table are for, should there be no memory for one.

@@ -19,17 +19,13 @@ use crate::device::DeviceSet;
 use crate::error::Result;
 use crate::fallible;
 use crate::memory::{self, Adopted};
-use crate::model::CacheKey;
-use crate::model::{CacheDesc, CacheKind, Placement};
-use crate::model::{CacheId, Deadline};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
 use crate::plan::{CopyPlan, CopyRange, Ends};
 use crate::pool::Arena;
-use crate::session::Answers;
-use crate::session::{Links, Transports};
+use crate::session::{Answers, Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::token_file;
-use crate::transfer::Lanes;
-use crate::transfer::Task;
+use crate::transfer::{Lanes, Task};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls that name fewer blocks do not ask whether there is memory for their lists.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Merged, Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
+use super::pace::{Merged, Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
 use crate::memory::{Refusal, Region, usable_under};
 
 /// Of a unit, what must be touched: merging commits the rest, so at most a seventh more than is in use.
@@ -173,8 +173,9 @@ mod tests {
 
     use super::*;
     use crate::copy::Work;
-    use crate::huge_pages::Shared;
     use crate::huge_pages::commit::Commit;
+    use crate::huge_pages::merger::Shared;
+    use crate::huge_pages::pace::Closing;
     use crate::memory::Tensors;
     use crate::memory::kernels::{Kernel, copy};
 
@@ -192,8 +193,7 @@ mod tests {
     }
 
     fn walked(merging: &Merging) -> Walk {
-        let shared = Shared::default();
-        merging.walk(&mut Pace { shared: &shared, spent: Duration::ZERO })
+        merging.walk(&mut Pace::new(&Closing::default()))
     }
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
     fn a_thread_leaves_alone_what_rests() {
         let merging = Arc::new(Merging::new(touched()));
         merging.rest();
-        let shared = Shared { regions: vec![merging.clone()], ..Shared::default() };
+        let shared = Shared::of(vec![merging.clone()], None);
         shared.work();
         assert_eq!(merging.merged.load(Ordering::Relaxed), 0);
         assert!(

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
+use super::pace::{Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
 

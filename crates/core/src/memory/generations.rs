@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::peer_mapping::{refuse_shrinking, seal};
+use super::memfd::seal;
+use super::peer_mapping::refuse_shrinking;
 use super::{MapBudget, Reserved, memfd};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;

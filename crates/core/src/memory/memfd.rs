@@ -4,7 +4,7 @@
 
 use std::os::fd::OwnedFd;
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
@@ -67,6 +67,13 @@ fn file_limit() -> Option<u64> {
 
 fn text(limit: Option<u64>) -> String {
     limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string())
+}
+
+/// Seals what this process has mapped already: for others it is there to read, at its length, for ever. `false` if the
+/// kernel cannot (before 5.1): then it must not be shared. (`nobody_maps_a_region_for_writing_after_its_owner`)
+pub(super) fn seal(descriptor: &OwnedFd) -> bool {
+    let seals = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW;
+    fcntl_add_seals(descriptor, seals).is_ok()
 }
 
 #[cfg(test)]

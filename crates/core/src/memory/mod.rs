@@ -14,6 +14,7 @@
 //!
 //! Not for: which bytes to copy (`plan`), or who copies them (`engine`).
 
+mod adopted;
 mod fork;
 mod generations;
 mod huge_pages;
@@ -33,7 +34,9 @@ pub mod socket_io;
 #[cfg(feature = "testing")]
 pub mod stalled;
 mod tensors;
+mod window;
 
+pub use adopted::Adopted;
 pub use fork::{Kept, abandon};
 pub use generations::{ForeignGenerations, Generations};
 pub use huge_pages::{OwnPages, Refusal};
@@ -46,4 +49,5 @@ pub use peer_mapping::ForeignRegion;
 pub use peer_process::{ForeignProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
 pub use region::{HugePages, Region};
-pub use tensors::{Access, Adopted, Reach, Tensors, Window};
+pub use tensors::Tensors;
+pub use window::{Access, Reach, Window};

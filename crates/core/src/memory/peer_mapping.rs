@@ -7,20 +7,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat};
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::ProtFlags;
 
 use super::region::{Aligned, HUGE_PAGE};
 use super::{MapBudget, Reserved};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-
-/// Seals what this process has mapped already: for others it is there to read, at its length, for ever. `false` if the
-/// kernel cannot (before 5.1): then it must not be shared. (`nobody_maps_a_region_for_writing_after_its_owner`)
-pub(super) fn seal(descriptor: &OwnedFd) -> bool {
-    let seals = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW;
-    fcntl_add_seals(descriptor, seals).is_ok()
-}
 
 /// `Err` unless `descriptor` has `len` bytes and can never have fewer: a read beyond its end would kill the reader
 /// (`descriptors_that_could_kill_the_reader_are_refused`).

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PTracer, Pid, PidfdFlags, pidfd_open, set_ptracer};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::{Reach, Window};
+use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Sixteen random bytes of a process, and where they lie in it.

@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use rustix::fs::{MemfdFlags, fstat};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-use super::peer_mapping::seal;
+use super::memfd::seal;
 use super::{memfd, smaps};
 use crate::error::{Error, ErrorKind, Result};
 

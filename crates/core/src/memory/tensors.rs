@@ -1,63 +1,17 @@
-//! Equal tensors that share an owner, and windows cut from them with checked bounds.
-//!
-//! Not for: shapes and types (`desc`), or who may use which rows when (`table::pin`).
+//! The tensors of one cache: equal sizes, any addresses, one owner.
 
 use std::any::Any;
 use std::fmt;
-use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
+use super::adopted::Adopted;
+use super::peer_mapping::ForeignRegion;
+use super::peer_process::ForeignProcess;
+use super::region::Region;
 use super::smaps;
-use super::{ForeignProcess, ForeignRegion, Region};
+use super::window::{Access, Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheDesc, CacheKind};
-use crate::validate::{self, Side};
-
-/// Name of these lists in out-of-memory errors.
-const ADDRESSES: &str = "the addresses of tensors";
-
-/// Addresses of the caller's own memory, one per tensor, with the caller's promise about them.
-///
-/// The promise is this value: registering takes an `Adopted`, so nothing above this room is unsafe.
-#[derive(Debug)]
-pub struct Adopted {
-    desc: CacheDesc,
-    side: Side,
-    addrs: Arc<Vec<u64>>,
-}
-
-impl Adopted {
-    /// Takes `addrs`, one per tensor of `desc`, each above zero (contract §4.3, §7.6).
-    ///
-    /// # Safety
-    ///
-    /// From every address on, the bytes of one tensor must stay readable and writable as long as this value, or a
-    /// cache made from it, is used in a copy. Tensors that share bytes with other tensors are pinned apart: copies
-    /// between them stay inside the memory given, but their order is undefined.
-    pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
-        let side = validate::addresses(desc, kind, addrs)?;
-        let addrs = Arc::new(fallible::copied(ADDRESSES, addrs)?);
-        Ok(Adopted { desc: desc.clone(), side, addrs })
-    }
-
-    /// What the caller said it is.
-    #[must_use]
-    pub fn desc(&self) -> &CacheDesc {
-        &self.desc
-    }
-
-    /// Its sizes, kind and placement.
-    #[must_use]
-    pub fn side(&self) -> Side {
-        self.side
-    }
-
-    /// The address of every tensor.
-    pub(super) fn addrs(&self) -> &[u64] {
-        &self.addrs
-    }
-}
 
 /// The tensors of one cache: equal sizes, any addresses, one owner that is let go when this drops.
 pub struct Tensors {
@@ -77,28 +31,6 @@ enum Memory {
     Mapped,
     /// Another process's memory, not mapped here.
     Process(Arc<ForeignProcess>),
-}
-
-/// What this process can do with the bytes of a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
-    /// The CPU reads and writes them.
-    Host,
-    /// The CPU reads them: another process's memory, mapped.
-    HostRead,
-    /// Only the kernel reads them, on request: another process's memory.
-    Process,
-    /// Only their device reads and writes them.
-    Device,
-}
-
-/// What a copy does with memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Reads it.
-    Read,
-    /// Writes it.
-    Write,
 }
 
 impl Tensors {
@@ -139,8 +71,8 @@ impl Tensors {
     #[must_use]
     pub fn adopted(adopted: Adopted) -> Tensors {
         Tensors {
-            tensor_bytes: adopted.side.geometry.tensor_bytes(),
-            addrs: adopted.addrs,
+            tensor_bytes: adopted.side().geometry.tensor_bytes(),
+            addrs: adopted.shared_addrs(),
             memory: Memory::Adopted(Default::default()),
             _owner: None,
         }
@@ -210,9 +142,7 @@ impl Tensors {
     pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
         match self.addrs.get(tensor) {
-            Some(&addr) if inside => {
-                Ok(Window { addr: addr + offset, len, reach: self.reach(), tensors: PhantomData })
-            }
+            Some(&addr) if inside => Ok(Window::inside(addr + offset, len, self.reach())),
             _ => Err(self.outside(tensor, offset, len)),
         }
     }
@@ -244,84 +174,15 @@ fn inside(
         Ok(base + offset)
     };
     let (mut addrs, offsets) = (Vec::new(), offsets.into_iter());
-    fallible::grow(ADDRESSES, &mut addrs, offsets.size_hint().0)?;
+    fallible::grow(super::window::ADDRESSES, &mut addrs, offsets.size_hint().0)?;
     for offset in offsets {
-        fallible::push(ADDRESSES, &mut addrs, at(offset)?)?;
+        fallible::push(super::window::ADDRESSES, &mut addrs, at(offset)?)?;
     }
     Ok(Arc::new(addrs))
-}
-
-impl Reach {
-    /// Whether the CPU can dereference the addresses, to read at least.
-    #[must_use]
-    pub fn host_addressable(self) -> bool {
-        matches!(self, Reach::Host | Reach::HostRead)
-    }
-
-    /// Whether it is another process's memory.
-    #[must_use]
-    pub fn foreign(self) -> bool {
-        matches!(self, Reach::HostRead | Reach::Process)
-    }
-
-    /// Whether anybody here may write there. Nobody writes into another process.
-    #[must_use]
-    pub fn writable(self) -> bool {
-        matches!(self, Reach::Host | Reach::Device)
-    }
 }
 
 impl fmt::Debug for Tensors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tensors({} × {} bytes)", self.addrs.len(), self.tensor_bytes)
-    }
-}
-
-/// Bytes inside one tensor, bounds checked. Says where, not what: there is no way to read it as a slice.
-#[derive(Clone, Copy, Debug)]
-pub struct Window<'a> {
-    addr: u64,
-    len: u64,
-    reach: Reach,
-    tensors: PhantomData<&'a Tensors>,
-}
-
-impl Window<'_> {
-    /// Address of the first byte.
-    #[must_use]
-    pub fn addr(&self) -> u64 {
-        self.addr
-    }
-
-    /// Bytes.
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Whether it has no bytes.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// What this process can do with it.
-    #[must_use]
-    pub fn reach(&self) -> Reach {
-        self.reach
-    }
-
-    /// Whether the CPU can dereference it, to read at least.
-    #[must_use]
-    pub fn host_addressable(&self) -> bool {
-        self.reach.host_addressable()
-    }
-
-    /// Whether both name some byte in common. Addresses of another process name no byte of this one.
-    #[must_use]
-    pub fn overlaps(&self, other: &Window<'_>) -> bool {
-        (self.reach == Reach::Process) == (other.reach == Reach::Process)
-            && self.addr < other.addr + other.len
-            && other.addr < self.addr + self.len
     }
 }

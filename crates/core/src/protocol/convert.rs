@@ -9,9 +9,7 @@ use super::messages::{Arrived, MAX_ARRIVED, Place, Record, Reply, Run, WireName}
 use super::plan_codec::{Pairs, WirePlan, WireSteps};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::CacheId;
-use crate::model::{CacheDesc, CacheKind, DataType, Geometry, Placement};
-use crate::model::{CacheKey, Name};
+use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, DataType, Geometry, Name, Placement};
 use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
 use crate::validate::Side;
 

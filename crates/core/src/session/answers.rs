@@ -13,9 +13,7 @@ use crate::cluster::Cluster;
 use crate::copy::{CopyEngine, Progress, Staging, arrived};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::Geometry;
-use crate::model::Name;
-use crate::model::{CacheId, Deadline};
+use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
@@ -215,7 +213,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let ahead = self.link.writes_now();
+                let ahead = self.link.writes().now();
                 pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))

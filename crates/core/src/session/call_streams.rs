@@ -4,37 +4,23 @@
 //! so that no answer can ever be taken for another call's. Not for: what calls ask (`far`), or the streams on which the
 //! peer calls (`link`).
 
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::dial::Dialer;
 use super::link::Link;
+use super::stream_pool::{Calls, MOST_CALLS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::Stream;
 use crate::protocol::Control;
 
-/// Calls of one link that may be under way at a time; more wait their turn.
-pub(super) const MOST_CALLS: usize = 64;
 /// Streams that are kept for the next calls.
 const KEPT_STREAMS: usize = 32;
 /// Streams that are kept however long nobody calls.
 const IDLE_STREAMS: usize = 2;
 /// How long further ones are kept.
 const IDLE_TIME: Duration = Duration::from_secs(30);
-
-#[derive(Debug, Default)]
-pub(super) struct Calls {
-    /// With the time at which each came back; the latest last.
-    idle: Vec<(Arc<Stream>, Instant)>,
-    busy: Vec<Arc<Stream>>,
-    /// Streams being opened from here.
-    opening: usize,
-    /// Streams the peer was asked to open.
-    asked: usize,
-    /// Calls that wait for a stream.
-    waiting: usize,
-}
 
 /// A stream that one call has for itself.
 #[derive(Debug)]
@@ -101,7 +87,7 @@ impl Link {
     }
 
     fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<Lease<'_>> {
-        let opened = dialer.call(self, false, deadline).map(Arc::new);
+        let opened = self.open_call_stream(dialer, false, deadline).map(Arc::new);
         let mut calls = self.locked();
         calls.opening -= 1;
         if let Ok(stream) = &opened {
@@ -143,17 +129,6 @@ impl Link {
         for (stream, _) in old {
             stream.close();
         }
-    }
-
-    /// All streams of calls, for the link that has broken.
-    pub(super) fn calls_over(&self) -> Vec<Arc<Stream>> {
-        let mut calls = self.locked();
-        let idle: Vec<_> = calls.idle.drain(..).map(|(stream, _)| stream).collect();
-        idle.into_iter().chain(calls.busy.iter().cloned()).collect()
-    }
-
-    pub(super) fn locked(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -198,10 +173,4 @@ fn out_of_reach(error: Error) -> Error {
         }
         _ => error,
     }
-}
-
-/// A peer that calls on more streams than this side ever would.
-#[cold]
-pub(super) fn too_many(most: usize) -> Error {
-    Error::new(ErrorKind::NotLinked, "the link has too many streams of calls").with("limit", most)
 }

@@ -6,16 +6,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hashbrown::HashMap;
-
 use super::call_streams::Lease;
 use super::link::Link;
 use super::message_io;
+use super::remote_cache::Known;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::memory::Tensors;
-use crate::model::Name;
-use crate::model::{CacheId, Deadline};
+use crate::model::{CacheId, Deadline, Name};
 use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
 use crate::validate::Far;
 
@@ -25,36 +22,6 @@ const GRACE_MS: u64 = 150;
 pub(crate) const SAID_BY: &str = "said_by";
 /// How long a reply is watched for before the thread sleeps: about one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
-
-/// Descriptions that a link keeps.
-const MOST_RECORDS: usize = 1 << 16;
-
-/// Forgets half of the descriptions, whichever those are, where there is no room for one more: that costs one request for
-/// each that is asked for again.
-pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
-    if records.len() >= MOST_RECORDS {
-        let mut kept = false;
-        records.retain(|_, _| {
-            kept = !kept;
-            kept
-        });
-    }
-}
-
-/// A far cache, as its owner described it.
-#[derive(Debug)]
-pub(crate) struct Known {
-    /// Where it is in the owner's table, and the generation for which this is true.
-    pub(crate) at: Place,
-    /// Its id at its owner.
-    pub(crate) cache: CacheId,
-    /// Its sizes and the row the name led to.
-    pub(crate) far: Far,
-    /// Whether a pull of one of its slots may release a key.
-    pub(crate) consumable: bool,
-    /// Its memory, if this process can see it.
-    pub(crate) tensors: Option<Arc<Tensors>>,
-}
 
 impl Link {
     /// The far cache that `name` leads to: as known, if that is still true as far as can be seen from here, else as its
@@ -216,23 +183,4 @@ pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
 pub(crate) fn limit_ms(deadline: Deadline) -> u64 {
     // Rounded up: the side that asked gives up first, and says why.
     u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).saturating_add(GRACE_MS)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn more_names_than_are_kept_cost_half_of_them() {
-        let (mut records, mut least) = (HashMap::new(), usize::MAX);
-        for name in 0..3 * MOST_RECORDS as u64 {
-            make_room(&mut records);
-            records.insert(Name::Row { cache: CacheId(name.cast_signed()), row: 0 }, name);
-            assert!(records.len() <= MOST_RECORDS);
-            if name >= MOST_RECORDS as u64 {
-                least = least.min(records.len());
-            }
-        }
-        assert_eq!(least, MOST_RECORDS / 2 + 1);
-    }
 }

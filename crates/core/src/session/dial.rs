@@ -5,8 +5,7 @@
 use std::sync::Arc;
 
 use super::handshake::{self, Key, Me};
-use super::link::Link;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
 use crate::net::{Address, Stream, Transport};
@@ -45,24 +44,5 @@ impl Dialer {
             return Err(handshake::stranger(&stream));
         }
         Ok((stream, welcome))
-    }
-
-    /// One more stream of `link`; with `reverse` the peer will call on it.
-    pub(super) fn call(&self, link: &Link, reverse: bool, deadline: Deadline) -> Result<Stream> {
-        let greet = || {
-            let purpose = Purpose::Call { link: link.id, reverse };
-            self.greet(Some(link.peer().cluster), purpose, deadline)
-        };
-        // A listener full of strangers sends away the oldest, who may be this one: once more.
-        let greeted = match greet() {
-            Err(error) if error.kind() == ErrorKind::NotLinked && link.alive() => greet(),
-            greeted => greeted,
-        };
-        let (stream, welcome) = greeted?;
-        if welcome.from.instance == link.peer().instance {
-            return Ok(stream);
-        }
-        let text = "another process answers at the address of the peer: it was restarted; link again";
-        Err(Error::new(ErrorKind::NotLinked, text))
     }
 }

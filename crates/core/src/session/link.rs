@@ -8,19 +8,17 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use super::call_streams::{self, Calls, MOST_CALLS};
-use super::client::{self, Known};
 use super::dial::Dialer;
 use super::limits::{Budget, Held, PeerBudget};
 use super::peer_memory::Reach;
 use super::pushes_in_flight::Writes;
+use super::remote_cache::{self, Known};
+use super::stream_pool::{self, Calls, MOST_CALLS};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::Name;
-use crate::model::{ClusterId, Deadline};
+use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
-use crate::protocol::{self, Control};
-use crate::stats::Counters;
-use crate::stats::LinkState;
+use crate::protocol::{self, Control, Purpose};
+use crate::stats::{Counters, LinkState};
 
 /// Streams on which one peer may call. It has [`MOST_CALLS`] at most; some that it has closed may not be noticed yet
 /// (`the_streams_of_one_peer_are_bounded`).
@@ -75,7 +73,7 @@ pub struct Link {
     /// Answers to pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
-    pub(super) writes: Writes,
+    writes: Writes,
     /// Pulls and pushes under way.
     active: AtomicUsize,
     /// No new ones: the link is about to be unlinked.
@@ -245,7 +243,7 @@ impl Link {
         self.reach.iter().for_each(Reach::leave);
         self.control.close();
         let served = self.served().streams.clone();
-        for stream in self.calls_over().iter().chain(&served) {
+        for stream in self.locked().end().iter().chain(&served) {
             stream.close();
         }
         self.changed.notify_all();
@@ -322,9 +320,33 @@ impl Link {
     /// Opens a stream on which the peer may call this side.
     pub(super) fn open_reverse(&self, deadline: Deadline) -> Result<Stream> {
         match &self.dialer {
-            Some(dialer) => dialer.call(self, true, deadline),
+            Some(dialer) => self.open_call_stream(dialer, true, deadline),
             None => Err(Error::new(ErrorKind::System, "this side of the link has no address to dial")),
         }
+    }
+
+    /// Opens one more stream of this link with `dialer`; with `reverse` the peer will call on it.
+    pub(super) fn open_call_stream(
+        &self,
+        dialer: &Dialer,
+        reverse: bool,
+        deadline: Deadline,
+    ) -> Result<Stream> {
+        let greet = || {
+            let purpose = Purpose::Call { link: self.id, reverse };
+            dialer.greet(Some(self.peer().cluster), purpose, deadline)
+        };
+        // A listener full of strangers sends away the oldest, who may be this one: once more.
+        let greeted = match greet() {
+            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => greet(),
+            greeted => greeted,
+        };
+        let (stream, welcome) = greeted?;
+        if welcome.from.instance == self.peer().instance {
+            return Ok(stream);
+        }
+        let text = "another process answers at the address of the peer: it was restarted; link again";
+        Err(Error::new(ErrorKind::NotLinked, text))
     }
 
     /// Notes a stream on which the peer's calls are answered, so that breaking the link ends it; refuses more than any
@@ -332,7 +354,7 @@ impl Link {
     pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
         let mut served = self.served();
         if served.streams.len() >= MOST_SERVED {
-            return Err(self.named(call_streams::too_many(MOST_SERVED)));
+            return Err(self.named(stream_pool::too_many(MOST_SERVED)));
         }
         served.streams.push(stream.clone());
         drop(served);
@@ -377,7 +399,7 @@ impl Link {
     /// Keeps what is known of a far cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
         let mut records = self.recorded();
-        client::make_room(&mut records);
+        remote_cache::make_room(&mut records);
         records.insert(name, known);
     }
 
@@ -389,6 +411,16 @@ impl Link {
     /// The same error with the names of the peer.
     pub(crate) fn named(&self, error: Error) -> Error {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
+    }
+
+    /// What this side has the peer write.
+    pub(crate) fn writes(&self) -> &Writes {
+        &self.writes
+    }
+
+    /// The streams of calls.
+    pub(super) fn locked(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn served(&self) -> MutexGuard<'_, Serving> {

@@ -31,7 +31,9 @@ mod poller;
 mod pushes_in_flight;
 mod refusals;
 mod registry;
+mod remote_cache;
 mod server;
+mod stream_pool;
 mod threads;
 
 pub(crate) use answers::Answers;
@@ -39,9 +41,10 @@ pub use communicator::CommStatus;
 pub use link::{Kind, Link, Peer};
 
 pub(crate) use call_streams::Lease;
-pub(crate) use client::{Known, SAID_BY, limit_ms, reply};
+pub(crate) use client::{SAID_BY, limit_ms, reply};
 pub(crate) use message_io::{say, say_before};
 pub(crate) use peer_memory::location;
+pub(crate) use remote_cache::Known;
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;

@@ -17,8 +17,7 @@ use super::message_io;
 use crate::cluster::{Cluster, Whereabouts};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{self, ForeignGenerations, ForeignProcess, ForeignRegion, Probe, Tensors};
-use crate::model::Deadline;
-use crate::model::Placement;
+use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
 

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use super::link::Link;
 use crate::model::CacheId;
 
 /// Caches that are remembered; beyond, those that are not being written are forgotten.
@@ -18,7 +17,7 @@ const MOST: usize = 1 << 10;
 
 /// The writes of one link.
 #[derive(Debug, Default)]
-pub(super) struct Writes {
+pub(crate) struct Writes {
     /// Writes begun.
     begun: AtomicU64,
     /// Writes under way, also those that wait for rows here.
@@ -48,11 +47,11 @@ impl Written {
     }
 }
 
-impl Link {
+impl Writes {
     /// Has `cache` of the peer written until the guard is dropped.
-    pub(crate) fn writing(&self, cache: CacheId) -> Writing<'_> {
-        let mut caches = self.writes.locked();
-        let number = self.writes.begun.fetch_add(1, Ordering::SeqCst) + 1;
+    pub(crate) fn begin(&self, cache: CacheId) -> Writing<'_> {
+        let mut caches = self.locked();
+        let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
         if caches.written.len() >= MOST {
             caches.written.retain(|_, written| written.now());
             caches.forgotten = number;
@@ -60,32 +59,32 @@ impl Link {
         let written = caches.written.entry(cache).or_default();
         written.under_way += 1;
         written.last = number;
-        self.writes.under_way.fetch_add(1, Ordering::SeqCst);
-        Writing { writes: &self.writes, cache }
+        self.under_way.fetch_add(1, Ordering::SeqCst);
+        Writing { writes: self, cache }
     }
 
     /// Whether this side has the peer write something now.
-    pub(crate) fn writes_now(&self) -> bool {
-        self.writes.under_way.load(Ordering::SeqCst) > 0
+    pub(crate) fn now(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) > 0
     }
 
     /// Before `cache` is read in place: what to compare with after it, or `None` while it is being written.
     pub(crate) fn unwritten(&self, cache: CacheId) -> Option<u64> {
-        let begun = self.writes.begun.load(Ordering::SeqCst);
+        let begun = self.begun.load(Ordering::SeqCst);
         if begun == 0 {
             return Some(0); // most links only ever pull
         }
-        let caches = self.writes.locked();
+        let caches = self.locked();
         let written = caches.written.get(&cache).is_some_and(Written::now);
         (!written).then_some(begun)
     }
 
     /// Whether no write of `cache` has begun since [`unwritten`](Self::unwritten) gave `before`.
     pub(crate) fn still_unwritten(&self, cache: CacheId, before: u64) -> bool {
-        if self.writes.begun.load(Ordering::SeqCst) == before {
+        if self.begun.load(Ordering::SeqCst) == before {
             return true;
         }
-        let caches = self.writes.locked();
+        let caches = self.locked();
         caches.written.get(&cache).map_or(caches.forgotten <= before, |written| written.last <= before)
     }
 }

@@ -5,8 +5,7 @@
 //! judge is judged too. Not for: speed, threads, deadlines.
 
 use crate::error::ErrorKind;
-use crate::model::CacheKey;
-use crate::model::{CacheKind, Placement};
+use crate::model::{CacheKey, CacheKind, Placement};
 use crate::validate::CopyArgs;
 
 /// A cache as its bytes, one vector per tensor.

@@ -6,12 +6,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::stream::Streams;
 use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
-use crate::plan::CopyPlan;
 use crate::session::{Known, Link};
 use crate::validate;
 
@@ -82,19 +80,6 @@ impl Call<'_> {
             validate::reachable("the cache of this side", self.near.remote_accessible())?;
         }
         Ok(())
-    }
-
-    /// The transfer through sockets.
-    pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
-        Streams {
-            cluster: self.cluster.clone(),
-            link: self.link.clone(),
-            name: self.name,
-            known: known.clone(),
-            plan: plan.clone(),
-            near: self.near.clone(),
-            deadline: self.deadline,
-        }
     }
 
     /// The same error with what the call was about.

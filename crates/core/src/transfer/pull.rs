@@ -50,7 +50,7 @@ impl Call<'_> {
         pinned: &Arc<Pin>,
     ) -> Result<Moved> {
         if let Some(tensors) = &known.tensors
-            && let Some(unwritten) = self.link.unwritten(known.cache)
+            && let Some(unwritten) = self.link.writes().unwritten(known.cache)
         {
             let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
             let (engine, held) = (&self.cluster.engine, pinned.clone());
@@ -58,14 +58,14 @@ impl Call<'_> {
                 engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
             // The kernel may still write to the rows: nothing else may be brought there.
             if run.as_ref().is_err_and(|error| error.fact(STILL_READING).is_some()) {
-                if !self.link.still_unwritten(known.cache, unwritten) || !self.link.current(known) {
+                if !self.link.writes().still_unwritten(known.cache, unwritten) || !self.link.current(known) {
                     *progress = Arc::default();
                 }
                 return run.map(|outcome| Moved::Bytes(outcome.bytes));
             }
             // The kernel allowed it when the link was made, and does not now: the sockets always work.
             let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
-            if !refused && self.link.still_unwritten(known.cache, unwritten) {
+            if !refused && self.link.writes().still_unwritten(known.cache, unwritten) {
                 return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
             }
             *progress = Arc::default();

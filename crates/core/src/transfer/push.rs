@@ -23,7 +23,7 @@ impl Call<'_> {
             return Ok(Moved::Bytes(0));
         }
         // Before the rows are pinned: a read of the peer that comes meanwhile must know that this side may hold them.
-        let writing = self.link.writing(known.cache);
+        let writing = self.link.writes().begin(known.cache);
         let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
         self.cluster.kept(&self.near)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));

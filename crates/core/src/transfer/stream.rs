@@ -7,13 +7,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::call::Moved;
+use super::call::{Call, Moved};
 use crate::cache::Cache;
 use crate::cluster::Cluster;
 use crate::copy::{Progress, Work};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::Deadline;
-use crate::model::Name;
+use crate::model::{Deadline, Name};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
 use crate::session::{Known, Lease, Link, limit_ms, reply, say_before};
@@ -33,6 +32,21 @@ pub(super) struct Streams {
     pub(super) plan: Arc<CopyPlan>,
     pub(super) near: Arc<Cache>,
     pub(super) deadline: Deadline,
+}
+
+impl Call<'_> {
+    /// The transfer through sockets.
+    pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
+        Streams {
+            cluster: self.cluster.clone(),
+            link: self.link.clone(),
+            name: self.name,
+            known: known.clone(),
+            plan: plan.clone(),
+            near: self.near.clone(),
+            deadline: self.deadline,
+        }
+    }
 }
 
 /// Brings the bytes of the plan into the near cache.

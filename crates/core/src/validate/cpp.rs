@@ -15,8 +15,7 @@ use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::ClusterId;
-use crate::model::{CacheDesc, DataType, Geometry, Placement, tensor_bytes};
+use crate::model::{CacheDesc, ClusterId, DataType, Geometry, Placement, tensor_bytes};
 
 const DEVICE_ID: &str = "llm.DeviceId";
 const LISTEN: &str = "llm.ListenIpInfo";

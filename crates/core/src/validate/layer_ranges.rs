@@ -6,8 +6,7 @@ use super::{Side, batch_cache};
 use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Geometry, Placement};
-use crate::plan::Moves;
-use crate::plan::Pieces;
+use crate::plan::{Moves, Pieces};
 
 /// Layers `first..end`; none at all if `end` is not above `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,9 +6,7 @@
 use super::{LayerRange, Side};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::ClusterId;
-use crate::model::Name;
-use crate::model::{CacheKind, Geometry, Placement};
+use crate::model::{CacheKind, ClusterId, Geometry, Name, Placement};
 
 /// The lists of a transfer, as given; an empty one was not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

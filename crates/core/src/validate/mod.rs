@@ -36,8 +36,7 @@ pub use values::{
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::CacheKey;
-use crate::model::{CacheDesc, CacheKind, Geometry, Placement};
+use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
 use crate::plan::{BlockPairs, CopyRange};
 
 /// What `check` needs to know of one end of a copy.

@@ -111,7 +111,7 @@ impl Twin {
             })
     }
 
-    /// Index and row of a name (python-api.md §12.2, §12.4).
+    /// Index and row of a name (contract §12.2, §12.4).
     fn find(&self, name: Name) -> Option<(usize, usize)> {
         let (id, row) = match name {
             Name::Key(key) => return self.find_key(key),
@@ -144,7 +144,7 @@ impl Twin {
         self.0.push(TwinCache { id, real, kind, allocated, tensors, rows, held, alive, changes, slots });
     }
 
-    /// python-api.md §12.3.
+    /// contract §12.3.
     fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<(), ErrorKind> {
         if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
             return Ok(());
@@ -427,7 +427,7 @@ fn a_name_that_leads_elsewhere_by_now() {
     assert_eq!(real.table.reached(Name::Key(request(0)), second.id()).unwrap().id(), second.id());
     let late = real.table.consume(Name::Key(request(0)), first.id(), 0, 1).unwrap_err();
     assert_eq!((late.kind(), late.fact("cache_id")), (ErrorKind::CacheNotFound, Some("1")), "{late}");
-    // Ids 0 and below are the key (0, 0) (python-api.md §12.4).
+    // Ids 0 and below are the key (0, 0) (contract §12.4).
     assert_eq!(real.table.describe(row(CacheId(0), 0)).unwrap().cache.id(), second.id());
     real.table.consume(row(CacheId(-1), 0), second.id(), 0, 1).unwrap();
     assert!(real.table.describe(row(CacheId(0), 0)).is_err());

@@ -11,8 +11,7 @@ use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::device::{self, Copier, Copy, DeviceSet, HostReach};
 use llm_datadist_core::memory::kernels::Kernel;
 use llm_datadist_core::memory::{Region, Tensors};
-use llm_datadist_core::plan::BlockPairs;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
     Cache, CacheKey, CacheKind, DataDist, Deadline, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
 };

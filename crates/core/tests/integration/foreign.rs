@@ -20,8 +20,7 @@ use llm_datadist_core::memory::{
     ForeignGenerations, ForeignProcess, ForeignRegion, Generations, MapBudget, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, socket_io,
 };
-use llm_datadist_core::plan::BlockPairs;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, SwapInPath};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 

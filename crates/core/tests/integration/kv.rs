@@ -266,7 +266,7 @@ fn copies_follow_the_mode() {
     }
 }
 
-/// clients.md §1.2, client 9: prefill and decode are both cluster 0.
+/// Clients of the old mode call prefill and decode both cluster 0.
 #[test]
 fn two_engines_of_one_id() {
     for mode in [Mode::KvCacheManager, Mode::CacheManager] {

@@ -1,4 +1,4 @@
-//! The entry checks of a layer-wise transfer against the table of the contract, read row by row (python-api.md §8.1).
+//! The entry checks of a layer-wise transfer against the table of contract §8.1, row by row.
 //!
 //! Not for: where bytes land at a peer, or what moves.
 

@@ -4,8 +4,9 @@
 
 use std::collections::HashSet;
 
-use llm_datadist_core::plan::{BlockPairs, CopyRange, Moves, Piece, Pieces};
-use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Piece, Span, SpanList, Wave};
+use llm_datadist_core::plan::{
+    BlockPairs, Blocks, CopyPlan, CopyRange, Ends, Moves, Piece, Pieces, Span, SpanList, Wave,
+};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 

@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use llm_datadist_core::cache::{pin_reads, pin_writes};
 use llm_datadist_core::net::{Address, Local, Transport};
-use llm_datadist_core::plan::{BlockPairs, Moves, Piece};
-use llm_datadist_core::plan::{Blocks, CopyPlan, Ends, Span, SpanList, Wave};
+use llm_datadist_core::plan::{BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
 use llm_datadist_core::protocol::{
     self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
     WirePlan,

@@ -14,8 +14,7 @@ use llm_datadist_core::copy::{CopyEngine, Progress, STILL_READING, Staging};
 use llm_datadist_core::device::DeviceSet;
 use llm_datadist_core::memory::stalled::Stall;
 use llm_datadist_core::memory::{ForeignProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::plan::BlockPairs;
-use llm_datadist_core::plan::{CopyPlan, Ends};
+use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, Error, ErrorKind, Placement, SwapInPath};
 
 use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};

@@ -88,7 +88,7 @@ fn any_kind(rows: &PullRows) -> bool {
     matches!(rows, PullRows::Rows { .. })
 }
 
-/// python-api.md §7.12, §7.13, as lists of tensors and bytes.
+/// contract §7.12, §7.13, as lists of tensors and bytes.
 fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Vec<Byte>, ErrorKind> {
     let (here, there, row) = (Shape::of(near), Shape::of(far.side), u64::from(far.row));
     let right_near = match rows {
@@ -187,7 +187,7 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
     Ok(across(&from, &to, &bytes))
 }
 
-/// python-api.md §7.14, §7.15.
+/// contract §7.14, §7.15.
 fn naive_push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Vec<Byte>, ErrorKind> {
     let (here, there) = (Shape::of(near), Shape::of(far.side));
     let per_layer = layers.tensors_per_layer;
@@ -633,7 +633,7 @@ fn what_a_push_may_ask() {
     let slot = PushRows::Slot { near: 2 };
     let theirs = far(near, 1);
     let given = |src, dst, n| layers(Some(src), Some(dst), n);
-    // Fewer tensors than a layer has: no layer, nothing to do (python-api.md §7.14).
+    // Fewer tensors than a layer has: no layer, nothing to do (contract §7.14).
     let one = side(Batch, 1, 3, 8);
     let nothing = push(one, far(one, 0), &slot, layers(None, None, 2)).unwrap();
     assert_eq!((nothing.num_tensors, nothing.pieces.count(), nothing.whole), (0, 0, false));

@@ -8,9 +8,7 @@ use super::{Place, Slot, State, Table, no_cache, no_key};
 use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::CacheId;
-use crate::model::CacheKind;
-use crate::model::{CacheKey, Name};
+use crate::model::{CacheId, CacheKey, CacheKind, Name};
 
 /// What the ids 0 and below of a public name mean (contract §12.4).
 const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };

@@ -281,7 +281,7 @@ fn random_slots_arrive() {
     }
 }
 
-/// What the codes of python-api.md §12.5 say, and nothing moved.
+/// What the codes of contract §12.5 say, and nothing moved.
 #[test]
 fn what_does_not_fit_is_refused_by_its_code() {
     for way in WAYS {
