@@ -31,8 +31,8 @@ mod hand;
 
 use hand::{Shuffle, median};
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, HugeChoice,
-    Layers, Name, PeerAddress, Placement, PoolConfig, PullRows, Role,
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, HugeChoice, Layers,
+    Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
 };
 
 const BLOCKS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
@@ -168,23 +168,27 @@ fn copies(options: &Options) {
     }
 }
 
-fn link(near: &DataDist, far: &DataDist, linked: bool) {
-    let peer = PeerAddress { cluster: ClusterId(2), remote: vec![far.listening().unwrap()], local: vec![] };
+fn link(local: &DataDist, remote: &DataDist, linked: bool) {
+    let peer =
+        PeerAddress { cluster: ClusterId(2), remote: vec![remote.listening().unwrap()], local: vec![] };
     let limit = Duration::from_secs(5);
-    let outcomes =
-        if linked { near.link_clusters(&[peer], limit) } else { near.unlink_clusters(&[peer], limit, false) };
+    let outcomes = if linked {
+        local.link_clusters(&[peer], limit)
+    } else {
+        local.unlink_clusters(&[peer], limit, false)
+    };
     for outcome in outcomes {
         outcome.unwrap();
     }
 }
 
 /// Pulls all blocks once; GB/s.
-fn pull(near: &DataDist, far: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f64 {
-    let name = FarName { cluster: ClusterId(2), name: Name::Row { cache: far.id(), row: 0 } };
+fn pull(local: &DataDist, remote: &Cache, to: &Cache, pairs: &[(i64, i64)]) -> f64 {
+    let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: remote.id(), row: 0 } };
     let (src, dst): (Vec<_>, Vec<_>) = pairs.iter().copied().unzip();
-    let rows = PullRows::Blocks { far: src, near: dst };
+    let rows = PullRows::Blocks { remote: src, local: dst };
     words(to).fill(0);
-    let took = clocked(|| near.pull(name, &End::Managed(to.id()), &rows, Layers::ALL).unwrap());
+    let took = clocked(|| local.pull(name, &End::Managed(to.id()), &rows, Layers::ALL).unwrap());
     verify(to, 5, pairs);
     to.geometry().tensor_bytes() as f64 / took / 1e9
 }
@@ -193,8 +197,8 @@ fn cold(options: &Options) {
     println!("\npull of {} MiB out of a peer's pool, GB/s: over a link just made, and again", options.mib);
     for block in BLOCKS {
         let pairs = pairs((options.mib << 20) / block);
-        let near = engine(1, options.mib, HugeChoice::Off);
-        let to = allocate(&near, Placement::Device, options.mib, block);
+        let local = engine(1, options.mib, HugeChoice::Off);
+        let to = allocate(&local, Placement::Device, options.mib, block);
         fill(&to, 1);
         let peers = CHOICES.map(|choice| {
             let engine = engine(2, options.mib, choice);
@@ -204,9 +208,9 @@ fn cold(options: &Options) {
         });
         let [off, huge] = in_turn(options.rounds, |side| {
             let (engine, cache) = &peers[side];
-            link(&near, engine, true);
-            let speeds = [pull(&near, cache, &to, &pairs), pull(&near, cache, &to, &pairs)];
-            link(&near, engine, false);
+            link(&local, engine, true);
+            let speeds = [pull(&local, cache, &to, &pairs), pull(&local, cache, &to, &pairs)];
+            link(&local, engine, false);
             speeds
         });
         for (name, [cold, warm]) in [("off", off), ("merged", huge)] {
@@ -225,8 +229,8 @@ fn process(options: &Options) {
     let len = (options.mib << 20) as usize;
     for block in BLOCKS {
         let pairs = pairs((options.mib << 20) / block);
-        let near = engine(1, options.mib, HugeChoice::Off);
-        let to = allocate(&near, Placement::Device, options.mib, block);
+        let local = engine(1, options.mib, HugeChoice::Off);
+        let to = allocate(&local, Placement::Device, options.mib, block);
         fill(&to, 1);
         let peers = CHOICES.map(|choice| {
             let engine = engine(2, 1, choice);
@@ -243,10 +247,10 @@ fn process(options: &Options) {
         });
         let [[off], [huge]] = in_turn(options.rounds, |side| {
             let (engine, cache, _) = &peers[side];
-            link(&near, engine, true);
-            pull(&near, cache, &to, &pairs);
-            let speed = pull(&near, cache, &to, &pairs);
-            link(&near, engine, false);
+            link(&local, engine, true);
+            pull(&local, cache, &to, &pairs);
+            let speed = pull(&local, cache, &to, &pairs);
+            link(&local, engine, false);
             [speed]
         });
         println!("  {:5} KiB  off {off:5.1}  eager {huge:5.1}  ratio {:.2}", block >> 10, huge / off);

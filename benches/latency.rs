@@ -27,8 +27,8 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::memory::{KeptLists, Region};
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, Layers, Name,
-    PeerAddress, Placement, PoolConfig, PullRows, Role,
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
+    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
 };
 
 /// As the libraries for Python and C have it.
@@ -273,45 +273,46 @@ fn measured(block: u64, seconds: f64, bare: &Bare, mut call: impl FnMut((u64, u6
     taken
 }
 
-fn link(near: &DataDist, far: &DataDist) {
-    let peer = PeerAddress { cluster: ClusterId(2), remote: vec![far.listening().unwrap()], local: vec![] };
-    for outcome in near.link_clusters(&[peer], Duration::from_secs(5)) {
+fn link(local: &DataDist, remote: &DataDist) {
+    let peer =
+        PeerAddress { cluster: ClusterId(2), remote: vec![remote.listening().unwrap()], local: vec![] };
+    for outcome in local.link_clusters(&[peer], Duration::from_secs(5)) {
         outcome.unwrap();
     }
 }
 
 /// Two linked engines, a cache of the second and one of the first.
 struct Pair {
-    near: DataDist,
+    local: DataDist,
     source: Arc<Cache>,
     to: Arc<Cache>,
     // Last but one, and its memory last, because fields drop in order.
-    far: DataDist,
+    remote: DataDist,
     memory: Vec<u8>,
 }
 
 impl Pair {
     fn new(block: u64, registered: bool) -> Pair {
-        let (near, far) = (engine(1), engine(2));
+        let (local, remote) = (engine(1), engine(2));
         let memory = vec![0_u8; if registered { POOL as usize + (2 << 20) } else { 0 }];
         let at = (memory.as_ptr() as u64).next_multiple_of(2 << 20);
         let source = if registered {
             touch(at, POOL);
             // SAFETY: the memory lives as long as the pair, and nothing else touches it.
             let adopted = unsafe { Adopted::new(&desc(Placement::Device, block), CacheKind::Blocks, &[at]) };
-            far.register(adopted.unwrap(), &[], Some(true)).unwrap()
+            remote.register(adopted.unwrap(), &[], Some(true)).unwrap()
         } else {
-            allocate(&far, Placement::Device, block)
+            allocate(&remote, Placement::Device, block)
         };
-        let to = allocate(&near, Placement::Device, block);
-        link(&near, &far);
-        Pair { near, source, to, far, memory }
+        let to = allocate(&local, Placement::Device, block);
+        link(&local, &remote);
+        Pair { local, source, to, remote, memory }
     }
 
-    fn pull(&self, far: Vec<i64>, near: Vec<i64>) {
-        let name = FarName { cluster: ClusterId(2), name: Name::Row { cache: self.source.id(), row: 0 } };
-        let rows = PullRows::Blocks { far, near };
-        self.near.pull(name, &End::Managed(self.to.id()), &rows, Layers::ALL).unwrap();
+    fn pull(&self, remote: Vec<i64>, local: Vec<i64>) {
+        let name = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: self.source.id(), row: 0 } };
+        let rows = PullRows::Blocks { remote, local };
+        self.local.pull(name, &End::Managed(self.to.id()), &rows, Layers::ALL).unwrap();
     }
 }
 
@@ -319,8 +320,8 @@ impl Pair {
 fn pulls(block: u64, seconds: f64, bare: &Bare, registered: bool) -> Taken {
     let pair = Pair::new(block, registered);
     let taken = measured(block, seconds, bare, |(src, dst)| pair.pull(vec![src as i64], vec![dst as i64]));
-    let Pair { near, source, to, far, memory } = pair;
-    drop((near, source, to, far, memory));
+    let Pair { local, source, to, remote, memory } = pair;
+    drop((local, source, to, remote, memory));
     taken
 }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use llm_datadist_core::copy::{CopyEngine, Progress, Staging};
 use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::memory::{Adopted, ForeignProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
@@ -50,7 +50,7 @@ fn main() {
     let [at, address, secret] = words[..] else { unreachable!("three numbers") };
     let number = |word: u128| u64::try_from(word).unwrap();
     let probe = Probe { address: number(address), secret: secret.to_le_bytes() };
-    let process = ForeignProcess::open(i32::try_from(other.id()).unwrap(), probe).unwrap();
+    let process = PeerProcess::open(i32::try_from(other.id()).unwrap(), probe).unwrap();
     let src = Arc::new(Tensors::of_process(process, [number(at)].into(), BYTES as u64).unwrap());
     let mut memory = vec![1_u8; BYTES];
     let shape = vec![i64::try_from(BYTES).unwrap(), 1];

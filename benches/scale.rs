@@ -36,12 +36,12 @@ mod cores;
 mod crowd;
 #[path = "scale/curve.rs"]
 mod curve;
-#[path = "scale/far.rs"]
-mod far;
 #[path = "scale/heap.rs"]
 mod heap;
 #[path = "scale/links.rs"]
 mod links;
+#[path = "scale/far.rs"]
+mod remote;
 #[path = "scale/setup.rs"]
 mod setup;
 #[path = "scale/table.rs"]
@@ -96,7 +96,7 @@ type Part = fn(&Options, &mut Report);
 
 fn main() {
     if std::env::args().nth(1).as_deref() == Some("--far") {
-        return far::serve();
+        return remote::serve();
     }
     let options = options();
     let parts: [(&str, Part); 9] = [

@@ -7,8 +7,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, LayerRange, Layers,
-    Name, PeerAddress, Placement, PoolConfig, PullRows, Role,
+    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, LayerRange, Layers, Name,
+    PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,
 };
 
 use crate::LAYERS;
@@ -176,8 +176,8 @@ pub fn serve(cluster: u64) {
 
 /// Nanoseconds of one pull.
 fn pull(engine: &DataDist, kv: &Kv, (src, dst): (&[i64], &[i64]), layers: Layers) -> u128 {
-    let from = FarName { cluster: ClusterId(1), name: Name::Key(KEY) };
-    let rows = PullRows::Blocks { far: src.to_vec(), near: dst.to_vec() };
+    let from = RemoteName { cluster: ClusterId(1), name: Name::Key(KEY) };
+    let rows = PullRows::Blocks { remote: src.to_vec(), local: dst.to_vec() };
     let started = Instant::now();
     engine.pull(from, &kv.end, &rows, layers).unwrap();
     started.elapsed().as_nanos()

@@ -6,8 +6,8 @@ use llm_datadist_core::{DataDist, Layers, Placement, PullRows, PushRows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
-use crate::far::Far;
 use crate::heap::Count;
+use crate::remote::RemoteCache;
 use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Blocks of the largest call.
@@ -18,9 +18,9 @@ const LEAST: u64 = 1 << 12;
 /// An engine linked with an owner, and blocks on both sides.
 struct Bed {
     engine: DataDist,
-    far: Far,
+    remote: RemoteCache,
     /// Twice as many as a call has, so that one half can be copied into the other.
-    near: Blocks,
+    local: Blocks,
     host: Blocks,
     bytes: u64,
     most: u64,
@@ -31,39 +31,39 @@ type Call = fn(&Bed, &[i64], &[i64]);
 
 impl Bed {
     fn new(transport: &str, most: u64, bytes: u64) -> Bed {
-        let mut far = Far::start();
-        let peer = far.owner(transport, true, most, bytes, 0);
+        let mut remote = RemoteCache::start();
+        let peer = remote.owner(transport, true, most, bytes, 0);
         let mut config = config(1, transport, ((most * bytes) >> 20) * 2 + 2, 12);
         config.host_pool = config.device_pool;
         config.links.listen = None;
         let engine = DataDist::open(config).unwrap();
         engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
-        let near = Blocks::new(&engine, most * 2, bytes, Placement::Device, None);
+        let local = Blocks::new(&engine, most * 2, bytes, Placement::Device, None);
         let host = Blocks::new(&engine, most, bytes, Placement::Host, None);
-        near.fill();
+        local.fill();
         host.poison();
-        Bed { engine, far, near, host, bytes, most }
+        Bed { engine, remote, local, host, bytes, most }
     }
 
     fn copy(&self, from: &[i64], to: &[i64]) {
         let beyond = self.most as i64;
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().map(|to| to + beyond)).collect();
-        self.engine.copy_blocks(&self.near.end, &pairs).unwrap();
+        self.engine.copy_blocks(&self.local.end, &pairs).unwrap();
     }
 
     fn swap(&self, from: &[i64], to: &[i64]) {
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
-        self.engine.swap_blocks(&self.near.end, &self.host.end, &pairs).unwrap();
+        self.engine.swap_blocks(&self.local.end, &self.host.end, &pairs).unwrap();
     }
 
     fn pull(&self, from: &[i64], to: &[i64]) {
-        let rows = PullRows::Blocks { far: from.to_vec(), near: to.to_vec() };
-        self.engine.pull(shared(), &self.near.end, &rows, Layers::ALL).unwrap();
+        let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
+        self.engine.pull(shared(), &self.local.end, &rows, Layers::ALL).unwrap();
     }
 
     fn push(&self, from: &[i64], to: &[i64]) {
-        let rows = PushRows::Blocks { near: from.to_vec(), far: to.to_vec() };
-        self.engine.push(&self.near.end, shared(), &rows, Layers::ALL).unwrap();
+        let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
+        self.engine.push(&self.local.end, shared(), &rows, Layers::ALL).unwrap();
     }
 }
 
@@ -110,17 +110,17 @@ fn curve(bed: &Bed, name: &str, call: Call, options: &Options, report: &mut Repo
     }
     if name.starts_with("swap") {
         let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
-        bed.near.fill();
+        bed.local.fill();
         bed.host.poison();
         call(bed, &from, &to);
         bed.host.verify(&from, &to);
     }
     if name.starts_with("pull") {
         let (from, to) = (shuffle.order(bed.most), shuffle.order(bed.most));
-        bed.near.poison();
+        bed.local.poison();
         call(bed, &from, &to);
-        bed.near.verify(&from, &to);
-        bed.near.fill();
+        bed.local.verify(&from, &to);
+        bed.local.fill();
     }
     report.curve(&curve);
 }
@@ -139,12 +139,12 @@ fn held(mut bed: Bed, transport: &str, options: &Options, report: &mut Report) {
         for (curve, call) in [(&mut copying, Bed::copy as Call), (&mut pulling, Bed::pull)] {
             // What an engine keeps from its first calls is not of this one.
             call(&bed, from, to);
-            bed.far.ask("count");
+            bed.remote.ask("count");
             let count = Count::start();
             call(&bed, from, to);
             curve.add(size, vec![count.most().max(1) as f64]);
             drop(count);
-            let there = bed.far.number("most");
+            let there = bed.remote.number("most");
             if curve.name.starts_with("memory of a pull") {
                 answering.add(size, vec![there.max(1) as f64]);
             }

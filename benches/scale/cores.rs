@@ -6,7 +6,7 @@ use llm_datadist_core::{DataDist, Layers, Placement, PullRows};
 
 use crate::Options;
 use crate::curve::{Curve, Report};
-use crate::far::Far;
+use crate::remote::RemoteCache;
 use crate::setup::{Blocks, LIMIT, Shuffle, config, nanos, shared};
 
 /// Bytes of a round.
@@ -36,16 +36,16 @@ pub fn cores(options: &Options, report: &mut Report) {
 /// GB/s of swaps and of pulls, with engines made now.
 fn speeds(bytes: u64, workers: usize, options: &Options) -> (Vec<f64>, Vec<f64>) {
     let rows = if options.quick { 64 } else { ROUND / bytes };
-    let mut far = Far::start();
-    let peer = far.owner("shm", true, rows, bytes, 0);
+    let mut remote = RemoteCache::start();
+    let peer = remote.owner("shm", true, rows, bytes, 0);
     let mut config = config(1, "shm", ((rows * bytes) >> 20) + 1, 12);
     config.host_pool = config.device_pool;
     config.copy_workers = Some(workers);
     let engine = DataDist::open(config).unwrap();
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
-    let near = Blocks::new(&engine, rows, bytes, Placement::Device, None);
+    let local = Blocks::new(&engine, rows, bytes, Placement::Device, None);
     let host = Blocks::new(&engine, rows, bytes, Placement::Host, None);
-    near.fill();
+    local.fill();
     let mut shuffle = Shuffle(48);
     let (mut swapped, mut pulled) = (vec![], vec![]);
     for _ in 0..=options.rounds() {
@@ -53,13 +53,13 @@ fn speeds(bytes: u64, workers: usize, options: &Options) -> (Vec<f64>, Vec<f64>)
         let pairs: Vec<_> = from.iter().copied().zip(to.iter().copied()).collect();
         host.poison();
         let speed = |nanos: f64| (rows * bytes) as f64 / nanos;
-        swapped.push(speed(nanos(|| engine.swap_blocks(&near.end, &host.end, &pairs).unwrap())));
+        swapped.push(speed(nanos(|| engine.swap_blocks(&local.end, &host.end, &pairs).unwrap())));
         host.verify(&from, &to);
-        near.poison();
-        let rows = PullRows::Blocks { far: from.clone(), near: to.clone() };
-        pulled.push(speed(nanos(|| engine.pull(shared(), &near.end, &rows, Layers::ALL).unwrap())));
-        near.verify(&from, &to);
-        near.fill();
+        local.poison();
+        let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
+        pulled.push(speed(nanos(|| engine.pull(shared(), &local.end, &rows, Layers::ALL).unwrap())));
+        local.verify(&from, &to);
+        local.fill();
     }
     (swapped.split_off(1), pulled.split_off(1))
 }

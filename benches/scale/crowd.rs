@@ -11,7 +11,7 @@ use llm_datadist_core::{DataDist, ErrorKind, Layers, PeerAddress, Placement, Pul
 
 use crate::Options;
 use crate::curve::{Curve, Report};
-use crate::far::Far;
+use crate::remote::RemoteCache;
 use crate::setup::{Blocks, OWNER, Shuffle, address, config, nanos, on_cpu, shared};
 
 /// The cache everybody pulls from, and what one pull takes of it.
@@ -25,7 +25,7 @@ const FIRST: u64 = 1000;
 
 struct Decoder {
     engine: DataDist,
-    near: Blocks,
+    local: Blocks,
 }
 
 /// Engines that have no listener, each with room for one pull.
@@ -61,9 +61,9 @@ impl Crowd {
             config.links.listen = None;
             config.copy_workers = Some(1);
             let engine = DataDist::open(config).unwrap();
-            let near = Blocks::new(&engine, TAKEN, BYTES, Placement::Device, None);
-            near.poison();
-            self.decoders.push(Decoder { engine, near });
+            let local = Blocks::new(&engine, TAKEN, BYTES, Placement::Device, None);
+            local.poison();
+            self.decoders.push(Decoder { engine, local });
         }
     }
 
@@ -119,7 +119,7 @@ impl Crowd {
         });
         let (seconds, cpu) = (started.elapsed().as_secs_f64(), (on_cpu() - before) as f64 / 1e9);
         for (decoder, (_, from)) in self.decoders.iter().zip(&pulled) {
-            decoder.near.verify(from, &(0..TAKEN as i64).collect::<Vec<_>>());
+            decoder.local.verify(from, &(0..TAKEN as i64).collect::<Vec<_>>());
         }
         let mut times: Vec<f64> = pulled.into_iter().flat_map(|(times, _)| times).collect();
         times.sort_by(f64::total_cmp);
@@ -166,8 +166,8 @@ impl Decoder {
         let mut from;
         loop {
             from = (0..TAKEN).map(|_| (shuffle.next() % ROWS) as i64).collect::<Vec<_>>();
-            let rows = PullRows::Blocks { far: from.clone(), near: to.clone() };
-            times.push(nanos(|| self.engine.pull(shared(), &self.near.end, &rows, Layers::ALL).unwrap()));
+            let rows = PullRows::Blocks { remote: from.clone(), local: to.clone() };
+            times.push(nanos(|| self.engine.pull(shared(), &self.local.end, &rows, Layers::ALL).unwrap()));
             if Instant::now() >= until {
                 break;
             }
@@ -193,19 +193,19 @@ pub fn fan(options: &Options, report: &mut Report) {
         let engine = DataDist::open(config).unwrap();
         Blocks::new(&engine, ROWS, BYTES, Placement::Device, Some(crate::setup::SHARED)).fill();
         let port = engine.listening().unwrap().port();
-        let mut far = Far::start();
+        let mut remote = RemoteCache::start();
         for size in
             options.sizes(2, 512).into_iter().filter(|&size| size < 16 || size.trailing_zeros() % 3 == 0)
         {
-            let linked: Linked = far.ask(&format!("decoders {transport} {size} {port}")).parse().unwrap();
+            let linked: Linked = remote.ask(&format!("decoders {transport} {size} {port}")).parse().unwrap();
             linking.add(size, vec![linked.last]);
             // Every mapping is touched before the clock starts.
-            far.ask("pull 150");
+            remote.ask("pull 150");
             let rounds = options.rounds().min(3);
             let mut all: Vec<[f64; 5]> = vec![];
             for _ in 0..rounds {
                 let before = on_cpu();
-                let pulled: Pulled = far.ask("pull 300").parse().unwrap();
+                let pulled: Pulled = remote.ask("pull 300").parse().unwrap();
                 let gigabytes = pulled.bytes as f64 / 1e9;
                 let owner = (on_cpu().saturating_sub(before)) as f64 / 1e9;
                 all.push([
@@ -247,8 +247,8 @@ pub fn storm(options: &Options, report: &mut Report) {
             (new("half are linked again", "ms", note), new("all are linked again", "ms", note));
         let mut failed = 0;
         let mut crowd = Crowd::default();
-        let mut far = Far::start();
-        let peer = far.owner(transport, true, 16, BYTES, 0);
+        let mut remote = RemoteCache::start();
+        let peer = remote.owner(transport, true, 16, BYTES, 0);
         let port = peer.remote[0].port();
         for size in options.sizes(4, 512) {
             crowd.grow(transport, size);
@@ -257,7 +257,7 @@ pub fn storm(options: &Options, report: &mut Report) {
             let (mut seen, mut medians, mut lasts) = (vec![], vec![], vec![]);
             for _ in 0..rounds {
                 let killed = Instant::now();
-                far.kill();
+                remote.kill();
                 while !crowd.alone() {
                     assert!(killed.elapsed() < Duration::from_secs(30), "nobody noticed");
                     std::thread::sleep(Duration::from_micros(500));
@@ -265,12 +265,12 @@ pub fn storm(options: &Options, report: &mut Report) {
                 seen.push(killed.elapsed().as_secs_f64() * 1e3);
                 let mut again = None;
                 let linked = crowd.link(&peer, || {
-                    let mut far = Far::start();
-                    far.owner(transport, true, 16, BYTES, port);
-                    again = Some(far);
+                    let mut remote = RemoteCache::start();
+                    remote.owner(transport, true, 16, BYTES, port);
+                    again = Some(remote);
                     Instant::now()
                 });
-                far = again.unwrap();
+                remote = again.unwrap();
                 medians.push(linked.median);
                 lasts.push(linked.last);
                 failed += linked.failed;

@@ -15,14 +15,14 @@ use crate::heap::Count;
 use crate::setup::{Blocks, OWNER, SHARED, address, config, desc, on_cpu, status};
 
 /// As the measuring process sees it.
-pub struct Far {
+pub struct RemoteCache {
     child: Child,
     say: ChildStdin,
     hear: BufReader<ChildStdout>,
 }
 
-impl Far {
-    pub fn start() -> Far {
+impl RemoteCache {
+    pub fn start() -> RemoteCache {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .arg("--far")
             .stdin(Stdio::piped())
@@ -30,7 +30,7 @@ impl Far {
             .spawn()
             .unwrap();
         let (say, hear) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
-        Far { child, say, hear }
+        RemoteCache { child, say, hear }
     }
 
     /// One order and its answer.
@@ -65,7 +65,7 @@ impl Far {
     }
 }
 
-impl Drop for Far {
+impl Drop for RemoteCache {
     fn drop(&mut self) {
         let _ = writeln!(self.say, "end");
         let _ = self.child.wait();

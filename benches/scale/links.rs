@@ -6,13 +6,13 @@
 use std::time::Duration;
 
 use llm_datadist_core::{
-    CacheKind, ClusterId, DataDist, End, FarName, Layers, Name, PeerAddress, Placement, PullRows,
+    CacheKind, ClusterId, DataDist, End, Layers, Name, PeerAddress, Placement, PullRows, RemoteName,
 };
 
 use crate::Options;
 use crate::curve::{Curve, Report};
-use crate::far::{Far, numbered};
 use crate::heap::Count;
+use crate::remote::{RemoteCache, numbered};
 use crate::setup::{
     Blocks, LIMIT, OWNER, SHARED, Shuffle, address, config, desc, descriptors, mappings, nanos, on_cpu,
     status,
@@ -48,14 +48,14 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
         "bytes on the heap of the process with all the links, each used once, counted by the allocator";
     let mut heap = new("memory of links", "B", note);
     let most = if options.quick { 16 } else { 512 };
-    let mut far = Far::start();
-    let ports = far.ask(&format!("herd {transport} {FIRST} {most}"));
+    let mut remote = RemoteCache::start();
+    let ports = remote.ask(&format!("herd {transport} {FIRST} {most}"));
     let peers: Vec<PeerAddress> = (FIRST..)
         .zip(ports.split_whitespace())
         .map(|(id, port)| address(ClusterId(id), port.parse().unwrap()))
         .collect();
     let engine = engine(transport, true);
-    let near = Blocks::new(&engine, 1, 16 << 10, Placement::Device, None);
+    let local = Blocks::new(&engine, 1, 16 << 10, Placement::Device, None);
     let before = [status("Threads:"), descriptors(), mappings()];
     let count = Count::start();
     let (mut shuffle, mut have) = (Shuffle(44), 0);
@@ -66,14 +66,14 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
             made.push(
                 nanos(|| engine.link_clusters(std::slice::from_ref(peer), LIMIT).remove(0).unwrap()) / 1e3,
             );
-            pull(&engine, &near, peer.cluster);
+            pull(&engine, &local, peer.cluster);
         }
         have = size as usize;
         making.add(size, made);
         let called = (0..options.rounds()).map(|_| {
             let asked: Vec<ClusterId> =
                 (0..1000).map(|_| peers[(shuffle.next() % size) as usize].cluster).collect();
-            nanos(|| asked.iter().for_each(|&cluster| pull(&engine, &near, cluster))) / 1e3 / 1000.0
+            nanos(|| asked.iter().for_each(|&cluster| pull(&engine, &local, cluster))) / 1e3 / 1000.0
         });
         calling.add(size, called.collect());
         heap.add(size, vec![count.live().max(1) as f64]);
@@ -84,7 +84,7 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
             idle.add(size, vec![(on_cpu() - used) as f64 / 1e3 / IDLE.as_secs_f64()]);
         }
     }
-    near.verify(&[0], &[0]);
+    local.verify(&[0], &[0]);
     let after = [status("Threads:"), descriptors(), mappings()];
     drop(count);
     let names = ["threads of a link", "descriptors of a link", "mappings of a link"];
@@ -102,10 +102,10 @@ fn over(transport: &str, options: &Options, report: &mut Report) {
     }
 }
 
-fn pull(engine: &DataDist, near: &Blocks, cluster: ClusterId) {
-    let from = FarName { cluster, name: Name::Key(SHARED) };
-    let rows = PullRows::Blocks { far: vec![0], near: vec![0] };
-    engine.pull(from, &near.end, &rows, Layers::ALL).unwrap();
+fn pull(engine: &DataDist, local: &Blocks, cluster: ClusterId) {
+    let from = RemoteName { cluster, name: Name::Key(SHARED) };
+    let rows = PullRows::Blocks { remote: vec![0], local: vec![0] };
+    engine.pull(from, &local.end, &rows, Layers::ALL).unwrap();
 }
 
 /// Keys of an owner in another process, asked for by this one.
@@ -116,9 +116,9 @@ pub fn asked(options: &Options, report: &mut Report) {
     known(options, report);
 }
 
-fn pull_key(engine: &DataDist, near: &End, id: u64) {
-    let from = FarName { cluster: OWNER, name: Name::Key(numbered(id)) };
-    engine.pull(from, near, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL).unwrap();
+fn pull_key(engine: &DataDist, local: &End, id: u64) {
+    let from = RemoteName { cluster: OWNER, name: Name::Key(numbered(id)) };
+    engine.pull(from, local, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap();
 }
 
 fn slot(engine: &DataDist) -> End {
@@ -130,18 +130,18 @@ fn released(transport: &str, options: &Options, report: &mut Report) {
     let name = format!("pull by a key never used before, which is released, {transport}");
     let note = "64 bytes: asking, copying, releasing; two round trips";
     let mut curve = Curve::new(name, "us", "keys in the owner's table", note);
-    let mut far = Far::start();
-    let peer = far.owner(transport, false, 0, 0, 0);
+    let mut remote = RemoteCache::start();
+    let peer = remote.owner(transport, false, 0, 0, 0);
     let engine = engine(transport, false);
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
-    let near = slot(&engine);
+    let local = slot(&engine);
     let mut have = 0;
     for size in options.sizes(8, 1 << 20) {
-        far.ask(&format!("keys {} 16", size - have));
+        remote.ask(&format!("keys {} 16", size - have));
         have = size;
         let rounds = (0..options.rounds()).map(|_| {
-            let first = far.number("keys 200 1");
-            nanos(|| (first..first + 200).for_each(|id| pull_key(&engine, &near, id))) / 1e3 / 200.0
+            let first = remote.number("keys 200 1");
+            nanos(|| (first..first + 200).for_each(|id| pull_key(&engine, &local, id))) / 1e3 / 200.0
         });
         curve.add(size, rounds.collect());
     }
@@ -153,21 +153,21 @@ fn known(options: &Options, report: &mut Report) {
     const OF: &str = "keys that the peer has asked for";
     let mut first = Curve::new("first pull of a key, shm", "us", OF, "64 bytes, the owner is asked");
     let mut again = Curve::new("pull of a known key, shm", "us", OF, "64 bytes, nobody is asked");
-    let mut far = Far::start();
-    let peer = far.owner("shm", true, 0, 0, 0);
+    let mut remote = RemoteCache::start();
+    let peer = remote.owner("shm", true, 0, 0, 0);
     let engine = engine("shm", true);
     engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
-    let (near, mut have, mut shuffle) = (slot(&engine), 0, Shuffle(45));
+    let (local, mut have, mut shuffle) = (slot(&engine), 0, Shuffle(45));
     let mut more = |size: u64| {
-        far.ask(&format!("keys {} 16", size - have));
-        let took = nanos(|| (have..size).for_each(|id| pull_key(&engine, &near, id))) / 1e3;
+        remote.ask(&format!("keys {} 16", size - have));
+        let took = nanos(|| (have..size).for_each(|id| pull_key(&engine, &local, id))) / 1e3;
         let each = took / (size - have) as f64;
         have = size;
         each
     };
     let mut random = |size: u64, count: u64| {
         let asked: Vec<u64> = (0..count).map(|_| shuffle.next() % size).collect();
-        nanos(|| asked.iter().for_each(|&id| pull_key(&engine, &near, id))) / 1e3 / count as f64
+        nanos(|| asked.iter().for_each(|&id| pull_key(&engine, &local, id))) / 1e3 / count as f64
     };
     let requests = || engine.stats().links[0].requests.calls;
     for size in options.sizes(4, 1 << 16) {

@@ -5,8 +5,8 @@
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
-    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, FarName, Name, PeerAddress,
-    Placement, PoolConfig, Role, TransportChoice,
+    CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, DataType, End, Name, PeerAddress, Placement,
+    PoolConfig, RemoteName, Role, TransportChoice,
 };
 
 /// How long links may take here: never the limit.
@@ -37,8 +37,8 @@ pub fn address(cluster: ClusterId, port: u16) -> PeerAddress {
     PeerAddress { cluster, remote: vec![([127, 0, 0, 1], port).into()], local: vec![] }
 }
 
-pub fn shared() -> FarName {
-    FarName { cluster: OWNER, name: Name::Key(SHARED) }
+pub fn shared() -> RemoteName {
+    RemoteName { cluster: OWNER, name: Name::Key(SHARED) }
 }
 
 /// One tensor of blocks in the pool of an engine.

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use llm_datadist_core::{
-    CacheKey, CacheKind, ClusterId, DataDist, End, FarName, Layers, Name, PullRows, PushRows,
+    CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, PullRows, PushRows, RemoteName,
 };
 
 use crate::Options;
@@ -36,19 +36,19 @@ fn linked(transport: &str, one_sided: bool, far_mib: u64) -> (DataDist, Prefill)
 fn one_sided(options: &Options, transport: &str) {
     let (engine, mut prefill) = linked(transport, true, 32);
     prefill.ask(&format!("blocks pool {ROWS} {LEN}"));
-    let near = Blocks::pool(&engine, ROWS, LEN, false);
-    near.fill(2);
-    let far = FarName { cluster: ClusterId(2), name: Name::Key(KEY) };
+    let local = Blocks::pool(&engine, ROWS, LEN, false);
+    local.fill(2);
+    let remote = RemoteName { cluster: ClusterId(2), name: Name::Key(KEY) };
     let row = |call: usize| (call as i64 * 37) % ROWS as i64;
     for (pause, between) in PAUSES {
         show(options, &format!("{transport}, pull, remote-accessible{between}"), pause, |call| {
-            let rows = PullRows::Blocks { far: vec![row(call)], near: vec![row(call + 5)] };
-            engine.pull(far, &near.end, &rows, Layers::ALL).unwrap();
+            let rows = PullRows::Blocks { remote: vec![row(call)], local: vec![row(call + 5)] };
+            engine.pull(remote, &local.end, &rows, Layers::ALL).unwrap();
         });
-        near.verify(1, &[row(0)], &[row(5)]);
+        local.verify(1, &[row(0)], &[row(5)]);
         show(options, &format!("{transport}, push, remote-accessible{between}"), pause, |call| {
-            let rows = PushRows::Blocks { near: vec![row(call)], far: vec![row(call)] };
-            engine.push(&near.end, far, &rows, Layers::ALL).unwrap();
+            let rows = PushRows::Blocks { local: vec![row(call)], remote: vec![row(call)] };
+            engine.push(&local.end, remote, &rows, Layers::ALL).unwrap();
         });
         prefill.ask("fill 1");
     }
@@ -59,19 +59,19 @@ fn released(options: &Options, transport: &str) {
     let calls = options.calls as u64 + WARM as u64;
     let (engine, mut prefill) = linked(transport, false, ((calls * LEN) >> 20) * 2 + 64);
     let cache = engine.allocate(&desc(1, LEN), CacheKind::Batch, &[]).unwrap();
-    let near = End::Managed(cache.id());
+    let local = End::Managed(cache.id());
     for (pause, between) in PAUSES {
         let first = prefill.number(&format!("requests {calls} {LEN}"));
         show(options, &format!("{transport}, pull, the key is released{between}"), pause, |call| {
             let name = Name::Key(CacheKey::Request { model: 1, id: first + call as u64 });
-            let from = FarName { cluster: ClusterId(2), name };
-            engine.pull(from, &near, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL).unwrap();
+            let from = RemoteName { cluster: ClusterId(2), name };
+            engine.pull(from, &local, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap();
         });
         let name = Name::Key(CacheKey::Request { model: 1, id: first });
         let gone = engine.pull(
-            FarName { cluster: ClusterId(2), name },
-            &near,
-            &PullRows::Slot { near: 0, size: -1 },
+            RemoteName { cluster: ClusterId(2), name },
+            &local,
+            &PullRows::Slot { local: 0, size: -1 },
             Layers::ALL,
         );
         assert!(gone.is_err(), "the key was not released");

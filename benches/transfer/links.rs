@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, FarName, Layers, Name, PullRows};
+use llm_datadist_core::{CacheKey, CacheKind, ClusterId, DataDist, End, Layers, Name, PullRows, RemoteName};
 
 use crate::Options;
 use crate::memory::{config, desc};
@@ -71,13 +71,13 @@ fn idle() {
         let engine = DataDist::open(config(1, transport, true, 64, 1)).unwrap();
         engine.link_clusters(&[peer], LIMIT).remove(0).unwrap();
         std::thread::sleep(Duration::from_millis(200));
-        let (near, far) = (on_cpu(), prefill.number("cpu"));
+        let (local, remote) = (on_cpu(), prefill.number("cpu"));
         std::thread::sleep(Duration::from_secs(5));
-        let (near, far) = (on_cpu() - near, prefill.number("cpu") - far);
+        let (local, remote) = (on_cpu() - local, prefill.number("cpu") - remote);
         println!(
             "{transport:4} idle over 5 s: {:.4} s of CPU here, {:.4} s there (most of it the question)",
-            near as f64 / 1e9,
-            far as f64 / 1e9
+            local as f64 / 1e9,
+            remote as f64 / 1e9
         );
     }
 }
@@ -107,8 +107,8 @@ fn knowing() {
     let cache = engine.allocate(&desc(1, 64), CacheKind::Batch, &[]).unwrap();
     let pull = |key: CacheKey| {
         let started = Instant::now();
-        let from = FarName { cluster: ClusterId(2), name: Name::Key(key) };
-        let rows = PullRows::Slot { near: 0, size: -1 };
+        let from = RemoteName { cluster: ClusterId(2), name: Name::Key(key) };
+        let rows = PullRows::Slot { local: 0, size: -1 };
         engine.pull(from, &End::Managed(cache.id()), &rows, Layers::ALL).unwrap();
         started.elapsed().as_nanos() as u64
     };

@@ -7,7 +7,9 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::{ClusterId, DataDist, End, FarName, Layers, Name, PeerAddress, PullRows, PushRows};
+use llm_datadist_core::{
+    ClusterId, DataDist, End, Layers, Name, PeerAddress, PullRows, PushRows, RemoteName,
+};
 
 use crate::Options;
 use crate::hand::{Flat, LOOPS, Shuffle, loop_over, median, quiet, timed};
@@ -100,7 +102,7 @@ struct Bed {
     engine: DataDist,
     prefill: RefCell<Prefill>,
     peer: PeerAddress,
-    far: FarName,
+    remote: RemoteName,
 }
 
 impl Bed {
@@ -110,8 +112,8 @@ impl Bed {
         let mut config = config(1, transport, true, near_mib, options.streams);
         config.copy_workers = options.workers;
         let engine = DataDist::open(config).unwrap();
-        let far = FarName { cluster: ClusterId(2), name: Name::Key(KEY) };
-        let bed = Bed { engine, prefill: RefCell::new(prefill), peer, far };
+        let remote = RemoteName { cluster: ClusterId(2), name: Name::Key(KEY) };
+        let bed = Bed { engine, prefill: RefCell::new(prefill), peer, remote };
         bed.link();
         let state = &bed.engine.stats().links[0];
         assert!(transport == "tcp" || state.registered == "process", "{:?}", state.refusal);
@@ -132,14 +134,14 @@ impl Bed {
         self.prefill.borrow_mut().ask(order)
     }
 
-    fn pull(&self, near: &Blocks, from: &[i64], to: &[i64]) {
-        let rows = PullRows::Blocks { far: from.to_vec(), near: to.to_vec() };
-        self.engine.pull(self.far, &near.end, &rows, Layers::ALL).unwrap();
+    fn pull(&self, target: &Blocks, from: &[i64], to: &[i64]) {
+        let rows = PullRows::Blocks { remote: from.to_vec(), local: to.to_vec() };
+        self.engine.pull(self.remote, &target.end, &rows, Layers::ALL).unwrap();
     }
 
-    fn push(&self, near: &Blocks, from: &[i64], to: &[i64]) {
-        let rows = PushRows::Blocks { near: from.to_vec(), far: to.to_vec() };
-        self.engine.push(&near.end, self.far, &rows, Layers::ALL).unwrap();
+    fn push(&self, target: &Blocks, from: &[i64], to: &[i64]) {
+        let rows = PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
+        self.engine.push(&target.end, self.remote, &rows, Layers::ALL).unwrap();
     }
 
     fn drop_blocks(&self, blocks: &Blocks) {
@@ -153,15 +155,15 @@ impl Bed {
 /// Pull and push of everything, warm and, where mappings matter, over a link made just before.
 fn ours<'a>(
     bed: &'a Bed,
-    near: &'a Blocks,
+    target: &'a Blocks,
     local: &'a Blocks,
     from: &'a [i64],
     to: &'a [i64],
     cold: bool,
 ) -> Vec<Way<'a>> {
-    let pull = || bed.pull(near, from, to);
+    let pull = || bed.pull(target, from, to);
     let push = || bed.push(local, from, to);
-    let pulled = || near.verify(1, from, to);
+    let pulled = || target.verify(1, from, to);
     let pushed = || {
         bed.tell(&format!("verify 2 {SEED}"));
         bed.tell("fill 1");
@@ -171,7 +173,7 @@ fn ours<'a>(
         Way::new("pull", pull)
             .before(move || {
                 pull();
-                near.poison();
+                target.poison();
             })
             .after(pulled),
         Way::new("push", push)
@@ -185,7 +187,7 @@ fn ours<'a>(
         ways.push(
             Way::new("pull, cold", pull)
                 .before(move || {
-                    near.poison();
+                    target.poison();
                     bed.link_again();
                 })
                 .after(pulled),
@@ -210,28 +212,28 @@ pub fn pools(options: &Options) {
         let len = kib << 10;
         let rows = (options.mib << 20) / len;
         bed.tell(&format!("blocks pool {rows} {len}"));
-        let (near, local) =
+        let (target, local) =
             (Blocks::pool(&bed.engine, rows, len, false), Blocks::pool(&bed.engine, rows, len, false));
-        near.poison();
+        target.poison();
         local.fill(2);
         let mut shuffle = Shuffle(SEED);
         let (from, to) = (shuffle.order(rows), shuffle.order(rows));
-        let moves = from.iter().zip(&to).map(|(&from, &to)| (local.at(from), near.at(to))).collect();
+        let moves = from.iter().zip(&to).map(|(&from, &to)| (local.at(from), target.at(to))).collect();
         let flat = Flat { moves, len: len as usize };
         let sorted = flat.sorted();
         let limits = LOOPS.iter().map(|&(name, copy, threads, in_order)| {
             let flat = if in_order { &sorted } else { &flat };
-            Way::new(name, move || loop_over(flat, threads, copy)).before(|| near.poison())
+            Way::new(name, move || loop_over(flat, threads, copy)).before(|| target.poison())
         });
         compare(
             "pool",
             len,
-            near.bytes(),
+            target.bytes(),
             options,
             limits.collect(),
-            ours(&bed, &near, &local, &from, &to, true),
+            ours(&bed, &target, &local, &from, &to, true),
         );
-        bed.drop_blocks(&near);
+        bed.drop_blocks(&target);
         bed.drop_blocks(&local);
     }
 }
@@ -246,23 +248,24 @@ pub fn registered(options: &Options) {
     for &kib in &options.blocks {
         let len = kib << 10;
         let rows = (options.mib << 20) / len;
-        let far: u64 = bed.tell(&format!("blocks own {rows} {len}")).parse().unwrap();
-        let near = Blocks::own(&bed.engine, one, rows, len, false);
+        let remote: u64 = bed.tell(&format!("blocks own {rows} {len}")).parse().unwrap();
+        let target = Blocks::own(&bed.engine, one, rows, len, false);
         let local = Blocks::own(&bed.engine, other, rows, len, false);
         local.fill(2);
         let mut shuffle = Shuffle(SEED);
         let (from, to) = (shuffle.order(rows), shuffle.order(rows));
-        let moves = from.iter().zip(&to).map(|(&from, &to)| (far + from as u64 * len, near.at(to))).collect();
+        let moves =
+            from.iter().zip(&to).map(|(&from, &to)| (remote + from as u64 * len, target.at(to))).collect();
         let flat = &Flat { moves, len: len as usize };
         let limits = [8, 32, 128, 1024].into_iter().flat_map(|batch| {
             [2, workers].map(|threads| {
                 Way::new(format!("readv {batch} x{threads}"), move || bare_reads(pid, flat, batch, threads))
-                    .before(|| near.poison())
+                    .before(|| target.poison())
             })
         });
-        let ours = ours(&bed, &near, &local, &from, &to, false);
-        compare("registered", len, near.bytes(), options, limits.collect(), ours);
-        bed.drop_blocks(&near);
+        let ours = ours(&bed, &target, &local, &from, &to, false);
+        compare("registered", len, target.bytes(), options, limits.collect(), ours);
+        bed.drop_blocks(&target);
         bed.drop_blocks(&local);
     }
 }
@@ -279,11 +282,12 @@ fn bare_reads(pid: i32, flat: &Flat, batch: usize, threads: usize) {
             }
             let moves = &flat.moves[at..flat.moves.len().min(at + batch)];
             let vector = |at: u64| libc::iovec { iov_base: at as *mut libc::c_void, iov_len: flat.len };
-            let far: Vec<_> = moves.iter().map(|&(src, _)| vector(src)).collect();
-            let near: Vec<_> = moves.iter().map(|&(_, dst)| vector(dst)).collect();
+            let remote: Vec<_> = moves.iter().map(|&(src, _)| vector(src)).collect();
+            let target: Vec<_> = moves.iter().map(|&(_, dst)| vector(dst)).collect();
             let count = moves.len() as libc::c_ulong;
             // SAFETY: the near blocks are live memory of this process.
-            let got = unsafe { libc::process_vm_readv(pid, near.as_ptr(), count, far.as_ptr(), count, 0) };
+            let got =
+                unsafe { libc::process_vm_readv(pid, target.as_ptr(), count, remote.as_ptr(), count, 0) };
             assert_eq!(got, (moves.len() * flat.len) as isize);
         }
     };
@@ -303,9 +307,9 @@ pub fn tcp(options: &Options) {
         let len = kib << 10;
         let rows = (options.mib << 20) / len;
         bed.tell(&format!("blocks pool {rows} {len}"));
-        let (near, local) =
+        let (target, local) =
             (Blocks::pool(&bed.engine, rows, len, false), Blocks::pool(&bed.engine, rows, len, false));
-        near.poison();
+        target.poison();
         local.fill(2);
         let mut shuffle = Shuffle(SEED);
         let (from, to) = (shuffle.order(rows), shuffle.order(rows));
@@ -317,7 +321,7 @@ pub fn tcp(options: &Options) {
                 stream
             })
             .collect();
-        let (near, local) = (&near, &local);
+        let (target, local) = (&target, &local);
         let mut counts = vec![1, options.streams];
         counts.dedup();
         let bare = |out: bool| {
@@ -325,23 +329,23 @@ pub fn tcp(options: &Options) {
                 .into_iter()
                 .flat_map(|kib| counts.iter().map(move |&count| (kib, count)));
             let way = |(kib, count): (u64, usize)| {
-                let memory = if out { near } else { local };
+                let memory = if out { target } else { local };
                 let way = Way::new(format!("{kib} KiB x{count}"), move || {
                     bare_streams(&streams[..count], memory, out, kib << 10);
                 });
                 if out {
-                    way.before(|| near.poison())
+                    way.before(|| target.poison())
                 } else {
                     way.before(|| drop(bed.tell("poison"))).after(|| drop(bed.tell("fill 1")))
                 }
             };
             ways.map(way).collect::<Vec<_>>()
         };
-        let mut ours = ours(&bed, near, local, &from, &to, false);
+        let mut ours = ours(&bed, target, local, &from, &to, false);
         let push = ours.pop().into_iter().collect();
-        compare("tcp", len, near.bytes(), options, bare(true), ours);
-        compare("tcp", len, near.bytes(), options, bare(false), push);
-        bed.drop_blocks(near);
+        compare("tcp", len, target.bytes(), options, bare(true), ours);
+        compare("tcp", len, target.bytes(), options, bare(false), push);
+        bed.drop_blocks(target);
         bed.drop_blocks(local);
     }
 }
@@ -376,23 +380,23 @@ pub fn many(options: &Options) {
         let mib = ((ROWS * LEN) >> 20) + 1;
         let bed = Bed::new(options, transport, mib, mib);
         bed.tell(&format!("blocks pool {ROWS} {LEN}"));
-        let near = Blocks::pool(&bed.engine, ROWS, LEN, false);
+        let target = Blocks::pool(&bed.engine, ROWS, LEN, false);
         let mut shuffle = Shuffle(SEED);
         let (from, to) = (shuffle.order(ROWS), shuffle.order(ROWS));
         let mut times = [Vec::new(), Vec::new()];
         for round in 0..=options.rounds {
             for (threads, times) in [1, 32].into_iter().zip(&mut times) {
-                near.poison();
+                target.poison();
                 let share = from.len().div_ceil(threads);
                 let took = timed(|| {
                     std::thread::scope(|scope| {
                         for (from, to) in from.chunks(share).zip(to.chunks(share)) {
-                            let (bed, near) = (Calls(&bed), &near);
-                            scope.spawn(move || bed.pull(near, from, to));
+                            let (bed, target) = (Calls(&bed), &target);
+                            scope.spawn(move || bed.pull(target, from, to));
                         }
                     });
                 });
-                near.verify(1, &from, &to);
+                target.verify(1, &from, &to);
                 if round > 0 {
                     times.push(took);
                 }
@@ -419,7 +423,7 @@ struct Calls<'a>(&'a Bed);
 unsafe impl Send for Calls<'_> {}
 
 impl Calls<'_> {
-    fn pull(self, near: &Blocks, from: &[i64], to: &[i64]) {
-        self.0.pull(near, from, to);
+    fn pull(self, target: &Blocks, from: &[i64], to: &[i64]) {
+        self.0.pull(target, from, to);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use llm_datadist_core::model::Geometry;
 use llm_datadist_core::plan::{CopyPlan, Moves};
 use llm_datadist_core::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
-use llm_datadist_core::validate::{self, Far, Layers, PushRows, Side};
+use llm_datadist_core::validate::{self, Layers, PushRows, RemoteCache, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};
 
 use crate::Options;
@@ -28,7 +28,7 @@ pub fn stages(options: &Options) {
     );
     for &rows in &options.lists {
         let mut shuffle = Shuffle(7);
-        let list = PushRows::Blocks { near: shuffle.order(rows), far: shuffle.order(rows) };
+        let list = PushRows::Blocks { local: shuffle.order(rows), remote: shuffle.order(rows) };
         let geometry = Geometry::new(&desc(rows, LEN)).unwrap();
         let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
         let mut times = vec![Vec::new(); 8];
@@ -79,9 +79,9 @@ fn push(side: Side, list: &PushRows) -> ([f64; 7], usize) {
 
 #[inline(never)]
 fn checked(side: Side, list: &PushRows) -> Moves {
-    let far = Far { side, row: 0, accessible: true };
-    validate::push_near(side, list, Layers::ALL).unwrap();
-    validate::push(side, far, list, Layers::ALL).unwrap()
+    let remote = RemoteCache { side, row: 0, accessible: true };
+    validate::push_local(side, list, Layers::ALL).unwrap();
+    validate::push(side, remote, list, Layers::ALL).unwrap()
 }
 
 #[inline(never)]

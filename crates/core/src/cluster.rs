@@ -39,7 +39,7 @@ pub struct Cluster {
 
 /// Where the tensors of a cache lie, as far as another process can make use of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Whereabouts {
+pub enum MemoryLocation {
     /// At these offsets of the pool of this placement.
     Pool(Placement, Vec<u64>),
     /// At these addresses of this process.
@@ -113,27 +113,28 @@ impl Cluster {
 
     /// Notes that a peer which can read what lies at `place` is told of it. If it reads through the kernel, and the memory
     /// is registered, huge pages double its speed: they are made, or hinted at, as `huge_pages` says.
-    pub fn told_of(&self, cache: &Cache, place: &Whereabouts) {
-        let through_kernel = cache.origin() == Origin::Registered && matches!(place, Whereabouts::Process(_));
+    pub fn described_to_peer(&self, cache: &Cache, place: &MemoryLocation) {
+        let through_kernel =
+            cache.origin() == Origin::Registered && matches!(place, MemoryLocation::Process(_));
         if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {
             self.merger.look();
         }
     }
 
     /// Where another process finds the tensors of `cache`.
-    pub fn whereabouts(&self, cache: &Cache) -> Result<Whereabouts> {
+    pub fn memory_location(&self, cache: &Cache) -> Result<MemoryLocation> {
         /// What the list is for, should there be no memory for it.
         const TENSORS: &str = "the places of the tensors of a cache";
         if !cache.tensors().host_addressable() {
-            return Ok(Whereabouts::Hidden);
+            return Ok(MemoryLocation::Hidden);
         }
         Ok(match (cache.origin(), self.pool(cache.placement())) {
             (Origin::Allocated, Some(arena)) => {
                 let base = arena.region().base();
                 let offsets = fallible::collect(TENSORS, cache.addrs().iter().map(|addr| addr - base))?;
-                Whereabouts::Pool(cache.placement(), offsets)
+                MemoryLocation::Pool(cache.placement(), offsets)
             }
-            _ => Whereabouts::Process(fallible::copied(TENSORS, cache.addrs())?),
+            _ => MemoryLocation::Process(fallible::copied(TENSORS, cache.addrs())?),
         })
     }
 }

@@ -62,7 +62,7 @@
 //!     linked?;
 //! }
 //! // Slot 3 there into slot 0 here: 128 bytes in each of two tensors.
-//! let slot = |row| FarName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
+//! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
 //! decode.pull(slot(3), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL)?;
 //! // And back, into slot 7, only the second tensor.
@@ -137,7 +137,7 @@ pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
 };
-pub use engine::{CacheIndex, DataDist, End, FarName};
+pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{Error, ErrorKind, Result};
 pub use log::{Level, Line, Sink, install as install_log};
 pub use memory::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};

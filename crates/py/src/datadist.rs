@@ -20,7 +20,7 @@ use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
-use crate::near::{self, Near};
+use crate::local_cache::{self, LocalCache};
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{local, log, raw, stats};
@@ -266,13 +266,13 @@ impl DataDist {
 
     fn deallocate_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
-        let id = Near::batch("cache", cache)?.id(slf)?;
+        let id = LocalCache::batch("cache", cache)?.id(slf)?;
         slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
     fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
-        let id = Near::blocks("cache", cache)?.id(slf)?;
+        let id = LocalCache::blocks("cache", cache)?.id(slf)?;
         slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
@@ -328,7 +328,7 @@ impl DataDist {
         convert::cache_type("dst", dst)?;
         convert::cache_type("src", src)?;
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
+        let (from, to) = (LocalCache::batch("src", src)?, LocalCache::batch("dst", dst)?);
         from.slots_first()?;
         to.slots_first()?;
         validate::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
@@ -340,7 +340,7 @@ impl DataDist {
     fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
         convert::cache_type("cache", cache)?;
         let pairs = blocks::lists("copy_block_info", copy_block_info)?;
-        let end = Near::blocks("cache", cache)?.end(slf)?;
+        let end = LocalCache::blocks("cache", cache)?.end(slf)?;
         slf.get().engine.enter(slf.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -360,7 +360,7 @@ impl DataDist {
 
     fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
         convert::cache_type("cache", cache)?;
-        let end = near::end(slf, cache)?;
+        let end = local_cache::end(slf, cache)?;
         slf.get().engine.enter(slf.py(), |engine| match &end {
             End::Loose(loose) => TensorView::all(loose),
             End::Managed(id) => TensorView::all(&engine.find(*id)?),

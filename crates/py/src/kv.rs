@@ -16,7 +16,7 @@ use crate::datadist::DataDist;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::local;
-use crate::near::{self, Near};
+use crate::local_cache::{self, LocalCache};
 use crate::transfer::{self, Key, LayerArgs, Pull};
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -66,7 +66,7 @@ impl KvCaches {
 
     fn release(&self, cache: &Any<'_>) -> PyResult<()> {
         let (py, native) = (cache.py(), &self.native);
-        let id = Near::of(cache)?.id(native.bind(py))?;
+        let id = LocalCache::of(cache)?.id(native.bind(py))?;
         native.get().engine().enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
     }
 
@@ -114,7 +114,7 @@ impl KvCaches {
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
         validate::copy_size(args.size).map_err(|error| raise(py, &error))?;
         let request: Option<u64> = convert::optional_int("req_id", req_id)?;
-        let (from, to) = (Near::batch("src", src)?, Near::batch("dst", dst)?);
+        let (from, to) = (LocalCache::batch("src", src)?, LocalCache::batch("dst", dst)?);
         from.slots_first()?;
         to.slots_first()?;
         let ends = (to.end(native)?, from.end(native)?);
@@ -127,7 +127,7 @@ impl KvCaches {
         let pairs = blocks::lists("copy_block_info", copy_block_info)?;
         on_device("cache", cache)?;
         not_negative("copy_block_info", &pairs)?;
-        let end = near::end(native, cache)?;
+        let end = local_cache::end(native, cache)?;
         native.get().engine().enter(py, |engine| engine.copy_blocks(&end, &pairs))
     }
 
@@ -189,12 +189,12 @@ fn pull_cache(
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
-    let near = Near::slots("kv_cache", cache)?;
+    let local = LocalCache::slots("kv_cache", cache)?;
     let rows = match (far_offset, near_offset) {
-        (0, 0) => PullRows::Slot { near: row, size },
-        _ => PullRows::Part { near: row, far_offset, near_offset, size },
+        (0, 0) => PullRows::Slot { local: row, size },
+        _ => PullRows::Part { local: row, far_offset, near_offset, size },
     };
-    Ok(Pull { from: transfer::far_name(key, cache_key)?, to: near.end(native)?, rows, layers })
+    Ok(Pull { from: transfer::far_name(key, cache_key)?, to: local.end(native)?, rows, layers })
 }
 
 /// The arguments of `pull_blocks`.
@@ -208,17 +208,17 @@ fn pull_blocks(
     let checked = |result: llm_datadist_core::Result<()>| result.map_err(|error| raise(py, &error));
     let class = Key::of("prompt_cache_key", key, &[Key::Blocks])?;
     kv_cache("decoder_kv_cache", cache)?;
-    let far = block_list("prompt_blocks", prompt_blocks)?;
-    let near = block_list("decoder_blocks", decoder_blocks)?;
+    let remote = block_list("prompt_blocks", prompt_blocks)?;
+    let local = block_list("decoder_blocks", decoder_blocks)?;
     on_device("decoder_kv_cache", cache)?;
-    checked(validate::named("prompt_blocks", &far))?;
-    checked(validate::named("decoder_blocks", &near))?;
-    checked(validate::equally_many(("prompt_blocks", far.len()), ("decoder_blocks", near.len())))?;
+    checked(validate::named("prompt_blocks", &remote))?;
+    checked(validate::named("decoder_blocks", &local))?;
+    checked(validate::equally_many(("prompt_blocks", remote.len()), ("decoder_blocks", local.len())))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
     let from = transfer::far_name(class, key)?;
-    Ok(Pull { from, to: near::end(native, cache)?, rows: PullRows::Blocks { far, near }, layers })
+    Ok(Pull { from, to: local_cache::end(native, cache)?, rows: PullRows::Blocks { remote, local }, layers })
 }
 
 /// The argument called `name` must be a `KvCache`. `None` passes, and fails at its first attribute.
@@ -260,7 +260,7 @@ fn one_device(native: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
     let py = native.py();
     let devices = cache.getattr(intern!(py, "_num_devices"))?;
     if devices.extract::<usize>()? == 1 {
-        return near::end(native, cache);
+        return local_cache::end(native, cache);
     }
     Err(invalid(py, "the number of devices of the cache", devices, "1: this engine has one device"))
 }

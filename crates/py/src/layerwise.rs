@@ -16,7 +16,7 @@ use crate::convert::{self, inner_only_support, int, is_int, only_support};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::front::Front;
-use crate::near::Near;
+use crate::local_cache::LocalCache;
 use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -60,15 +60,15 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     validate::block_bytes_alone(&args).map_err(refused)?;
     let geometry = Geometry::new(&desc).map_err(refused)?;
     let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
-    let cache = Near::of(src_cache)?;
-    let near = validate::Side { geometry, kind: cache.kind()?, placement: desc.placement };
-    if args.src_blocks.is_empty() && near.kind == CacheKind::Batch {
+    let cache = LocalCache::of(src_cache)?;
+    let local = validate::Side { geometry, kind: cache.kind()?, placement: desc.placement };
+    if args.src_blocks.is_empty() && local.kind == CacheKind::Batch {
         cache.slots_first()?;
     }
-    validate::layerwise(near, &args).map_err(refused)?;
+    validate::layerwise(local, &args).map_err(refused)?;
     let one = |config: &Any<'_>| {
         let to = destination(config, layers, engine.get().one_sided())?;
-        validate::destination(near, &args, &to).map_err(refused)?;
+        validate::destination(local, &args, &to).map_err(refused)?;
         Ok(to)
     };
     let to = configs.iter().map(one).collect::<PyResult<_>>()?;

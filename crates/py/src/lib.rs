@@ -15,8 +15,8 @@ mod kv;
 mod layerwise;
 mod links;
 mod local;
+mod local_cache;
 mod log;
-mod near;
 #[expect(
     unsafe_code,
     reason = "unsafe room 3: DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \

@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyString};
 use crate::blocks;
 use crate::convert::{self, int, only_support};
 use crate::datadist::DataDist;
-use crate::near::{self, Near};
+use crate::local_cache::{self, LocalCache};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -34,7 +34,7 @@ pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, St
 
 /// Keys of a continuous cache name its slots.
 pub(crate) fn named_rows(desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<()> {
-    if kind == CacheKind::Batch && !keys.is_empty() { near::slot_dim(desc) } else { Ok(()) }
+    if kind == CacheKind::Batch && !keys.is_empty() { local_cache::slot_dim(desc) } else { Ok(()) }
 }
 
 /// The numbers of `copy_cache`.
@@ -61,7 +61,7 @@ pub(crate) fn swap_args(
 ) -> PyResult<Swap> {
     convert::cache_type("src_cache", src)?;
     convert::cache_type("dst_cache", dst)?;
-    let (from, to) = (Near::blocks("src_cache", src)?, Near::blocks("dst_cache", dst)?);
+    let (from, to) = (LocalCache::blocks("src_cache", src)?, LocalCache::blocks("dst_cache", dst)?);
     let pairs = blocks::pairs("src_to_dst", src_to_dst)?;
     Ok((from.end(engine)?, to.end(engine)?, pairs))
 }

@@ -4,7 +4,8 @@
 //! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
 
 use llm_datadist_core::{
-    ClusterId, End, Error, ErrorKind, FarName, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, validate,
+    ClusterId, End, Error, ErrorKind, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, RemoteName,
+    validate,
 };
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
@@ -16,14 +17,14 @@ use crate::convert::{self, int, only_support, shown};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::front::Front;
-use crate::near::Near;
+use crate::local_cache::LocalCache;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// What a pull is told, apart from the near cache.
+/// What a pull is told, apart from the local cache.
 pub(crate) struct Pull {
     /// What is read.
-    pub(crate) from: FarName,
+    pub(crate) from: RemoteName,
     /// What is written.
     pub(crate) to: End,
     /// Which rows of both.
@@ -37,7 +38,7 @@ pub(crate) struct Push {
     /// What is read.
     pub(crate) from: End,
     /// What is written.
-    pub(crate) to: FarName,
+    pub(crate) to: RemoteName,
     /// Which rows of both.
     pub(crate) rows: PushRows,
     /// Which layers of both.
@@ -107,7 +108,7 @@ pub(crate) fn pull_cache(
     let key = Key::of("cache_key", cache_key, allowed)?;
     convert::cache_type("cache", cache)?;
     let (row, size) = (int("batch_index", batch_index)?, int("size", size)?);
-    let near = Near::slots("cache", cache)?;
+    let local = LocalCache::slots("cache", cache)?;
     validate::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
@@ -117,8 +118,8 @@ pub(crate) fn pull_cache(
     let layers = given.of_pull(per_layer)?;
     Ok(Pull {
         from: far_name(key, cache_key)?,
-        to: near.end(engine)?,
-        rows: PullRows::Slot { near: row, size },
+        to: local.end(engine)?,
+        rows: PullRows::Slot { local: row, size },
         layers,
     })
 }
@@ -132,20 +133,20 @@ pub(crate) fn pull_blocks(
 ) -> PyResult<Pull> {
     let key = Key::of("src_cache_key", src_cache_key, &[Key::Blocks, Key::Cache, Key::Row])?;
     convert::cache_type("dst_cache", dst_cache)?;
-    let far = blocks::listed_or_none("src_blocks", src_blocks)?;
-    let near = blocks::listed_or_none("dst_blocks", dst_blocks)?;
-    let cache = Near::blocks("dst_cache", dst_cache)?;
-    let near = at_least_one("dst_blocks", near, dst_blocks)?;
+    let remote = blocks::listed_or_none("src_blocks", src_blocks)?;
+    let local = blocks::listed_or_none("dst_blocks", dst_blocks)?;
+    let cache = LocalCache::blocks("dst_cache", dst_cache)?;
+    let local = at_least_one("dst_blocks", local, dst_blocks)?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
     let rows = if key == Some(Key::Blocks) {
-        PullRows::Blocks { far: at_least_one("src_blocks", far, src_blocks)?, near }
+        PullRows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
     } else {
-        no_blocks(far, src_blocks)?;
+        no_blocks(remote, src_blocks)?;
         if key == Some(Key::Cache) {
             check_cache_key(src_cache_key)?;
         }
-        PullRows::SlotToBlocks { near }
+        PullRows::SlotToBlocks { local }
     };
     let layers = given.of_pull(per_layer)?;
     Ok(Pull { from: far_name(key, src_cache_key)?, to: cache.end(engine)?, rows, layers })
@@ -167,11 +168,11 @@ pub(crate) fn push_cache(
     if src_cache.is_none() {
         return Err(only_support("src_cache", "['Cache']", src_cache));
     }
-    let rows = PushRows::Slot { near: int("src_batch_index", src_batch_index)? };
-    let near = Near::slots("src_cache", src_cache)?;
+    let rows = PushRows::Slot { local: int("src_batch_index", src_batch_index)? };
+    let local = LocalCache::slots("src_cache", src_cache)?;
     let layers = given.of_push(engine.py())?;
     validate::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
-    Ok(Push { from: near.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
+    Ok(Push { from: local.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
 }
 
 /// The arguments of `push_blocks` (contract §7.15).
@@ -184,13 +185,13 @@ pub(crate) fn push_blocks(
     one_sided(engine, "push_blocks")?;
     let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Blocks])?;
     convert::cache_type("src_cache", src_cache)?;
-    let near = blocks::listed_or_none("src_blocks", src_blocks)?;
-    let far = blocks::listed_or_none("dst_blocks", dst_blocks)?;
-    let cache = Near::blocks("src_cache", src_cache)?;
-    let far = at_least_one("dst_blocks", far, dst_blocks)?;
+    let local = blocks::listed_or_none("src_blocks", src_blocks)?;
+    let remote = blocks::listed_or_none("dst_blocks", dst_blocks)?;
+    let cache = LocalCache::blocks("src_cache", src_cache)?;
+    let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = given.of_push(engine.py())?;
     let to = far_name(key, dst_cache_key)?;
-    let rows = PushRows::Blocks { near: listed("src_blocks", near, src_blocks)?, far };
+    let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 
@@ -204,12 +205,12 @@ fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
 }
 
 /// What the key of a `TransferWithCacheKeyConfig` names, and where.
-pub(crate) fn config_key(value: &Any<'_>) -> PyResult<FarName> {
+pub(crate) fn config_key(value: &Any<'_>) -> PyResult<RemoteName> {
     far_name(Key::of("cache_key", value, &[Key::Blocks, Key::Row])?, value)
 }
 
 /// What `key` names, and where. A key that is `None` fails here.
-pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
+pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<RemoteName> {
     let py = value.py();
     let cluster = ClusterId(int("cluster_id", &value.getattr(intern!(py, "_cluster_id"))?)?);
     let name = match key {
@@ -221,7 +222,7 @@ pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<FarName> {
         },
         None => return Err(PyAttributeError::new_err("the key is None")),
     };
-    Ok(FarName { cluster, name })
+    Ok(RemoteName { cluster, name })
 }
 
 /// Exactly one of `req_id` and `prefix_id` of a `CacheKey` must be given (contract §7).

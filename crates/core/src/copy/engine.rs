@@ -14,7 +14,7 @@ use super::{reader_threads, staging_ring};
 use crate::config::Config;
 use crate::device::DeviceSet;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{Access, ForeignProcess, Probe};
+use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
 use crate::plan::CopyPlan;
 
@@ -35,7 +35,7 @@ pub struct CopyEngine {
     readers: reader_threads::Readers,
     tuner: Arc<Tuner>,
     /// Memory of other processes has page tables, and so speeds, of its own.
-    foreign_tuner: Arc<Tuner>,
+    peer_tuner: Arc<Tuner>,
     /// Buffers of the ring lie in the caches.
     ring_tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
@@ -53,7 +53,7 @@ impl CopyEngine {
             devices,
             readers: reader_threads::Readers::new(workers.count()),
             workers,
-            foreign_tuner: Arc::new(tuner.beside()),
+            peer_tuner: Arc::new(tuner.beside()),
             ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
             ring: staging_ring::RingOwner::default(),
@@ -94,9 +94,9 @@ impl CopyEngine {
         self.ring.bytes()
     }
 
-    /// Opens process `pid`, as [`ForeignProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
+    /// Opens process `pid`, as [`PeerProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
     /// answer.
-    pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<ForeignProcess>> {
+    pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<PeerProcess>> {
         let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
         self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
         let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -139,7 +139,7 @@ impl CopyEngine {
         let bytes = plan.bytes();
         let tuner = match route {
             Route::Ring => &self.ring_tuner,
-            Route::Direct if src.0.reach().foreign() => &self.foreign_tuner,
+            Route::Direct if src.0.reach().foreign() => &self.peer_tuner,
             Route::Direct => &self.tuner,
         };
         let copy = super::run::Copying {
@@ -172,12 +172,12 @@ impl CopyEngine {
 struct Opening {
     pid: i32,
     probe: Probe,
-    opened: Mutex<Option<Result<Arc<ForeignProcess>>>>,
+    opened: Mutex<Option<Result<Arc<PeerProcess>>>>,
 }
 
 impl Work for Opening {
     fn unit(&self, _: usize) -> Result<()> {
-        let opened = ForeignProcess::open(self.pid, self.probe);
+        let opened = PeerProcess::open(self.pid, self.probe);
         *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
         Ok(())
     }

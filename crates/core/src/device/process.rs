@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use super::{Copier, Copy};
 use crate::error::Result;
-use crate::memory::ForeignProcess;
+use crate::memory::PeerProcess;
 use crate::memory::kernels::Kernel;
 
 /// Reads one other process.
 #[derive(Debug)]
-pub struct ProcessReader(Arc<ForeignProcess>);
+pub struct ProcessReader(Arc<PeerProcess>);
 
 impl ProcessReader {
     /// Reads `process`.
     #[must_use]
-    pub fn new(process: Arc<ForeignProcess>) -> Self {
+    pub fn new(process: Arc<PeerProcess>) -> Self {
         ProcessReader(process)
     }
 }
@@ -32,7 +32,7 @@ impl Copier for ProcessReader {
 
     fn batch(&self) -> usize {
         // What fits one call, beside the proof that it is still the same process.
-        ForeignProcess::PAIRS
+        PeerProcess::PAIRS
     }
 
     fn unit(&self) -> (u64, u64) {

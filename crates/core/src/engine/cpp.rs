@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use super::links::{each, link_failed};
-use super::{CacheIndex, DataDist, End, FarName, ends};
+use super::{CacheIndex, DataDist, End, RemoteName, ends};
 use crate::config::Role;
 use crate::copy::Staging;
 use crate::error::{Error, Result};
@@ -29,9 +29,9 @@ impl DataDist {
         validate::copy_size(size)?;
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
-        let near = self.cluster.table.find(dst)?;
-        let layers = validate::pull_kv_layers(near.geometry(), ext)?;
-        self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { near: batch_index, size }, layers)
+        let local = self.cluster.table.find(dst)?;
+        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
+        self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { local: batch_index, size }, layers)
     }
 
     /// Brings blocks of a peer here, pair by pair (contract, C++ §4, `PullKvBlocks`).
@@ -43,13 +43,13 @@ impl DataDist {
         ext: ExtParam,
     ) -> Result<()> {
         validate::cpp::no_slot("src_cache_index.batch_index", src.row)?;
-        let far = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PullRows::Rows { far, near: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        let remote = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PullRows::Rows { remote, local: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         validate::ext_alone(ext)?;
         self.other(src.cluster)?;
-        let near = self.cluster.table.find(dst)?;
-        let layers = validate::pull_kv_layers(near.geometry(), ext)?;
+        let local = self.cluster.table.find(dst)?;
+        let layers = validate::pull_kv_layers(local.geometry(), ext)?;
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
     }
 
@@ -62,8 +62,8 @@ impl DataDist {
         ext: ExtParam,
     ) -> Result<()> {
         validate::cpp::no_slot("dst_cache_index.batch_index", dst.row)?;
-        let near = validate::cpp::blocks("src_blocks", src_blocks)?;
-        let rows = PushRows::Rows { near, far: validate::cpp::blocks("dst_blocks", dst_blocks)? };
+        let local = validate::cpp::blocks("src_blocks", src_blocks)?;
+        let rows = PushRows::Rows { local, remote: validate::cpp::blocks("dst_blocks", dst_blocks)? };
         validate::equally_many(("src_blocks", src_blocks.len()), ("dst_blocks", dst_blocks.len()))?;
         validate::push_kv_alone("PushKvBlocks", self.pushing_role(), -1, ext)?;
         self.other(dst.cluster)?;
@@ -113,7 +113,7 @@ impl DataDist {
 impl CacheIndex {
     /// What the core calls it.
     #[must_use]
-    pub fn name(self) -> FarName {
-        FarName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
+    pub fn name(self) -> RemoteName {
+        RemoteName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
     }
 }

@@ -1,7 +1,7 @@
 //! The layer-wise transfer: what finds a destination, and brings it one layer after the other.
 //!
 //! A layer is a push like any other, of the same plan in other tensors: planned once, resolved once, and from then on
-//! the far cache is named by its id, so that a transfer never spreads over two caches. Not for: which layers are ready
+//! the remote cache is named by its id, so that a transfer never spreads over two caches. Not for: which layers are ready
 //! (`task`), or how bytes get there (`transfer`).
 
 use std::sync::{Arc, PoisonError, Weak};
@@ -27,20 +27,20 @@ impl DataDist {
         patience: Option<Duration>,
     ) -> Result<Arc<Task>> {
         let source = match self.source(from) {
-            Ok(near) => {
-                let rows = validate::layerwise(near.side(), args)?;
-                to.iter().try_for_each(|to| validate::destination(near.side(), args, to))?;
-                Ok((near, Arc::new(rows)))
+            Ok(local) => {
+                let rows = validate::layerwise(local.side(), args)?;
+                to.iter().try_for_each(|to| validate::destination(local.side(), args, to))?;
+                Ok((local, Arc::new(rows)))
             }
             Err(error) => Err(error),
         };
         let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
-            let (near, rows) = source.as_ref().map_err(Error::again)?;
+            let (local, rows) = source.as_ref().map_err(Error::again)?;
             self.other(to.cluster)?;
             Ok(Arc::new(LayerPush::new(
                 self.cluster.clone(),
                 self.links.finder(),
-                near.clone(),
+                local.clone(),
                 rows.clone(),
                 args.tensors_per_layer,
                 to,

@@ -7,7 +7,7 @@ mod layerwise;
 mod links;
 mod transfer;
 
-pub use transfer::{CacheIndex, FarName};
+pub use transfer::{CacheIndex, RemoteName};
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -25,7 +25,7 @@ use crate::pool::Arena;
 use crate::session::{Answers, Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::token_file;
-use crate::transfer::{Lanes, Task};
+use crate::transfer::{Executor, Task};
 use crate::validate::{self, CopyArgs, Pools};
 
 /// Calls that name fewer blocks do not ask whether there is memory for their lists.
@@ -49,7 +49,7 @@ pub enum End {
 pub struct DataDist {
     // First, so that links end before what they answer with goes, and lanes with what they carry over them.
     links: Links,
-    lanes: Lanes,
+    lanes: Executor,
     /// Transfers that may be under way.
     tasks: Mutex<Vec<Weak<Task>>>,
     cluster: Arc<Cluster>,
@@ -84,7 +84,7 @@ impl DataDist {
         let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
         Ok(DataDist {
             links,
-            lanes: Lanes::default(),
+            lanes: Executor::default(),
             tasks: Mutex::default(),
             role: Mutex::new(cluster.config.role),
             cluster,

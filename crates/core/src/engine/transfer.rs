@@ -1,7 +1,7 @@
 //! Pull and push.
 //!
 //! Both resolve their two ends, check, plan, and let the side that receives read: from memory it can see of the other,
-//! else through a socket. What is known of a far cache may be out of date; then its owner says so, or its generation
+//! else through a socket. What is known of a remote cache may be out of date; then its owner says so, or its generation
 //! does, and the call starts over within its deadline. Not for: links (`remote`), or moving bytes (`engine`).
 
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::plan::CopyPlan;
 use crate::session;
 use crate::stats::Op;
 use crate::transfer::{Call, Moved};
-use crate::validate::{self, ExtParam, Far, Layers, PullRows, PushRows};
+use crate::validate::{self, ExtParam, Layers, PullRows, PushRows, RemoteCache};
 
 /// A cache of a peer: whose, and which.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FarName {
+pub struct RemoteName {
     /// Who owns it.
     pub cluster: ClusterId,
     /// What it is called there.
@@ -39,17 +39,17 @@ pub struct CacheIndex {
 
 impl DataDist {
     /// Brings rows of a peer's cache here (contract §7.12, §7.13). An error says what arrived.
-    pub fn pull(&self, from: FarName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
+    pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
-            let near = self.near(from.cluster, to)?;
+            let local = self.local(from.cluster, to)?;
             super::room_for_lists(pulled_blocks(rows))?;
-            validate::pull_near(near.side(), rows, layers)?;
+            validate::pull_local(local.side(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
-            let call = Call { cluster: &self.cluster, link, name: from.name, near, deadline };
+            let call = Call { cluster: &self.cluster, link, name: from.name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
-                    let mut moves = validate::pull(call.near.side(), known.far, rows, layers)?;
+                    let mut moves = validate::pull(call.local.side(), known.remote, rows, layers)?;
                     call.pull(known, &mut moves)
                 })
             })?;
@@ -61,32 +61,32 @@ impl DataDist {
 
     /// Brings rows of a cache of this engine to a peer's (contract §7.14, §7.15): they are in place there when this
     /// returns. All layers are one submission under one deadline. An error says how far it got.
-    pub fn push(&self, from: &End, to: FarName, rows: &PushRows, layers: Layers) -> Result<()> {
+    pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Push, || {
             let deadline = self.deadline();
-            let near = self.near(to.cluster, from)?;
+            let local = self.local(to.cluster, from)?;
             super::room_for_lists(pushed_blocks(rows))?;
-            validate::push_near(near.side(), rows, layers)?;
+            validate::push_local(local.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
             // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
             let (name, row) = match to.name {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
                 name @ Name::Key(_) => (name, None),
             };
-            let call = Call { cluster: &self.cluster, link, name, near, deadline };
+            let call = Call { cluster: &self.cluster, link, name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
-                    let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
-                    let mut moves = validate::push(call.near.side(), far, rows, layers)?;
-                    let near_rows = std::mem::take(&mut moves.near_rows);
+                    let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
+                    let mut moves = validate::push(call.local.side(), remote, rows, layers)?;
+                    let local_rows = std::mem::take(&mut moves.local_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves)?);
-                    let outcome = call.push(known, &plan, near_rows)?;
-                    if let (PushRows::Slot { near: row }, Moved::Bytes(1..), true) =
+                    let outcome = call.push(known, &plan, local_rows)?;
+                    if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
                         // Seed `deprecated.md`: a push ends the reference by key as a pull does (contract §17,
                         // further rulings).
-                        self.cluster.table.release_row(call.near.id(), *row);
+                        self.cluster.table.release_row(call.local.id(), *row);
                     }
                     Ok(outcome)
                 })
@@ -108,13 +108,13 @@ impl DataDist {
     ) -> Result<()> {
         validate::push_kv_alone("PushKvCache", self.pushing_role(), size, ext)?;
         self.other(dst.cluster)?;
-        let near = self.cluster.table.find(src)?;
-        let layers = validate::push_kv_cache(self.pushing_role(), near.side(), size, ext)?;
-        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { near: src_batch_index }, layers)
+        let local = self.cluster.table.find(src)?;
+        let layers = validate::push_kv_cache(self.pushing_role(), local.side(), size, ext)?;
+        self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 
     /// The cache of this engine at one end of a transfer with `cluster`.
-    fn near(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
+    fn local(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
         self.other(cluster)?;
         self.source(end)
     }
@@ -144,8 +144,8 @@ impl DataDist {
 fn pulled_blocks(rows: &PullRows) -> usize {
     match rows {
         PullRows::Slot { .. } | PullRows::Part { .. } => 0,
-        PullRows::Blocks { near, .. } | PullRows::Rows { near, .. } | PullRows::SlotToBlocks { near } => {
-            near.len()
+        PullRows::Blocks { local, .. } | PullRows::Rows { local, .. } | PullRows::SlotToBlocks { local } => {
+            local.len()
         }
     }
 }
@@ -154,6 +154,6 @@ fn pulled_blocks(rows: &PullRows) -> usize {
 fn pushed_blocks(rows: &PushRows) -> usize {
     match rows {
         PushRows::Slot { .. } => 0,
-        PushRows::Blocks { near, .. } | PushRows::Rows { near, .. } => near.len(),
+        PushRows::Blocks { local, .. } | PushRows::Rows { local, .. } => local.len(),
     }
 }

@@ -68,7 +68,7 @@ impl Merger {
     /// Not if the cache is not `kept` any more. Whether there is something new to merge.
     pub fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
         if let Some(hint) = &self.hint {
-            hint.told_of(cache, tensors);
+            hint.described_to_peer(cache, tensors);
         }
         self.lending().is_some_and(|lending| lending.lend(cache, tensors, kept))
     }

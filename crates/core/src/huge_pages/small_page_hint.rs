@@ -23,7 +23,7 @@ pub(super) struct Hint {
 impl Hint {
     /// Notes that a peer which reads through the kernel is told of `tensors`. Logs the hint, once, if most of what is there
     /// lies in small pages. Says nothing where the kernel does not tell (before Linux 6.7).
-    pub(super) fn told_of(&self, cache: CacheId, tensors: &Tensors) {
+    pub(super) fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
         let done = self.given.load(Ordering::Relaxed) || self.looks.load(Ordering::Relaxed) >= LOOKS;
         if done || self.looks.fetch_add(1, Ordering::Relaxed) >= LOOKS {
             return;

@@ -71,16 +71,16 @@ impl Generations {
 
 /// The numbers of a peer, as they are now.
 #[derive(Debug)]
-pub struct ForeignGenerations {
+pub struct PeerGenerations {
     numbers: Numbers,
     /// Returned after the mapping has gone: fields drop in order.
     reserved: Reserved,
 }
 
-impl ForeignGenerations {
+impl PeerGenerations {
     /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else, or `budget` is used up at
     /// `deadline`.
-    pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>, deadline: Deadline) -> Result<ForeignGenerations> {
+    pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>, deadline: Deadline) -> Result<PeerGenerations> {
         refuse_shrinking(&fd, Generations::BYTES)?;
         let reserved = budget.reserve(Generations::BYTES, deadline)?;
         let numbers = Numbers::map(&fd, ProtFlags::READ).map_err(|error| {
@@ -90,7 +90,7 @@ impl ForeignGenerations {
         })?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(ForeignGenerations { numbers, reserved })
+        Ok(PeerGenerations { numbers, reserved })
     }
 
     /// Notes that its link has ended, so that it will be unmapped soon.

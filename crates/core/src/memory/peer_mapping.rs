@@ -43,14 +43,14 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
 
 /// A stretch of another process's memory, readable here.
 #[derive(Debug)]
-pub struct ForeignRegion {
+pub struct PeerMapping {
     len: u64,
     mapped: Aligned,
     /// Returned after the mapping has gone: fields drop in order.
     reserved: Reserved,
 }
 
-impl ForeignRegion {
+impl PeerMapping {
     /// Maps the first `len` bytes behind `fd` for reading. `Err` if they are not there, could go away, or are more than is
     /// left of `budget` at `deadline`.
     pub fn map(
@@ -58,7 +58,7 @@ impl ForeignRegion {
         len: u64,
         budget: &Arc<MapBudget>,
         deadline: Deadline,
-    ) -> Result<Arc<ForeignRegion>> {
+    ) -> Result<Arc<PeerMapping>> {
         refuse_shrinking(&fd, len)?;
         let refused = |error: rustix::io::Errno| {
             Error::new(ErrorKind::System, "the peer's memory could not be mapped")
@@ -73,7 +73,7 @@ impl ForeignRegion {
         let mapped = Aligned::map(&fd, whole, ProtFlags::READ).map_err(refused)?;
         // The mapping holds the memory from here on.
         drop(fd);
-        Ok(Arc::new(ForeignRegion { len, mapped, reserved }))
+        Ok(Arc::new(PeerMapping { len, mapped, reserved }))
     }
 
     /// Notes that its link has ended, so that it will be unmapped soon.

@@ -53,27 +53,27 @@ pub fn allow_readers() {
 
 /// Another process, alive when it was opened.
 #[derive(Debug)]
-pub struct ForeignProcess {
+pub struct PeerProcess {
     pid: i32,
     probe: Probe,
     descriptor: OwnedFd,
 }
 
-impl ForeignProcess {
+impl PeerProcess {
     /// Most pairs that one call of the kernel reads: it takes 1,024 vectors on each side, and the first is the secret's.
     pub const PAIRS: usize = 1023;
 
     /// The process `pid`, if it is the one that told of `probe` and may be read. `Err` says why it cannot be: of kind
     /// [`ErrorKind::NotEnabled`] if the kernel refused permission or knows no such calls, so that a link may take another
     /// way (`refused_permission_is_told_apart`).
-    pub fn open(pid: i32, probe: Probe) -> Result<Arc<ForeignProcess>> {
+    pub fn open(pid: i32, probe: Probe) -> Result<Arc<PeerProcess>> {
         let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
         let descriptor =
             pidfd_open(named, PidfdFlags::empty()).map_err(io::Error::from).map_err(|error| {
                 refused(refusal(&error), "pidfd_open failed for the peer's process", pid, error)
             })?;
-        let process = ForeignProcess { pid, probe, descriptor };
+        let process = PeerProcess { pid, probe, descriptor };
         process.read(&[])?;
         Ok(Arc::new(process))
     }
@@ -127,17 +127,17 @@ impl ForeignProcess {
     fn some(&self, pairs: &[(Window<'_>, Window<'_>)], next: usize, skip: u64) -> Result<(usize, u64)> {
         let mut secret = [0_u8; 16];
         let batch = &pairs[next..pairs.len().min(next + Self::PAIRS)];
-        let mut far = Vec::with_capacity(batch.len() + 1);
-        let mut near = Vec::with_capacity(batch.len() + 1);
+        let mut remote = Vec::with_capacity(batch.len() + 1);
+        let mut local = Vec::with_capacity(batch.len() + 1);
         // In front, so that also a call that ends early proves whose bytes it brought.
-        far.push(vector(self.probe.address, secret.len() as u64));
-        near.push(vector((&raw mut secret) as u64, secret.len() as u64));
+        remote.push(vector(self.probe.address, secret.len() as u64));
+        local.push(vector((&raw mut secret) as u64, secret.len() as u64));
         for (index, (src, dst)) in batch.iter().enumerate() {
             let skip = if index == 0 { skip } else { 0 };
-            far.push(vector(src.addr() + skip, src.len() - skip));
-            near.push(vector(dst.addr() + skip, dst.len() - skip));
+            remote.push(vector(src.addr() + skip, src.len() - skip));
+            local.push(vector(dst.addr() + skip, dst.len() - skip));
         }
-        let got = self.call(&near, &far).map_err(|error| self.failed(error))?;
+        let got = self.call(&local, &remote).map_err(|error| self.failed(error))?;
         if got < secret.len() as u64 || secret != self.probe.secret {
             return Err(Error::new(ErrorKind::System, "the process of that id is not the peer")
                 .with("pid", self.pid)
@@ -146,16 +146,16 @@ impl ForeignProcess {
         self.after(pairs, next, skip, got - secret.len() as u64)
     }
 
-    /// Reads the process's `far` into this one's `near`, as many bytes as both have; again while a signal interrupts it.
-    fn call(&self, near: &[libc::iovec], far: &[libc::iovec]) -> io::Result<u64> {
+    /// Reads the process's `remote` into this one's `local`, as many bytes as both have; again while a signal interrupts it.
+    fn call(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> io::Result<u64> {
         #[cfg(feature = "testing")]
-        super::stalled::pass(far);
+        super::stalled::pass(remote);
         loop {
-            let (many, wanted) = (near.len() as libc::c_ulong, far.len() as libc::c_ulong);
-            // SAFETY: `near` names the secret of the caller and windows of live, writable tensors of this process (promise
+            let (many, wanted) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+            // SAFETY: `local` names the secret of the caller and windows of live, writable tensors of this process (promise
             // 3, checked by `read`); the kernel reads the other process's and reports addresses it does not have.
             let got =
-                unsafe { libc::process_vm_readv(self.pid, near.as_ptr(), many, far.as_ptr(), wanted, 0) };
+                unsafe { libc::process_vm_readv(self.pid, local.as_ptr(), many, remote.as_ptr(), wanted, 0) };
             if let Ok(got) = u64::try_from(got) {
                 return Ok(got);
             }

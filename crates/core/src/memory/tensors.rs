@@ -5,8 +5,8 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use super::adopted::Adopted;
-use super::peer_mapping::ForeignRegion;
-use super::peer_process::ForeignProcess;
+use super::peer_mapping::PeerMapping;
+use super::peer_process::PeerProcess;
 use super::region::Region;
 use super::smaps;
 use super::window::{Access, Reach, Window};
@@ -30,7 +30,7 @@ enum Memory {
     /// Another process's memory, mapped here for reading.
     Mapped,
     /// Another process's memory, not mapped here.
-    Process(Arc<ForeignProcess>),
+    Process(Arc<PeerProcess>),
 }
 
 impl Tensors {
@@ -48,7 +48,7 @@ impl Tensors {
     /// Tensors of `tensor_bytes` at `offsets` of another process's memory that is mapped here: to be read, never
     /// written. `Err` if one sticks out.
     pub fn mapped(
-        region: Arc<ForeignRegion>,
+        region: Arc<PeerMapping>,
         offsets: impl IntoIterator<Item = u64>,
         tensor_bytes: u64,
     ) -> Result<Tensors> {
@@ -58,7 +58,7 @@ impl Tensors {
 
     /// Tensors of `tensor_bytes` at the addresses `addrs` of another process: to be read, never written, and not by the
     /// CPU. Wrong addresses are reported by the read.
-    pub fn of_process(process: Arc<ForeignProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
+    pub fn of_process(process: Arc<PeerProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
         if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
             let text = format!("{tensor_bytes} bytes at {addr:#x} are outside every address space");
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
@@ -120,7 +120,7 @@ impl Tensors {
 
     /// The process that must be asked for the bytes, if they are its own and not mapped here.
     #[must_use]
-    pub fn process(&self) -> Option<&Arc<ForeignProcess>> {
+    pub fn process(&self) -> Option<&Arc<PeerProcess>> {
         if let Memory::Process(process) = &self.memory { Some(process) } else { None }
     }
 

@@ -54,25 +54,25 @@ impl Transport for Local {
         let refused = |errno| unreachable(to, "connect to", errno);
         let queue = lock(&self.listeners).get(name).and_then(Weak::upgrade);
         let queue = queue.ok_or_else(|| refused(Errno::CONNREFUSED))?;
-        let (near, far) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        let (local, remote) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(refused)?;
         let about = || About {
             peer: to.to_string(),
             same_host: true,
             carries_descriptors: true,
-            credentials: peer_credentials(near.as_fd()),
+            credentials: peer_credentials(local.as_fd()),
         };
-        let far = Stream::new(far, about());
+        let remote = Stream::new(remote, about());
         let mut arrived = lock(&queue.arrived);
         if arrived.closed || arrived.streams.len() >= BACKLOG {
             return Err(refused(Errno::CONNREFUSED));
         }
-        arrived.streams.push_back(far);
+        arrived.streams.push_back(remote);
         // Under the lock, so that the count is that of the streams. It cannot fail: the counter is far from full.
         let _ = rustix::io::write(&queue.waiting, &1u64.to_ne_bytes());
         drop(arrived);
         let about = about();
-        Ok(Stream::new(near, about))
+        Ok(Stream::new(local, about))
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {

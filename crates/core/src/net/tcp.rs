@@ -41,12 +41,12 @@ impl Transport for Tcp {
             Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, to, deadline)?,
             Err(errno) => return Err(refused(errno)),
         }
-        let (near, far) = ends(&socket).map_err(refused)?;
-        if near == far {
+        let (local, remote) = ends(&socket).map_err(refused)?;
+        if local == remote {
             // Nobody listens: the kernel took that port for this end and joined it to itself.
             return Err(refused(Errno::CONNREFUSED));
         }
-        stream(socket, near, far).map_err(refused)
+        stream(socket, local, remote).map_err(refused)
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
@@ -56,15 +56,15 @@ impl Transport for Tcp {
             // A port whose last connections still linger may be listened at again; one with a listener may not.
             sockopt::set_socket_reuseaddr(&socket, true)?;
             bind(&socket, address)?;
-            let near = SocketAddr::try_from(getsockname(&socket)?)?;
-            Ok((socket, near))
+            let local = SocketAddr::try_from(getsockname(&socket)?)?;
+            Ok((socket, local))
         };
-        let (socket, near) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
+        let (socket, local) = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
         let welcome = |socket: OwnedFd, _: &Address| {
-            let (near, far) = ends(&socket).ok()?;
-            stream(socket, near, far).ok()
+            let (local, remote) = ends(&socket).ok()?;
+            stream(socket, local, remote).ok()
         };
-        Ok(Box::new(Door::open(socket, Address::Tcp(near), welcome)?))
+        Ok(Box::new(Door::open(socket, Address::Tcp(local), welcome)?))
     }
 }
 
@@ -89,14 +89,14 @@ fn finish(socket: &OwnedFd, to: &Address, deadline: Deadline) -> Result<()> {
 }
 
 fn ends(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
-    let far = getpeername(socket)?.ok_or(Errno::NOTCONN)?;
-    Ok((getsockname(socket)?.try_into()?, far.try_into()?))
+    let remote = getpeername(socket)?.ok_or(Errno::NOTCONN)?;
+    Ok((getsockname(socket)?.try_into()?, remote.try_into()?))
 }
 
-fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Result<Stream> {
+fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Stream> {
     // Frames are written whole: waiting for more to send with them would only delay them.
     sockopt::set_tcp_nodelay(&socket, true)?;
-    let same_host = same_host(near.ip(), far.ip());
+    let same_host = same_host(local.ip(), remote.ip());
     if same_host {
         // Over the loopback the kernel's own choice grows until neither side finds the bytes in a cache any more, and
         // packets are dropped. Between hosts it knows best.
@@ -104,7 +104,7 @@ fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Res
         sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
     }
     let about = About {
-        peer: Address::Tcp(far).to_string(),
+        peer: Address::Tcp(remote).to_string(),
         same_host,
         carries_descriptors: false,
         credentials: None,
@@ -113,7 +113,7 @@ fn stream(socket: OwnedFd, near: SocketAddr, far: SocketAddr) -> rustix::io::Res
 }
 
 /// Whether the two ends of a connection are one host: a loopback address, or the same one on both sides.
-fn same_host(near: IpAddr, far: IpAddr) -> bool {
-    let (near, far) = (near.to_canonical(), far.to_canonical());
-    far.is_loopback() || near == far
+fn same_host(local: IpAddr, remote: IpAddr) -> bool {
+    let (local, remote) = (local.to_canonical(), remote.to_canonical());
+    remote.is_loopback() || local == remote
 }

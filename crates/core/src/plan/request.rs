@@ -49,8 +49,8 @@ pub struct Moves {
     pub dst_tensor: u32,
     /// How many of each.
     pub num_tensors: u32,
-    /// The rows of the near cache that are used; rows may repeat.
-    pub near_rows: Vec<u64>,
+    /// The rows of the local cache that are used; rows may repeat.
+    pub local_rows: Vec<u64>,
     /// Whether every tensor of the source is read.
     pub whole: bool,
 }

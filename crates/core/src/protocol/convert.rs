@@ -129,7 +129,7 @@ impl Record {
         }
     }
 
-    /// Sizes, kind and placement of the far cache. `Err(NotLinked)` if they make no sense.
+    /// Sizes, kind and placement of the remote cache. `Err(NotLinked)` if they make no sense.
     pub fn side(&self) -> Result<Side> {
         let nonsense = |what: &str| {
             let text = format!("the peer described cache {} with {what} that make no sense", self.cache);

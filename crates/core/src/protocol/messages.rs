@@ -321,7 +321,7 @@ pub struct Place {
     pub generation: u64,
 }
 
-/// A far cache as its owner describes it.
+/// A remote cache as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Where the owner finds it again.

@@ -168,8 +168,8 @@ fn admit(
         }
         Purpose::Link { link, comm, probe_local } => {
             let kind = kind(shared, comm.as_ref())?;
-            let near = *probe_local && guest.hello.host == shared.me.host;
-            if let Some(name) = shared.listeners.local_name().filter(|_| near) {
+            let same_host = *probe_local && guest.hello.host == shared.me.host;
+            if let Some(name) = shared.listeners.local_name().filter(|_| same_host) {
                 stream.send_now(&welcome(Some(name), false)?, &[])?;
                 stream.close();
                 return Ok(Next::Done);

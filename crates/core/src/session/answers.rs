@@ -164,9 +164,9 @@ impl Call<'_> {
         record.allocated = cache.origin() == Origin::Allocated;
         record.accessible = cache.remote_accessible();
         if let Some(reach) = self.link.reach().filter(|_| record.accessible) {
-            let place = self.cluster.whereabouts(cache)?;
+            let place = self.cluster.memory_location(cache)?;
             if reach.seen(&place) {
-                self.cluster.told_of(cache, &place);
+                self.cluster.described_to_peer(cache, &place);
             }
             record.location = location(place)?;
             // The peer is about to read it, perhaps in place, which nobody here would see.

@@ -1,7 +1,7 @@
 //! The call streams of one link: one for each call under way, and a few kept for the next.
 //!
 //! A call takes a stream for itself, asks, and gives the stream back; a stream whose call ended in the middle is closed,
-//! so that no answer can ever be taken for another call's. Not for: what calls ask (`far`), or the streams on which the
+//! so that no answer can ever be taken for another call's. Not for: what calls ask (`remote`), or the streams on which the
 //! peer calls (`link`).
 
 use std::sync::{Arc, MutexGuard};

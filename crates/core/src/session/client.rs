@@ -1,6 +1,6 @@
 //! What this side asks of a peer, and what it keeps of the answers.
 //!
-//! A far cache is described by its owner once, at first use; the description is good as long as the owner's generation
+//! A remote cache is described by its owner once, at first use; the description is good as long as the owner's generation
 //! of its place says so. Not for: what a pull or push does with it (`datadist`).
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
 use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
-use crate::validate::Far;
+use crate::validate::RemoteCache;
 
 /// How much longer than the caller the answering side tries: a caller whose bytes flow looks at its clock every 100 ms.
 const GRACE_MS: u64 = 150;
@@ -24,7 +24,7 @@ pub(crate) const SAID_BY: &str = "said_by";
 const PATIENCE: Duration = Duration::from_micros(60);
 
 impl Link {
-    /// The far cache that `name` leads to: as known, if that is still true as far as can be seen from here, else as its
+    /// The remote cache that `name` leads to: as known, if that is still true as far as can be seen from here, else as its
     /// owner describes it now.
     pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
         match self.record(&name) {
@@ -167,7 +167,7 @@ impl Link {
         Ok(Known {
             at: record.at,
             cache: CacheId(record.cache),
-            far: Far { side, row: record.row, accessible: record.accessible },
+            remote: RemoteCache { side, row: record.row, accessible: record.accessible },
             consumable: record.allocated && !record.blocks,
             tensors,
         })

@@ -135,8 +135,8 @@ pub(super) fn joined(shared: &Arc<Shared>, id: u64, cluster: ClusterId) {
 fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     let Some(own) = comm.ends.iter().find(|end| end.cluster == comm.own) else { return Ok(()) };
     let config = &shared.cluster.config.links;
-    let near = config.transport != TransportChoice::Tcp;
-    if near {
+    let by_socket = config.transport != TransportChoice::Tcp;
+    if by_socket {
         let local = comm.local_address(own, config.token.as_ref());
         if let Err(error) = open(shared, comm, &local, [local.clone()]) {
             let name = &comm.comm.name;
@@ -167,7 +167,7 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     } else {
         error
     };
-    if near && error.kind() != ErrorKind::Closed {
+    if by_socket && error.kind() != ErrorKind::Closed {
         tracing::warn!(
             target: "llm_datadist::links",
             "link({:?}) is open to members of this host only: {error}",

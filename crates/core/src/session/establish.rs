@@ -55,21 +55,21 @@ impl Shared {
             return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
         };
         drop(stream);
-        let local = self.dialer(Address::Unix(name));
-        let is_same = |near: &Welcome| {
-            if near.from.instance == welcome.from.instance {
+        let socket = self.dialer(Address::Unix(name));
+        let is_same = |answer: &Welcome| {
+            if answer.from.instance == welcome.from.instance {
                 return Ok(());
             }
             let text = "another process answers at the local socket that the peer named";
-            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &local.address))
+            Err(Error::new(ErrorKind::LinkFailed, text).with("socket", &socket.address))
         };
         if choice != TransportChoice::Tcp {
             let shown = Some(address.to_string());
-            let near = local.greet(Some(asked), purpose(false), deadline).and_then(|(stream, near)| {
-                is_same(&near)?;
-                self.establish(local.clone(), stream, &near.from, kind, link, shown, deadline)
+            let answer = socket.greet(Some(asked), purpose(false), deadline).and_then(|(stream, answer)| {
+                is_same(&answer)?;
+                self.establish(socket.clone(), stream, &answer.from, kind, link, shown, deadline)
             });
-            let Err(why) = near else { return near };
+            let Err(why) = answer else { return answer };
             let over =
                 why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(PLACE_TAKEN).is_some();
             if choice == TransportChoice::Shm || over {
@@ -82,8 +82,8 @@ impl Shared {
         }
         let mut dialer = dialer;
         if !dialer.key.proves() {
-            let near = local.greet(Some(asked), Purpose::Meet, deadline);
-            let secret = near.and_then(|(_, near)| is_same(&near).map(|()| near.secret));
+            let answer = socket.greet(Some(asked), Purpose::Meet, deadline);
+            let secret = answer.and_then(|(_, answer)| is_same(&answer).map(|()| answer.secret));
             // Where everybody is believed, a peer that cannot be met is as well.
             let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
             dialer.key = secret.map_or(Key::Empty, Key::Secret);

@@ -391,19 +391,19 @@ impl Link {
         self.served().opening -= 1;
     }
 
-    /// What is known of a far cache.
+    /// What is known of a remote cache.
     pub(crate) fn record(&self, name: &Name) -> Option<Arc<Known>> {
         self.recorded().get(name).cloned()
     }
 
-    /// Keeps what is known of a far cache.
+    /// Keeps what is known of a remote cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
         let mut records = self.recorded();
         remote_cache::make_room(&mut records);
         records.insert(name, known);
     }
 
-    /// Forgets a far cache.
+    /// Forgets a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
         self.recorded().remove(name);
     }

@@ -14,9 +14,9 @@ use std::time::Duration;
 use rustix::fs::fcntl_get_seals;
 
 use super::message_io;
-use crate::cluster::{Cluster, Whereabouts};
+use crate::cluster::{Cluster, MemoryLocation};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{self, ForeignGenerations, ForeignProcess, ForeignRegion, Probe, Tensors};
+use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
@@ -32,13 +32,13 @@ const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Reach {
     /// `None` if they could not be mapped: then nothing of the peer is read in place.
-    generations: Option<ForeignGenerations>,
+    generations: Option<PeerGenerations>,
     /// By placement.
-    pools: [Option<Arc<ForeignRegion>>; 2],
+    pools: [Option<Arc<PeerMapping>>; 2],
     /// Why the peer's pools are not read in place, although it offered them.
     unmapped: Option<String>,
     /// `Err` says why memory outside of the pools cannot be read.
-    process: Result<Arc<ForeignProcess>, String>,
+    process: Result<Arc<PeerProcess>, String>,
     /// What the peer says it can see of ours.
     seen: Attached,
 }
@@ -106,12 +106,12 @@ impl Reach {
 
     /// Notes that the link has ended, so that links which are being made wait until this memory is unmapped.
     pub(super) fn leave(&self) {
-        self.generations.iter().for_each(ForeignGenerations::leave);
+        self.generations.iter().for_each(PeerGenerations::leave);
         self.pools.iter().flatten().for_each(|pool| pool.leave());
     }
 
     /// The generations of the peer's table; `None` if they could not be mapped.
-    pub(crate) fn generations(&self) -> Option<&ForeignGenerations> {
+    pub(crate) fn generations(&self) -> Option<&PeerGenerations> {
         self.generations.as_ref()
     }
 
@@ -144,12 +144,12 @@ impl Reach {
         self.process.as_ref().err().map(String::as_str)
     }
 
-    /// Whether the peer can read what lies at `whereabouts` in this process.
-    pub(crate) fn seen(&self, whereabouts: &Whereabouts) -> bool {
-        match whereabouts {
-            Whereabouts::Pool(..) => self.seen.mapped.is_ok(),
-            Whereabouts::Process(_) => self.seen.registered.is_ok(),
-            Whereabouts::Hidden => false,
+    /// Whether the peer can read what lies at `memory_location` in this process.
+    pub(crate) fn seen(&self, memory_location: &MemoryLocation) -> bool {
+        match memory_location {
+            MemoryLocation::Pool(..) => self.seen.mapped.is_ok(),
+            MemoryLocation::Process(_) => self.seen.registered.is_ok(),
+            MemoryLocation::Hidden => false,
         }
     }
 
@@ -184,10 +184,10 @@ pub(super) fn guarded() -> bool {
 /// What of a peer's offer could be taken. What could not travels through sockets: that is no reason to refuse a link.
 #[derive(Debug)]
 pub(crate) struct Offered {
-    generations: Option<ForeignGenerations>,
-    pools: [Option<Arc<ForeignRegion>>; 2],
+    generations: Option<PeerGenerations>,
+    pools: [Option<Arc<PeerMapping>>; 2],
     unmapped: Option<String>,
-    process: Result<Arc<ForeignProcess>, String>,
+    process: Result<Arc<PeerProcess>, String>,
 }
 
 impl Offered {
@@ -231,11 +231,11 @@ impl Offered {
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
         limit: Deadline,
-    ) -> Result<ForeignGenerations> {
+    ) -> Result<PeerGenerations> {
         if !offered.generations {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer shares no generations"));
         }
-        ForeignGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory, limit)
+        PeerGenerations::map(descriptors.next().ok_or_else(missing)?, &cluster.remote_memory, limit)
             .map_err(bounded)
     }
 
@@ -244,7 +244,7 @@ impl Offered {
         offered: &Attach,
         descriptors: &mut impl Iterator<Item = OwnedFd>,
         limit: Deadline,
-    ) -> Result<[Option<Arc<ForeignRegion>>; 2]> {
+    ) -> Result<[Option<Arc<PeerMapping>>; 2]> {
         let budget = &cluster.remote_memory;
         // So that one peer leaves something to the others.
         let most = budget.limit() / 2;
@@ -256,7 +256,7 @@ impl Offered {
             return Err(bounded(error.with("offered_bytes", offered).with("limit_bytes", most)));
         }
         let mut map = |len: Option<u64>| {
-            len.map(|len| ForeignRegion::map(descriptors.next().ok_or_else(missing)?, len, budget, limit))
+            len.map(|len| PeerMapping::map(descriptors.next().ok_or_else(missing)?, len, budget, limit))
                 .transpose()
         };
         Ok([map(offered.regions[0]).map_err(bounded)?, map(offered.regions[1]).map_err(bounded)?])
@@ -267,7 +267,7 @@ impl Offered {
         offered: &Attach,
         stream: &Stream,
         deadline: Deadline,
-    ) -> Result<Arc<ForeignProcess>, String> {
+    ) -> Result<Arc<PeerProcess>, String> {
         let (pid, (address, secret)) = match (stream.peer_pid(), offered.probe) {
             (Some(pid), Some(probe)) => (pid, probe),
             (None, _) => return Err("the peer's process id is not visible here".into()),
@@ -313,13 +313,13 @@ fn discard(descriptors: Vec<OwnedFd>) {
 }
 
 /// Where the tensors of a cache lie, for the wire.
-pub(crate) fn location(whereabouts: Whereabouts) -> Result<Location> {
-    let location = match whereabouts {
-        Whereabouts::Pool(placement, offsets) => {
+pub(crate) fn location(memory_location: MemoryLocation) -> Result<Location> {
+    let location = match memory_location {
+        MemoryLocation::Pool(placement, offsets) => {
             Location::Region { region: placement as u8, runs: Run::pack(&offsets)? }
         }
-        Whereabouts::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
-        Whereabouts::Hidden => Location::Hidden,
+        MemoryLocation::Process(addrs) => Location::Process { runs: Run::pack(&addrs)? },
+        MemoryLocation::Hidden => Location::Hidden,
     };
     match &location {
         // Such a list would not be read; the sockets need none.

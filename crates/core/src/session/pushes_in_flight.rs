@@ -1,4 +1,4 @@
-//! Which far caches this side has the peer write, over one link: a read of the peer's memory in place sees no pin there.
+//! Which remote caches this side has the peer write, over one link: a read of the peer's memory in place sees no pin there.
 //!
 //! The owner pins what it writes and what it sends, but a mapped read asks nobody. Where such a read meets a push or a
 //! layer of the same process, what was read is thrown away and asked for instead (`pulls_and_layers_of_the_same_rows`). A
@@ -89,7 +89,7 @@ impl Writes {
     }
 }
 
-/// A write of a far cache under way.
+/// A write of a remote cache under way.
 pub(crate) struct Writing<'a> {
     writes: &'a Writes,
     cache: CacheId,

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use crate::memory::Tensors;
 use crate::model::{CacheId, Name};
 use crate::protocol::Place;
-use crate::validate::Far;
+use crate::validate::RemoteCache;
 
 /// Descriptions that a link keeps.
 const MOST_RECORDS: usize = 1 << 16;
@@ -24,7 +24,7 @@ pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
     }
 }
 
-/// A far cache, as its owner described it.
+/// A remote cache, as its owner described it.
 #[derive(Debug)]
 pub(crate) struct Known {
     /// Where it is in the owner's table, and the generation for which this is true.
@@ -32,7 +32,7 @@ pub(crate) struct Known {
     /// Its id at its owner.
     pub(crate) cache: CacheId,
     /// Its sizes and the row the name led to.
-    pub(crate) far: Far,
+    pub(crate) remote: RemoteCache,
     /// Whether a pull of one of its slots may release a key.
     pub(crate) consumable: bool,
     /// Its memory, if this process can see it.

@@ -13,14 +13,14 @@ use crate::model::{Deadline, Name};
 use crate::session::{Known, Link};
 use crate::validate;
 
-/// How often a call starts over because the far cache changed under it; each time costs a request and the deadline goes
+/// How often a call starts over because the remote cache changed under it; each time costs a request and the deadline goes
 /// on.
 const MOST_ROUNDS: usize = 8;
 /// What became of an attempt that did not fail.
 pub(crate) enum Moved {
     /// Every byte is in place: so many.
     Bytes(u64),
-    /// The far cache is not what it was: describe it again.
+    /// The remote cache is not what it was: describe it again.
     Stale,
 }
 
@@ -28,9 +28,9 @@ pub(crate) enum Moved {
 pub(crate) struct Call<'a> {
     pub(crate) cluster: &'a Arc<Cluster>,
     pub(crate) link: Arc<Link>,
-    /// The far cache.
+    /// The remote cache.
     pub(crate) name: Name,
-    pub(crate) near: Arc<Cache>,
+    pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
 }
 
@@ -46,13 +46,13 @@ impl Call<'_> {
         result
     }
 
-    /// Finds the far cache and attempts the transfer; once more if the far cache was not what it was thought to be.
+    /// Finds the remote cache and attempts the transfer; once more if the remote cache was not what it was thought to be.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
         let mut known = link.known(*name, *deadline)?;
         for _ in 0..MOST_ROUNDS {
-            let open = validate::reachable("the cache of the peer", known.far.accessible);
+            let open = validate::reachable("the cache of the peer", known.remote.accessible);
             let outcome = open.and_then(|()| attempt(&known));
             match outcome {
                 Ok(Moved::Bytes(bytes)) => return Ok(bytes),
@@ -77,7 +77,7 @@ impl Call<'_> {
     /// In remote-accessible mode both caches must be (contract §12.4).
     pub(crate) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
-            validate::reachable("the cache of this side", self.near.remote_accessible())?;
+            validate::reachable("the cache of this side", self.local.remote_accessible())?;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Lanes: threads that carry what is ready to go, started when there is work and kept a while for the next; and one that
+//! Executor: threads that carry what is ready to go, started when there is work and kept a while for the next; and one that
 //! wakes what waits for a moment.
 //!
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers on the way,
@@ -40,13 +40,13 @@ pub(crate) trait Job: Send {
 
 /// The lanes of one engine, and their end: dropped, none takes work any more, and those at work have ended.
 #[derive(Debug, Default)]
-pub(crate) struct Lanes {
-    porter: Porter,
+pub(crate) struct Executor {
+    porter: ExecutorHandle,
 }
 
 /// Hands work to lanes, for whoever may outlive the engine: it keeps no lane.
 #[derive(Clone, Default)]
-pub(crate) struct Porter(pub(crate) Arc<Shared>);
+pub(crate) struct ExecutorHandle(pub(crate) Arc<Shared>);
 
 /// Names what was to be done at a moment.
 pub(crate) type Alarm = (Instant, u64);
@@ -68,7 +68,7 @@ struct State {
     /// What may be done now, and where it goes.
     jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
     places: HashMap<ClusterId, Place>,
-    /// Lanes that wait for work, those that are only starting among them.
+    /// Executor that wait for work, those that are only starting among them.
     idle: usize,
     lanes: usize,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
@@ -122,14 +122,14 @@ impl State {
     }
 }
 
-impl Lanes {
+impl Executor {
     /// What hands work to them.
-    pub(crate) fn porter(&self) -> &Porter {
+    pub(crate) fn porter(&self) -> &ExecutorHandle {
         &self.porter
     }
 }
 
-impl Porter {
+impl ExecutorHandle {
     /// Has `job`, which goes to `place`, done by the next lane that is free. Never waits for one. Where no thread can be
     /// started, those that there are do it (`a_lane_that_cannot_be_started`).
     pub(crate) fn carry(&self, place: ClusterId, job: Box<dyn Job>) {
@@ -220,7 +220,7 @@ impl Porter {
     }
 }
 
-impl Drop for Lanes {
+impl Drop for Executor {
     fn drop(&mut self) {
         let shared = &self.porter.0;
         let mut state = shared.locked();
@@ -327,7 +327,7 @@ fn no_thread(error: &io::Error) -> Error {
     Error::new(ErrorKind::System, text).with("errno", errno)
 }
 
-impl std::fmt::Debug for Porter {
+impl std::fmt::Debug for ExecutorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.0.locked();
         f.debug_struct("Porter").field("lanes", &state.lanes).field("jobs", &state.jobs.len()).finish()

@@ -16,7 +16,7 @@ use crate::plan::CopyPlan;
 use crate::protocol::Spot;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
-use crate::validate::{self, Destination, Far, Landing, LayerRows, Target};
+use crate::validate::{self, Destination, Landing, LayerRows, RemoteCache, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
@@ -44,7 +44,7 @@ impl Carrier for Refused {
 pub(crate) struct LayerPush {
     cluster: Arc<Cluster>,
     finder: Finder,
-    near: Arc<Cache>,
+    local: Arc<Cache>,
     rows: Arc<LayerRows>,
     per_layer: u32,
     to: Destination,
@@ -54,13 +54,13 @@ pub(crate) struct LayerPush {
 /// How a destination is reached.
 struct Route {
     link: Arc<Link>,
-    /// Rows of the near cache that are read.
-    near_rows: Vec<u64>,
+    /// Rows of the local cache that are read.
+    local_rows: Vec<u64>,
     /// Of each layer of the range.
     layers: Vec<Vec<Part>>,
 }
 
-/// Tensors of a layer that go to one far cache.
+/// Tensors of a layer that go to one remote cache.
 struct Part {
     cache: CacheId,
     plan: CopyPlan,
@@ -102,12 +102,12 @@ impl LayerPush {
     pub(crate) fn new(
         cluster: Arc<Cluster>,
         finder: Finder,
-        near: Arc<Cache>,
+        local: Arc<Cache>,
         rows: Arc<LayerRows>,
         per_layer: u32,
         to: Destination,
     ) -> Self {
-        LayerPush { cluster, finder, near, rows, per_layer, to, route: OnceLock::new() }
+        LayerPush { cluster, finder, local, rows, per_layer, to, route: OnceLock::new() }
     }
 
     fn deadline(&self) -> Deadline {
@@ -119,16 +119,16 @@ impl LayerPush {
             cluster: &self.cluster,
             link: route.link.clone(),
             name: by_id(part.cache),
-            near: self.near.clone(),
+            local: self.local.clone(),
             deadline,
         };
-        let (rows, plan) = (|| fallible::copied(LAYERS, &route.near_rows), Arc::new(part.plan.clone()));
+        let (rows, plan) = (|| fallible::copied(LAYERS, &route.local_rows), Arc::new(part.plan.clone()));
         call.counted(|| call.rounds(|known| call.push(known, &plan, rows()?)))
     }
 
     fn route(&self, link: Arc<Link>, deadline: Deadline) -> Result<Route> {
         if self.cluster.config.remote_accessible {
-            validate::reachable("the cache of this side", self.near.remote_accessible())?;
+            validate::reachable("the cache of this side", self.local.remote_accessible())?;
         }
         match &self.to.target {
             Target::Cache { name, first_layer } => self.to_cache(link, *name, *first_layer, deadline),
@@ -143,11 +143,11 @@ impl LayerPush {
             name @ Name::Key(_) => (name, None),
         };
         let known = ask(&link, name, deadline)?;
-        let far = Far { row: row.unwrap_or(known.far.row), ..known.far };
+        let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
         let range = self.to.src_layers;
-        validate::landed_layers(far, first_layer, range.end - range.first, self.per_layer)?;
+        validate::landed_layers(remote, first_layer, range.end - range.first, self.per_layer)?;
         let mut moves =
-            validate::landing(self.near.side(), &self.rows, self.to.src_row, Landing::Cache(far))?;
+            validate::landing(self.local.side(), &self.rows, self.to.src_row, Landing::Cache(remote))?;
         let plan = CopyPlan::moves(&mut moves)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
@@ -156,12 +156,12 @@ impl LayerPush {
             fallible::collect(LAYERS, std::iter::once(part))
         };
         let layers = fallible::tried(LAYERS, (0..range.end - range.first).map(part))?;
-        Ok(Route { link, near_rows: moves.near_rows, layers })
+        Ok(Route { link, local_rows: moves.local_rows, layers })
     }
 
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
         let spots = link.locate(addrs, deadline)?;
-        let mut alike = Alike { push: self, known: Vec::new(), plans: Vec::new(), near_rows: Vec::new() };
+        let mut alike = Alike { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
         let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
         let mut layers = Vec::new();
         for (index, spots) in spots.chunks(per_layer).enumerate() {
@@ -176,14 +176,14 @@ impl LayerPush {
             }
             fallible::push(LAYERS, &mut layers, parts)?;
         }
-        Ok(Route { link, near_rows: alike.near_rows, layers })
+        Ok(Route { link, local_rows: alike.local_rows, layers })
     }
 }
 
-/// The far cache as its owner describes it now; from here on it goes by its id.
+/// The remote cache as its owner describes it now; from here on it goes by its id.
 fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
     let known = link.describe(name, deadline)?;
-    if known.far.row == 0 {
+    if known.remote.row == 0 {
         link.remember(by_id(known.cache), known.clone());
     }
     Ok(known)
@@ -205,21 +205,22 @@ struct Alike<'a> {
     known: Vec<Arc<Known>>,
     /// By offset in a tensor, and bytes of the tensor.
     plans: Vec<((u64, u64), CopyPlan)>,
-    near_rows: Vec<u64>,
+    local_rows: Vec<u64>,
 }
 
 impl Alike<'_> {
     /// The plan for a tensor that goes to `spot`.
     fn plan(&mut self, link: &Link, spot: Spot, deadline: Deadline) -> Result<CopyPlan> {
-        let tensor_bytes = self.known(link, CacheId(spot.cache), deadline)?.far.side.geometry.tensor_bytes();
+        let tensor_bytes =
+            self.known(link, CacheId(spot.cache), deadline)?.remote.side.geometry.tensor_bytes();
         let place = (spot.offset, tensor_bytes);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
-        let (near, to) = (self.push.near.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
-        let mut moves = validate::landing(near, &self.push.rows, self.push.to.src_row, to)?;
+        let (local, to) = (self.push.local.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
+        let mut moves = validate::landing(local, &self.push.rows, self.push.to.src_row, to)?;
         let plan = CopyPlan::moves(&mut moves)?;
-        self.near_rows = moves.near_rows;
+        self.local_rows = moves.local_rows;
         self.plans.push((place, plan.clone()));
         Ok(plan)
     }

@@ -9,7 +9,7 @@ mod stream;
 mod task;
 
 pub(crate) use call::{Call, Moved};
-pub(crate) use executor::Lanes;
+pub(crate) use executor::Executor;
 pub(crate) use layerwise::{LayerPush, Refused};
 pub use task::{Carried, Outcome, Task};
 pub(crate) use task::{Carrier, Leg};

@@ -18,11 +18,11 @@ impl Call<'_> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        let pinned = Arc::new(pin_writes(&self.near, std::mem::take(&mut moves.near_rows), self.deadline)?);
-        self.cluster.kept(&self.near)?;
+        let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.local_rows), self.deadline)?);
+        self.cluster.kept(&self.local)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
-        let row_bytes = self.near.geometry().row_bytes();
+        let row_bytes = self.local.geometry().row_bytes();
         let with_arrived = |error| arrived(error, &progress, &plan, row_bytes);
         let outcome = outcome.map_err(with_arrived)?;
         drop(pinned);
@@ -52,7 +52,8 @@ impl Call<'_> {
         if let Some(tensors) = &known.tensors
             && let Some(unwritten) = self.link.writes().unwritten(known.cache)
         {
-            let (from, to) = ((tensors, self.near.placement()), (self.near.tensors(), self.near.placement()));
+            let (from, to) =
+                ((tensors, self.local.placement()), (self.local.tensors(), self.local.placement()));
             let (engine, held) = (&self.cluster.engine, pinned.clone());
             let run =
                 engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
@@ -85,7 +86,7 @@ impl Call<'_> {
         // Something about the cache changed, perhaps only one of its keys: its id is never used again, so the same id
         // means the same memory.
         let now = self.link.describe(self.name, self.deadline)?;
-        if now.cache == known.cache && now.far == known.far {
+        if now.cache == known.cache && now.remote == known.remote {
             *progress = unconfirmed;
             return read.map(Moved::Bytes);
         }

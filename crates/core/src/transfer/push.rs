@@ -17,15 +17,15 @@ impl Call<'_> {
         &self,
         known: &Arc<Known>,
         plan: &Arc<CopyPlan>,
-        near_rows: Vec<u64>,
+        local_rows: Vec<u64>,
     ) -> Result<Moved> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
         // Before the rows are pinned: a read of the peer that comes meanwhile must know that this side may hold them.
         let writing = self.link.writes().begin(known.cache);
-        let _pinned = pin_reads(&self.near, near_rows, self.deadline)?;
-        self.cluster.kept(&self.near)?;
+        let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
+        self.cluster.kept(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);
         if taken.as_ref().is_err_and(|error| error.fact(SAID_BY).is_none()) {
@@ -36,15 +36,15 @@ impl Call<'_> {
 
     /// The bytes of a push, by the way that is open.
     fn push_bytes(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
-        let whereabouts = self.cluster.whereabouts(&self.near)?;
-        if self.link.reach().is_some_and(|reach| reach.seen(&whereabouts)) {
-            self.cluster.told_of(&self.near, &whereabouts);
-            let geometry = self.near.geometry();
+        let memory_location = self.cluster.memory_location(&self.local)?;
+        if self.link.reach().is_some_and(|reach| reach.seen(&memory_location)) {
+            self.cluster.described_to_peer(&self.local, &memory_location);
+            let geometry = self.local.geometry();
             let request = Request::Fetch {
                 name: self.name.into(),
                 cache: known.cache.0,
                 plan: WirePlan::try_from(&**plan)?,
-                source: location(whereabouts)?,
+                source: location(memory_location)?,
                 num_tensors: geometry.num_tensors(),
                 tensor_bytes: geometry.tensor_bytes(),
                 limit_ms: limit_ms(self.deadline),

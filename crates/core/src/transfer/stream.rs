@@ -30,7 +30,7 @@ pub(super) struct Streams {
     pub(super) name: Name,
     pub(super) known: Arc<Known>,
     pub(super) plan: Arc<CopyPlan>,
-    pub(super) near: Arc<Cache>,
+    pub(super) local: Arc<Cache>,
     pub(super) deadline: Deadline,
 }
 
@@ -43,18 +43,18 @@ impl Call<'_> {
             name: self.name,
             known: known.clone(),
             plan: plan.clone(),
-            near: self.near.clone(),
+            local: self.local.clone(),
             deadline: self.deadline,
         }
     }
 }
 
-/// Brings the bytes of the plan into the near cache.
+/// Brings the bytes of the plan into the local cache.
 pub(super) fn receive(streams: Streams, progress: Arc<Progress>) -> Result<Moved> {
     streams.in_parts(move |streams, range| streams.receive(range, &progress))
 }
 
-/// Takes the bytes of the plan out of the near cache; they are in place when this returns. One stream: parts of a push
+/// Takes the bytes of the plan out of the local cache; they are in place when this returns. One stream: parts of a push
 /// would write the same rows of other tensors, and rows are what the owner pins.
 pub(super) fn send(streams: &Streams) -> Result<Moved> {
     streams.send(0..streams.plan.bytes())
@@ -94,7 +94,7 @@ impl Streams {
         };
         let mut lease = self.link.lease(self.deadline)?;
         let received = self.ready(&mut lease, &request, bytes, |lease| {
-            let (engine, tensors) = (&self.cluster.engine, self.near.tensors());
+            let (engine, tensors) = (&self.cluster.engine, self.local.tensors());
             engine.receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
         })?;
         if !received {
@@ -119,9 +119,9 @@ impl Streams {
             ahead,
             limit_ms: limit_ms(self.deadline),
         };
-        let near = self.near.tensors();
+        let local = self.local.tensors();
         let moved = |lease: &Lease<'_>| {
-            self.cluster.engine.send(&self.plan, range, near, lease.stream(), self.deadline)
+            self.cluster.engine.send(&self.plan, range, local, lease.stream(), self.deadline)
         };
         let answer = if ahead {
             let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));

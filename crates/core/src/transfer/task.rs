@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::executor::{Alarm, Job, Porter};
+use super::executor::{Alarm, ExecutorHandle, Job};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -63,7 +63,7 @@ pub struct Carried {
 /// One transfer, to any number of destinations.
 #[derive(Debug)]
 pub struct Task {
-    lanes: Porter,
+    lanes: ExecutorHandle,
     /// How long one layer may be waited for.
     patience: Option<Duration>,
     state: Mutex<State>,
@@ -118,7 +118,11 @@ struct Slot {
 impl Task {
     /// A transfer of the layers of each leg by its carrier. With `patience`, destinations whose next layer is waited for
     /// longer than that fail.
-    pub(crate) fn start(lanes: Porter, legs: Vec<Leg>, patience: Option<Duration>) -> Result<Arc<Task>> {
+    pub(crate) fn start(
+        lanes: ExecutorHandle,
+        legs: Vec<Leg>,
+        patience: Option<Duration>,
+    ) -> Result<Arc<Task>> {
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)

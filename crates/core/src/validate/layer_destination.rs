@@ -3,18 +3,18 @@
 //! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
 
 use super::layerwise::LayerRows;
-use super::transfer::{Far, cut, equal_blocks, far_row, reachable};
+use super::transfer::{RemoteCache, cut, equal_blocks, reachable, remote_row};
 use super::{Side, batch_cache, blocks_cache, row};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry};
 use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
-/// Far memory that a tensor of this side goes to.
+/// RemoteCache memory that a tensor of this side goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Landing {
     /// A tensor of a cache: the slot or blocks that are named.
-    Cache(Far),
+    Cache(RemoteCache),
     /// An address inside a tensor of a cache.
     Memory {
         /// Bytes from the start of the tensor.
@@ -24,50 +24,50 @@ pub enum Landing {
     },
 }
 
-/// What moves of one tensor of the near cache: the same for every tensor that lands alike.
-pub fn landing(near: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Result<Moves> {
-    let here = near.geometry;
-    if let Landing::Cache(far) = to {
-        reachable("the far cache", far.accessible)?;
+/// What moves of one tensor of the local cache: the same for every tensor that lands alike.
+pub fn landing(local: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Result<Moves> {
+    let here = local.geometry;
+    if let Landing::Cache(remote) = to {
+        reachable("the far cache", remote.accessible)?;
         match rows {
             LayerRows::Slot => {
-                match (near.kind, far.side.kind) {
+                match (local.kind, remote.side.kind) {
                     (CacheKind::Batch, kind) => batch_cache("the far cache", kind)?,
-                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, far.side.geometry)?,
+                    (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, remote.side.geometry)?,
                     (CacheKind::Blocks, CacheKind::Batch) => {}
                 }
-                far_row(far, ErrorKind::InvalidArgument)?;
+                remote_row(remote, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
-                blocks_cache("the far cache", far.side.kind)?;
-                equal_blocks(here, far.side.geometry)?;
+                blocks_cache("the far cache", remote.side.kind)?;
+                equal_blocks(here, remote.side.geometry)?;
             }
             LayerRows::SlotToBlocks { block_bytes, .. } => {
-                blocks_cache("the far cache", far.side.kind)?;
-                whole_blocks(*block_bytes, far.side.geometry)?;
+                blocks_cache("the far cache", remote.side.kind)?;
+                whole_blocks(*block_bytes, remote.side.geometry)?;
             }
         }
     }
-    let (pieces, near_rows) = pieces(here, rows, src_row)?;
+    let (pieces, local_rows) = pieces(here, rows, src_row)?;
     let (first, room) = match (to, rows) {
         (Landing::Memory { offset, tensor_bytes }, _) => (offset, tensor_bytes.saturating_sub(offset)),
-        (Landing::Cache(far), LayerRows::Slot) => {
-            let slot = far.side.geometry.row_bytes();
-            (u64::from(far.row) * slot, slot)
+        (Landing::Cache(remote), LayerRows::Slot) => {
+            let slot = remote.side.geometry.row_bytes();
+            (u64::from(remote.row) * slot, slot)
         }
-        (Landing::Cache(far), _) => (0, far.side.geometry.tensor_bytes()),
+        (Landing::Cache(remote), _) => (0, remote.side.geometry.tensor_bytes()),
     };
     let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
     if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
         return Err(too_small(rows, at, piece, room));
     }
     let pieces = pieces.shifted(first);
-    Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, near_rows, whole: false })
+    Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, local_rows, whole: false })
 }
 
-/// The layers written must be in the far cache: `layers` of `per_layer` tensors each, from layer `first`.
-pub fn landed_layers(far: Far, first: u32, layers: u32, per_layer: u32) -> Result<()> {
-    let tensors = far.side.geometry.num_tensors();
+/// The layers written must be in the remote cache: `layers` of `per_layer` tensors each, from layer `first`.
+pub fn landed_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
+    let tensors = remote.side.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {
         return Ok(());
@@ -116,11 +116,11 @@ fn numbered(name: &str, blocks: &[u64], count: u64) -> Result<()> {
     }
 }
 
-fn whole_blocks(block_bytes: u64, far: Geometry) -> Result<()> {
-    if block_bytes == far.row_bytes() {
+fn whole_blocks(block_bytes: u64, remote: Geometry) -> Result<()> {
+    if block_bytes == remote.row_bytes() {
         return Ok(());
     }
-    let allowed = format!("the size of a block of the far cache, {}", far.row_bytes());
+    let allowed = format!("the size of a block of the far cache, {}", remote.row_bytes());
     Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
 }
 

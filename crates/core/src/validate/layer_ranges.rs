@@ -17,7 +17,7 @@ pub struct LayerRange {
     pub end: u32,
 }
 
-/// Which layers go where. The source is the far side of a pull and the near side of a push.
+/// Which layers go where. The source is the remote side of a pull and the local side of a push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layers {
     /// Read; `None` for all.
@@ -64,19 +64,19 @@ pub fn push_size(size: i64) -> Result<()> {
 
 /// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; contract
 /// §13.3). The role mix is a prompt as well (contract, C++ §7). The layers it returns go to
-/// [`push_near`](super::push_near) and [`push`](super::push).
-pub fn push_kv_cache(role: Role, near: Side, size: i64, ext: ExtParam) -> Result<Layers> {
+/// [`push_local`](super::push_local) and [`push`](super::push).
+pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
-    pushes_from("PushKvCache", near.placement)?;
-    batch_cache("src_cache", near.kind)?;
-    push_kv_layers(near.geometry, ext)
+    pushes_from("PushKvCache", local.placement)?;
+    batch_cache("src_cache", local.kind)?;
+    push_kv_layers(local.geometry, ext)
 }
 
 /// The C++ class's `PushKvBlocks`: role, source and layers as for [`push_kv_cache`].
-pub fn push_kv_blocks(role: Role, near: Side, ext: ExtParam) -> Result<Layers> {
+pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvBlocks", role, -1, ext)?;
-    pushes_from("PushKvBlocks", near.placement)?;
-    push_kv_layers(near.geometry, ext)
+    pushes_from("PushKvBlocks", local.placement)?;
+    push_kv_layers(local.geometry, ext)
 }
 
 /// What a push refuses whatever its cache is: before a cache is looked for (contract, C++ §4).
@@ -118,27 +118,27 @@ pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-fn push_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() && ext.tensor_num_per_layer == ExtParam::default().tensor_num_per_layer {
         // Nothing was asked for, of a cache of one tensor as of any other.
         return Ok(Layers::ALL);
     }
-    layer_of(near, ext)?;
-    if ext.all() { Ok(Layers::ALL) } else { ext_layers(near, ext, (near.num_tensors(), u32::MAX)) }
+    layer_of(local, ext)?;
+    if ext.all() { Ok(Layers::ALL) } else { ext_layers(local, ext, (local.num_tensors(), u32::MAX)) }
 }
 
 /// The C++ class's pulls: the same ranges, of which the destination is this side's (contract, C++ §5).
-pub fn pull_kv_layers(near: Geometry, ext: ExtParam) -> Result<Layers> {
+pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() {
         return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
     }
-    layer_of(near, ext)?;
-    ext_layers(near, ext, (u32::MAX, near.num_tensors()))
+    layer_of(local, ext)?;
+    ext_layers(local, ext, (u32::MAX, local.num_tensors()))
 }
 
 /// `tensor_num_per_layer` must be 1 to all tensors.
-fn layer_of(near: Geometry, ext: ExtParam) -> Result<()> {
-    let (tensors, per_layer) = (near.num_tensors(), u32::from(ext.tensor_num_per_layer));
+fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
+    let (tensors, per_layer) = (local.num_tensors(), u32::from(ext.tensor_num_per_layer));
     if (1..=tensors).contains(&per_layer) {
         return Ok(());
     }
@@ -147,11 +147,11 @@ fn layer_of(near: Geometry, ext: ExtParam) -> Result<()> {
 
 /// Both ranges, within as many tensors as the two sides are known to have. The seed lets the default of
 /// `tensor_num_per_layer` stay where it does not divide them: then the last tensors belong to no layer.
-fn ext_layers(near: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
+fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
     let per_layer = u32::from(ext.tensor_num_per_layer);
-    let whole = near.num_tensors().is_multiple_of(per_layer);
+    let whole = local.num_tensors().is_multiple_of(per_layer);
     if ext.tensor_num_per_layer != ExtParam::default().tensor_num_per_layer {
-        divisible(near, per_layer)?;
+        divisible(local, per_layer)?;
     }
     let layers = |tensors: u32| if tensors == u32::MAX { tensors } else { tensors / per_layer };
     let src = inclusive("src_layer_range", ext.src_layer_range, layers(src))?;
@@ -189,11 +189,11 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn moves(self, pieces: Pieces, near_rows: Vec<u64>, whole: bool) -> Moves {
+    pub(super) fn moves(self, pieces: Pieces, local_rows: Vec<u64>, whole: bool) -> Moves {
         // Both were found inside a cache, whose tensors 32 bits count.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
-        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, near_rows, whole }
+        Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, local_rows, whole }
     }
 }
 
@@ -208,16 +208,16 @@ pub(super) fn layers_given(range: Option<LayerRange>) -> Option<LayerRange> {
 }
 
 /// §7.12: an empty range is all; a source alone must be as long as everything written here.
-pub(super) fn pull_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
+pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     let per_layer = layers.tensors_per_layer;
-    let all = (0, u64::from(near.num_tensors()));
+    let all = (0, u64::from(local.num_tensors()));
     let (src, dst) = (layers_given(layers.src), layers_given(layers.dst));
     if src.is_some() || dst.is_some() {
-        divisible(near, per_layer)?;
+        divisible(local, per_layer)?;
     }
     let (first, count) = dst.map_or(all, |range| tensors(range, per_layer));
     if first + count > all.1 {
-        return Err(outside("dst_layer_range", first, count, "cache", near));
+        return Err(outside("dst_layer_range", first, count, "cache", local));
     }
     let (src_first, src_count) = src.map_or((0, count), |range| tensors(range, per_layer));
     if src_count != count {
@@ -229,11 +229,11 @@ pub(super) fn pull_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
 }
 
 /// §7.14: without ranges, all whole layers of this side on both; fewer tensors than one layer are no layer at all.
-pub(super) fn push_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
+pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     per_layer(layers)?;
     push_spans(layers)?;
     let per_layer = layers.tensors_per_layer;
-    let whole = near.num_tensors() / per_layer;
+    let whole = local.num_tensors() / per_layer;
     let all = LayerRange { first: 0, end: whole };
     let (src, dst) = (layers.src.unwrap_or(all), layers.dst.unwrap_or(all));
     if src.end == 0 {
@@ -241,10 +241,10 @@ pub(super) fn push_layers(near: Geometry, layers: Layers) -> Result<Tensors> {
     }
     let (first, count) = tensors(src, per_layer);
     let (dst_first, _) = tensors(dst, per_layer);
-    if first + count > u64::from(near.num_tensors()) {
-        return Err(outside("src_layer_range", first, count, "src_cache", near));
+    if first + count > u64::from(local.num_tensors()) {
+        return Err(outside("src_layer_range", first, count, "src_cache", local));
     }
-    divisible(near, per_layer)?;
+    divisible(local, per_layer)?;
     Ok(Tensors { src: first, dst: dst_first, count: u32::try_from(count).unwrap_or(u32::MAX) })
 }
 
@@ -289,11 +289,11 @@ fn same_spans(src: i64, dst: i64) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-fn divisible(near: Geometry, per_layer: u32) -> Result<()> {
-    if near.num_tensors().is_multiple_of(per_layer) {
+fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
+    if local.num_tensors().is_multiple_of(per_layer) {
         return Ok(());
     }
-    let allowed = format!("a divisor of num_tensors, {}", near.num_tensors());
+    let allowed = format!("a divisor of num_tensors, {}", local.num_tensors());
     Err(Error::argument("tensor_num_per_layer", per_layer, allowed))
 }
 

@@ -72,18 +72,18 @@ pub enum Target {
 
 /// What of each layer moves (contract §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
 /// besides, for those who have other checks in between).
-pub fn layerwise(near: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
-    source_placement(near.placement)?;
+pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
+    source_placement(local.placement)?;
     block_lists(args)?;
     block_bytes_alone(args)?;
-    whole_layers(near.geometry, args.tensors_per_layer)?;
+    whole_layers(local.geometry, args.tensors_per_layer)?;
     let copied = |blocks: &[u64]| fallible::copied(crate::plan::REQUEST, blocks);
     let (src, dst) = (copied(&args.src_blocks)?, copied(&args.dst_blocks)?);
     if !src.is_empty() {
-        equal_blocks(near.geometry, args.dst_block_bytes)?;
+        equal_blocks(local.geometry, args.dst_block_bytes)?;
         return Ok(LayerRows::Blocks { src, dst });
     }
-    if near.kind == CacheKind::Blocks && !dst.is_empty() {
+    if local.kind == CacheKind::Blocks && !dst.is_empty() {
         let text = "src_cache is a blocks cache, and src_block_indices were not given";
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
@@ -130,9 +130,9 @@ pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
 }
 
 /// Row 12: every tensor belongs to a layer. How many layers that are.
-pub fn whole_layers(near: Geometry, tensors_per_layer: u32) -> Result<u32> {
+pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
     super::tensors_per_layer(tensors_per_layer)?;
-    let tensors = near.num_tensors();
+    let tensors = local.num_tensors();
     if tensors.is_multiple_of(tensors_per_layer) {
         return Ok(tensors / tensors_per_layer);
     }
@@ -141,17 +141,17 @@ pub fn whole_layers(near: Geometry, tensors_per_layer: u32) -> Result<u32> {
 }
 
 /// §8.2: blocks go into blocks of their own size; 0 or nothing stands for it.
-fn equal_blocks(near: Geometry, given: Option<u64>) -> Result<()> {
+fn equal_blocks(local: Geometry, given: Option<u64>) -> Result<()> {
     match given {
-        Some(bytes @ 1..) if bytes != near.row_bytes() => {
-            let allowed = format!("None, 0 or the size of a block of src_cache, {}", near.row_bytes());
+        Some(bytes @ 1..) if bytes != local.row_bytes() => {
+            let allowed = format!("None, 0 or the size of a block of src_cache, {}", local.row_bytes());
             Err(Error::argument("dst_block_memory_size", bytes, allowed))
         }
         _ => Ok(()),
     }
 }
 
-/// A blocks cache without lists is one slot of one block, and goes to the first slot or block of the far cache.
+/// A blocks cache without lists is one slot of one block, and goes to the first slot or block of the remote cache.
 fn one_block(to: &Destination) -> Result<()> {
     match to.target {
         Target::Cache { name: Name::Row { row: row @ 1.., .. }, .. } => {
@@ -166,17 +166,17 @@ fn one_block(to: &Destination) -> Result<()> {
 }
 
 /// Rows 13 and 13a: what one destination reads, and whether there are as many addresses as tensors.
-pub fn destination(near: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
+pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
     let (row, range) = (to.src_row, to.src_layers);
     let blocks = !args.src_blocks.is_empty();
-    if (blocks || near.kind == CacheKind::Blocks) && row != 0 {
+    if (blocks || local.kind == CacheKind::Blocks) && row != 0 {
         let text = format!("src_batch_index {row} != 0 while src is blocks");
         return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
     }
-    if near.kind == CacheKind::Blocks && !blocks {
+    if local.kind == CacheKind::Blocks && !blocks {
         one_block(to)?;
     }
-    let layers = whole_layers(near.geometry, args.tensors_per_layer)?;
+    let layers = whole_layers(local.geometry, args.tensors_per_layer)?;
     if range.end <= range.first || range.end > layers {
         let (value, allowed) =
             (format!("{}..{}", range.first, range.end), format!("within 0..{layers}, at least one layer"));
@@ -189,7 +189,7 @@ pub fn destination(near: Side, args: &LayerwiseArgs, to: &Destination) -> Result
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed).with("cluster", to.cluster));
         }
     }
-    let rows = near.geometry.rows();
+    let rows = local.geometry.rows();
     if !blocks && u64::from(row) >= rows {
         let text = format!("src_batch_index {row} out of range: [0, {rows})");
         return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));

@@ -25,7 +25,8 @@ pub use layerwise::{
 };
 pub use options::config;
 pub use transfer::{
-    Far, PullRows, PushRows, accessible, equally_many, named, pull, pull_near, push, push_near, reachable,
+    PullRows, PushRows, RemoteCache, accessible, equally_many, named, pull, pull_local, push, push_local,
+    reachable,
 };
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,

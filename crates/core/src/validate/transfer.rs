@@ -1,7 +1,7 @@
 //! Pull and push: arguments → [`Moves`], the bytes that go from one cache to another, in closed form per tensor.
 //!
 //! Each rule stands once, in the part that has what it needs: what this side alone decides is checked before a peer is
-//! asked ([`pull_near`], [`push_near`]), the rest once the far cache is known ([`pull`], [`push`]), which check both
+//! asked ([`pull_local`], [`push_local`]), the rest once the remote cache is known ([`pull`], [`push`]), which check both
 //! again. Order of the rules: contract §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
@@ -17,14 +17,14 @@ pub enum PullRows {
     /// The start of a far batch slot, into the near one.
     Slot {
         /// The near batch slot.
-        near: u32,
+        local: u32,
         /// Bytes of every tensor; −1 for the near slot's.
         size: i64,
     },
     /// Part of a far batch slot, into part of the near one (contract §9.1).
     Part {
         /// The near batch slot.
-        near: u32,
+        local: u32,
         /// Bytes skipped at the start of the far slot.
         far_offset: u64,
         /// Bytes skipped at the start of the near slot.
@@ -32,24 +32,24 @@ pub enum PullRows {
         /// Bytes of every tensor; −1 for the rest of the near slot.
         size: i64,
     },
-    /// Far blocks into near ones, pair by pair.
+    /// RemoteCache blocks into near ones, pair by pair.
     Blocks {
         /// Read.
-        far: Vec<i64>,
+        remote: Vec<i64>,
         /// Written.
-        near: Vec<i64>,
+        local: Vec<i64>,
     },
     /// As `Blocks`, in caches of either kind: the C++ class knows none.
     Rows {
         /// Read.
-        far: Vec<i64>,
+        remote: Vec<i64>,
         /// Written.
-        near: Vec<i64>,
+        local: Vec<i64>,
     },
     /// A far batch slot, cut into near blocks from its start.
     SlotToBlocks {
         /// Written.
-        near: Vec<i64>,
+        local: Vec<i64>,
     },
 }
 
@@ -59,27 +59,27 @@ pub enum PushRows {
     /// A whole near batch slot, into the far one.
     Slot {
         /// The near batch slot.
-        near: u32,
+        local: u32,
     },
     /// Near blocks into far ones, pair by pair.
     Blocks {
         /// Read.
-        near: Vec<i64>,
+        local: Vec<i64>,
         /// Written.
-        far: Vec<i64>,
+        remote: Vec<i64>,
     },
     /// As `Blocks`, in caches of either kind: the C++ class knows none.
     Rows {
         /// Read.
-        near: Vec<i64>,
+        local: Vec<i64>,
         /// Written.
-        far: Vec<i64>,
+        remote: Vec<i64>,
     },
 }
 
 /// The cache of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Far {
+pub struct RemoteCache {
     /// Sizes, kind and placement.
     pub side: Side,
     /// The batch slot it was found by; 0 for a blocks cache.
@@ -116,36 +116,36 @@ pub fn reachable(name: &str, accessible: bool) -> Result<()> {
 }
 
 /// What this side alone decides of a pull.
-pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
-    let geometry = near.geometry;
+pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
+    let geometry = local.geometry;
     match rows {
-        PullRows::Slot { near: slot, size } => {
-            batch_cache("cache", near.kind)?;
+        PullRows::Slot { local: slot, size } => {
+            batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
             row("batch_index", u64::from(*slot), geometry)?;
             slot_bytes("cache", *size, geometry, geometry)?;
         }
-        PullRows::Part { near: slot, near_offset, size, .. } => {
-            batch_cache("cache", near.kind)?;
+        PullRows::Part { local: slot, near_offset, size, .. } => {
+            batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
             row("batch_index", u64::from(*slot), geometry)?;
             let room = after("dst_cache_offset", *near_offset, geometry)?;
             part_bytes("cache", *size, room, room)?;
         }
-        PullRows::Blocks { far, near: blocks } | PullRows::Rows { far, near: blocks } => {
+        PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
             if matches!(rows, PullRows::Blocks { .. }) {
-                blocks_cache("dst_cache", near.kind)?;
+                blocks_cache("dst_cache", local.kind)?;
             }
             named("dst_blocks", blocks)?;
             per_layer(layers)?;
-            named("src_blocks", far)?;
-            equally_many(("src_blocks", far.len()), ("dst_blocks", blocks.len()))?;
+            named("src_blocks", remote)?;
+            equally_many(("src_blocks", remote.len()), ("dst_blocks", blocks.len()))?;
             in_range("dst_blocks", blocks, geometry)?;
         }
-        PullRows::SlotToBlocks { near: blocks } => {
-            blocks_cache("dst_cache", near.kind)?;
+        PullRows::SlotToBlocks { local: blocks } => {
+            blocks_cache("dst_cache", local.kind)?;
             named("dst_blocks", blocks)?;
             per_layer(layers)?;
             in_range("dst_blocks", blocks, geometry)?;
@@ -154,11 +154,11 @@ pub fn pull_near(near: Side, rows: &PullRows, layers: Layers) -> Result<()> {
     pull_layers(geometry, layers).map(|_| ())
 }
 
-/// A pull, with what its owner says of the far cache.
-pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Moves> {
-    pull_near(near, rows, layers)?;
-    let (here, there) = (near.geometry, far.side.geometry);
-    far_row(far, ErrorKind::CacheNotFound)?;
+/// A pull, with what its owner says of the remote cache.
+pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
+    pull_local(local, rows, layers)?;
+    let (here, there) = (local.geometry, remote.side.geometry);
+    remote_row(remote, ErrorKind::CacheNotFound)?;
     let tensors = pull_layers(here, layers)?;
     if layers_given(layers.src).is_none() && there.num_tensors() != tensors.count {
         let text = format!(
@@ -170,21 +170,21 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
     }
     within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
     match rows {
-        PullRows::Blocks { .. } => blocks_cache("the far cache", far.side.kind)?,
+        PullRows::Blocks { .. } => blocks_cache("the far cache", remote.side.kind)?,
         PullRows::Rows { .. } => {}
         PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
-            batch_cache("the far cache", far.side.kind)?;
+            batch_cache("the far cache", remote.side.kind)?;
         }
     }
-    reachable("the far cache", far.accessible)?;
-    let slot = u64::from(far.row) * there.row_bytes();
-    let (pieces, near_rows) = match rows {
-        PullRows::Slot { near: index, size } => {
+    reachable("the far cache", remote.accessible)?;
+    let slot = u64::from(remote.row) * there.row_bytes();
+    let (pieces, local_rows) = match rows {
+        PullRows::Slot { local: index, size } => {
             let len = slot_bytes("the far cache", *size, here, there)?;
             let index = u64::from(*index);
             (vec![Piece { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
         }
-        PullRows::Part { near: index, far_offset, near_offset, size } => {
+        PullRows::Part { local: index, far_offset, near_offset, size } => {
             let index = u64::from(*index);
             let room = after("dst_cache_offset", *near_offset, here)?;
             let len =
@@ -192,56 +192,56 @@ pub fn pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Mov
             let dst = index * here.row_bytes() + near_offset;
             (vec![Piece { src: slot + far_offset, dst, len }].into(), vec![index])
         }
-        PullRows::Blocks { far: theirs, near: ours } | PullRows::Rows { far: theirs, near: ours } => {
+        PullRows::Blocks { remote: theirs, local: ours } | PullRows::Rows { remote: theirs, local: ours } => {
             equal_blocks(here, there)?;
             in_range("src_blocks", theirs, there)?;
             let ours = numbers("dst_blocks", ours, here)?;
             let pairs = theirs.iter().map(|index| index.cast_unsigned()).zip(ours.iter().copied());
             (Pieces::blocks(here.row_bytes(), pairs)?, ours)
         }
-        PullRows::SlotToBlocks { near: ours } => {
+        PullRows::SlotToBlocks { local: ours } => {
             let ours = numbers("dst_blocks", ours, here)?;
             (cut(slot, there.row_bytes(), &ours, here.row_bytes())?.into(), ours)
         }
     };
     let whole = tensors.count == there.num_tensors();
-    Ok(tensors.moves(pieces, near_rows, whole))
+    Ok(tensors.moves(pieces, local_rows, whole))
 }
 
 /// What this side alone decides of a push.
-pub fn push_near(near: Side, rows: &PushRows, layers: Layers) -> Result<()> {
-    let geometry = near.geometry;
+pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
+    let geometry = local.geometry;
     match rows {
-        PushRows::Slot { .. } => batch_cache("src_cache", near.kind)?,
-        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
+        PushRows::Slot { .. } => batch_cache("src_cache", local.kind)?,
+        PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
             if matches!(rows, PushRows::Blocks { .. }) {
-                blocks_cache("src_cache", near.kind)?;
+                blocks_cache("src_cache", local.kind)?;
             }
-            named("dst_blocks", far)?;
+            named("dst_blocks", remote)?;
             named("src_blocks", blocks)?;
         }
     }
     push_layers(geometry, layers)?;
     match rows {
-        PushRows::Slot { near: slot } => row("src_batch_index", u64::from(*slot), geometry),
-        PushRows::Blocks { near: blocks, far } | PushRows::Rows { near: blocks, far } => {
-            equally_many(("src_blocks", blocks.len()), ("dst_blocks", far.len()))?;
+        PushRows::Slot { local: slot } => row("src_batch_index", u64::from(*slot), geometry),
+        PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
+            equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
             in_range("src_blocks", blocks, geometry)
         }
     }
 }
 
-/// A push, with what its owner says of the far cache.
-pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Moves> {
-    push_near(near, rows, layers)?;
-    let (here, there) = (near.geometry, far.side.geometry);
-    reachable("the far cache", far.accessible)?;
+/// A push, with what its owner says of the remote cache.
+pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
+    push_local(local, rows, layers)?;
+    let (here, there) = (local.geometry, remote.side.geometry);
+    reachable("the far cache", remote.accessible)?;
     let tensors = push_layers(here, layers)?;
     within("dst_layer_range", tensors.dst, tensors.count, "the far cache", there)?;
-    let (pieces, near_rows) = match rows {
-        PushRows::Slot { near: index } => {
-            batch_cache("the far cache", far.side.kind)?;
-            far_row(far, ErrorKind::InvalidArgument)?;
+    let (pieces, local_rows) = match rows {
+        PushRows::Slot { local: index } => {
+            batch_cache("the far cache", remote.side.kind)?;
+            remote_row(remote, ErrorKind::InvalidArgument)?;
             let len = here.row_bytes();
             if len > there.row_bytes() {
                 let text = format!(
@@ -251,12 +251,12 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
                 return Err(Error::new(ErrorKind::InvalidArgument, text));
             }
             let index = u64::from(*index);
-            let dst = u64::from(far.row) * there.row_bytes();
+            let dst = u64::from(remote.row) * there.row_bytes();
             (vec![Piece { src: index * len, dst, len }].into(), vec![index])
         }
-        PushRows::Blocks { near: ours, far: theirs } | PushRows::Rows { near: ours, far: theirs } => {
+        PushRows::Blocks { local: ours, remote: theirs } | PushRows::Rows { local: ours, remote: theirs } => {
             if matches!(rows, PushRows::Blocks { .. }) {
-                blocks_cache("the far cache", far.side.kind)?;
+                blocks_cache("the far cache", remote.side.kind)?;
             }
             equal_blocks(here, there)?;
             let ours = numbers("src_blocks", ours, here)?;
@@ -269,22 +269,22 @@ pub fn push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Mov
     if tensors.count == 0 {
         return Ok(tensors.moves(Pieces::default(), vec![], false));
     }
-    Ok(tensors.moves(pieces, near_rows, whole))
+    Ok(tensors.moves(pieces, local_rows, whole))
 }
 
-pub(super) fn far_row(far: Far, kind: ErrorKind) -> Result<()> {
+pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     // For whatever names a slot, a blocks cache is one slot (contract §12.1).
-    let rows = if far.side.kind == CacheKind::Batch { far.side.geometry.rows() } else { 1 };
-    if u64::from(far.row) < rows {
+    let rows = if remote.side.kind == CacheKind::Batch { remote.side.geometry.rows() } else { 1 };
+    if u64::from(remote.row) < rows {
         return Ok(());
     }
-    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", far.row, rows - 1)))
+    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
 }
 
-/// Bytes that `size` stands for, the slot of the near cache by default; they must fit a slot `of` the cache called
+/// Bytes that `size` stands for, the slot of the local cache by default; they must fit a slot `of` the cache called
 /// `name`.
-fn slot_bytes(name: &str, size: i64, near: Geometry, of: Geometry) -> Result<u64> {
-    let bytes = if size == -1 { near.row_bytes() } else { size.unsigned_abs() };
+fn slot_bytes(name: &str, size: i64, local: Geometry, of: Geometry) -> Result<u64> {
+    let bytes = if size == -1 { local.row_bytes() } else { size.unsigned_abs() };
     if bytes <= of.row_bytes() {
         return Ok(bytes);
     }
@@ -344,12 +344,12 @@ fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
     fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
 }
 
-pub(super) fn equal_blocks(near: Geometry, far: Geometry) -> Result<()> {
-    if near.row_bytes() == far.row_bytes() {
+pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
+    if local.row_bytes() == remote.row_bytes() {
         return Ok(());
     }
     let text =
-        format!("blocks have {} bytes here and {} in the far cache", near.row_bytes(), far.row_bytes());
+        format!("blocks have {} bytes here and {} in the far cache", local.row_bytes(), remote.row_bytes());
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 

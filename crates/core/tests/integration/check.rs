@@ -192,29 +192,29 @@ fn blocks() {
         refused(validate::copy_blocks(cache, &[(0, 1), (bad, 1)]), &["source block", &text, "0 to 19"]);
         refused(validate::copy_blocks(cache, &[(0, 1), (1, bad)]), &["destination block", &text, "0 to 19"]);
     }
-    let near = side(2, 10, 128, Blocks, Host);
-    assert_eq!(validate::swap_blocks(near, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
-    assert_eq!(validate::swap_blocks(cache, near, &[]).unwrap().pairs, []);
-    refused(validate::swap_blocks(near, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
-    refused(validate::swap_blocks(near, cache, &[(0, 20)]), &["destination block = 20", "0 to 19"]);
-    refused(validate::swap_blocks(cache, near, &[(0, 10)]), &["destination block = 10", "0 to 9"]);
+    let local = side(2, 10, 128, Blocks, Host);
+    assert_eq!(validate::swap_blocks(local, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
+    assert_eq!(validate::swap_blocks(cache, local, &[]).unwrap().pairs, []);
+    refused(validate::swap_blocks(local, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
+    refused(validate::swap_blocks(local, cache, &[(0, 20)]), &["destination block = 20", "0 to 19"]);
+    refused(validate::swap_blocks(cache, local, &[(0, 10)]), &["destination block = 10", "0 to 9"]);
     let mismatch = |src, dst, facts: &[&str]| {
         refused_as(ErrorKind::InvalidArgument, validate::swap_blocks(src, dst, &[(0, 0)]), facts)
     };
-    mismatch(near, side(2, 20, 64, Blocks, Device), &["block sizes", "128", "64"]);
-    mismatch(near, side(3, 20, 128, Blocks, Device), &["num_tensors", "2", "3"]);
-    mismatch(near, near, &["placements", "host"]);
+    mismatch(local, side(2, 20, 64, Blocks, Device), &["block sizes", "128", "64"]);
+    mismatch(local, side(3, 20, 128, Blocks, Device), &["num_tensors", "2", "3"]);
+    mismatch(local, local, &["placements", "host"]);
     mismatch(cache, cache, &["placements", "device"]);
     refused(validate::swap_blocks(side(2, 10, 128, Batch, Host), cache, &[]), &["src_cache", "blocks cache"]);
     refused(
-        validate::swap_blocks(near, side(2, 10, 128, Batch, Device), &[]),
+        validate::swap_blocks(local, side(2, 10, 128, Batch, Device), &[]),
         &["dst_cache", "blocks cache"],
     );
     // The order of the contract: kinds, sizes, counts, indices, placements.
-    refused(validate::swap_blocks(near, near, &[(10, 0)]), &["source block"]);
+    refused(validate::swap_blocks(local, local, &[(10, 0)]), &["source block"]);
     refused_as(
         ErrorKind::InvalidArgument,
-        validate::swap_blocks(near, side(3, 20, 64, Blocks, Host), &[(99, 0)]),
+        validate::swap_blocks(local, side(3, 20, 64, Blocks, Host), &[(99, 0)]),
         &["block sizes"],
     );
 }

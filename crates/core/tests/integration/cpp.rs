@@ -149,21 +149,21 @@ fn peer(of: &DataDist, local: usize) -> PeerAddress {
 
 #[test]
 fn a_link_from_needs_one_address_of_this_side() {
-    let (near, far, other) =
+    let (local, remote, other) =
         (engine(Role::Mix, 1, false), engine(Role::Mix, 2, false), engine(Role::Mix, 3, false));
-    let linked =
-        near.link_clusters_from(&[peer(&far, 0), peer(&far, 2), peer(&other, 1)], Duration::from_secs(5));
+    let linked = local
+        .link_clusters_from(&[peer(&remote, 0), peer(&remote, 2), peer(&other, 1)], Duration::from_secs(5));
     let kinds: Vec<_> = linked.iter().map(|link| link.as_ref().map_err(Error::kind)).collect();
     assert_eq!(kinds, [Err(ErrorKind::InvalidArgument), Err(ErrorKind::InvalidArgument), Ok(&())]);
     assert_eq!(linked[1].as_ref().unwrap_err().fact("cluster"), Some("2"));
-    let links: Vec<_> = near.stats().links.iter().map(|link| link.cluster).collect();
+    let links: Vec<_> = local.stats().links.iter().map(|link| link.cluster).collect();
     assert_eq!(links, [ClusterId(3)]);
 }
 
 #[test]
 fn a_decoder_pushes_where_links_go_both_ways() {
     for both_ways in [false, true] {
-        let (near, far) = (engine(Role::Decoder, 1, both_ways), engine(Role::Prompt, 2, both_ways));
+        let (local, remote) = (engine(Role::Decoder, 1, both_ways), engine(Role::Prompt, 2, both_ways));
         let desc = CacheDesc {
             num_tensors: 2,
             shape: vec![2, 8],
@@ -171,17 +171,17 @@ fn a_decoder_pushes_where_links_go_both_ways() {
             placement: Placement::Device,
         };
         let [ours, theirs] =
-            [&near, &far].map(|engine| engine.allocate(&desc, CacheKind::Batch, &[]).unwrap().id());
-        near.link_clusters_from(&[peer(&far, 1)], Duration::from_secs(5)).remove(0).unwrap();
+            [&local, &remote].map(|engine| engine.allocate(&desc, CacheKind::Batch, &[]).unwrap().id());
+        local.link_clusters_from(&[peer(&remote, 1)], Duration::from_secs(5)).remove(0).unwrap();
         let to = CacheIndex { cluster: ClusterId(2), cache: theirs, row: 0 };
         let pushed =
-            [near.push_kv_cache(ours, to, 0, -1, ALL), near.push_kv_blocks(ours, to, (&[0], &[1]), ALL)];
+            [local.push_kv_cache(ours, to, 0, -1, ALL), local.push_kv_blocks(ours, to, (&[0], &[1]), ALL)];
         for pushed in pushed {
             let kind = pushed.map_err(|error| error.kind());
             assert_eq!(kind, if both_ways { Ok(()) } else { Err(ErrorKind::InvalidArgument) });
         }
         assert_eq!(
-            near.pull_kv_cache(to, CacheId(99), 0, -1, ALL).unwrap_err().kind(),
+            local.pull_kv_cache(to, CacheId(99), 0, -1, ALL).unwrap_err().kind(),
             ErrorKind::CacheNotFound
         );
     }

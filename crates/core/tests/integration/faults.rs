@@ -141,15 +141,15 @@ fn a_ring_that_cannot_be_allocated_fails_that_call_only() {
     let device = Gated::new(HostReach::Staged);
     let engine = engine_on(config(16 << 20), device.clone());
     let host = engine.allocate(&desc(Host, 1, 6, 4096), Blocks, &[]).unwrap();
-    let far = engine.allocate(&desc(Device, 1, 6, 4096), Blocks, &[]).unwrap();
+    let remote = engine.allocate(&desc(Device, 1, 6, 4096), Blocks, &[]).unwrap();
     device.no_memory.store(true, Ordering::SeqCst);
     for _ in 0..2 {
-        let error = engine.swap_blocks(&end(&host), &end(&far), &[(0, 0)]).unwrap_err();
+        let error = engine.swap_blocks(&end(&host), &end(&remote), &[(0, 0)]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfMemory);
         assert_eq!(progress(&error), (0, 4096));
     }
     device.no_memory.store(false, Ordering::SeqCst);
-    engine.swap_blocks(&end(&host), &end(&far), &[(0, 0)]).unwrap();
+    engine.swap_blocks(&end(&host), &end(&remote), &[(0, 0)]).unwrap();
 }
 
 /// A device whose copies take a moment now and then, long enough that the other stage of the ring falls asleep.
@@ -244,7 +244,7 @@ fn apart() -> Pairs {
     (0..160).map(|row| (row, row * row * 3 % 163)).filter(|pair| pair.1 < 160).collect()
 }
 
-/// A call, from host (`near`) and device caches that were filled with different bytes, whose limit passes and whose caller
+/// A call, from host (`local`) and device caches that were filled with different bytes, whose limit passes and whose caller
 /// is interrupted while its first bytes move. All of it must be there, on every thread that may copy; the next call finds
 /// its limit passed and moves nothing.
 fn outlasts_its_limit(reach: HostReach, swap_in: SwapInPath, from: Placement, to: Placement, pairs: &Pairs) {
@@ -253,7 +253,7 @@ fn outlasts_its_limit(reach: HostReach, swap_in: SwapInPath, from: Placement, to
         let mut config = config(64 << 20);
         (config.swap_in, config.copy_workers) = (swap_in, Some(workers));
         let engine = engine_on(config, device.clone()).over_when(device.over).interrupted_by(|| true);
-        let [near, far, back] = [Host, Device, Host]
+        let [local, remote, back] = [Host, Device, Host]
             .map(|placement| engine.allocate(&desc(placement, 1, LATE_ROWS, LATE_ROW), Blocks, &[]).unwrap());
         let bytes = |seed| patterned(seed, 1, LATE_ROWS * LATE_ROW).remove(0);
         let calls = |src: &Arc<Cache>, dst: &Arc<Cache>, pairs: &Pairs| {
@@ -264,10 +264,10 @@ fn outlasts_its_limit(reach: HostReach, swap_in: SwapInPath, from: Placement, to
                 engine.swap_blocks(&end(src), &end(dst), pairs)
             }
         };
-        fill(&near, &[bytes(2)]);
-        calls(&near, &far, &all(160)).unwrap();
-        fill(&near, &[bytes(1)]);
-        let cache = |placement| if placement == Host { &near } else { &far };
+        fill(&local, &[bytes(2)]);
+        calls(&local, &remote, &all(160)).unwrap();
+        fill(&local, &[bytes(1)]);
+        let cache = |placement| if placement == Host { &local } else { &remote };
         device.threads.lock().unwrap().clear();
         calls(cache(from), cache(to), pairs)
             .unwrap_or_else(|error| panic!("{from} to {to} by {workers} workers: {error}"));
@@ -281,8 +281,8 @@ fn outlasts_its_limit(reach: HostReach, swap_in: SwapInPath, from: Placement, to
             let target = if to == Host { &mut host } else { &mut other };
             target[row(dst)].copy_from_slice(&moved);
         }
-        assert!(contents(&near)[0] == host);
-        calls(&far, &back, &all(160)).unwrap();
+        assert!(contents(&local)[0] == host);
+        calls(&remote, &back, &all(160)).unwrap();
         assert!(contents(&back)[0] == other);
 
         let own = std::thread::current().name().unwrap_or("").to_owned();
@@ -394,14 +394,14 @@ fn a_ring_behind_busy_workers_still_ends() {
     (config.copy_workers, config.sync_timeout) = (Some(2), Duration::from_millis(400));
     let engine = engine_on(config, device.clone());
     let host = engine.allocate(&desc(Host, 1, 64, 64 << 10), Blocks, &[]).unwrap();
-    let far = engine.allocate(&desc(Device, 1, 64, 64 << 10), Blocks, &[]).unwrap();
+    let remote = engine.allocate(&desc(Device, 1, 64, 64 << 10), Blocks, &[]).unwrap();
     device.shut();
     std::thread::scope(|scope| {
         let pairs: Vec<_> = (0..32).map(|row| (row, 32 + row * 5 % 32)).collect();
-        let (engine, far, host) = (&engine, &far, &host);
-        let busy = scope.spawn(move || engine.copy_blocks(&end(far), &pairs));
+        let (engine, remote, host) = (&engine, &remote, &host);
+        let busy = scope.spawn(move || engine.copy_blocks(&end(remote), &pairs));
         device.wait_for(2); // its own thread and the only worker
-        let blocked = scope.spawn(move || engine.swap_blocks(&end(host), &end(far), &[(0, 0)]));
+        let blocked = scope.spawn(move || engine.swap_blocks(&end(host), &end(remote), &[(0, 0)]));
         let started = Instant::now();
         while !blocked.is_finished() && started.elapsed() < Duration::from_secs(3) {
             std::thread::sleep(Duration::from_millis(10));
@@ -410,7 +410,7 @@ fn a_ring_behind_busy_workers_still_ends() {
         let _ = busy.join().unwrap();
         let _ = blocked.join().unwrap();
     });
-    engine.swap_blocks(&end(&host), &end(&far), &[(0, 0)]).unwrap();
+    engine.swap_blocks(&end(&host), &end(&remote), &[(0, 0)]).unwrap();
 }
 
 #[test]
@@ -418,21 +418,21 @@ fn a_device_that_panics_on_a_worker_fails_the_call() {
     let device = Gated::new(HostReach::Staged);
     let engine = engine_on(config(64 << 20), device.clone());
     let host = engine.allocate(&desc(Host, 1, 64, 64 << 10), Blocks, &[]).unwrap();
-    let far = engine.allocate(&desc(Device, 1, 64, 64 << 10), Blocks, &[]).unwrap();
+    let remote = engine.allocate(&desc(Device, 1, 64, 64 << 10), Blocks, &[]).unwrap();
     // The draining stage.
     *device.panics.lock().unwrap() = Some("llm-ring".into());
-    let error = engine.swap_blocks(&end(&host), &end(&far), &all(20)).unwrap_err();
+    let error = engine.swap_blocks(&end(&host), &end(&remote), &all(20)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System);
     assert!(error.to_string().contains("ended early"), "{error}");
     assert!(device.panics.lock().unwrap().is_none(), "nobody panicked");
-    engine.swap_blocks(&end(&host), &end(&far), &all(20)).unwrap();
+    engine.swap_blocks(&end(&host), &end(&remote), &all(20)).unwrap();
 
     // Units of a direct copy: the calling thread is kept at the gate until a worker has panicked.
     *device.panics.lock().unwrap() = Some("llm-copy".into());
     device.shut();
     std::thread::scope(|scope| {
-        let (engine, far, host) = (&engine, &far, &host);
-        let call = scope.spawn(move || engine.swap_blocks(&end(far), &end(host), &all(64)));
+        let (engine, remote, host) = (&engine, &remote, &host);
+        let call = scope.spawn(move || engine.swap_blocks(&end(remote), &end(host), &all(64)));
         while device.panics.lock().unwrap().is_some() {
             std::thread::yield_now();
         }
@@ -441,14 +441,14 @@ fn a_device_that_panics_on_a_worker_fails_the_call() {
         assert_eq!(error.kind(), ErrorKind::System);
         assert!(error.to_string().contains("panicked"), "{error}");
     });
-    engine.swap_blocks(&end(&far), &end(&host), &all(64)).unwrap();
+    engine.swap_blocks(&end(&remote), &end(&host), &all(64)).unwrap();
 }
 
 #[test]
 fn a_panic_on_the_calling_thread_leaves_nobody_inside() {
     let device = Gated::new(HostReach::Direct);
     let engine = engine_on(config(64 << 20), device.clone());
-    let far = engine.allocate(&desc(Device, 1, 128, 64 << 10), Blocks, &[]).unwrap();
+    let remote = engine.allocate(&desc(Device, 1, 128, 64 << 10), Blocks, &[]).unwrap();
     let pairs: Vec<_> = (0..64).map(|row| (row, 64 + row)).collect();
     device.shut();
     std::thread::scope(|scope| {
@@ -456,9 +456,9 @@ fn a_panic_on_the_calling_thread_leaves_nobody_inside() {
             .name("caller".into())
             .spawn_scoped(scope, || {
                 // Panics as soon as the caller enters the device, while a worker is held at the gate.
-                let (engine, far, device) = (&engine, &far, &device);
+                let (engine, remote, device) = (&engine, &remote, &device);
                 *device.panics.lock().unwrap() = Some("caller".into());
-                let outcome = catch_unwind(AssertUnwindSafe(|| engine.copy_blocks(&end(far), &pairs)));
+                let outcome = catch_unwind(AssertUnwindSafe(|| engine.copy_blocks(&end(remote), &pairs)));
                 // The call is over for its caller: no worker may be copying for it.
                 (outcome.map_err(|_| ()), device.inside.load(Ordering::SeqCst))
             })
@@ -470,7 +470,7 @@ fn a_panic_on_the_calling_thread_leaves_nobody_inside() {
         assert!(!matches!(outcome, Ok(Ok(()))), "a panic is no success");
         assert_eq!(inside, 0, "workers still copied for a call that was over");
     });
-    engine.copy_blocks(&end(&far), &pairs).expect("no pin is left");
+    engine.copy_blocks(&end(&remote), &pairs).expect("no pin is left");
 }
 
 #[test]
@@ -483,10 +483,10 @@ fn a_copy_made_while_its_thread_unwinds_is_judged_by_itself() {
         }
     }
     let engine = DataDist::open(config(64 << 20)).unwrap();
-    let far = engine.allocate(&desc(Device, 1, 128, 64 << 10), Blocks, &[]).unwrap();
+    let remote = engine.allocate(&desc(Device, 1, 128, 64 << 10), Blocks, &[]).unwrap();
     let mut outcome = None;
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        let _copies = CopiesOnDrop(&engine, end(&far), &mut outcome);
+        let _copies = CopiesOnDrop(&engine, end(&remote), &mut outcome);
         std::panic::panic_any("unwinding");
     }));
     assert!(unwound.is_err());

@@ -17,7 +17,7 @@ use llm_datadist_core::device::sim::SimDevice;
 use llm_datadist_core::device::{DeviceSet, HostReach};
 use llm_datadist_core::memory::kernels::{Kernel, copy};
 use llm_datadist_core::memory::{
-    ForeignGenerations, ForeignProcess, ForeignRegion, Generations, MapBudget, Probe, Reach, Region, Tensors,
+    Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, socket_io,
 };
 use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
@@ -124,13 +124,13 @@ impl Peer {
     }
 
     fn mapped(&self) -> Arc<Tensors> {
-        let region = ForeignRegion::map(self.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
+        let region = PeerMapping::map(self.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
         let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
         Arc::new(Tensors::mapped(region, offsets, TENSOR as u64).unwrap())
     }
 
-    fn process(&self) -> Arc<ForeignProcess> {
-        ForeignProcess::open(self.pid(), self.probe).unwrap()
+    fn process(&self) -> Arc<PeerProcess> {
+        PeerProcess::open(self.pid(), self.probe).unwrap()
     }
 
     fn read(&self) -> Arc<Tensors> {
@@ -147,7 +147,7 @@ impl Drop for Peer {
 }
 
 /// Tensors of this process over one buffer.
-fn near(tensors: usize) -> (Arc<Buffer>, Arc<Tensors>) {
+fn local(tensors: usize) -> (Arc<Buffer>, Arc<Tensors>) {
     let buffer = Buffer::new(tensors * TENSOR, |_| 0xEE);
     let addrs: Vec<u64> = (0..tensors).map(|tensor| buffer.addr() + (tensor * TENSOR) as u64).collect();
     let adopted = adopt(&desc(Placement::Host, tensors as u32, ROWS, ROW), CacheKind::Blocks, &addrs);
@@ -175,7 +175,7 @@ fn blocks(pairs: &[(u64, u64)]) -> CopyPlan {
     CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
 }
 
-/// Far blocks to near ones, some written twice, so that there are waves.
+/// RemoteCache blocks to near ones, some written twice, so that there are waves.
 fn pairs() -> Vec<(u64, u64)> {
     let mut pairs: Vec<(u64, u64)> =
         (0..ROWS as u64 - 3).map(|row| (row * 7 % ROWS as u64, (row * 11 + 3) % ROWS as u64)).collect();
@@ -186,13 +186,13 @@ fn pairs() -> Vec<(u64, u64)> {
 #[test]
 fn both_ways_of_reading_bring_what_the_other_process_wrote() {
     let peer = Peer::start();
-    for far in [peer.mapped(), peer.read()] {
+    for remote in [peer.mapped(), peer.read()] {
         for workers in [1, 2, 4] {
-            let (buffer, tensors) = near(TENSORS);
+            let (buffer, tensors) = local(TENSORS);
             let progress = Arc::new(Progress::default());
             let engine = engine(workers);
             // What the peer calls device memory is reached all the same.
-            let (src, dst) = ((&far, Placement::Device), (&tensors, Placement::Host));
+            let (src, dst) = ((&remote, Placement::Device), (&tensors, Placement::Host));
             let plan = blocks(&pairs());
             assert!(plan.waves().len() > 1);
             let outcome = engine.run(plan.clone(), src, dst, STRAIGHT, soon(), &progress).unwrap();
@@ -206,7 +206,7 @@ fn both_ways_of_reading_bring_what_the_other_process_wrote() {
                     }
                 }
             }
-            assert!(buffer.read(0, TENSORS * TENSOR) == expected, "{far:?} with {workers} workers");
+            assert!(buffer.read(0, TENSORS * TENSOR) == expected, "{remote:?} with {workers} workers");
         }
     }
 }
@@ -243,27 +243,27 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
     let (mib, two) = (1 << 20, 2 << 20);
     let unsealed = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&unsealed, mib).unwrap();
-    let error = ForeignRegion::map(unsealed, mib, &room(), soon()).unwrap_err();
+    let error = PeerMapping::map(unsealed, mib, &room(), soon()).unwrap_err();
     assert!(error.to_string().contains("not sealed"), "{error}");
     let file = File::open(std::env::current_exe().unwrap()).unwrap();
-    let error = ForeignRegion::map(file.into(), 4096, &room(), soon()).unwrap_err();
+    let error = PeerMapping::map(file.into(), 4096, &room(), soon()).unwrap_err();
     assert!(error.to_string().contains("not memory that can be sealed"), "{error}");
     let region = Region::shared("test", mib).unwrap();
     let shared = || region.descriptor().unwrap().try_clone_to_owned().unwrap();
     // Pools are made of whole huge pages.
-    let error = ForeignRegion::map(shared(), two + 1, &room(), soon()).unwrap_err();
+    let error = PeerMapping::map(shared(), two + 1, &room(), soon()).unwrap_err();
     assert_eq!(error.fact("has_bytes"), Some("2097152"), "{error}");
     for len in [0, u64::MAX] {
-        assert!(ForeignRegion::map(shared(), len, &room(), soon()).is_err(), "{len}");
+        assert!(PeerMapping::map(shared(), len, &room(), soon()).is_err(), "{len}");
     }
-    assert_eq!(ForeignRegion::map(shared(), mib, &room(), soon()).unwrap().len(), mib);
-    assert!(ForeignGenerations::map(shared(), &room(), soon()).is_err());
+    assert_eq!(PeerMapping::map(shared(), mib, &room(), soon()).unwrap().len(), mib);
+    assert!(PeerGenerations::map(shared(), &room(), soon()).is_err());
 }
 
 #[test]
 fn far_tensors_stay_inside_what_is_there() {
     let peer = Peer::start();
-    let region = ForeignRegion::map(peer.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
+    let region = PeerMapping::map(peer.descriptor(0), offset(TENSORS) as u64, &room(), soon()).unwrap();
     for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
         assert!(Tensors::mapped(region.clone(), [0, offset], bytes).is_err(), "{offset} + {bytes}");
     }
@@ -275,20 +275,20 @@ fn far_tensors_stay_inside_what_is_there() {
 #[test]
 fn memory_of_another_process_is_never_a_destination() {
     let peer = Peer::start();
-    let (buffer, own) = near(TENSORS);
+    let (buffer, own) = local(TENSORS);
     let engine = engine(2);
     let (one, _two) = UnixStream::pair().unwrap();
-    for far in [peer.mapped(), peer.read()] {
-        assert!(!far.reach().writable());
-        let (src, dst) = ((&own, Placement::Host), (&far, Placement::Host));
+    for remote in [peer.mapped(), peer.read()] {
+        assert!(!remote.reach().writable());
+        let (src, dst) = ((&own, Placement::Host), (&remote, Placement::Host));
         let error = engine.run(blocks(&pairs()), src, dst, STRAIGHT, soon(), &Arc::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System);
-        let (from, to) = (own.window(0, 0, 64).unwrap(), far.window(0, 0, 64).unwrap());
+        let (from, to) = (own.window(0, 0, 64).unwrap(), remote.window(0, 0, 64).unwrap());
         assert!(copy(from, to, Kernel::PLAIN).is_err());
         let error = socket_io::receive(one.as_fd(), &[to], 0).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
         // Nor does the kernel read another process into it.
-        assert!(peer.process().read(&[(far.window(0, 0, 64).unwrap(), to)]).is_err());
+        assert!(peer.process().read(&[(remote.window(0, 0, 64).unwrap(), to)]).is_err());
     }
     assert!(buffer.read(0, TENSORS * TENSOR).iter().all(|&byte| byte == 0xEE));
 }
@@ -299,19 +299,19 @@ fn only_the_process_that_told_the_secret_is_read() {
     let mut wrong = peer.probe;
     wrong.secret[15] ^= 1;
     for (pid, probe) in [(peer.pid(), wrong), (std::process::id() as i32, peer.probe)] {
-        let error = ForeignProcess::open(pid, probe).unwrap_err();
+        let error = PeerProcess::open(pid, probe).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
         assert_eq!(error.fact("pid"), Some(pid.to_string().as_str()));
     }
     // Two runs of one program: the same addresses perhaps, never the same secret.
     assert_ne!(peer.probe.secret, other.probe.secret);
-    assert!(ForeignProcess::open(other.pid(), Probe { secret: peer.probe.secret, ..other.probe }).is_err());
-    assert!(ForeignProcess::open(peer.pid(), Probe { address: 16, ..peer.probe }).is_err());
+    assert!(PeerProcess::open(other.pid(), Probe { secret: peer.probe.secret, ..other.probe }).is_err());
+    assert!(PeerProcess::open(peer.pid(), Probe { address: 16, ..peer.probe }).is_err());
     for pid in [0, -1, i32::MIN, i32::MAX] {
-        assert!(ForeignProcess::open(pid, peer.probe).is_err(), "{pid}");
+        assert!(PeerProcess::open(pid, peer.probe).is_err(), "{pid}");
     }
     assert_eq!(format!("{:?}", peer.probe), format!("Probe({:#x}, …)", peer.probe.address), "never shown");
-    assert!(ForeignProcess::open(std::process::id() as i32, own_probe().unwrap()).unwrap().alive());
+    assert!(PeerProcess::open(std::process::id() as i32, own_probe().unwrap()).unwrap().alive());
 }
 
 /// A process of another user: says how it was refused to read its parent.
@@ -319,7 +319,7 @@ fn only_the_process_that_told_the_secret_is_read() {
 #[ignore = "started by the test below"]
 fn stranger() {
     let Ok(told) = std::env::var("FOREIGN_STRANGER") else { return };
-    let error = ForeignProcess::open(told.parse().unwrap(), own_probe().unwrap()).unwrap_err();
+    let error = PeerProcess::open(told.parse().unwrap(), own_probe().unwrap()).unwrap_err();
     writeln!(std::io::stdout(), "\nSTRANGER {:?} {:?}", error.kind(), error.fact("errno")).unwrap();
 }
 
@@ -340,7 +340,7 @@ fn refused_permission_is_told_apart() {
     } else if rustix::process::geteuid().is_root() {
         skipped("nobody may not start this test binary, and root is refused nothing");
     } else {
-        let error = ForeignProcess::open(1, own_probe().unwrap()).unwrap_err();
+        let error = PeerProcess::open(1, own_probe().unwrap()).unwrap_err();
         assert_eq!((error.kind(), error.fact("errno")), (ErrorKind::NotEnabled, Some("1")), "{error}");
     }
 }
@@ -350,12 +350,12 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
     let mut peer = Peer::start();
     let process = peer.process();
     assert!(process.alive());
-    let far = peer.read();
+    let remote = peer.read();
     let reader = std::thread::spawn(move || {
-        let (_buffer, own) = near(TENSORS);
+        let (_buffer, own) = local(TENSORS);
         let engine = engine(2);
         loop {
-            let (src, dst) = ((&far, Placement::Host), (&own, Placement::Host));
+            let (src, dst) = ((&remote, Placement::Host), (&own, Placement::Host));
             let progress = Arc::default();
             if let Err(error) = engine.run(blocks(&pairs()), src, dst, STRAIGHT, soon(), &progress) {
                 return (error, progress.bytes());
@@ -372,19 +372,19 @@ fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
     peer.child.wait().unwrap();
     assert!(!process.alive());
     let pid = peer.pid();
-    assert!(ForeignProcess::open(pid, peer.probe).is_err());
+    assert!(PeerProcess::open(pid, peer.probe).is_err());
 }
 
 #[test]
 fn an_address_that_is_not_there_is_named_and_what_came_before_it_counts() {
     let peer = Peer::start();
     let addrs = [peer.base + offset(0) as u64, 4096, peer.base + offset(2) as u64];
-    let far = Arc::new(Tensors::of_process(peer.process(), addrs.into(), TENSOR as u64).unwrap());
-    let (buffer, own) = near(TENSORS);
+    let remote = Arc::new(Tensors::of_process(peer.process(), addrs.into(), TENSOR as u64).unwrap());
+    let (buffer, own) = local(TENSORS);
     let progress = Arc::new(Progress::default());
     let plan = blocks(&(0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect::<Vec<_>>());
     // One worker: in the order of the plan.
-    let (src, dst) = ((&far, Placement::Host), (&own, Placement::Host));
+    let (src, dst) = ((&remote, Placement::Host), (&own, Placement::Host));
     let error = engine(1).run(plan.clone(), src, dst, STRAIGHT, soon(), &progress).unwrap_err();
     assert_eq!(error.fact("errno"), Some("14"), "{error}");
     assert_eq!(error.fact("alive"), Some("true"), "{error}");
@@ -404,15 +404,15 @@ fn an_address_that_is_not_there_is_named_and_what_came_before_it_counts() {
 #[test]
 fn more_pieces_than_one_call_takes_arrive_also_when_they_are_odd() {
     let peer = Peer::start();
-    let far = peer.read();
-    let (buffer, own) = near(TENSORS);
+    let remote = peer.read();
+    let (buffer, own) = local(TENSORS);
     let mut pairs = Vec::new();
     // Empty ones among them, at the end as well.
     for piece in 0..3000 {
         let (at, len) = (piece * 200, [0, 1, 77, 199][piece % 4]);
-        pairs.push((far.window(1, at as u64 + 13, len).unwrap(), own.window(2, at as u64, len).unwrap()));
+        pairs.push((remote.window(1, at as u64 + 13, len).unwrap(), own.window(2, at as u64, len).unwrap()));
     }
-    pairs.push((far.window(1, 0, 0).unwrap(), own.window(2, 0, 0).unwrap()));
+    pairs.push((remote.window(1, 0, 0).unwrap(), own.window(2, 0, 0).unwrap()));
     peer.process().read(&pairs).unwrap();
     let got = buffer.read(2 * TENSOR, TENSOR);
     for (at, &byte) in got.iter().enumerate().take(3000 * 200) {
@@ -420,13 +420,13 @@ fn more_pieces_than_one_call_takes_arrive_also_when_they_are_odd() {
         assert_eq!(byte, if inside { pattern(9, 1, at + 13) } else { 0xEE }, "{at}");
     }
     // Unequal windows are refused before anything moves.
-    assert!(peer.process().read(&[(far.window(0, 0, 8).unwrap(), own.window(0, 0, 9).unwrap())]).is_err());
+    assert!(peer.process().read(&[(remote.window(0, 0, 8).unwrap(), own.window(0, 0, 9).unwrap())]).is_err());
 }
 
 #[test]
 fn generations_of_another_process_are_seen_as_they_rise() {
     let mut peer = Peer::start();
-    let seen = ForeignGenerations::map(peer.descriptor(1), &room(), soon()).unwrap();
+    let seen = PeerGenerations::map(peer.descriptor(1), &room(), soon()).unwrap();
     assert_eq!((seen.of(7), seen.of(8)), (1, 0));
     assert!(seen.still(7, 1) && !seen.still(7, 0));
     peer.bump(7);
@@ -457,8 +457,8 @@ fn what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used() {
         assert_eq!(device.reach(), Reach::Device);
         let engine = CopyEngine::new(&config(1 << 20), devices).unwrap();
         let forced = Staging { path: SwapInPath::Ring, ..STRAIGHT };
-        for (far, fine) in [(&mapped, reach == HostReach::Direct), (&read, false)] {
-            let (src, dst) = ((far, Placement::Host), (&device, Placement::Device));
+        for (remote, fine) in [(&mapped, reach == HostReach::Direct), (&read, false)] {
+            let (src, dst) = ((remote, Placement::Host), (&device, Placement::Device));
             let ran = engine.run(blocks(&pairs()), src, dst, forced, soon(), &Arc::default());
             match ran {
                 Ok(_) => assert!(fine),
@@ -470,7 +470,7 @@ fn what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used() {
             assert_eq!(engine.ring_bytes(), 0);
         }
         if reach == HostReach::Direct {
-            let (buffer, own) = near(TENSORS);
+            let (buffer, own) = local(TENSORS);
             let (src, dst) = ((&device, Placement::Device), (&own, Placement::Host));
             engine.run(blocks(&[(14, 0)]), src, dst, STRAIGHT, soon(), &Arc::default()).unwrap();
             let expected: Vec<u8> = (0..ROW).map(|at| pattern(9, 0, at)).collect();
@@ -484,7 +484,7 @@ fn windows_go_through_a_socket_in_order_and_in_parts() {
     let (one, two) = UnixStream::pair().unwrap();
     let peer = Peer::start();
     let mapped = peer.mapped();
-    let (buffer, own) = near(TENSORS);
+    let (buffer, own) = local(TENSORS);
     // More windows than one call takes, empty ones and one larger than the socket's buffer among them.
     let mut lens: Vec<u64> = (0..1500).map(|piece| piece % 7 * 31).collect();
     lens[700] = 300_000;

@@ -12,8 +12,8 @@ use llm_datadist_core::config::Token;
 use llm_datadist_core::huge_pages::Merger;
 use llm_datadist_core::memory::{OwnPages, Region};
 use llm_datadist_core::{
-    CacheId, CacheKind, ClusterId, Config, DataDist, End, FarName, HugeChoice, Layers, Name, PeerAddress,
-    Placement, PoolConfig, PullRows, Role,
+    CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
+    PoolConfig, PullRows, RemoteName, Role,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -157,18 +157,18 @@ fn hints() -> Vec<usize> {
         let before = heard.lines().len();
         let pages = small(4);
         pages.write(0, 4 * UNIT);
-        let (near, far) = (engine(1, HugeChoice::Off), engine(2, choice));
+        let (local, remote) = (engine(1, HugeChoice::Off), engine(2, choice));
         let side = desc(Placement::Device, 1, 4, UNIT);
         let adopted = adopt(&side, CacheKind::Blocks, &[pages.at() as u64]);
-        let source = far.register(adopted, &[], Some(true)).unwrap();
-        let to = near.allocate(&side, CacheKind::Blocks, &[]).unwrap();
-        let remote = vec![far.listening().unwrap()];
-        let peer = PeerAddress { cluster: ClusterId(2), remote, local: vec![] };
-        near.link_clusters(&[peer], LONG).remove(0).unwrap();
-        let from = FarName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
-        let rows = PullRows::Blocks { far: vec![0, 1, 2, 3], near: vec![3, 2, 1, 0] };
+        let source = remote.register(adopted, &[], Some(true)).unwrap();
+        let to = local.allocate(&side, CacheKind::Blocks, &[]).unwrap();
+        let listening = vec![remote.listening().unwrap()];
+        let peer = PeerAddress { cluster: ClusterId(2), remote: listening, local: vec![] };
+        local.link_clusters(&[peer], LONG).remove(0).unwrap();
+        let from = RemoteName { cluster: ClusterId(2), name: Name::Row { cache: source.id(), row: 0 } };
+        let rows = PullRows::Blocks { remote: vec![0, 1, 2, 3], local: vec![3, 2, 1, 0] };
         for _ in 0..2 {
-            near.pull(from, &End::Managed(to.id()), &rows, Layers::ALL).unwrap();
+            local.pull(from, &End::Managed(to.id()), &rows, Layers::ALL).unwrap();
         }
         heard.lines().len() - before
     });

@@ -205,9 +205,9 @@ fn pieces_onto_themselves_beside_others() {
             let pieces: Vec<(usize, usize, usize)> = (0..ZONES)
                 .map(|zone| {
                     let len = if dice.below(4) == 0 { dice.below(18_000) } else { len };
-                    let near = 1 + len.min(400);
+                    let local = 1 + len.min(400);
                     let src = dice.below(ZONE / 2 - len / 2);
-                    let dst = if dice.below(3) == 0 { src + dice.below(near) } else { ZONE - len };
+                    let dst = if dice.below(3) == 0 { src + dice.below(local) } else { ZONE - len };
                     (zone * ZONE + src, zone * ZONE + dst.min(ZONE - len), len)
                 })
                 .collect();
@@ -287,9 +287,11 @@ fn refuses_unequal_lengths_and_addresses_of_a_device() {
         Tensors::carved(Arc::new(Region::opaque(0xDEAD_0000_0000_0000, 100)), [0], 100, Box::new(()))
             .unwrap();
     let host = |len| arena.tensors.window(0, 0, len).unwrap();
-    let far = |len| device.window(0, 0, len).unwrap();
-    assert!(host(1).host_addressable() && !far(1).host_addressable());
-    for (src, dst) in [(host(10), host(11)), (host(10), far(10)), (far(10), host(10)), (far(10), far(10))] {
+    let remote = |len| device.window(0, 0, len).unwrap();
+    assert!(host(1).host_addressable() && !remote(1).host_addressable());
+    for (src, dst) in
+        [(host(10), host(11)), (host(10), remote(10)), (remote(10), host(10)), (remote(10), remote(10))]
+    {
         for &kernel in kernels() {
             let error = copy(src, dst, kernel).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::System);

@@ -10,8 +10,8 @@ use std::time::Duration;
 use llm_datadist_core::memory::{usable_bytes, usable_under};
 use llm_datadist_core::validate::{self, Side};
 use llm_datadist_core::{
-    CacheKey, CacheKind, ClusterId, Config, CopyArgs, DataDist, End, Error, ErrorKind, FarName, Geometry,
-    Layers, Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, Role, Share,
+    CacheKey, CacheKind, ClusterId, Config, CopyArgs, DataDist, End, Error, ErrorKind, Geometry, Layers,
+    Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
 };
 
 use crate::bed::{self, Own, desc};
@@ -37,10 +37,10 @@ fn engine(cluster: u64, mode: Mode) -> DataDist {
     DataDist::open(config).unwrap()
 }
 
-fn link(near: &DataDist, far: &DataDist) {
-    let remote = far.listening().into_iter().collect();
-    let peer = PeerAddress { cluster: far.config().cluster, remote, local: vec![] };
-    near.link_clusters(&[peer], LONG).remove(0).unwrap();
+fn link(local: &DataDist, remote: &DataDist) {
+    let listening = remote.listening().into_iter().collect();
+    let peer = PeerAddress { cluster: remote.config().cluster, remote: listening, local: vec![] };
+    local.link_clusters(&[peer], LONG).remove(0).unwrap();
 }
 
 #[test]
@@ -209,24 +209,24 @@ fn refused<T: std::fmt::Debug>(result: llm_datadist_core::Result<T>, facts: &[&s
 
 #[test]
 fn rows_of_either_kind() {
-    let (near, cache) = (side(2, 10, 128, Batch, Host), side(2, 20, 128, Batch, Device));
-    assert_eq!(validate::swap_rows(near, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
+    let (local, cache) = (side(2, 10, 128, Batch, Host), side(2, 20, 128, Batch, Device));
+    assert_eq!(validate::swap_rows(local, cache, &[(9, 19)]).unwrap().pairs, [(9, 19)]);
     assert_eq!(
         validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]).unwrap().block_bytes,
         128
     );
-    refused(validate::swap_rows(near, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
+    refused(validate::swap_rows(local, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
     refused(validate::swap_rows(cache, cache, &[]), &["placements"]);
-    refused(validate::swap_rows(near, side(2, 20, 64, Batch, Device), &[]), &["block sizes"]);
-    refused(validate::swap_rows(near, side(3, 20, 128, Batch, Device), &[]), &["num_tensors"]);
+    refused(validate::swap_rows(local, side(2, 20, 64, Batch, Device), &[]), &["block sizes"]);
+    refused(validate::swap_rows(local, side(3, 20, 128, Batch, Device), &[]), &["num_tensors"]);
     assert_eq!(validate::copy_rows(cache, &[(0, 19)]).unwrap().num_tensors, 2);
-    refused(validate::copy_rows(near, &[(0, 1)]), &["cache is in HOST"]);
+    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in HOST"]);
     refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block = 20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
     assert_eq!(validate::copy_on_device(cache, cache, args).unwrap().src_offset, 128);
-    refused(validate::copy_on_device(near, cache, args), &["src is in HOST"]);
-    refused(validate::copy_on_device(cache, near, args), &["dst is in HOST"]);
-    refused(validate::copy_on_device(near, near, args), &["dst is in HOST"]);
+    refused(validate::copy_on_device(local, cache, args), &["src is in HOST"]);
+    refused(validate::copy_on_device(cache, local, args), &["dst is in HOST"]);
+    refused(validate::copy_on_device(local, local, args), &["dst is in HOST"]);
 }
 
 #[test]
@@ -270,25 +270,25 @@ fn copies_follow_the_mode() {
 #[test]
 fn two_engines_of_one_id() {
     for mode in [Mode::KvCacheManager, Mode::CacheManager] {
-        let (near, far) = (engine(0, mode), engine(0, mode));
+        let (local, remote) = (engine(0, mode), engine(0, mode));
         let key = CacheKey::Request { model: 0, id: 5 };
-        let theirs = far.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
-        let ours = near.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
+        let theirs = remote.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
+        let ours = local.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
         let bytes = bed::patterned(9, 2, 128);
         bed::fill(&theirs, &bytes);
         let pull = |engine: &DataDist, rows: &PullRows| {
-            let from = FarName { cluster: ClusterId(0), name: Name::Key(key) };
+            let from = RemoteName { cluster: ClusterId(0), name: Name::Key(key) };
             engine.pull(from, &End::Managed(ours.id()), rows, Layers::ALL)
         };
-        let slot = PullRows::Slot { near: 1, size: -1 };
-        let unlinked = pull(&near, &slot).unwrap_err().kind();
+        let slot = PullRows::Slot { local: 1, size: -1 };
+        let unlinked = pull(&local, &slot).unwrap_err().kind();
         assert_eq!(unlinked, if mode == Mode::KvCacheManager { NotLinked } else { InvalidArgument });
-        link(&near, &far);
+        link(&local, &remote);
         if mode == Mode::CacheManager {
-            assert_eq!(pull(&near, &slot).unwrap_err().kind(), InvalidArgument, "the own id stays refused");
+            assert_eq!(pull(&local, &slot).unwrap_err().kind(), InvalidArgument, "the own id stays refused");
             continue;
         }
-        pull(&near, &PullRows::Part { near: 1, far_offset: 10, near_offset: 30, size: 20 }).unwrap();
+        pull(&local, &PullRows::Part { local: 1, far_offset: 10, near_offset: 30, size: 20 }).unwrap();
         let got = bed::contents(&ours);
         for tensor in 0..2 {
             assert_eq!(got[tensor][94..114], bytes[tensor][10..30]);
@@ -296,13 +296,13 @@ fn two_engines_of_one_id() {
             assert_eq!(got[tensor][114..], [0; 14]);
         }
         // That was a pull of the key, and the link is one of both sides.
-        assert_eq!(pull(&near, &slot).unwrap_err().kind(), CacheNotFound);
-        let mine = near.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
+        assert_eq!(pull(&local, &slot).unwrap_err().kind(), CacheNotFound);
+        let mine = local.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
         let bytes = bed::patterned(4, 2, 128);
         bed::fill(&mine, &bytes);
-        let from = FarName { cluster: ClusterId(0), name: Name::Row { cache: mine.id(), row: 0 } };
-        let whole = PullRows::Slot { near: 0, size: -1 };
-        far.pull(from, &End::Managed(theirs.id()), &whole, Layers::ALL).unwrap();
+        let from = RemoteName { cluster: ClusterId(0), name: Name::Row { cache: mine.id(), row: 0 } };
+        let whole = PullRows::Slot { local: 0, size: -1 };
+        remote.pull(from, &End::Managed(theirs.id()), &whole, Layers::ALL).unwrap();
         assert_eq!(bed::contents(&theirs)[1][..64], bytes[1][..64]);
     }
 }
@@ -312,8 +312,8 @@ fn an_engine_linked_with_itself_pulls_nothing() {
     let engine = engine(3, Mode::KvCacheManager);
     link(&engine, &engine);
     let cache = engine.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
-    let from = FarName { cluster: ClusterId(3), name: Name::Row { cache: cache.id(), row: 0 } };
+    let from = RemoteName { cluster: ClusterId(3), name: Name::Row { cache: cache.id(), row: 0 } };
     let pulled =
-        engine.pull(from, &End::Managed(cache.id()), &PullRows::Slot { near: 1, size: -1 }, Layers::ALL);
+        engine.pull(from, &End::Managed(cache.id()), &PullRows::Slot { local: 1, size: -1 }, Layers::ALL);
     refused(pulled, &["cluster_id = 3", "another cluster"]);
 }

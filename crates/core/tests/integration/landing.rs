@@ -4,7 +4,7 @@
 
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::plan::Moves;
-use llm_datadist_core::validate::{Far, Landing, LayerRows, Side, landed_layers, landing};
+use llm_datadist_core::validate::{Landing, LayerRows, RemoteCache, Side, landed_layers, landing};
 use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 
@@ -15,8 +15,8 @@ fn side(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> Side {
     Side { geometry, kind, placement: Placement::Device }
 }
 
-fn far(side: Side, row: u32) -> Far {
-    Far { side, row, accessible: true }
+fn remote(side: Side, row: u32) -> RemoteCache {
+    RemoteCache { side, row, accessible: true }
 }
 
 /// Applies the plan of `moves` to layer `layer` of `src`, which goes to layer `to` of `dst`.
@@ -67,8 +67,8 @@ fn by_hand(
 
 #[derive(Clone, Debug)]
 struct Case {
-    near: (usize, usize),
-    far: (usize, usize),
+    local: (usize, usize),
+    remote: (usize, usize),
     slots: (usize, usize),
     pairs: Vec<(u64, u64)>,
     block: usize,
@@ -83,8 +83,8 @@ fn case() -> impl Strategy<Value = Case> {
     (sizes, 0..4usize, 0..6usize, pairs, 1..40usize, 0..6u8, 0..200usize, (1..4u32, 0..3u32, 0..3u32))
         .prop_map(
             |((rows, bytes, far_rows, far_bytes), slot, far_slot, pairs, block, form, offset, layers)| Case {
-                near: (rows, bytes),
-                far: (far_rows, far_bytes),
+                local: (rows, bytes),
+                remote: (far_rows, far_bytes),
                 slots: (slot, far_slot),
                 pairs,
                 block,
@@ -96,7 +96,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 fn judge(case: &Case, done: &mut [u32; 2]) {
-    let Case { near, mut far, slots, .. } = *case;
+    let Case { local, mut remote, slots, .. } = *case;
     let (per_layer, layer, to) = case.layers;
     let (ours, theirs): (Vec<u64>, Vec<u64>) = case.pairs.iter().copied().unzip();
     let slot_of_blocks = case.form % 3 == 2;
@@ -109,44 +109,45 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     let slots_alone = case.form.is_multiple_of(3);
     let kinds = if slots_alone { CacheKind::Batch } else { CacheKind::Blocks };
     if by_name && case.form % 3 == 1 {
-        far.1 = near.1;
+        remote.1 = local.1;
     } else if by_name && slot_of_blocks {
-        far.1 = case.block;
+        remote.1 = case.block;
     }
-    let here = side(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, near.0, near.1);
-    let there = side(kinds, 9, far.0, far.1);
-    let far_bytes = far.0 * far.1;
+    let here =
+        side(if case.form % 3 == 1 { CacheKind::Blocks } else { CacheKind::Batch }, 9, local.0, local.1);
+    let there = side(kinds, 9, remote.0, remote.1);
+    let far_bytes = remote.0 * remote.1;
     let at = if by_name {
-        Landing::Cache(self::far(there, if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 }))
+        Landing::Cache(self::remote(there, if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 }))
     } else {
         Landing::Memory { offset: case.offset as u64, tensor_bytes: far_bytes as u64 }
     };
     let (start, room) = match (by_name, case.form % 3) {
         (false, _) => (case.offset, far_bytes.saturating_sub(case.offset)),
-        (true, 0) => (slots.1 * far.1, far.1),
+        (true, 0) => (slots.1 * remote.1, remote.1),
         (true, _) => (0, far_bytes),
     };
-    let source = patterned(1, 9, near.0 * near.1);
+    let source = patterned(1, 9, local.0 * local.1);
     let before = patterned(2, 9, far_bytes);
     let planned: Result<Moves> = landing(here, &rows, slots.0 as u32, at);
     let (mut expected, mut got) = (before.clone(), before);
-    let mut legal = slots.0 < near.0 || case.form % 3 == 1;
-    legal &= !by_name || !slots_alone || slots.1 < far.0;
+    let mut legal = slots.0 < local.0 || case.form % 3 == 1;
+    legal &= !by_name || !slots_alone || slots.1 < remote.0;
     if let LayerRows::SlotToBlocks { dst, .. } = &rows {
-        legal &= case.block < near.0 * near.1 && dst.len() <= near.1.div_ceil(case.block);
+        legal &= case.block < local.0 * local.1 && dst.len() <= local.1.div_ceil(case.block);
     }
     let mut bytes = Some(0);
     for tensor in 0..per_layer {
         let (from, into) = ((layer * per_layer + tensor) as usize, (to * per_layer + tensor) as usize);
         let (src, dst) = (&source[from % 9], &mut expected[into % 9]);
-        let one = if legal { by_hand(&rows, (slots.0, near.1), (start, room), src, dst) } else { None };
+        let one = if legal { by_hand(&rows, (slots.0, local.1), (start, room), src, dst) } else { None };
         bytes = bytes.zip(one).map(|(sum, one)| sum + one);
     }
     done[usize::from(bytes.is_some())] += 1;
     match (planned, bytes) {
         (Err(error), None) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{case:?}"),
         (Ok(moves), Some(bytes)) => {
-            let read: std::collections::BTreeSet<_> = moves.near_rows.iter().copied().collect();
+            let read: std::collections::BTreeSet<_> = moves.local_rows.iter().copied().collect();
             let rows_read = if case.form % 3 == 1 { ours } else { vec![slots.0 as u64] };
             assert_eq!(read, rows_read.into_iter().collect(), "the rows that are pinned: {case:?}");
             assert_eq!(carried(moves, (layer, to, per_layer), &source, &mut got), bytes, "{case:?}");
@@ -172,7 +173,7 @@ fn a_layer_lands_as_by_hand() {
 /// Layers from anywhere to anywhere, also where their number times the tensors of each is beyond 32 bits.
 #[test]
 fn layers_are_in_the_far_cache_or_refused() {
-    let there = far(side(CacheKind::Batch, 12, 1, 4), 0);
+    let there = remote(side(CacheKind::Batch, 12, 1, 4), 0);
     let bounds = [0, 1, 2, 3, 4, 6, 12, 13, 1 << 16, u32::MAX - 1, u32::MAX];
     for first in bounds {
         for layers in bounds {

@@ -23,12 +23,12 @@ fn words(words: &[&str]) -> Vec<String> {
 }
 
 /// The first row that the lists and the source break, by trying one after the other.
-fn broken(near: Side, args: &LayerwiseArgs) -> Option<Row> {
+fn broken(local: Side, args: &LayerwiseArgs) -> Option<Row> {
     let (src, dst, size) = (args.src_blocks.len(), args.dst_blocks.len(), args.dst_block_bytes);
-    let (tensors, per_layer) = (near.geometry.num_tensors(), args.tensors_per_layer);
-    let block = near.geometry.row_bytes();
+    let (tensors, per_layer) = (local.geometry.num_tensors(), args.tensors_per_layer);
+    let block = local.geometry.row_bytes();
     let table: [(&'static str, bool, Vec<String>); 9] = [
-        ("2", near.placement == Placement::Host, words(&["src_cache", "host"])),
+        ("2", local.placement == Placement::Host, words(&["src_cache", "host"])),
         (
             "6",
             src > 0 && dst == 0,
@@ -58,7 +58,7 @@ fn broken(near: Side, args: &LayerwiseArgs) -> Option<Row> {
         ),
         (
             "blocks",
-            src == 0 && dst > 0 && near.kind == CacheKind::Blocks,
+            src == 0 && dst > 0 && local.kind == CacheKind::Blocks,
             words(&["blocks cache", "src_block_indices were not given"]),
         ),
     ];
@@ -66,10 +66,10 @@ fn broken(near: Side, args: &LayerwiseArgs) -> Option<Row> {
 }
 
 /// The first row that a destination breaks.
-fn broken_by(near: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> {
+fn broken_by(local: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> {
     let blocks = !args.src_blocks.is_empty();
     let (row, LayerRange { first, end }) = (to.src_row, to.src_layers);
-    let layers = near.geometry.num_tensors() / args.tensors_per_layer;
+    let layers = local.geometry.num_tensors() / args.tensors_per_layer;
     // By counting: the layers of the range, and those of them that are there.
     let named: Vec<u32> = (first..end).collect();
     let there = named.iter().filter(|&&layer| layer < layers).count();
@@ -78,9 +78,9 @@ fn broken_by(near: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> 
         Target::Cache { .. } => None,
     };
     let needed = named.len() * args.tensors_per_layer as usize;
-    let rows = near.geometry.rows();
-    let one_block = near.kind == CacheKind::Blocks && !blocks;
-    let far_row = match &to.target {
+    let rows = local.geometry.rows();
+    let one_block = local.kind == CacheKind::Blocks && !blocks;
+    let remote_row = match &to.target {
         Target::Cache { name: Name::Row { row, .. }, .. } => *row,
         _ => 0,
     };
@@ -92,8 +92,8 @@ fn broken_by(near: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row> 
         ),
         (
             "one block",
-            one_block && far_row != 0,
-            words(&[&format!("batch_index={far_row} of cache_key must be 0"), "one slot of one block"]),
+            one_block && remote_row != 0,
+            words(&[&format!("batch_index={remote_row} of cache_key must be 0"), "one slot of one block"]),
         ),
         (
             "13 range",
@@ -168,9 +168,9 @@ fn arguments(least_per_layer: u32) -> impl Strategy<Value = LayerwiseArgs> {
 fn lists_and_source_are_checked_in_the_order_of_the_table() {
     let seen = Seen::default();
     TestRunner::new(proptest_cases(6000))
-        .run(&(sides(), arguments(0)), |(near, args)| {
-            let result = validate::layerwise(near, &args);
-            judge(&result, broken(near, &args), &seen)?;
+        .run(&(sides(), arguments(0)), |(local, args)| {
+            let result = validate::layerwise(local, &args);
+            judge(&result, broken(local, &args), &seen)?;
             if let Ok(rows) = result {
                 let expected = match (args.src_blocks.is_empty(), args.dst_blocks.is_empty()) {
                     (false, _) => LayerRows::Blocks { src: args.src_blocks, dst: args.dst_blocks },
@@ -192,16 +192,16 @@ fn lists_and_source_are_checked_in_the_order_of_the_table() {
 #[test]
 fn the_parts_are_the_whole() {
     TestRunner::new(proptest_cases(3000))
-        .run(&(sides(), arguments(0)), |(near, args)| {
-            let parts = validate::source_placement(near.placement)
+        .run(&(sides(), arguments(0)), |(local, args)| {
+            let parts = validate::source_placement(local.placement)
                 .and_then(|()| validate::block_lists(&args))
                 .and_then(|()| validate::block_bytes_alone(&args))
-                .and_then(|()| validate::whole_layers(near.geometry, args.tensors_per_layer));
-            match (parts, validate::layerwise(near, &args)) {
+                .and_then(|()| validate::whole_layers(local.geometry, args.tensors_per_layer));
+            match (parts, validate::layerwise(local, &args)) {
                 (Err(part), whole) => prop_assert_eq!(part.to_string(), whole.unwrap_err().to_string()),
                 (Ok(layers), whole) => {
-                    prop_assert_eq!(layers * args.tensors_per_layer, near.geometry.num_tensors());
-                    let after = broken(near, &args).map(|(row, _)| row);
+                    prop_assert_eq!(layers * args.tensors_per_layer, local.geometry.num_tensors());
+                    let after = broken(local, &args).map(|(row, _)| row);
                     prop_assert!(whole.is_ok() || matches!(after, Some("8.2" | "blocks")), "{:?}", after);
                 }
             }
@@ -226,8 +226,8 @@ fn destinations_are_checked_in_the_order_of_the_table() {
     let row = prop_oneof![2 => Just(0), 2 => 1..6u32, 1 => Just(u32::MAX)];
     let cases = (sides(), arguments(1), target, range, row, any::<bool>());
     TestRunner::new(proptest_cases(6000))
-        .run(&cases, |(near, mut args, target, (first, end), src_row, fits)| {
-            if !near.geometry.num_tensors().is_multiple_of(args.tensors_per_layer) {
+        .run(&cases, |(local, mut args, target, (first, end), src_row, fits)| {
+            if !local.geometry.num_tensors().is_multiple_of(args.tensors_per_layer) {
                 args.tensors_per_layer = 1; // that is a row before these
             }
             let mut to = Destination {
@@ -240,11 +240,11 @@ fn destinations_are_checked_in_the_order_of_the_table() {
                 let layers = to.src_layers.end.saturating_sub(first);
                 addrs.resize((layers * args.tensors_per_layer) as usize, 1);
             }
-            let result = validate::destination(near, &args, &to);
+            let result = validate::destination(local, &args, &to);
             if let Err(error) = &result {
                 prop_assert_eq!(error.fact("cluster"), Some("7"));
             }
-            judge(&result, broken_by(near, &args, &to), &seen)
+            judge(&result, broken_by(local, &args, &to), &seen)
         })
         .unwrap();
     all_seen(&seen, 5);
@@ -253,7 +253,7 @@ fn destinations_are_checked_in_the_order_of_the_table() {
 /// The texts that users and tests of the original look for, letter by letter.
 #[test]
 fn texts_of_the_contract() {
-    let near = side(4, 4, 16, CacheKind::Batch, Placement::Device);
+    let local = side(4, 4, 16, CacheKind::Batch, Placement::Device);
     let text = |result: Result<()>| result.unwrap_err().to_string();
     let args = |src: &[u64], dst: &[u64]| LayerwiseArgs {
         src_blocks: src.to_vec(),
@@ -267,12 +267,12 @@ fn texts_of_the_contract() {
         src_layers: LayerRange { first: 0, end: 2 },
         src_row,
     };
-    let refused = text(validate::layerwise(near, &args(&[1, 2], &[])).map(drop));
+    let refused = text(validate::layerwise(local, &args(&[1, 2], &[])).map(drop));
     assert!(refused.starts_with("transfer from blocks to cache is not supported"), "{refused}");
-    let refused = text(validate::destination(near, &args(&[1], &[2]), &to(3)));
+    let refused = text(validate::destination(local, &args(&[1], &[2]), &to(3)));
     assert_eq!(refused, "src_batch_index 3 != 0 while src is blocks (cluster=2)");
-    let refused = text(validate::destination(near, &args(&[], &[]), &to(4)));
+    let refused = text(validate::destination(local, &args(&[], &[]), &to(4)));
     assert_eq!(refused, "src_batch_index 4 out of range: [0, 4) (cluster=2)");
-    validate::destination(near, &args(&[], &[]), &to(3)).unwrap();
-    validate::destination(near, &args(&[1], &[2]), &to(0)).unwrap();
+    validate::destination(local, &args(&[], &[]), &to(3)).unwrap();
+    validate::destination(local, &args(&[1], &[2]), &to(0)).unwrap();
 }

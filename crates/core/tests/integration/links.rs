@@ -27,8 +27,8 @@ use llm_datadist_core::device::DeviceSet;
 use llm_datadist_core::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::session::Transports;
 use llm_datadist_core::{
-    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Error, FarName, Name,
-    PeerAddress, Placement, PoolConfig, Result, Role, TransportChoice,
+    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Error, Name,
+    PeerAddress, Placement, PoolConfig, RemoteName, Result, Role, TransportChoice,
 };
 
 use crate::bed::{self, Own};
@@ -137,18 +137,18 @@ fn address(of: &DataDist) -> PeerAddress {
     PeerAddress { cluster: of.config().cluster, remote, local: vec![] }
 }
 
-fn link(near: &DataDist, far: &DataDist) -> Result<()> {
-    near.link_clusters(&[address(far)], LONG).remove(0)
+fn link(local: &DataDist, remote: &DataDist) -> Result<()> {
+    local.link_clusters(&[address(remote)], LONG).remove(0)
 }
 
-fn unlink(near: &DataDist, far: &DataDist) -> Result<()> {
-    near.unlink_clusters(&[address(far)], LONG, false).remove(0)
+fn unlink(local: &DataDist, remote: &DataDist) -> Result<()> {
+    local.unlink_clusters(&[address(remote)], LONG, false).remove(0)
 }
 
 /// Cluster 1 and cluster 2, linked by 1.
 struct Pair {
-    near: DataDist,
-    far: DataDist,
+    local: DataDist,
+    remote: DataDist,
 }
 
 impl Pair {
@@ -162,15 +162,15 @@ impl Pair {
             change(&mut config);
             open(config, way)
         };
-        let pair = Pair { near: made(1), far: made(2) };
-        link(&pair.near, &pair.far).unwrap();
+        let pair = Pair { local: made(1), remote: made(2) };
+        link(&pair.local, &pair.remote).unwrap();
         pair
     }
 }
 
 /// The cache `name` of the cluster that is not this one.
-fn of(cluster: u64, name: Name) -> FarName {
-    FarName { cluster: ClusterId(cluster), name }
+fn of(cluster: u64, name: Name) -> RemoteName {
+    RemoteName { cluster: ClusterId(cluster), name }
 }
 
 fn request(id: u64) -> CacheKey {
@@ -253,8 +253,8 @@ fn times(default: u32) -> u32 {
 /// A set-up of both ends.
 #[derive(Clone, Copy, Debug)]
 struct Ends {
-    near: (bool, Placement),
-    far: (bool, Placement),
+    local: (bool, Placement),
+    remote: (bool, Placement),
 }
 
 /// Runs `judge` with a linked pair for every transport and mode, and for every kind of memory at both ends.
@@ -265,15 +265,15 @@ fn each(judge: impl Fn(Way, bool, &Pair, Ends)) {
     for way in WAYS {
         for one_sided in [false, true] {
             let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
-            for &near in &memory {
-                for &far in &memory {
-                    let ends = Ends { near, far };
+            for &local in &memory {
+                for &remote in &memory {
+                    let ends = Ends { local, remote };
                     eprintln!("{way:?}, one-sided {one_sided}, {ends:?}");
                     judge(way, one_sided, &pair, ends);
                     *looked_at.entry(way).or_default() += 1;
                 }
             }
-            for engine in [&pair.near, &pair.far] {
+            for engine in [&pair.local, &pair.remote] {
                 let links = engine.stats().links;
                 assert_eq!(links.len(), 1);
                 assert_eq!(links[0].pools == "mapped", way.shares(), "{way:?}");

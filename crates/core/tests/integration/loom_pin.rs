@@ -24,7 +24,7 @@ fn cache() -> Arc<Cache> {
     Cache::loose(unsafe { Adopted::new(&desc, CacheKind::Blocks, &[4096]) }.unwrap())
 }
 
-fn far() -> Deadline {
+fn remote() -> Deadline {
     Deadline::after(Duration::from_secs(3600))
 }
 
@@ -68,7 +68,7 @@ fn a_writer_is_alone() {
                 let (cache, row) = (cache.clone(), row.clone());
                 thread::spawn(move || {
                     let (reads, writes) = if write { (vec![], vec![0]) } else { (vec![0], vec![]) };
-                    let pins = pin((&cache, reads), (&cache, writes), far()).unwrap();
+                    let pins = pin((&cache, reads), (&cache, writes), remote()).unwrap();
                     if write {
                         row.write()
                     } else {
@@ -78,7 +78,7 @@ fn a_writer_is_alone() {
                 })
             })
             .collect();
-        let pins = pin((&cache, vec![1]), (&cache, vec![0]), far()).unwrap();
+        let pins = pin((&cache, vec![1]), (&cache, vec![0]), remote()).unwrap();
         row.write();
         drop(pins);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -93,12 +93,12 @@ fn two_caches_in_opposite_order() {
         let other = {
             let (a, b, row_a, row_b) = (a.clone(), b.clone(), row_a.clone(), row_b.clone());
             thread::spawn(move || {
-                let pins = pin((&a, vec![0]), (&b, vec![0]), far()).unwrap();
+                let pins = pin((&a, vec![0]), (&b, vec![0]), remote()).unwrap();
                 (row_a.read(), row_b.write());
                 drop(pins);
             })
         };
-        let pins = pin((&b, vec![0]), (&a, vec![0]), far()).unwrap();
+        let pins = pin((&b, vec![0]), (&a, vec![0]), remote()).unwrap();
         (row_b.read(), row_a.write());
         drop(pins);
         other.join().unwrap();
@@ -109,11 +109,11 @@ fn two_caches_in_opposite_order() {
 fn nobody_who_waits_is_forgotten() {
     explore(|| {
         let cache = cache();
-        let held = pin((&cache, vec![]), (&cache, vec![0]), far()).unwrap();
+        let held = pin((&cache, vec![]), (&cache, vec![0]), remote()).unwrap();
         let threads: Vec<_> = (0..2)
             .map(|_| {
                 let cache = cache.clone();
-                thread::spawn(move || drop(pin((&cache, vec![0]), (&cache, vec![1]), far()).unwrap()))
+                thread::spawn(move || drop(pin((&cache, vec![0]), (&cache, vec![1]), remote()).unwrap()))
             })
             .collect();
         drop(held);

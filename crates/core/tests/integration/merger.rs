@@ -18,7 +18,7 @@ use llm_datadist_core::copy::CopyEngine;
 use llm_datadist_core::huge_pages::Merger;
 use llm_datadist_core::memory::kernels::{Kernel, copy};
 use llm_datadist_core::memory::{
-    ForeignProcess, ForeignRegion, MapBudget, Refusal, Region, Tensors, allow_readers, own_probe,
+    MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
 };
 use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -229,10 +229,10 @@ fn nobody_sees_it_happen() {
     touch(&region, 4, 0..UNITS * UNIT);
     let descriptor = region.descriptor().unwrap().try_clone_to_owned().unwrap();
     let soon = Deadline::after(Duration::from_secs(1));
-    let peer = ForeignRegion::map(descriptor, region.len(), &MapBudget::new(None), soon).unwrap();
+    let peer = PeerMapping::map(descriptor, region.len(), &MapBudget::new(None), soon).unwrap();
     allow_readers();
     let own = i32::try_from(std::process::id()).unwrap();
-    let process = ForeignProcess::open(own, own_probe().unwrap()).unwrap();
+    let process = PeerProcess::open(own, own_probe().unwrap()).unwrap();
     let merger = Merger::new([region.clone()]);
     let stop = AtomicBool::new(false);
 
@@ -318,13 +318,13 @@ fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
         let mut config = config(48 << 20);
         config.huge_pages = choice;
         let engine = DataDist::open(config).unwrap();
-        let near = engine.allocate(&desc(Host, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let far = engine.allocate(&desc(Device, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let (near, far) = (End::Managed(near.id()), End::Managed(far.id()));
+        let local = engine.allocate(&desc(Host, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
+        let remote = engine.allocate(&desc(Device, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
+        let (local, remote) = (End::Managed(local.id()), End::Managed(remote.id()));
         let pairs: Vec<_> = (0..16).map(|block| (block, 15 - block)).collect();
         // Three times 32 MiB: after the second it looks, and 32 MiB of each pool were touched by then.
         for _ in 0..3 {
-            engine.swap_blocks(&far, &near, &pairs).unwrap();
+            engine.swap_blocks(&remote, &local, &pairs).unwrap();
         }
         let until = Instant::now() + Duration::from_secs(20);
         let merged = || engine.stats().host_pool.unwrap().merged_bytes;

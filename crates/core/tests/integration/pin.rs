@@ -20,7 +20,7 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_millis(30))
 }
 
-fn far() -> Deadline {
+fn remote() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
@@ -127,7 +127,7 @@ fn exclusion_holds_under_many_threads() {
             scope.spawn(move || {
                 for round in 0..400 {
                     let (read, write) = ((thread + round) % 6, (thread * 5 + round * round) % 6);
-                    let pins = within(cache, &[read, (read + 1) % 6], &[write], far()).unwrap();
+                    let pins = within(cache, &[read, (read + 1) % 6], &[write], remote()).unwrap();
                     assert_eq!(rows[write as usize].swap(-1, Ordering::SeqCst), 0, "somebody is there");
                     for row in [read, (read + 1) % 6] {
                         assert!(row == write || rows[row as usize].fetch_add(1, Ordering::SeqCst) >= 0);
@@ -157,7 +157,7 @@ fn two_caches_in_opposite_order_never_wait_in_a_circle() {
             scope.spawn(move || {
                 let (src, dst) = if thread % 2 == 0 { (a, b) } else { (b, a) };
                 for _ in 0..500 {
-                    drop(pin((src, vec![0, 1]), (dst, vec![0, 1]), far()).unwrap());
+                    drop(pin((src, vec![0, 1]), (dst, vec![0, 1]), remote()).unwrap());
                     done.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -172,7 +172,7 @@ fn a_waiting_call_goes_on_as_soon_as_the_row_is_free() {
     let held = within(&cache, &[], &[1], soon()).unwrap();
     let got = std::thread::scope(|scope| {
         let waiting: Vec<_> =
-            (0..6).map(|_| scope.spawn(|| within(&cache, &[1], &[], far()).is_ok())).collect();
+            (0..6).map(|_| scope.spawn(|| within(&cache, &[1], &[], remote()).is_ok())).collect();
         std::thread::sleep(Duration::from_millis(20));
         drop(held);
         waiting.into_iter().map(|thread| thread.join().unwrap()).filter(|ok| *ok).count()
@@ -185,7 +185,7 @@ fn later_readers_wait_behind_a_waiting_writer() {
     let cache = cache(4);
     let first = within(&cache, &[1], &[], soon()).unwrap();
     std::thread::scope(|scope| {
-        let writer = scope.spawn(|| within(&cache, &[], &[1], far()).map(drop));
+        let writer = scope.spawn(|| within(&cache, &[], &[1], remote()).map(drop));
         // Until the writer waits, readers still get in; from then on none does.
         let brief = || Deadline::after(Duration::from_millis(5));
         let given_up = Deadline::after(Duration::from_secs(20));
@@ -208,7 +208,7 @@ fn a_read_ahead_passes_only_writers_that_wait() {
     let cache = cache(4);
     let first = within(&cache, &[1], &[], soon()).unwrap();
     std::thread::scope(|scope| {
-        let writer = scope.spawn(|| pin_writes(&cache, vec![1], far()));
+        let writer = scope.spawn(|| pin_writes(&cache, vec![1], remote()));
         // Until the writer waits, readers still get in.
         let brief = || Deadline::after(Duration::from_millis(5));
         let given_up = Deadline::after(Duration::from_secs(20));
@@ -247,7 +247,7 @@ fn a_call_that_gave_up_is_in_nobodys_way() {
     std::thread::scope(|scope| {
         let writer =
             scope.spawn(|| within(&cache, &[], &[1], Deadline::after(Duration::from_millis(300))).map(drop));
-        let behind = scope.spawn(|| within(&cache, &[1], &[], far()).map(drop));
+        let behind = scope.spawn(|| within(&cache, &[1], &[], remote()).map(drop));
         writer.join().unwrap().unwrap_err();
         behind.join().unwrap().unwrap();
     });

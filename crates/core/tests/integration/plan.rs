@@ -658,8 +658,8 @@ fn what_joins_is_joined() {
         .collect();
     assert!(!form(&runs) && plan(&runs, 16, Ends::TwoCaches).waves()[0].num_spans() <= 100, "runs of four");
     // Numbers that do not fit 32 bits are spans whatever they are.
-    let far: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
-    assert!(!form(&far));
+    let remote: Pairs = scattered(100).iter().map(|&(src, dst)| (src + (1 << 32), dst)).collect();
+    assert!(!form(&remote));
 }
 
 /// Refused or sound, as spans are: no number of a peer leads to a panic or outside.
@@ -733,12 +733,12 @@ fn blocks_of_peers() {
 /// Rows far apart are sorted, near ones are bits: each once either way.
 #[test]
 fn rows_of_blocks_are_ascending_each_once() {
-    for far in [1u32, 1000, 1 << 20] {
-        let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * far, (99 - k) * far)).collect();
+    for remote in [1u32, 1000, 1 << 20] {
+        let pairs: Vec<(u32, u32)> = (0..100u32).map(|k| (k * 37 % 50 * remote, (99 - k) * remote)).collect();
         let blocks = Blocks { len: 8, src: 16, dst: 24, pairs: std::sync::Arc::new(pairs) };
         let plan = CopyPlan::from_blocks(1, 0, 0, blocks).unwrap();
         let rows =
-            |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(far)).collect::<Vec<_>>();
+            |first: u64, count: u64| (0..count).map(|k| first + k * u64::from(remote)).collect::<Vec<_>>();
         assert_eq!(plan.src_rows(8).unwrap(), rows(2, 50));
         assert_eq!(plan.dst_rows(8).unwrap(), rows(3, 100));
     }

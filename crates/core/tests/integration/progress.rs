@@ -122,9 +122,9 @@ fn pair(name: &str) -> (Stream, Stream) {
     let transport = Local::default();
     let at = Address::Local(name.to_owned());
     let listener = transport.listen(&at).unwrap();
-    let near = transport.dial(&at, soon()).unwrap();
-    let far = accepted(&*listener).unwrap();
-    (near, far)
+    let local = transport.dial(&at, soon()).unwrap();
+    let remote = accepted(&*listener).unwrap();
+    (local, remote)
 }
 
 fn soon() -> Deadline {
@@ -162,13 +162,13 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
     // In one stretch, and in three that cut pieces and waves.
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
         let (buffer, dst) = memory(3, ROWS, ROW, |_, _| 0xEE);
-        let (near, far) = pair("progress");
+        let (local, remote) = pair("progress");
         let progress = Progress::default();
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
             std::thread::scope(|scope| {
-                let sender = scope.spawn(|| engine().send(&plan, from..to, &src, &near, soon()));
-                engine().receive(&plan, from..to, &dst, &far, soon(), &progress).unwrap();
+                let sender = scope.spawn(|| engine().send(&plan, from..to, &src, &local, soon()));
+                engine().receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
                 sender.join().unwrap().unwrap();
             });
             from = to;
@@ -179,8 +179,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let whole = 0..ROWS as u64;
         assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
-    let (near, _far) = pair("progress");
-    let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &near, soon()).unwrap_err();
+    let (local, _far) = pair("progress");
+    let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
@@ -213,18 +213,18 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
             wanted.extend(stretch);
         }
         let range = from as u64..bytes as u64;
-        let (near, far) = pair("progress");
+        let (local, remote) = pair("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
-            let mut far = std::fs::File::from(far.as_fd().try_clone_to_owned().unwrap());
-            far.read_exact(&mut got).unwrap();
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            let mut remote = std::fs::File::from(remote.as_fd().try_clone_to_owned().unwrap());
+            remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
         let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
-            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &near, soon()).unwrap());
-            engine().receive(&whole, range.clone(), &dst, &far, soon(), &Progress::default()).unwrap();
+            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            engine().receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
     }
@@ -238,14 +238,15 @@ fn a_stream_that_breaks_leaves_rows_that_are_whole() {
     let mut seen = 0;
     for cut in [0, 4999, 1_300_000, plan.bytes() - 1] {
         let (buffer, dst) = memory(2, ROWS, ROW, |_, _| 0xEE);
-        let (near, far) = pair("progress");
-        let far = far.with_faults(Faults { receiving: Some(Fault::Cut(cut)), ..Faults::default() });
+        let (local, remote) = pair("progress");
+        let remote = remote.with_faults(Faults { receiving: Some(Fault::Cut(cut)), ..Faults::default() });
         let progress = Progress::default();
         let error = std::thread::scope(|scope| {
             // It may find that nobody takes the rest.
-            scope.spawn(|| engine().send(&plan, 0..plan.bytes(), &src, &near, soon()));
-            let error = engine().receive(&plan, 0..plan.bytes(), &dst, &far, soon(), &progress).unwrap_err();
-            far.close();
+            scope.spawn(|| engine().send(&plan, 0..plan.bytes(), &src, &local, soon()));
+            let error =
+                engine().receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
+            remote.close();
             error
         });
         assert!(progress.bytes() <= cut, "{} of {cut}", progress.bytes());

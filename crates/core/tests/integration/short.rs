@@ -14,7 +14,7 @@ use llm_datadist_core::protocol::{
     self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
     WirePlan,
 };
-use llm_datadist_core::validate::{self, Far, Side};
+use llm_datadist_core::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,
@@ -103,16 +103,16 @@ fn checking_arguments_fails_whole() {
     let geometry = Geometry::new(&desc(Placement::Device, 2, MANY as usize, 16)).unwrap();
     let side = Side { geometry, kind: CacheKind::Blocks, placement: Placement::Device };
     let slots = Side { kind: CacheKind::Batch, ..side };
-    let far = Far { side, row: 0, accessible: true };
+    let remote = RemoteCache { side, row: 0, accessible: true };
     let list: Vec<i64> = (0..MANY).map(|k| shuffled(k) as i64).collect();
     let pairs: Vec<(i64, i64)> = list.iter().copied().zip(0..).collect();
-    let pull = PullRows::Blocks { far: list.clone(), near: list.clone() };
-    only_fails("pull", 2, || validate::pull(side, far, &pull, Layers::ALL));
-    let push = PushRows::Blocks { near: list.clone(), far: list.clone() };
-    only_fails("push", 2, || validate::push(side, far, &push, Layers::ALL));
+    let pull = PullRows::Blocks { remote: list.clone(), local: list.clone() };
+    only_fails("pull", 2, || validate::pull(side, remote, &pull, Layers::ALL));
+    let push = PushRows::Blocks { local: list.clone(), remote: list.clone() };
+    only_fails("push", 2, || validate::push(side, remote, &push, Layers::ALL));
     let one = Geometry::new(&desc(Placement::Device, 2, 1, 16 * MANY as usize)).unwrap();
-    let slot = Far { side: Side { geometry: one, ..slots }, ..far };
-    let cut = PullRows::SlotToBlocks { near: list };
+    let slot = RemoteCache { side: Side { geometry: one, ..slots }, ..remote };
+    let cut = PullRows::SlotToBlocks { local: list };
     only_fails("slot to blocks", 2, || validate::pull(side, slot, &cut, Layers::ALL));
     only_fails("copy", 1, || validate::copy_blocks(side, &pairs));
     let keys: Vec<_> = (0..MANY).map(|id| Some(CacheKey::Request { model: 0, id })).collect();
@@ -311,17 +311,17 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));
     let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
     let listener = transport.listen(&at).unwrap();
-    let near = transport.dial(&at, soon()).unwrap();
-    let far = crate::bed::accepted(&*listener).unwrap();
+    let local = transport.dial(&at, soon()).unwrap();
+    let remote = crate::bed::accepted(&*listener).unwrap();
     let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
-    let hear = || far.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
+    let hear = || remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
     let mut failures = 0;
     for nth in 0.. {
         let failed = std::thread::scope(|scope| {
             scope.spawn(|| {
-                near.send(&large, soon()).unwrap();
-                near.send(&small, soon()).unwrap();
+                local.send(&large, soon()).unwrap();
+                local.send(&small, soon()).unwrap();
             });
             let (heard, failed) = heap::failing(LEAST, nth, hear);
             match heard {
@@ -339,10 +339,10 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     assert!(failures > 3, "{failures}");
     // Behind a short one bytes of a cache may follow, which nobody knows of: it is the last.
     let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000], limit_ms: 1 }).unwrap();
-    near.send(&short, soon()).unwrap();
+    local.send(&short, soon()).unwrap();
     let (heard, failed) = heap::failing(LEAST, 0, hear);
     assert_eq!((heard.unwrap_err().kind(), failed), (ErrorKind::OutOfMemory, true));
-    assert!(far.is_closed());
+    assert!(remote.is_closed());
 }
 
 /// Pins too: the numbers of a cache, and what a call that waits says it will use.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::copy::{CopyEngine, Progress, STILL_READING, Staging};
 use llm_datadist_core::device::DeviceSet;
 use llm_datadist_core::memory::stalled::Stall;
-use llm_datadist_core::memory::{ForeignProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::memory::{PeerProcess, Probe, Tensors, allow_readers, own_probe};
 use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, Error, ErrorKind, Placement, SwapInPath};
 
@@ -31,8 +31,8 @@ fn own_pid() -> i32 {
     i32::try_from(std::process::id()).unwrap()
 }
 
-fn own_process() -> Arc<ForeignProcess> {
-    ForeignProcess::open(own_pid(), own_probe().unwrap()).unwrap()
+fn own_process() -> Arc<PeerProcess> {
+    PeerProcess::open(own_pid(), own_probe().unwrap()).unwrap()
 }
 
 /// One tensor of `rows` rows to read through the kernel, and one to write.
@@ -141,12 +141,12 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
     // Neither copies inside this process nor reads of another one wait for those threads.
     let other = Peer::start(None);
     other.read(&engine).unwrap();
-    let near = Ends2::new(4, 256 << 10);
-    let from = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[near.src.addr()]);
-    let (from, to) = (Arc::new(Tensors::adopted(from)), (&near.to, Placement::Host));
+    let local = Ends2::new(4, 256 << 10);
+    let from = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[local.src.addr()]);
+    let (from, to) = (Arc::new(Tensors::adopted(from)), (&local.to, Placement::Host));
     let from = (&from, Placement::Host);
-    engine.run(near.plan.clone(), from, to, STRAIGHT, Deadline::after(LONG), &Arc::default()).unwrap();
-    assert!(near.arrived());
+    engine.run(local.plan.clone(), from, to, STRAIGHT, Deadline::after(LONG), &Arc::default()).unwrap();
+    assert!(local.arrived());
     drop(stall);
     eventually("the end of the kernel's calls", || Arc::strong_count(&held) == 1);
     assert_eq!(silent.run(&engine, LONG, &held).unwrap(), silent.len as u64);

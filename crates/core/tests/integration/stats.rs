@@ -45,19 +45,19 @@ fn every_call_is_counted_under_its_name() {
     engine.unregister(registered.id()).unwrap();
     engine.unregister(CacheId(99)).unwrap();
 
-    let (near, slots, far) =
+    let (local, slots, remote) =
         (End::Loose(own.cache.clone()), End::Managed(batch.id()), End::Managed(blocks.id()));
     engine.copy_cache(&slots, &slots, args).unwrap(); // 3 × 10
     engine.copy_kv_cache(&slots, &slots, args).unwrap(); // 3 × 10
     engine.copy_cache(&slots, &slots, CopyArgs { size: 0, ..args }).unwrap_err();
     engine.copy_cache(&slots, &End::Managed(CacheId(99)), args).unwrap_err();
-    engine.copy_blocks(&far, &[(0, 1), (0, 2), (5, 5)]).unwrap(); // 2 × 200, the last moves nothing
-    engine.copy_blocks(&far, &[]).unwrap();
-    engine.copy_blocks(&far, &[(8, 0)]).unwrap_err();
+    engine.copy_blocks(&remote, &[(0, 1), (0, 2), (5, 5)]).unwrap(); // 2 × 200, the last moves nothing
+    engine.copy_blocks(&remote, &[]).unwrap();
+    engine.copy_blocks(&remote, &[(8, 0)]).unwrap_err();
     engine.copy_blocks(&End::Managed(CacheId(99)), &[]).unwrap_err();
-    engine.swap_blocks(&near, &far, &[(0, 1), (1, 1), (7, 0)]).unwrap(); // 3 × 200: both writes of block 1
-    engine.swap_blocks(&far, &near, &[(3, 3)]).unwrap(); // 200
-    engine.swap_blocks(&far, &near, &[(3, 8)]).unwrap_err();
+    engine.swap_blocks(&local, &remote, &[(0, 1), (1, 1), (7, 0)]).unwrap(); // 3 × 200: both writes of block 1
+    engine.swap_blocks(&remote, &local, &[(3, 3)]).unwrap(); // 200
+    engine.swap_blocks(&remote, &local, &[(3, 8)]).unwrap_err();
     engine.remove_key(key).unwrap();
     engine.remove_key(key).unwrap();
     engine.deallocate(batch.id()).unwrap();
@@ -123,10 +123,10 @@ fn swap_ins_are_counted_by_their_way() {
         let engine = engine_on(config, Arc::new(SimDevice::new(reach)));
         let device = engine.allocate(&desc(Device, 1, 8, 50), Blocks, &[]).unwrap();
         let host = engine.allocate(&desc(Host, 1, 8, 50), Blocks, &[]).unwrap();
-        let (near, far) = (End::Managed(host.id()), End::Managed(device.id()));
+        let (local, remote) = (End::Managed(host.id()), End::Managed(device.id()));
         for _ in 0..3 {
-            engine.swap_blocks(&near, &far, &[(0, 1), (3, 3)]).unwrap();
-            engine.swap_blocks(&far, &near, &[(0, 1)]).unwrap();
+            engine.swap_blocks(&local, &remote, &[(0, 1), (3, 3)]).unwrap();
+            engine.swap_blocks(&remote, &local, &[(0, 1)]).unwrap();
         }
         let stats = engine.stats();
         assert_eq!((stats.swap_in_direct, stats.swap_in_ring), (direct, ring), "{reach:?} {swap_in:?}");

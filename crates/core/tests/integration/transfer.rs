@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use llm_datadist_core::plan::CopyPlan;
 use llm_datadist_core::plan::Moves;
 use llm_datadist_core::validate::{
-    self, ExtParam, Far, LayerRange, Layers, PullRows, PushRows, Side, accessible, pull, pull_kv_layers,
-    pull_near, push, push_kv_cache, push_near,
+    self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, Side, accessible, pull,
+    pull_kv_layers, pull_local, push, push_kv_cache, push_local,
 };
 use llm_datadist_core::{CacheKind, Error, ErrorKind, Geometry, Placement, Result, Role};
 use proptest::prelude::*;
@@ -24,8 +24,8 @@ fn side(kind: CacheKind, num_tensors: u32, rows: u64, row_bytes: u64) -> Side {
     Side { geometry, kind, placement: Device }
 }
 
-fn far(side: Side, row: u32) -> Far {
-    Far { side, row, accessible: true }
+fn remote(side: Side, row: u32) -> RemoteCache {
+    RemoteCache { side, row, accessible: true }
 }
 
 fn layers(src: Option<(u32, u32)>, dst: Option<(u32, u32)>, tensors_per_layer: u32) -> Layers {
@@ -89,27 +89,32 @@ fn any_kind(rows: &PullRows) -> bool {
 }
 
 /// contract §7.12, §7.13, as lists of tensors and bytes.
-fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<Vec<Byte>, ErrorKind> {
-    let (here, there, row) = (Shape::of(near), Shape::of(far.side), u64::from(far.row));
+fn naive_pull(
+    local: Side,
+    remote: RemoteCache,
+    rows: &PullRows,
+    layers: Layers,
+) -> Result<Vec<Byte>, ErrorKind> {
+    let (here, there, row) = (Shape::of(local), Shape::of(remote.side), u64::from(remote.row));
     let right_near = match rows {
-        PullRows::Slot { near, size } => {
+        PullRows::Slot { local, size } => {
             here.kind == Batch
                 && (*size == -1 || (*size > 0 && *size as u64 <= here.stride))
-                && u64::from(*near) < here.rows
+                && u64::from(*local) < here.rows
         }
-        PullRows::Part { near, near_offset, size, .. } => {
+        PullRows::Part { local, near_offset, size, .. } => {
             here.kind == Batch
                 && *near_offset < here.stride
                 && (*size == -1 || (*size > 0 && near_offset.saturating_add(*size as u64) <= here.stride))
-                && u64::from(*near) < here.rows
+                && u64::from(*local) < here.rows
         }
-        PullRows::Blocks { far, near } | PullRows::Rows { far, near } => {
+        PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
             (here.kind == Blocks || any_kind(rows))
-                && !near.is_empty()
-                && far.len() == near.len()
-                && here.has(near)
+                && !local.is_empty()
+                && remote.len() == local.len()
+                && here.has(local)
         }
-        PullRows::SlotToBlocks { near } => here.kind == Blocks && !near.is_empty() && here.has(near),
+        PullRows::SlotToBlocks { local } => here.kind == Blocks && !local.is_empty() && here.has(local),
     };
     let per_layer = layers.tensors_per_layer;
     let (src, dst) = (listed(layers.src, per_layer), listed(layers.dst, per_layer));
@@ -131,23 +136,23 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
         return Err(InvalidArgument);
     }
     let from: Vec<u64> = if src.is_empty() { (0..there.tensors).collect() } else { src };
-    if !far.accessible || from.iter().any(|&tensor| tensor >= there.tensors) {
+    if !remote.accessible || from.iter().any(|&tensor| tensor >= there.tensors) {
         return Err(InvalidArgument);
     }
     let mut bytes = vec![];
     match rows {
-        PullRows::Slot { near, size } => {
+        PullRows::Slot { local, size } => {
             let size = if *size == -1 { here.stride } else { *size as u64 };
             if there.kind != Batch || size > there.stride {
                 return Err(InvalidArgument);
             }
-            bytes.extend((0..size).map(|at| (row * there.stride + at, u64::from(*near) * here.stride + at)));
+            bytes.extend((0..size).map(|at| (row * there.stride + at, u64::from(*local) * here.stride + at)));
         }
-        PullRows::Part { near, far_offset, near_offset, size } => {
+        PullRows::Part { local, far_offset, near_offset, size } => {
             if there.kind != Batch || *far_offset >= there.stride {
                 return Err(InvalidArgument);
             }
-            let first = u64::from(*near) * here.stride;
+            let first = u64::from(*local) * here.stride;
             let end = if *size == -1 { here.stride } else { near_offset + *size as u64 };
             for (to, from) in (*near_offset..end).zip(*far_offset..) {
                 if from >= there.stride {
@@ -156,22 +161,22 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
                 bytes.push((row * there.stride + from, first + to));
             }
         }
-        PullRows::Blocks { far, near } | PullRows::Rows { far, near } => {
+        PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
             let right_kind = there.kind == Blocks || any_kind(rows);
-            if !right_kind || there.stride != here.stride || !there.has(far) {
+            if !right_kind || there.stride != here.stride || !there.has(remote) {
                 return Err(InvalidArgument);
             }
-            for (&from, &to) in far.iter().zip(near) {
+            for (&from, &to) in remote.iter().zip(local) {
                 let at = |block: i64, at: u64| block as u64 * here.stride + at;
                 bytes.extend((0..here.stride).map(|k| (at(from, k), at(to, k))));
             }
         }
-        PullRows::SlotToBlocks { near } => {
+        PullRows::SlotToBlocks { local } => {
             if there.kind != Batch {
                 return Err(InvalidArgument);
             }
             let mut read = 0;
-            for &block in near {
+            for &block in local {
                 if read == there.stride {
                     return Err(InvalidArgument);
                 }
@@ -188,8 +193,13 @@ fn naive_pull(near: Side, far: Far, rows: &PullRows, layers: Layers) -> Result<V
 }
 
 /// contract §7.14, §7.15.
-fn naive_push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<Vec<Byte>, ErrorKind> {
-    let (here, there) = (Shape::of(near), Shape::of(far.side));
+fn naive_push(
+    local: Side,
+    remote: RemoteCache,
+    rows: &PushRows,
+    layers: Layers,
+) -> Result<Vec<Byte>, ErrorKind> {
+    let (here, there) = (Shape::of(local), Shape::of(remote.side));
     let per_layer = layers.tensors_per_layer;
     let kinds = match rows {
         PushRows::Slot { .. } => vec![Batch],
@@ -208,31 +218,33 @@ fn naive_push(near: Side, far: Far, rows: &PushRows, layers: Layers) -> Result<V
         || (!from.is_empty() && here.tensors % u64::from(per_layer) != 0)
         || from.iter().any(|&tensor| tensor >= here.tensors)
         || to.iter().any(|&tensor| tensor >= there.tensors)
-        || !far.accessible
+        || !remote.accessible
         || !kinds.contains(&there.kind)
     {
         return Err(InvalidArgument);
     }
     let mut bytes = vec![];
     match rows {
-        PushRows::Slot { near } => {
-            if u64::from(*near) >= here.rows || u64::from(far.row) >= there.rows || here.stride > there.stride
+        PushRows::Slot { local } => {
+            if u64::from(*local) >= here.rows
+                || u64::from(remote.row) >= there.rows
+                || here.stride > there.stride
             {
                 return Err(InvalidArgument);
             }
-            let start = (u64::from(*near) * here.stride, u64::from(far.row) * there.stride);
+            let start = (u64::from(*local) * here.stride, u64::from(remote.row) * there.stride);
             bytes.extend((0..here.stride).map(|at| (start.0 + at, start.1 + at)));
         }
-        PushRows::Blocks { near, far } | PushRows::Rows { near, far } => {
-            if near.is_empty()
-                || near.len() != far.len()
-                || !here.has(near)
-                || !there.has(far)
+        PushRows::Blocks { local, remote } | PushRows::Rows { local, remote } => {
+            if local.is_empty()
+                || local.len() != remote.len()
+                || !here.has(local)
+                || !there.has(remote)
                 || here.stride != there.stride
             {
                 return Err(InvalidArgument);
             }
-            for (&from, &to) in near.iter().zip(far) {
+            for (&from, &to) in local.iter().zip(remote) {
                 let at = |block: i64, at: u64| block as u64 * here.stride + at;
                 bytes.extend((0..here.stride).map(|k| (at(from, k), at(to, k))));
             }
@@ -315,8 +327,8 @@ fn unique(rows: &[u64]) -> Vec<u64> {
 
 #[derive(Clone, Debug)]
 struct Case {
-    near: Side,
-    far: Far,
+    local: Side,
+    remote: RemoteCache,
     pull: PullRows,
     push: PushRows,
     layers: Layers,
@@ -364,28 +376,29 @@ fn cases() -> impl Strategy<Value = Case> {
             let row = if far_kind == Blocks && alike.0 { 0 } else { row };
             let (pull, push) = match what {
                 0 => {
-                    let whole = PullRows::Slot { near: slot, size };
+                    let whole = PullRows::Slot { local: slot, size };
                     let part = |(far_offset, near_offset)| PullRows::Part {
-                        near: slot,
+                        local: slot,
                         far_offset,
                         near_offset,
                         size,
                     };
-                    (offsets.map_or(whole, part), PushRows::Slot { near: slot })
+                    (offsets.map_or(whole, part), PushRows::Slot { local: slot })
                 }
-                2 => (PullRows::SlotToBlocks { near: ours }, PushRows::Slot { near: slot }),
+                2 => (PullRows::SlotToBlocks { local: ours }, PushRows::Slot { local: slot }),
                 4 => (
-                    PullRows::Rows { far: theirs.clone(), near: ours.clone() },
-                    PushRows::Rows { near: ours, far: theirs },
+                    PullRows::Rows { remote: theirs.clone(), local: ours.clone() },
+                    PushRows::Rows { local: ours, remote: theirs },
                 ),
                 _ => (
-                    PullRows::Blocks { far: theirs.clone(), near: ours.clone() },
-                    PushRows::Blocks { near: ours, far: theirs },
+                    PullRows::Blocks { remote: theirs.clone(), local: ours.clone() },
+                    PushRows::Blocks { local: ours, remote: theirs },
                 ),
             };
-            let far = Far { side: side(far_kind, far_tensors, far_rows, far_bytes), row, accessible };
-            let near = side(kind, tensors, rows, bytes);
-            let case = Case { near, far, pull, push, layers: layers(src, dst, per_layer), cut };
+            let remote =
+                RemoteCache { side: side(far_kind, far_tensors, far_rows, far_bytes), row, accessible };
+            let local = side(kind, tensors, rows, bytes);
+            let case = Case { local, remote, pull, push, layers: layers(src, dst, per_layer), cut };
             if tame { tamed(case) } else { case }
         },
     )
@@ -393,7 +406,7 @@ fn cases() -> impl Strategy<Value = Case> {
 
 /// The same request, with every number brought into its range.
 fn tamed(case: Case) -> Case {
-    let Case { near, far, mut pull, mut push, layers: asked, cut } = case;
+    let Case { local, remote, mut pull, mut push, layers: asked, cut } = case;
     let per_layer = asked.tensors_per_layer.clamp(1, 3);
     let both = asked.src.is_some() || asked.dst.is_some();
     let (count, first) = if both { (2, asked.src.map_or(0, |range| range.first)) } else { (3, 0) };
@@ -407,23 +420,23 @@ fn tamed(case: Case) -> Case {
     // Room for the ranges, whichever side is the source.
     let tensors = if both { (first.max(far_first) + count) * per_layer } else { count * per_layer };
     let more = |old: Side, kind, bytes| side(kind, tensors, old.geometry.rows(), bytes);
-    let (bytes, far_bytes) = (near.geometry.row_bytes(), far.side.geometry.row_bytes());
+    let (bytes, far_bytes) = (local.geometry.row_bytes(), remote.side.geometry.row_bytes());
     let within = |list: &mut Vec<i64>, rows: u64| {
         list.push(1);
         list.iter_mut().for_each(|block| *block = block.rem_euclid(rows as i64));
     };
-    let (rows, far_rows) = (near.geometry.rows(), far.side.geometry.rows());
-    let (own_kind, their_kind) = (near.kind, far.side.kind);
+    let (rows, far_rows) = (local.geometry.rows(), remote.side.geometry.rows());
+    let (own_kind, their_kind) = (local.kind, remote.side.kind);
     let (kind, far_kind, far_bytes) = match (&mut pull, &mut push) {
-        (PullRows::Slot { near: slot, size }, PushRows::Slot { near }) => {
+        (PullRows::Slot { local: slot, size }, PushRows::Slot { local }) => {
             *slot %= rows as u32;
-            *near = *slot;
+            *local = *slot;
             *size = if *size > 0 { *size % bytes as i64 + 1 } else { -1 };
             (Batch, Batch, far_bytes.max(bytes))
         }
-        (PullRows::Part { near: slot, far_offset, near_offset, size }, PushRows::Slot { near }) => {
+        (PullRows::Part { local: slot, far_offset, near_offset, size }, PushRows::Slot { local }) => {
             *slot %= rows as u32;
-            *near = *slot;
+            *local = *slot;
             *near_offset %= bytes;
             let room = bytes - *near_offset;
             *size = if *size > 0 { *size % room as i64 + 1 } else { -1 };
@@ -431,51 +444,51 @@ fn tamed(case: Case) -> Case {
             *far_offset %= 4;
             (Batch, Batch, far_bytes.max(*far_offset + room).max(bytes))
         }
-        (PullRows::SlotToBlocks { near }, _) => {
-            within(near, rows);
-            near.truncate(far_bytes.div_ceil(bytes) as usize);
+        (PullRows::SlotToBlocks { local }, _) => {
+            within(local, rows);
+            local.truncate(far_bytes.div_ceil(bytes) as usize);
             (Blocks, Batch, far_bytes)
         }
-        (PullRows::Blocks { far, near }, PushRows::Blocks { near: pushed, far: into }) => {
-            within(near, rows);
-            far.resize(near.len() - 1, 2);
-            within(far, far_rows);
-            (*pushed, *into) = (near.clone(), far.clone());
+        (PullRows::Blocks { remote, local }, PushRows::Blocks { local: pushed, remote: into }) => {
+            within(local, rows);
+            remote.resize(local.len() - 1, 2);
+            within(remote, far_rows);
+            (*pushed, *into) = (local.clone(), remote.clone());
             (Blocks, Blocks, bytes)
         }
-        (PullRows::Rows { far, near: ours }, PushRows::Rows { near: pushed, far: into }) => {
+        (PullRows::Rows { remote, local: ours }, PushRows::Rows { local: pushed, remote: into }) => {
             within(ours, rows);
-            far.resize(ours.len() - 1, 2);
-            within(far, far_rows);
-            (*pushed, *into) = (ours.clone(), far.clone());
+            remote.resize(ours.len() - 1, 2);
+            within(remote, far_rows);
+            (*pushed, *into) = (ours.clone(), remote.clone());
             (own_kind, their_kind, bytes)
         }
         _ => unreachable!("each pull has its push"),
     };
-    let row = if far_kind == Batch { far.row % far_rows as u32 } else { 0 };
-    let far = Far { side: more(far.side, far_kind, far_bytes), row, accessible: true };
-    Case { near: more(near, kind, bytes), far, pull, push, layers, cut }
+    let row = if far_kind == Batch { remote.row % far_rows as u32 } else { 0 };
+    let remote = RemoteCache { side: more(remote.side, far_kind, far_bytes), row, accessible: true };
+    Case { local: more(local, kind, bytes), remote, pull, push, layers, cut }
 }
 
 #[test]
 fn pulls_do_what_the_naive_twin_does() {
     let (done, refused) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     TestRunner::new(proptest_cases(4000))
-        .run(&cases(), |Case { near, far, pull: rows, layers, cut, .. }| {
-            let expected = naive_pull(near, far, &rows, layers);
-            match pull(near, far, &rows, layers) {
+        .run(&cases(), |Case { local, remote, pull: rows, layers, cut, .. }| {
+            let expected = naive_pull(local, remote, &rows, layers);
+            match pull(local, remote, &rows, layers) {
                 Err(error) => {
                     prop_assert_eq!(Err(error.kind()), expected.map(|_| ()), "{}", error);
                     refused.set(refused.get() + 1);
                 }
                 Ok(moves) => {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
-                    pull_near(near, &rows, layers).unwrap();
-                    plan_does(&moves, &bytes, (far.side, near), cut);
+                    pull_local(local, &rows, layers).unwrap();
+                    plan_does(&moves, &bytes, (remote.side, local), cut);
                     let written = CopyPlan::moves(&mut moves.clone()).unwrap();
-                    let written = written.dst_rows(near.geometry.row_bytes()).unwrap();
-                    prop_assert_eq!(unique(&moves.near_rows), written);
-                    prop_assert_eq!(moves.whole, moves.num_tensors == far.side.geometry.num_tensors());
+                    let written = written.dst_rows(local.geometry.row_bytes()).unwrap();
+                    prop_assert_eq!(unique(&moves.local_rows), written);
+                    prop_assert_eq!(moves.whole, moves.num_tensors == remote.side.geometry.num_tensors());
                     done.set(done.get() + 1);
                 }
             }
@@ -489,21 +502,21 @@ fn pulls_do_what_the_naive_twin_does() {
 fn pushes_do_what_the_naive_twin_does() {
     let (done, refused) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
     TestRunner::new(proptest_cases(4000))
-        .run(&cases(), |Case { near, far, push: rows, layers, cut, .. }| {
-            let expected = naive_push(near, far, &rows, layers);
-            match push(near, far, &rows, layers) {
+        .run(&cases(), |Case { local, remote, push: rows, layers, cut, .. }| {
+            let expected = naive_push(local, remote, &rows, layers);
+            match push(local, remote, &rows, layers) {
                 Err(error) => {
                     prop_assert_eq!(Err(error.kind()), expected.map(|_| ()), "{}", error);
                     refused.set(refused.get() + 1);
                 }
                 Ok(moves) => {
                     let bytes = expected.map_err(|kind| TestCaseError::fail(format!("{kind:?} expected")))?;
-                    push_near(near, &rows, layers).unwrap();
-                    plan_does(&moves, &bytes, (near, far.side), cut);
+                    push_local(local, &rows, layers).unwrap();
+                    plan_does(&moves, &bytes, (local, remote.side), cut);
                     let read = CopyPlan::moves(&mut moves.clone()).unwrap();
-                    let read = read.src_rows(near.geometry.row_bytes()).unwrap();
-                    prop_assert_eq!(unique(&moves.near_rows), read);
-                    prop_assert_eq!(moves.whole, moves.num_tensors == near.geometry.num_tensors());
+                    let read = read.src_rows(local.geometry.row_bytes()).unwrap();
+                    prop_assert_eq!(unique(&moves.local_rows), read);
+                    prop_assert_eq!(moves.whole, moves.num_tensors == local.geometry.num_tensors());
                     done.set(done.get() + 1);
                 }
             }
@@ -515,26 +528,31 @@ fn pushes_do_what_the_naive_twin_does() {
 
 #[test]
 fn what_a_pull_may_ask() {
-    let near = side(Batch, 4, 3, 8);
-    let slot = |near, size| PullRows::Slot { near, size };
+    let local = side(Batch, 4, 3, 8);
+    let slot = |local, size| PullRows::Slot { local, size };
     let all = Layers::ALL;
-    // In this order, and before the far side is known.
+    // In this order, and before the remote side is known.
     let rules: &[(Side, PullRows, Layers, &[&str])] = &[
         (side(Blocks, 4, 3, 8), slot(9, 0), layers(None, None, 0), &["cache is a blocks cache"]),
-        (near, slot(9, 0), layers(None, None, 0), &["size = 0"]),
-        (near, slot(9, i64::MIN), all, &["size = -9223372036854775808"]),
-        (near, slot(9, 99), layers(None, None, 0), &["tensor_num_per_layer = 0"]),
-        (near, slot(3, 99), all, &["batch_index = 3", "0 to 2"]),
-        (near, slot(2, 9), layers(Some((0, 1)), None, 3), &["size = 9", "8 bytes"]),
+        (local, slot(9, 0), layers(None, None, 0), &["size = 0"]),
+        (local, slot(9, i64::MIN), all, &["size = -9223372036854775808"]),
+        (local, slot(9, 99), layers(None, None, 0), &["tensor_num_per_layer = 0"]),
+        (local, slot(3, 99), all, &["batch_index = 3", "0 to 2"]),
+        (local, slot(2, 9), layers(Some((0, 1)), None, 3), &["size = 9", "8 bytes"]),
         (
-            near,
+            local,
             slot(2, 8),
             layers(Some((0, 1)), Some((0, 9)), 3),
             &["tensor_num_per_layer = 3", "num_tensors, 4"],
         ),
-        (near, slot(2, 8), layers(Some((0, 1)), Some((1, 3)), 2), &["dst_layer_range", "tensors 2 to 5"]),
-        (near, slot(2, 8), layers(Some((0, 2)), Some((1, 2)), 2), &["src_layer_range names 4 tensors and 2"]),
-        (near, slot(2, 8), layers(Some((0, 1)), None, 2), &["src_layer_range names 2 tensors and 4"]),
+        (local, slot(2, 8), layers(Some((0, 1)), Some((1, 3)), 2), &["dst_layer_range", "tensors 2 to 5"]),
+        (
+            local,
+            slot(2, 8),
+            layers(Some((0, 2)), Some((1, 2)), 2),
+            &["src_layer_range names 4 tensors and 2"],
+        ),
+        (local, slot(2, 8), layers(Some((0, 1)), None, 2), &["src_layer_range names 2 tensors and 4"]),
         (
             side(Batch, 1, 3, 8),
             slot(0, -1),
@@ -542,41 +560,45 @@ fn what_a_pull_may_ask() {
             &["tensor_num_per_layer = 2"],
         ),
     ];
-    for (near, rows, layers, facts) in rules {
-        refused(InvalidArgument, pull_near(*near, rows, *layers), facts);
-        // Also when the far side is asked wrongly.
-        refused(InvalidArgument, pull(*near, far(side(Batch, 4, 3, 8), 99), rows, *layers), facts);
+    for (local, rows, layers, facts) in rules {
+        refused(InvalidArgument, pull_local(*local, rows, *layers), facts);
+        // Also when the remote side is asked wrongly.
+        refused(InvalidArgument, pull(*local, remote(side(Batch, 4, 3, 8), 99), rows, *layers), facts);
     }
-    pull_near(side(Batch, 1, 3, 8), &slot(0, -1), layers(None, None, 2)).unwrap();
+    pull_local(side(Batch, 1, 3, 8), &slot(0, -1), layers(None, None, 2)).unwrap();
     // Empty is all, also for layers beyond any cache.
-    pull_near(near, &slot(2, 8), layers(Some((u32::MAX, 0)), Some((5, 5)), 3)).unwrap();
+    pull_local(local, &slot(2, 8), layers(Some((u32::MAX, 0)), Some((5, 5)), 3)).unwrap();
     // The largest numbers there are.
     let most = layers(Some((u32::MAX - 1, u32::MAX)), Some((0, 1)), u32::MAX);
-    refused(InvalidArgument, pull_near(near, &slot(2, 8), most), &["tensor_num_per_layer = 4294967295"]);
+    refused(InvalidArgument, pull_local(local, &slot(2, 8), most), &["tensor_num_per_layer = 4294967295"]);
     let far_layers = layers(Some((u32::MAX - 1, u32::MAX)), Some((0, 1)), 4);
-    refused(InvalidArgument, pull(near, far(near, 0), &slot(2, 8), far_layers), &["src_layer_range", "far"]);
+    refused(
+        InvalidArgument,
+        pull(local, remote(local, 0), &slot(2, 8), far_layers),
+        &["src_layer_range", "far"],
+    );
 
-    let mut theirs = far(side(Batch, 4, 2, 8), 2);
-    refused(CacheNotFound, pull(near, theirs, &slot(0, -1), all), &["no slot 2", "0 to 1"]);
+    let mut theirs = remote(side(Batch, 4, 2, 8), 2);
+    refused(CacheNotFound, pull(local, theirs, &slot(0, -1), all), &["no slot 2", "0 to 1"]);
     theirs.row = 1;
     theirs.accessible = false;
-    refused(InvalidArgument, pull(near, theirs, &slot(0, -1), all), &["remote_accessible False"]);
-    let fewer = far(side(Blocks, 3, 2, 8), 0);
-    refused(InvalidArgument, pull(near, fewer, &slot(0, -1), all), &["3 tensors", "4 are written"]);
-    let blocks = far(side(Blocks, 4, 2, 8), 0);
-    refused(InvalidArgument, pull(near, blocks, &slot(0, -1), all), &["far cache is a blocks cache"]);
-    let narrow = far(side(Batch, 4, 2, 7), 0);
-    refused(InvalidArgument, pull(near, narrow, &slot(0, -1), all), &["size = -1", "far cache, 7 bytes"]);
-    assert_eq!(pull(near, narrow, &slot(0, 7), all).unwrap().pieces.count(), 1);
+    refused(InvalidArgument, pull(local, theirs, &slot(0, -1), all), &["remote_accessible False"]);
+    let fewer = remote(side(Blocks, 3, 2, 8), 0);
+    refused(InvalidArgument, pull(local, fewer, &slot(0, -1), all), &["3 tensors", "4 are written"]);
+    let blocks = remote(side(Blocks, 4, 2, 8), 0);
+    refused(InvalidArgument, pull(local, blocks, &slot(0, -1), all), &["far cache is a blocks cache"]);
+    let narrow = remote(side(Batch, 4, 2, 7), 0);
+    refused(InvalidArgument, pull(local, narrow, &slot(0, -1), all), &["size = -1", "far cache, 7 bytes"]);
+    assert_eq!(pull(local, narrow, &slot(0, 7), all).unwrap().pieces.count(), 1);
 }
 
 #[test]
 fn part_of_a_slot() {
-    let near = side(Batch, 4, 3, 8);
-    let part = |far_offset, near_offset, size| PullRows::Part { near: 2, far_offset, near_offset, size };
+    let local = side(Batch, 4, 3, 8);
+    let part = |far_offset, near_offset, size| PullRows::Part { local: 2, far_offset, near_offset, size };
     let moves = |far_offset, near_offset, size| {
         let moves =
-            pull(near, far(side(Batch, 4, 2, 10), 1), &part(far_offset, near_offset, size), Layers::ALL);
+            pull(local, remote(side(Batch, 4, 2, 10), 1), &part(far_offset, near_offset, size), Layers::ALL);
         moves.map(|moves| first(&moves))
     };
     // The rest of the near slot: from byte 16 of the near tensor on there are 8, from byte 10 of the far one on 10.
@@ -594,58 +616,59 @@ fn part_of_a_slot() {
 
 #[test]
 fn which_blocks_a_pull_may_name() {
-    let near = side(Blocks, 2, 4, 8);
-    let blocks = |far: &[i64], near: &[i64]| PullRows::Blocks { far: far.to_vec(), near: near.to_vec() };
-    let cut = |near: &[i64]| PullRows::SlotToBlocks { near: near.to_vec() };
+    let local = side(Blocks, 2, 4, 8);
+    let blocks =
+        |remote: &[i64], local: &[i64]| PullRows::Blocks { remote: remote.to_vec(), local: local.to_vec() };
+    let cut = |local: &[i64]| PullRows::SlotToBlocks { local: local.to_vec() };
     let all = Layers::ALL;
-    refused(InvalidArgument, pull_near(near, &blocks(&[], &[]), all), &["dst_blocks"]);
-    refused(InvalidArgument, pull_near(near, &blocks(&[], &[1]), all), &["src_blocks = []"]);
-    refused(InvalidArgument, pull_near(near, &blocks(&[1], &[1, 2]), all), &["src_blocks has 1", "2"]);
+    refused(InvalidArgument, pull_local(local, &blocks(&[], &[]), all), &["dst_blocks"]);
+    refused(InvalidArgument, pull_local(local, &blocks(&[], &[1]), all), &["src_blocks = []"]);
+    refused(InvalidArgument, pull_local(local, &blocks(&[1], &[1, 2]), all), &["src_blocks has 1", "2"]);
     refused(
         InvalidArgument,
-        pull_near(near, &blocks(&[1, 1], &[0, -1]), all),
+        pull_local(local, &blocks(&[1, 1], &[0, -1]), all),
         &["dst_blocks[1] = -1", "0 to 3"],
     );
-    refused(InvalidArgument, pull_near(near, &cut(&[4]), all), &["dst_blocks[0] = 4"]);
-    refused(InvalidArgument, pull_near(side(Batch, 2, 4, 8), &cut(&[0]), all), &["continuous cache"]);
-    let theirs = far(side(Blocks, 2, 9, 8), 0);
-    refused(InvalidArgument, pull(near, theirs, &blocks(&[9], &[0]), all), &["src_blocks[0] = 9", "0 to 8"]);
-    let other = far(side(Blocks, 2, 9, 4), 0);
-    refused(InvalidArgument, pull(near, other, &blocks(&[8], &[0]), all), &["8 bytes here and 4"]);
+    refused(InvalidArgument, pull_local(local, &cut(&[4]), all), &["dst_blocks[0] = 4"]);
+    refused(InvalidArgument, pull_local(side(Batch, 2, 4, 8), &cut(&[0]), all), &["continuous cache"]);
+    let theirs = remote(side(Blocks, 2, 9, 8), 0);
+    refused(InvalidArgument, pull(local, theirs, &blocks(&[9], &[0]), all), &["src_blocks[0] = 9", "0 to 8"]);
+    let other = remote(side(Blocks, 2, 9, 4), 0);
+    refused(InvalidArgument, pull(local, other, &blocks(&[8], &[0]), all), &["8 bytes here and 4"]);
     // A slot of 20 bytes is two and a half blocks: bounded by the slot, not by the tensor.
-    let slots = far(side(Batch, 2, 3, 20), 1);
-    let moves = pull(near, slots, &cut(&[3, 0, 2]), all).unwrap();
+    let slots = remote(side(Batch, 2, 3, 20), 1);
+    let moves = pull(local, slots, &cut(&[3, 0, 2]), all).unwrap();
     let pieces: Vec<_> = moves.pieces.iter().map(|piece| (piece.src, piece.dst, piece.len)).collect();
     assert_eq!(pieces, [(20, 24, 8), (28, 0, 8), (36, 16, 4)]);
     refused(
         InvalidArgument,
-        pull(near, slots, &cut(&[0, 1, 2, 3]), all),
+        pull(local, slots, &cut(&[0, 1, 2, 3]), all),
         &["len(dst_blocks) = 4", "at most 3"],
     );
-    let fewer = pull(near, slots, &cut(&[1]), all).unwrap();
+    let fewer = pull(local, slots, &cut(&[1]), all).unwrap();
     assert_eq!((first(&fewer).2, fewer.whole), (8, true));
-    refused(InvalidArgument, pull(near, theirs, &cut(&[1]), all), &["far cache is a blocks cache"]);
+    refused(InvalidArgument, pull(local, theirs, &cut(&[1]), all), &["far cache is a blocks cache"]);
 }
 
 #[test]
 fn what_a_push_may_ask() {
-    let near = side(Batch, 10, 3, 8);
-    let slot = PushRows::Slot { near: 2 };
-    let theirs = far(near, 1);
+    let local = side(Batch, 10, 3, 8);
+    let slot = PushRows::Slot { local: 2 };
+    let theirs = remote(local, 1);
     let given = |src, dst, n| layers(Some(src), Some(dst), n);
     // Fewer tensors than a layer has: no layer, nothing to do (contract §7.14).
     let one = side(Batch, 1, 3, 8);
-    let nothing = push(one, far(one, 0), &slot, layers(None, None, 2)).unwrap();
+    let nothing = push(one, remote(one, 0), &slot, layers(None, None, 2)).unwrap();
     assert_eq!((nothing.num_tensors, nothing.pieces.count(), nothing.whole), (0, 0, false));
     assert!(CopyPlan::moves(&mut nothing.clone()).unwrap().waves().is_empty());
     // The rest would be left behind silently.
     refused(
         InvalidArgument,
-        push_near(near, &slot, layers(None, None, 3)),
+        push_local(local, &slot, layers(None, None, 3)),
         &["tensor_num_per_layer = 3", "10"],
     );
     for half in [layers(Some((0, 1)), None, 2), layers(None, Some((0, 1)), 2)] {
-        refused(InvalidArgument, push_near(near, &slot, half), &["_layer_range was given without"]);
+        refused(InvalidArgument, push_local(local, &slot, half), &["_layer_range was given without"]);
     }
     let rules: &[(Layers, &[&str])] = &[
         (layers(None, None, 0), &["tensor_num_per_layer = 0"]),
@@ -655,24 +678,24 @@ fn what_a_push_may_ask() {
         (given((0, 1), (0, 1), 3), &["tensor_num_per_layer = 3"]),
     ];
     for (layers, facts) in rules {
-        refused(InvalidArgument, push_near(near, &slot, *layers), facts);
+        refused(InvalidArgument, push_local(local, &slot, *layers), facts);
     }
     refused(
         InvalidArgument,
-        push_near(near, &PushRows::Slot { near: 3 }, Layers::ALL),
+        push_local(local, &PushRows::Slot { local: 3 }, Layers::ALL),
         &["src_batch_index = 3"],
     );
-    refused(InvalidArgument, push(near, far(near, 3), &slot, Layers::ALL), &["no slot 3"]);
+    refused(InvalidArgument, push(local, remote(local, 3), &slot, Layers::ALL), &["no slot 3"]);
     refused(
         InvalidArgument,
-        push(near, theirs, &slot, given((0, 1), (5, 6), 2)),
+        push(local, theirs, &slot, given((0, 1), (5, 6), 2)),
         &["dst_layer_range", "far"],
     );
-    let hidden = Far { accessible: false, ..theirs };
-    refused(InvalidArgument, push(near, hidden, &slot, Layers::ALL), &["remote_accessible False"]);
-    let narrow = far(side(Batch, 10, 3, 7), 0);
-    refused(InvalidArgument, push(near, narrow, &slot, Layers::ALL), &["8 bytes", "far cache 7"]);
-    let moves = push(near, far(side(Batch, 12, 3, 9), 1), &slot, given((1, 3), (4, 6), 2)).unwrap();
+    let hidden = RemoteCache { accessible: false, ..theirs };
+    refused(InvalidArgument, push(local, hidden, &slot, Layers::ALL), &["remote_accessible False"]);
+    let narrow = remote(side(Batch, 10, 3, 7), 0);
+    refused(InvalidArgument, push(local, narrow, &slot, Layers::ALL), &["8 bytes", "far cache 7"]);
+    let moves = push(local, remote(side(Batch, 12, 3, 9), 1), &slot, given((1, 3), (4, 6), 2)).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors, moves.whole), (2, 8, 4, false));
     assert_eq!(first(&moves), (16, 9, 8));
     validate::push_size(-1).unwrap();
@@ -680,17 +703,18 @@ fn what_a_push_may_ask() {
         refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
     }
     let blocks = side(Blocks, 10, 3, 8);
-    let pairs = |near: &[i64], far: &[i64]| PushRows::Blocks { near: near.to_vec(), far: far.to_vec() };
-    refused(InvalidArgument, push_near(blocks, &pairs(&[0], &[]), Layers::ALL), &["dst_blocks = []"]);
-    refused(InvalidArgument, push_near(blocks, &pairs(&[], &[0]), Layers::ALL), &["src_blocks = []"]);
+    let pairs =
+        |local: &[i64], remote: &[i64]| PushRows::Blocks { local: local.to_vec(), remote: remote.to_vec() };
+    refused(InvalidArgument, push_local(blocks, &pairs(&[0], &[]), Layers::ALL), &["dst_blocks = []"]);
+    refused(InvalidArgument, push_local(blocks, &pairs(&[], &[0]), Layers::ALL), &["src_blocks = []"]);
     refused(
         InvalidArgument,
-        push_near(blocks, &pairs(&[0, 3], &[0, 0]), Layers::ALL),
+        push_local(blocks, &pairs(&[0, 3], &[0, 0]), Layers::ALL),
         &["src_blocks[1] = 3"],
     );
     refused(
         InvalidArgument,
-        push(blocks, far(blocks, 0), &pairs(&[0], &[-5]), Layers::ALL),
+        push(blocks, remote(blocks, 0), &pairs(&[0], &[-5]), Layers::ALL),
         &["dst_blocks[0]"],
     );
 }
@@ -700,22 +724,22 @@ fn what_a_push_may_ask() {
 fn the_default_tensors_of_a_layer_fit_one_tensor_and_five() {
     let ext = |src, dst, n| ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer: n };
     let [one, five] = [1, 5].map(|tensors| side(Batch, tensors, 4, 64));
-    let call = |near, ext| push_kv_cache(Role::Prompt, near, -1, ext);
-    for near in [one, five] {
-        assert_eq!(call(near, ExtParam::default()).unwrap(), Layers::ALL);
-        assert_eq!(pull_kv_layers(near.geometry, ExtParam::default()).unwrap(), Layers::ALL);
-        refused(InvalidArgument, call(near, ext((-1, -1), (-1, -1), 6)), &["tensor_num_per_layer = 6"]);
-        refused(InvalidArgument, call(near, ext((0, 0), (0, 0), 4)), &["tensor_num_per_layer = 4"]);
+    let call = |local, ext| push_kv_cache(Role::Prompt, local, -1, ext);
+    for local in [one, five] {
+        assert_eq!(call(local, ExtParam::default()).unwrap(), Layers::ALL);
+        assert_eq!(pull_kv_layers(local.geometry, ExtParam::default()).unwrap(), Layers::ALL);
+        refused(InvalidArgument, call(local, ext((-1, -1), (-1, -1), 6)), &["tensor_num_per_layer = 6"]);
+        refused(InvalidArgument, call(local, ext((0, 0), (0, 0), 4)), &["tensor_num_per_layer = 4"]);
     }
     // Layers of 2 in 5 tensors: 0 and 1; the last tensor is in none.
     let kept = call(five, ext((0, 1), (0, 1), 2)).unwrap();
-    let moves = push(five, far(five, 3), &PushRows::Slot { near: 3 }, kept).unwrap();
+    let moves = push(five, remote(five, 3), &PushRows::Slot { local: 3 }, kept).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (0, 0, 4));
     let kept = call(five, ext((1, 1), (0, 0), 2)).unwrap();
-    let moves = push(five, far(five, 3), &PushRows::Slot { near: 3 }, kept).unwrap();
+    let moves = push(five, remote(five, 3), &PushRows::Slot { local: 3 }, kept).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (2, 0, 2));
     let kept = pull_kv_layers(five.geometry, ext((0, 0), (1, 1), 2)).unwrap();
-    let moves = pull(five, far(five, 3), &PullRows::Slot { near: 3, size: -1 }, kept).unwrap();
+    let moves = pull(five, remote(five, 3), &PullRows::Slot { local: 3, size: -1 }, kept).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (0, 2, 2));
     refused(
         InvalidArgument,
@@ -729,13 +753,13 @@ fn the_default_tensors_of_a_layer_fit_one_tensor_and_five() {
 
 #[test]
 fn push_kv_cache_has_rules_of_its_own() {
-    let near = side(Batch, 4, 4, 64);
+    let local = side(Batch, 4, 4, 64);
     let ext = |src, dst, n| ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer: n };
-    let call = |ext| push_kv_cache(Role::Prompt, near, -1, ext);
+    let call = |ext| push_kv_cache(Role::Prompt, local, -1, ext);
     // The example of the seed.
     let example = call(ext((3, 3), (3, 3), 1)).unwrap();
     assert_eq!(example, layers(Some((3, 4)), Some((3, 4)), 1));
-    let moves = push(near, far(near, 3), &PushRows::Slot { near: 3 }, example).unwrap();
+    let moves = push(local, remote(local, 3), &PushRows::Slot { local: 3 }, example).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (3, 3, 1));
     assert_eq!(call(ExtParam::default()).unwrap(), Layers::ALL);
     // All layers need no divisor.
@@ -765,10 +789,14 @@ fn push_kv_cache_has_rules_of_its_own() {
     );
     call(ext((0, 0), (i32::MAX, i32::MAX), 1)).unwrap();
     let default = ExtParam::default();
-    refused(InvalidArgument, push_kv_cache(Role::Decoder, near, -1, default), &["Prompt", "this is Decoder"]);
-    push_kv_cache(Role::Mix, near, -1, default).unwrap();
-    refused(InvalidArgument, push_kv_cache(Role::Prompt, near, 64, default), &["size = 64"]);
-    let host = Side { placement: Host, ..near };
+    refused(
+        InvalidArgument,
+        push_kv_cache(Role::Decoder, local, -1, default),
+        &["Prompt", "this is Decoder"],
+    );
+    push_kv_cache(Role::Mix, local, -1, default).unwrap();
+    refused(InvalidArgument, push_kv_cache(Role::Prompt, local, 64, default), &["size = 64"]);
+    let host = Side { placement: Host, ..local };
     refused(InvalidArgument, push_kv_cache(Role::Prompt, host, -1, default), &["host memory"]);
     refused(
         InvalidArgument,

@@ -62,11 +62,11 @@ fn each(judge: impl Fn(&Case, &dyn Listener, Stream, Stream)) {
     for case in cases {
         let listener = case.transport.listen(&case.at).unwrap();
         eprintln!("over {}", listener.address());
-        let near = case.transport.dial(&listener.address(), soon()).unwrap();
-        let far = accepted(&*listener).unwrap();
-        near.expect_descriptors(true);
-        far.expect_descriptors(true);
-        judge(&case, &*listener, near, far);
+        let local = case.transport.dial(&listener.address(), soon()).unwrap();
+        let remote = accepted(&*listener).unwrap();
+        local.expect_descriptors(true);
+        remote.expect_descriptors(true);
+        judge(&case, &*listener, local, remote);
     }
 }
 
@@ -98,52 +98,52 @@ fn kind_of<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
 
 #[test]
 fn frames_of_every_size_come_back_as_they_went() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         // None, less than a header, both sides of the first step of a body, and more than any buffer of a socket.
         let sizes = [0, 1, 7, 8, 9, 4096, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 3 << 20];
         let echo = thread::spawn(move || {
             let mut frames = 0;
             while let Some((kind, body)) =
-                far.receive(MESSAGE_LIMIT, Duration::from_micros(60), soon()).unwrap()
+                remote.receive(MESSAGE_LIMIT, Duration::from_micros(60), soon()).unwrap()
             {
                 assert_eq!(kind, MESSAGE);
-                far.send(&frame(&body), soon()).unwrap();
+                remote.send(&frame(&body), soon()).unwrap();
                 frames += 1;
             }
             frames
         });
         for (seed, size) in sizes.into_iter().enumerate() {
             let sent: Vec<u8> = (0..size).map(|at| pattern(seed as u8, 0, at)).collect();
-            near.send(&frame(&sent), soon()).unwrap();
+            local.send(&frame(&sent), soon()).unwrap();
             let patience = Duration::from_micros(60 * (seed as u64 % 2));
-            let (_, back) = near.receive(MESSAGE_LIMIT, patience, soon()).unwrap().unwrap();
+            let (_, back) = local.receive(MESSAGE_LIMIT, patience, soon()).unwrap().unwrap();
             assert!(back == sent, "{size} bytes");
         }
-        near.close();
+        local.close();
         assert_eq!(echo.join().unwrap(), sizes.len());
-        near.close();
-        assert!(near.is_closed());
+        local.close();
+        assert!(local.is_closed());
     });
 }
 
 #[test]
 fn several_frames_at_once_are_told_apart() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let mut all = frame(b"one");
         all.extend(protocol::refusal(&Error::new(ErrorKind::CacheNotFound, "two")));
         all.extend(frame(b""));
         all.extend(frame(b"four"));
-        raw(&near).write_all(&all).unwrap();
-        assert_eq!(body(&far), b"one");
-        let (kind, refusal) = receive(&far).unwrap().unwrap();
+        raw(&local).write_all(&all).unwrap();
+        assert_eq!(body(&remote), b"one");
+        let (kind, refusal) = receive(&remote).unwrap().unwrap();
         assert_eq!(kind, REFUSAL);
         assert_eq!(protocol::open::<u8>(kind, &refusal).unwrap_err().kind(), ErrorKind::CacheNotFound);
-        assert_eq!(body(&far), b"");
-        assert_eq!(body(&far), b"four");
-        drop(near);
-        assert!(receive(&far).unwrap().is_none());
+        assert_eq!(body(&remote), b"");
+        assert_eq!(body(&remote), b"four");
+        drop(local);
+        assert!(receive(&remote).unwrap().is_none());
         // The end stays the end.
-        assert!(receive(&far).unwrap().is_none());
+        assert!(receive(&remote).unwrap().is_none());
     });
 }
 
@@ -154,17 +154,17 @@ fn a_length_beyond_the_limit_ends_the_stream() {
         (u32::MAX as usize, MESSAGE_LIMIT),
         (GREETING_LIMIT + 1, GREETING_LIMIT),
     ] {
-        each(|_, _, near, far| {
+        each(|_, _, local, remote| {
             let mut header = b"LD\x05\x01".to_vec();
             header.extend((claimed as u32).to_le_bytes());
-            raw(&near).write_all(&header).unwrap();
-            let error = far.receive(limit, Duration::ZERO, soon()).unwrap_err();
+            raw(&local).write_all(&header).unwrap();
+            let error = remote.receive(limit, Duration::ZERO, soon()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::NotLinked);
             assert_eq!(error.fact("bytes"), Some(claimed.to_string().as_str()));
             assert_eq!(error.fact("limit"), Some(limit.to_string().as_str()));
-            assert_eq!(error.fact("peer"), Some(far.peer()));
-            assert!(far.is_closed());
-            assert_eq!(kind_of(receive(&far)), ErrorKind::NotLinked);
+            assert_eq!(error.fact("peer"), Some(remote.peer()));
+            assert!(remote.is_closed());
+            assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
         });
     }
 }
@@ -173,26 +173,26 @@ fn a_length_beyond_the_limit_ends_the_stream() {
 fn the_longest_frame_passes() {
     let case = &cases()[1];
     let listener = case.transport.listen(&case.at).unwrap();
-    let near = case.transport.dial(&case.at, soon()).unwrap();
-    let far = accepted(&*listener).unwrap();
+    let local = case.transport.dial(&case.at, soon()).unwrap();
+    let remote = accepted(&*listener).unwrap();
     let longest = frame(&vec![7; MESSAGE_LIMIT]);
     thread::scope(|scope| {
-        scope.spawn(|| near.send(&longest, soon()).unwrap());
-        assert!(body(&far) == longest[HEADER..]);
+        scope.spawn(|| local.send(&longest, soon()).unwrap());
+        assert!(body(&remote) == longest[HEADER..]);
     });
 }
 
 #[test]
 fn a_length_alone_is_given_no_memory() {
     // 63 MiB are promised and a hundred bytes come: what they are given is bounded by what came.
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let mut header = b"LD\x05\x01".to_vec();
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
-        raw(&near).write_all(&header).unwrap();
-        let (result, peak) = heap::peak(|| far.receive(MESSAGE_LIMIT, Duration::ZERO, short()));
+        raw(&local).write_all(&header).unwrap();
+        let (result, peak) = heap::peak(|| remote.receive(MESSAGE_LIMIT, Duration::ZERO, short()));
         assert_eq!(kind_of(result), ErrorKind::Timeout);
-        assert!(far.is_closed());
+        assert!(remote.is_closed());
         assert!((100..1 << 20).contains(&peak), "{peak} bytes");
     });
 }
@@ -200,43 +200,43 @@ fn a_length_alone_is_given_no_memory() {
 #[test]
 fn half_a_frame_ends_the_stream() {
     for cut in [1, HEADER - 1, HEADER, HEADER + 1, HEADER + 99] {
-        each(|_, _, near, far| {
-            raw(&near).write_all(&frame(&[3; 100])[..cut]).unwrap();
-            near.close();
-            let error = receive(&far).unwrap_err();
+        each(|_, _, local, remote| {
+            raw(&local).write_all(&frame(&[3; 100])[..cut]).unwrap();
+            local.close();
+            let error = receive(&remote).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::NotLinked, "{cut}: {error}");
             assert_eq!(error.fact("bytes_before"), Some(cut.to_string().as_str()));
-            assert!(error.to_string().contains(far.peer()), "{error}");
+            assert!(error.to_string().contains(remote.peer()), "{error}");
             assert!(error.to_string().starts_with("the peer closed the connection"), "{error}");
-            assert!(far.is_closed());
-            assert_eq!(kind_of(far.send(&frame(b"late"), soon())), ErrorKind::NotLinked);
+            assert!(remote.is_closed());
+            assert_eq!(kind_of(remote.send(&frame(b"late"), soon())), ErrorKind::NotLinked);
         });
-        each(|_, _, near, far| {
-            raw(&near).write_all(&frame(&[3; 100])[..cut]).unwrap();
-            let error = far.receive(MESSAGE_LIMIT, Duration::ZERO, short()).unwrap_err();
+        each(|_, _, local, remote| {
+            raw(&local).write_all(&frame(&[3; 100])[..cut]).unwrap();
+            let error = remote.receive(MESSAGE_LIMIT, Duration::ZERO, short()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Timeout, "{cut}: {error}");
-            assert!(far.is_closed());
+            assert!(remote.is_closed());
         });
     }
 }
 
 #[test]
 fn silence_lasts_until_the_deadline_and_costs_nothing() {
-    each(|_, _, near, far| {
-        let error = far.receive(MESSAGE_LIMIT, Duration::from_micros(60), short()).unwrap_err();
+    each(|_, _, local, remote| {
+        let error = remote.receive(MESSAGE_LIMIT, Duration::from_micros(60), short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert!(error.to_string().starts_with("the_limit passed while waiting"), "{error}");
-        assert_eq!(error.fact("peer"), Some(far.peer()));
+        assert_eq!(error.fact("peer"), Some(remote.peer()));
         // Nothing of a frame had come: the stream goes on.
-        assert!(!far.is_closed());
-        near.send(&frame(b"at last"), soon()).unwrap();
-        assert_eq!(body(&far), b"at last");
+        assert!(!remote.is_closed());
+        local.send(&frame(b"at last"), soon()).unwrap();
+        assert_eq!(body(&remote), b"at last");
         // What is there already is received even when no time is left.
-        near.send(&frame(b"late"), soon()).unwrap();
+        local.send(&frame(b"late"), soon()).unwrap();
         let none = Deadline::after(Duration::ZERO);
         let until = Instant::now() + Duration::from_secs(20);
         let late = loop {
-            match far.receive(MESSAGE_LIMIT, Duration::from_millis(1), none) {
+            match remote.receive(MESSAGE_LIMIT, Duration::from_millis(1), none) {
                 Err(error) if error.kind() == ErrorKind::Timeout && Instant::now() < until => {}
                 other => break other,
             }
@@ -247,20 +247,20 @@ fn silence_lasts_until_the_deadline_and_costs_nothing() {
 
 #[test]
 fn a_full_buffer_waits_until_the_deadline() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let much = frame(&vec![1; 60 << 20]);
-        let error = near.send(&much, short()).unwrap_err();
+        let error = local.send(&much, short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         let before: usize = error.fact("bytes_before").unwrap().parse().unwrap();
         assert!(before > 0 && before < much.len());
-        assert!(near.is_closed());
-        assert_eq!(kind_of(receive(&far)), ErrorKind::NotLinked);
+        assert!(local.is_closed());
+        assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
     });
-    each(|_, _, near, _far| {
+    each(|_, _, local, _far| {
         // Full to the brim, the next frame cannot even start: nothing is broken by that.
-        fill(&near);
-        assert_eq!(kind_of(near.send(&frame(b"more"), short())), ErrorKind::Timeout);
-        assert!(!near.is_closed());
+        fill(&local);
+        assert_eq!(kind_of(local.send(&frame(b"more"), short())), ErrorKind::Timeout);
+        assert!(!local.is_closed());
     });
 }
 
@@ -283,38 +283,38 @@ fn a_wait_ends_when_the_caller_is_interrupted() {
     fn always() -> bool {
         true
     }
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let watched = soon().watched(Some(always));
-        assert_eq!(kind_of(far.receive(MESSAGE_LIMIT, Duration::ZERO, watched)), ErrorKind::Interrupted);
-        assert!(!far.is_closed());
+        assert_eq!(kind_of(remote.receive(MESSAGE_LIMIT, Duration::ZERO, watched)), ErrorKind::Interrupted);
+        assert!(!remote.is_closed());
         let much = frame(&vec![1; 60 << 20]);
-        assert_eq!(kind_of(near.send(&much, watched)), ErrorKind::Interrupted);
-        assert!(near.is_closed());
+        assert_eq!(kind_of(local.send(&much, watched)), ErrorKind::Interrupted);
+        assert!(local.is_closed());
     });
 }
 
 #[test]
 fn close_wakes_a_waiting_receive() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| far.receive(MESSAGE_LIMIT, Duration::ZERO, soon()));
+            let waiting = scope.spawn(|| remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon()));
             thread::sleep(Duration::from_millis(20));
-            far.close();
+            remote.close();
             assert!(waiting.join().unwrap().unwrap().is_none());
         });
-        assert!(receive(&near).unwrap().is_none());
-        let error = far.send(&frame(b"x"), soon()).unwrap_err();
+        assert!(receive(&local).unwrap().is_none());
+        let error = remote.send(&frame(b"x"), soon()).unwrap_err();
         assert!(error.to_string().starts_with("this side closed the connection"), "{error}");
         assert_eq!(error.kind(), ErrorKind::NotLinked);
     });
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| near.send(&frame(&vec![1; 60 << 20]), soon()));
+            let waiting = scope.spawn(|| local.send(&frame(&vec![1; 60 << 20]), soon()));
             thread::sleep(Duration::from_millis(20));
-            near.close();
+            local.close();
             assert_eq!(kind_of(waiting.join().unwrap()), ErrorKind::NotLinked);
         });
-        drop(far);
+        drop(remote);
     });
 }
 
@@ -369,12 +369,12 @@ fn a_port_with_lingering_connections_is_listened_at_again() {
     let listener = Tcp.listen(&at).unwrap();
     let at = listener.address();
     assert!(matches!(at, Address::Tcp(at) if at.port() != 0));
-    let near = Tcp.dial(&at, soon()).unwrap();
-    let far = accepted(&*listener).unwrap();
+    let local = Tcp.dial(&at, soon()).unwrap();
+    let remote = accepted(&*listener).unwrap();
     // The side that ends first lingers.
-    drop(far);
-    assert!(receive(&near).unwrap().is_none());
-    drop((near, listener));
+    drop(remote);
+    assert!(receive(&local).unwrap().is_none());
+    drop((local, listener));
     Tcp.listen(&at).unwrap();
 }
 
@@ -439,8 +439,8 @@ fn every_transport_knows_its_own_addresses_only() {
 
 #[test]
 fn what_is_known_of_the_peer() {
-    each(|case, listener, near, far| {
-        for (stream, name) in [(&near, "near"), (&far, "far")] {
+    each(|case, listener, local, remote| {
+        for (stream, name) in [(&local, "near"), (&remote, "far")] {
             assert!(stream.same_host(), "{name}");
             let over_tcp = case.transport.name() == "tcp";
             assert_eq!(stream.carries_descriptors(), !over_tcp);
@@ -451,35 +451,35 @@ fn what_is_known_of_the_peer() {
             }
         }
         if let Address::Tcp(at) = listener.address() {
-            assert_eq!(near.peer(), at.to_string());
-            assert!(far.peer().starts_with(&at.ip().to_string()) || at.is_ipv6());
+            assert_eq!(local.peer(), at.to_string());
+            assert!(remote.peer().starts_with(&at.ip().to_string()) || at.is_ipv6());
         }
     });
 }
 
 #[test]
 fn descriptors_travel_where_they_can() {
-    each(|case, _, near, far| {
+    each(|case, _, local, remote| {
         let file = tempfile(b"what the descriptor leads to");
         let (one, two) = (file.as_fd(), std::io::stdin());
         let fds = [one, two.as_fd(), one];
         let with = frame(b"with three");
         if case.transport.name() == "tcp" {
-            let error = near.send_with(&with, &fds, soon()).unwrap_err();
+            let error = local.send_with(&with, &fds, soon()).unwrap_err();
             assert_eq!((error.kind(), error.fact("limit")), (ErrorKind::System, Some("0")));
-            assert!(error.to_string().contains(near.peer()), "{error}");
-            assert!(!near.is_closed());
-            near.send_with(&with, &[], soon()).unwrap();
-            let (_, body, got) = far.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
+            assert!(error.to_string().contains(local.peer()), "{error}");
+            assert!(!local.is_closed());
+            local.send_with(&with, &[], soon()).unwrap();
+            let (_, body, got) = remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
             assert_eq!((body.as_slice(), got.len()), (&with[HEADER..], 0));
             return;
         }
-        near.send(&frame(b"before"), soon()).unwrap();
-        near.send_with(&with, &fds, soon()).unwrap();
-        near.send(&frame(b"after"), soon()).unwrap();
-        let (kind, before, none) = far.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
+        local.send(&frame(b"before"), soon()).unwrap();
+        local.send_with(&with, &fds, soon()).unwrap();
+        local.send(&frame(b"after"), soon()).unwrap();
+        let (kind, before, none) = remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
         assert_eq!((kind, before.as_slice(), none.len()), (MESSAGE, &b"before"[..], 0));
-        let (_, body, mut got) = far.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
+        let (_, body, mut got) = remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
         assert_eq!((body.as_slice(), got.len()), (&b"with three"[..], 3));
         for fd in &got {
             assert!(closes_on_exec(fd));
@@ -487,30 +487,30 @@ fn descriptors_travel_where_they_can() {
         let mut text = String::new();
         std::fs::File::from(got.remove(2)).read_to_string(&mut text).unwrap();
         assert_eq!(text, "what the descriptor leads to");
-        let (_, after, none) = far.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
+        let (_, after, none) = remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap();
         assert_eq!((after.as_slice(), none.len()), (&b"after"[..], 0));
         let many = vec![one; MAX_DESCRIPTORS + 1];
-        assert_eq!(near.send_with(&with, &many, soon()).unwrap_err().fact("limit"), Some("8"));
-        near.send_with(&with, &many[1..], soon()).unwrap();
-        assert_eq!(far.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap().2.len(), MAX_DESCRIPTORS);
+        assert_eq!(local.send_with(&with, &many, soon()).unwrap_err().fact("limit"), Some("8"));
+        local.send_with(&with, &many[1..], soon()).unwrap();
+        assert_eq!(remote.receive_with(MESSAGE_LIMIT, soon()).unwrap().unwrap().2.len(), MAX_DESCRIPTORS);
     });
 }
 
 #[test]
 fn descriptors_nobody_asked_for_are_closed() {
-    each(|case, _, near, far| {
+    each(|case, _, local, remote| {
         if case.transport.name() == "tcp" {
             return;
         }
         let (mut read, write) = std::io::pipe().unwrap();
-        near.send_with(&frame(b"take this"), &[write.as_fd()], soon()).unwrap();
+        local.send_with(&frame(b"take this"), &[write.as_fd()], soon()).unwrap();
         drop(write);
-        assert_eq!(body(&far), b"take this");
+        assert_eq!(body(&remote), b"take this");
         // The pipe ends because no copy of its writing end is left.
         let mut rest = Vec::new();
         assert_eq!(read.read_to_end(&mut rest).unwrap(), 0);
-        near.send(&frame(b"and on"), soon()).unwrap();
-        assert_eq!(body(&far), b"and on");
+        local.send(&frame(b"and on"), soon()).unwrap();
+        assert_eq!(body(&remote), b"and on");
     });
 }
 
@@ -529,8 +529,8 @@ fn closes_on_exec(fd: &OwnedFd) -> bool {
 
 #[test]
 fn many_threads_dial_and_talk() {
-    each(|case, listener, near, far| {
-        drop((near, far));
+    each(|case, listener, local, remote| {
+        drop((local, remote));
         const CALLERS: usize = 16;
         let at = listener.address();
         thread::scope(|scope| {
@@ -561,9 +561,9 @@ fn many_threads_dial_and_talk() {
 
 #[test]
 fn one_sends_while_another_receives_on_the_same_stream() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         thread::scope(|scope| {
-            for (from, to) in [(&near, &far), (&far, &near)] {
+            for (from, to) in [(&local, &remote), (&remote, &local)] {
                 scope.spawn(move || {
                     (0..200).for_each(|n| from.send(&frame(&vec![9; n * 31]), soon()).unwrap());
                 });
@@ -616,7 +616,7 @@ fn windows_arrive_in_place_byte_by_byte() {
         vec![5 << 20, 1, 3 << 20],
         vec![0; 1500].into_iter().chain([77]).collect(),
     ];
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         for (seed, sizes) in lists.iter().enumerate() {
             let source = Cut::new(sizes, 3, |at| pattern(seed as u8, 0, at));
             // Other windows at the other end, as many bytes: ends of windows mean nothing on the way.
@@ -625,8 +625,8 @@ fn windows_arrive_in_place_byte_by_byte() {
             for sizes in [sizes, &others] {
                 let target = Cut::new(sizes, 5, |_| 0xA5);
                 thread::scope(|scope| {
-                    scope.spawn(|| near.send_windows(&source.windows(), soon()).unwrap());
-                    far.receive_windows(&target.windows(), soon()).unwrap();
+                    scope.spawn(|| local.send_windows(&source.windows(), soon()).unwrap());
+                    remote.receive_windows(&target.windows(), soon()).unwrap();
                 });
                 assert!(target.bytes() == source.bytes(), "list {seed}");
                 let gaps =
@@ -635,8 +635,8 @@ fn windows_arrive_in_place_byte_by_byte() {
                     assert_eq!(target.buffer.read(gap.start, gap.len()), [0xA5; 5], "list {seed}");
                 }
                 // Frames go on right behind.
-                near.send(&frame(b"next"), soon()).unwrap();
-                assert_eq!(body(&far), b"next");
+                local.send(&frame(b"next"), soon()).unwrap();
+                assert_eq!(body(&remote), b"next");
             }
         }
     });
@@ -645,18 +645,18 @@ fn windows_arrive_in_place_byte_by_byte() {
 #[test]
 fn windows_that_get_stuck_end_the_stream() {
     let (source, target) = (Cut::new(&[40 << 20], 0, |_| 1), Cut::new(&[1000], 0, |_| 0));
-    each(|_, _, near, far| {
-        let error = near.send_windows(&source.windows(), short()).unwrap_err();
+    each(|_, _, local, remote| {
+        let error = local.send_windows(&source.windows(), short()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout);
-        assert!(near.is_closed());
-        drop(far);
+        assert!(local.is_closed());
+        drop(remote);
     });
-    each(|_, _, near, far| {
-        assert_eq!(kind_of(far.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
-        assert!(!far.is_closed(), "nothing had come");
-        raw(&near).write_all(&[5; 999]).unwrap();
-        near.close();
-        let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
+    each(|_, _, local, remote| {
+        assert_eq!(kind_of(remote.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
+        assert!(!remote.is_closed(), "nothing had come");
+        raw(&local).write_all(&[5; 999]).unwrap();
+        local.close();
+        let error = remote.receive_windows(&target.windows(), soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
     });
 }
@@ -679,40 +679,40 @@ fn woken_at(stream: &Stream) -> i32 {
 fn many_bytes_are_waited_for_together() {
     const BYTES: usize = 1 << 20;
     let source = Cut::new(&[BYTES], 0, |at| pattern(7, 0, at));
-    each(|case, _, near, far| {
+    each(|case, _, local, remote| {
         let together = if matches!(case.at, Address::Tcp(_)) { 256 << 10 } else { 1 };
         let settled = |expected: i32| {
             let until = Instant::now() + Duration::from_secs(10);
-            while woken_at(&far) != expected && Instant::now() < until {
+            while woken_at(&remote) != expected && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(woken_at(&far), expected);
+            assert_eq!(woken_at(&remote), expected);
         };
         let target = Cut::new(&[BYTES], 0, |_| 0);
         thread::scope(|scope| {
-            let receiving = scope.spawn(|| far.receive_windows(&target.windows(), soon()));
+            let receiving = scope.spawn(|| remote.receive_windows(&target.windows(), soon()));
             // Each byte comes after a look for it; now and then the receiver may not have looked yet.
             let mut sent = 0;
-            while woken_at(&far) != together && sent < 2000 {
-                raw(&near).write_all(&source.bytes()[sent..=sent]).unwrap();
+            while woken_at(&remote) != together && sent < 2000 {
+                raw(&local).write_all(&source.bytes()[sent..=sent]).unwrap();
                 sent += 1;
                 thread::sleep(Duration::from_millis(1));
             }
             assert!(together == 1 || sent >= 8, "it gave up after {sent}");
             settled(together);
-            raw(&near).write_all(&source.bytes()[sent..BYTES - 1]).unwrap();
+            raw(&local).write_all(&source.bytes()[sent..BYTES - 1]).unwrap();
             settled(1);
-            raw(&near).write_all(&source.bytes()[BYTES - 1..]).unwrap();
+            raw(&local).write_all(&source.bytes()[BYTES - 1..]).unwrap();
             receiving.join().unwrap().unwrap();
         });
         assert!(target.bytes() == source.bytes());
-        assert_eq!(woken_at(&far), 1);
-        assert_eq!(kind_of(far.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
-        assert_eq!((woken_at(&far), far.is_closed()), (1, false));
+        assert_eq!(woken_at(&remote), 1);
+        assert_eq!(kind_of(remote.receive_windows(&target.windows(), short())), ErrorKind::Timeout);
+        assert_eq!((woken_at(&remote), remote.is_closed()), (1, false));
         // Fewer than are waited for, and the end of the stream.
-        raw(&near).write_all(&[5; 999]).unwrap();
-        near.close();
-        let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
+        raw(&local).write_all(&[5; 999]).unwrap();
+        local.close();
+        let error = remote.receive_windows(&target.windows(), soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
     });
 }
@@ -721,31 +721,35 @@ fn many_bytes_are_waited_for_together() {
 #[test]
 fn a_lead_is_taken_away() {
     let source = Cut::new(&[1000, 70_000], 3, |at| pattern(9, 0, at) | 1);
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let target = Cut::new(&[71_000], 0, |_| 0);
-        near.send_lead(soon()).unwrap();
-        near.send_windows(&source.windows(), soon()).unwrap();
-        far.receive_lead(soon()).unwrap();
-        far.receive_windows(&target.windows(), soon()).unwrap();
+        local.send_lead(soon()).unwrap();
+        local.send_windows(&source.windows(), soon()).unwrap();
+        remote.receive_lead(soon()).unwrap();
+        remote.receive_windows(&target.windows(), soon()).unwrap();
         assert!(target.bytes() == source.bytes());
-        near.send_lead(soon()).unwrap();
-        near.send(&frame(b"behind"), soon()).unwrap();
+        local.send_lead(soon()).unwrap();
+        local.send(&frame(b"behind"), soon()).unwrap();
         let mut raw_lead = [1; LEAD];
-        raw(&far).read_exact(&mut raw_lead).unwrap();
-        assert_eq!((raw_lead, body(&far).as_slice()), ([0; LEAD], &b"behind"[..]));
+        raw(&remote).read_exact(&mut raw_lead).unwrap();
+        assert_eq!((raw_lead, body(&remote).as_slice()), ([0; LEAD], &b"behind"[..]));
         // Half of one.
-        raw(&near).write_all(&[0; LEAD - 1]).unwrap();
-        let error = far.receive_lead(short()).unwrap_err();
+        raw(&local).write_all(&[0; LEAD - 1]).unwrap();
+        let error = remote.receive_lead(short()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::Timeout, Some("63")));
-        assert!(far.is_closed());
+        assert!(remote.is_closed());
     });
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let mut none = [0; LEAD];
         none[LEAD - 1] = 1;
-        raw(&near).write_all(&none).unwrap();
-        let error = far.receive_lead(soon()).unwrap_err();
-        assert_eq!((error.kind(), error.fact("peer")), (ErrorKind::NotLinked, Some(far.peer())), "{error}");
-        assert!(error.to_string().contains("zeros") && far.is_closed(), "{error}");
+        raw(&local).write_all(&none).unwrap();
+        let error = remote.receive_lead(soon()).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.fact("peer")),
+            (ErrorKind::NotLinked, Some(remote.peer())),
+            "{error}"
+        );
+        assert!(error.to_string().contains("zeros") && remote.is_closed(), "{error}");
     });
 }
 
@@ -753,36 +757,36 @@ fn a_lead_is_taken_away() {
 #[test]
 fn what_nobody_wants_is_passed_over() {
     let source = Cut::new(&[9, 8182, 1], 3, |at| pattern(7, 0, at));
-    each(|_, _, near, far| {
-        near.send_before(&frame(b"before"), soon()).unwrap();
-        near.send_windows(&source.windows(), soon()).unwrap();
-        near.send(&frame(b"behind"), soon()).unwrap();
-        assert_eq!(body(&far), b"before");
-        far.pass_over(8192, soon()).unwrap();
-        assert_eq!(body(&far), b"behind");
-        far.pass_over(0, soon()).unwrap();
-        assert_eq!(kind_of(far.pass_over(1, short())), ErrorKind::Timeout);
-        assert!(!far.is_closed(), "nothing was read");
-        raw(&near).write_all(&[5; 999]).unwrap();
-        near.close();
-        let error = far.pass_over(1000, soon()).unwrap_err();
+    each(|_, _, local, remote| {
+        local.send_before(&frame(b"before"), soon()).unwrap();
+        local.send_windows(&source.windows(), soon()).unwrap();
+        local.send(&frame(b"behind"), soon()).unwrap();
+        assert_eq!(body(&remote), b"before");
+        remote.pass_over(8192, soon()).unwrap();
+        assert_eq!(body(&remote), b"behind");
+        remote.pass_over(0, soon()).unwrap();
+        assert_eq!(kind_of(remote.pass_over(1, short())), ErrorKind::Timeout);
+        assert!(!remote.is_closed(), "nothing was read");
+        raw(&local).write_all(&[5; 999]).unwrap();
+        local.close();
+        let error = remote.pass_over(1000, soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("999")));
     });
 }
 
 #[test]
 fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
-    each(|_, _, near, far| {
-        assert!(!far.abandoned());
-        near.send(&frame(&vec![7; 40_000]), soon()).unwrap();
-        assert!(!far.abandoned() && !near.abandoned());
-        near.close();
+    each(|_, _, local, remote| {
+        assert!(!remote.abandoned());
+        local.send(&frame(&vec![7; 40_000]), soon()).unwrap();
+        assert!(!remote.abandoned() && !local.abandoned());
+        local.close();
         let until = Instant::now() + Duration::from_secs(20);
-        while !far.abandoned() && Instant::now() < until {
+        while !remote.abandoned() && Instant::now() < until {
             thread::sleep(Duration::from_millis(1));
         }
-        assert!(far.abandoned() && near.abandoned());
-        assert!(body(&far) == vec![7; 40_000], "what it left is there all the same");
+        assert!(remote.abandoned() && local.abandoned());
+        assert!(body(&remote) == vec![7; 40_000], "what it left is there all the same");
     });
 }
 
@@ -791,44 +795,44 @@ fn a_peer_that_always_takes_more_does_not_hide_the_caller() {
     fn always() -> bool {
         true
     }
-    // Far more than goes through in the time it may take: only asking in between ends it.
+    // RemoteCache more than goes through in the time it may take: only asking in between ends it.
     let source = Cut::new(&[1 << 20], 0, |_| 1);
     let much = vec![source.windows()[0]; 1 << 20];
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         thread::scope(|scope| {
-            scope.spawn(move || std::io::copy(&mut raw(&far), &mut std::io::sink()));
+            scope.spawn(move || std::io::copy(&mut raw(&remote), &mut std::io::sink()));
             let watched = Deadline::after(Duration::from_secs(3600)).watched(Some(always));
-            assert_eq!(kind_of(near.send_windows(&much, watched)), ErrorKind::Interrupted);
-            assert!(near.is_closed());
+            assert_eq!(kind_of(local.send_windows(&much, watched)), ErrorKind::Interrupted);
+            assert!(local.is_closed());
         });
     });
 }
 
 #[test]
 fn a_refusal_answers_another_version() {
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let mut refusal = protocol::refusal(&Error::new(ErrorKind::LinkFailed, "too old"));
         refusal[2] = 7;
         let mut message = frame(b"x");
         message[2] = 7;
-        raw(&near).write_all(&[refusal, message].concat()).unwrap();
-        let (kind, body) = far.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        raw(&local).write_all(&[refusal, message].concat()).unwrap();
+        let (kind, body) = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().ends_with("too old"));
-        let error = far.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
+        let error = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LinkFailed);
         assert!(error.to_string().contains("version 7"), "{error}");
         // What is left of that message is never taken for a frame, but the peer can be told why.
-        assert_eq!(kind_of(receive(&far)), ErrorKind::NotLinked);
+        assert_eq!(kind_of(receive(&remote)), ErrorKind::NotLinked);
     });
-    each(|_, _, near, far| {
+    each(|_, _, local, remote| {
         let mut message = frame(b"x");
         message[2] = 7;
-        raw(&near).write_all(&message).unwrap();
-        let error = far.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
-        assert!(far.is_closed());
-        far.send(&protocol::refusal(&error), soon()).unwrap();
-        drop(far);
-        let (kind, body) = near.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        raw(&local).write_all(&message).unwrap();
+        let error = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
+        assert!(remote.is_closed());
+        remote.send(&protocol::refusal(&error), soon()).unwrap();
+        drop(remote);
+        let (kind, body) = local.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().contains("version 7"));
     });
 }
@@ -837,8 +841,8 @@ fn a_refusal_answers_another_version() {
 fn faulty(case: &Case, faults: Faults) -> (Stream, Stream) {
     let transport = Faulty::new(case.transport.clone(), move |_| faults);
     let listener = transport.listen(&case.at).unwrap();
-    let near = transport.dial(&listener.address(), soon()).unwrap();
-    (near, accepted(&*listener).unwrap())
+    let local = transport.dial(&listener.address(), soon()).unwrap();
+    (local, accepted(&*listener).unwrap())
 }
 
 #[test]
@@ -846,40 +850,43 @@ fn faults_look_like_the_peer_or_the_network() {
     let sending = |fault| Faults { sending: Some(fault), ..Faults::default() };
     let receiving = |fault| Faults { receiving: Some(fault), ..Faults::default() };
     for case in cases() {
-        let (near, far) = faulty(&case, sending(Fault::Cut(20)));
-        near.send(&frame(b"whole"), soon()).unwrap();
-        assert_eq!(kind_of(near.send(&frame(b"not so"), soon())), ErrorKind::NotLinked);
-        assert_eq!(body(&far), b"whole");
-        assert_eq!(receive(&far).unwrap_err().fact("bytes_before"), Some("7"));
+        let (local, remote) = faulty(&case, sending(Fault::Cut(20)));
+        local.send(&frame(b"whole"), soon()).unwrap();
+        assert_eq!(kind_of(local.send(&frame(b"not so"), soon())), ErrorKind::NotLinked);
+        assert_eq!(body(&remote), b"whole");
+        assert_eq!(receive(&remote).unwrap_err().fact("bytes_before"), Some("7"));
 
-        let (near, far) = faulty(&case, receiving(Fault::Cut(20)));
-        far.send(&frame(b"whole"), soon()).unwrap();
-        far.send(&frame(b"not so"), soon()).unwrap();
-        assert_eq!(body(&near), b"whole");
-        assert_eq!(kind_of(receive(&near)), ErrorKind::NotLinked);
+        let (local, remote) = faulty(&case, receiving(Fault::Cut(20)));
+        remote.send(&frame(b"whole"), soon()).unwrap();
+        remote.send(&frame(b"not so"), soon()).unwrap();
+        assert_eq!(body(&local), b"whole");
+        assert_eq!(kind_of(receive(&local)), ErrorKind::NotLinked);
 
         for fault in [sending(Fault::Stall(3)), receiving(Fault::Stall(3))] {
-            let (near, far) = faulty(&case, fault);
+            let (local, remote) = faulty(&case, fault);
             if fault.sending.is_some() {
-                assert_eq!(kind_of(near.send(&frame(b"stuck"), short())), ErrorKind::Timeout);
+                assert_eq!(kind_of(local.send(&frame(b"stuck"), short())), ErrorKind::Timeout);
             } else {
-                far.send(&frame(b"stuck"), soon()).unwrap();
-                assert_eq!(kind_of(near.receive(MESSAGE_LIMIT, Duration::ZERO, short())), ErrorKind::Timeout);
+                remote.send(&frame(b"stuck"), soon()).unwrap();
+                assert_eq!(
+                    kind_of(local.receive(MESSAGE_LIMIT, Duration::ZERO, short())),
+                    ErrorKind::Timeout
+                );
             }
         }
 
-        let (near, far) = faulty(&case, sending(Fault::Garble(HEADER as u64 + 1)));
-        near.send(&frame(b"abc"), soon()).unwrap();
-        assert_eq!(body(&far), [b'a', !b'b', b'c']);
-        let (near, far) = faulty(&case, receiving(Fault::Garble(0)));
-        far.send(&frame(b"abc"), soon()).unwrap();
-        assert_eq!(kind_of(receive(&near)), ErrorKind::LinkFailed);
+        let (local, remote) = faulty(&case, sending(Fault::Garble(HEADER as u64 + 1)));
+        local.send(&frame(b"abc"), soon()).unwrap();
+        assert_eq!(body(&remote), [b'a', !b'b', b'c']);
+        let (local, remote) = faulty(&case, receiving(Fault::Garble(0)));
+        remote.send(&frame(b"abc"), soon()).unwrap();
+        assert_eq!(kind_of(receive(&local)), ErrorKind::LinkFailed);
 
         let (source, target) = (Cut::new(&[100; 10], 0, |at| at as u8), Cut::new(&[1000], 0, |_| 0));
-        let (near, far) = faulty(&case, sending(Fault::Cut(555)));
-        let error = near.send_windows(&source.windows(), soon()).unwrap_err();
+        let (local, remote) = faulty(&case, sending(Fault::Cut(555)));
+        let error = local.send_windows(&source.windows(), soon()).unwrap_err();
         assert_eq!((error.kind(), error.fact("bytes_before")), (ErrorKind::NotLinked, Some("500")));
-        let error = far.receive_windows(&target.windows(), soon()).unwrap_err();
+        let error = remote.receive_windows(&target.windows(), soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotLinked);
 
         let refusing =

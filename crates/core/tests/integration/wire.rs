@@ -511,14 +511,14 @@ fn plans_of_blocks_cross_and_come_back() {
 
 #[test]
 fn records_say_what_a_cache_is() {
-    let far = record(Location::Hidden).side().unwrap();
-    assert_eq!((far.kind, far.placement), (CacheKind::Blocks, Placement::Device));
-    let geometry = far.geometry;
+    let remote = record(Location::Hidden).side().unwrap();
+    assert_eq!((remote.kind, remote.placement), (CacheKind::Blocks, Placement::Device));
+    let geometry = remote.geometry;
     assert_eq!((geometry.num_tensors(), geometry.rows(), geometry.row_bytes()), (80, 128, 65536));
-    let made = Record::new(AT, CacheId(3), 2, far);
+    let made = Record::new(AT, CacheId(3), 2, remote);
     assert_eq!(made, Record { allocated: false, ..record(Location::Hidden) });
     let side: Side = made.side().unwrap();
-    assert_eq!(side, far);
+    assert_eq!(side, remote);
     let good = record(Location::Hidden);
     for bad in [
         Record { placement: 2, ..good.clone() },

@@ -14,7 +14,7 @@ use super::plain::{Copy, plain};
 
 /// Bytes of one step: two lines, four loads and four stores.
 const STEP: usize = 128;
-/// Lanes of the interleaved kernel: as many pages as are under way.
+/// Executor of the interleaved kernel: as many pages as are under way.
 const LANES: usize = 4;
 /// How far ahead the lone lane reads, into the next piece where its own ends.
 const AHEAD: usize = 1024;

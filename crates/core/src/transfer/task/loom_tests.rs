@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
 use super::*;
-use crate::transfer::Lanes;
+use crate::transfer::Executor;
 
 /// Counts layers; fails at one of them; must not be at work once the task is said to have ended.
 struct Counts {
@@ -38,7 +38,7 @@ fn explore(fails_at: Option<u32>, other: fn(&Arc<Task>), ends: &'static [Option<
     let (counted, noted) = (ran.clone(), seen.clone());
     loom::model(move || {
         counted.fetch_add(1, Std::Relaxed);
-        let lanes = Lanes::default();
+        let lanes = Executor::default();
         let (layers, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let carrier = Counts { layers: layers.clone(), fails_at, over: over.clone() };
         let range = LayerRange { first: 0, end: 2 };

@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 
 use super::*;
-use crate::transfer::Lanes;
+use crate::transfer::Executor;
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -150,7 +150,7 @@ fn leg_to(cluster: u64, first: u32, end: u32, told: &Arc<Told>) -> Leg {
     Leg { cluster: ClusterId(cluster), layers: range(first, end), carrier: Arc::new(Hold(told.clone())) }
 }
 
-fn start(lanes: &Lanes, to: &[(u32, u32, &Arc<Told>)], patience: Option<Duration>) -> Arc<Task> {
+fn start(lanes: &Executor, to: &[(u32, u32, &Arc<Told>)], patience: Option<Duration>) -> Arc<Task> {
     let legs = to.iter().map(|&(first, end, told)| leg(first, end, told)).collect();
     Task::start(lanes.porter().clone(), legs, patience).unwrap()
 }
@@ -188,7 +188,7 @@ fn eventually(what: &str, there: impl Fn() -> bool) {
 
 #[test]
 fn one_place_does_not_take_all_lanes() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let stuck: Vec<_> = (0..600).map(|_| Told::good()).collect();
     stuck.iter().for_each(|told| told.shut());
     let legs = stuck.iter().map(|told| leg_to(2, 0, 1, told)).collect();
@@ -212,7 +212,7 @@ fn one_place_does_not_take_all_lanes() {
 }
 
 /// A task whose `count` layers to `cluster` all stand still, and what opens them.
-fn standing(lanes: &Lanes, cluster: u64, count: usize) -> (Arc<Task>, Vec<Arc<Told>>) {
+fn standing(lanes: &Executor, cluster: u64, count: usize) -> (Arc<Task>, Vec<Arc<Told>>) {
     let told: Vec<_> = (0..count).map(|_| Told::good()).collect();
     told.iter().for_each(|told| told.shut());
     let legs = told.iter().map(|told| leg_to(cluster, 0, 1, told)).collect();
@@ -224,7 +224,7 @@ fn standing(lanes: &Lanes, cluster: u64, count: usize) -> (Arc<Task>, Vec<Arc<To
 
 /// Sixteen places that stand still have every lane there is; a seventeenth and its own queue, which has one, do not keep
 /// an eighteenth waiting, and that one keeps its lane until it has nothing more to do.
-fn lanes_all_taken(lanes: &Lanes) -> Vec<(Arc<Task>, Vec<Arc<Told>>)> {
+fn lanes_all_taken(lanes: &Executor) -> Vec<(Arc<Task>, Vec<Arc<Told>>)> {
     let mut all: Vec<_> = (100..116).map(|place| standing(lanes, place, 32)).collect();
     all.iter().flat_map(|(_, told)| told).for_each(|told| told.arrived());
     assert_eq!(lanes.porter().threads(), 512);
@@ -245,7 +245,7 @@ fn go_on(all: &[(Arc<Task>, Vec<Arc<Told>>)]) {
 
 #[test]
 fn a_place_without_a_lane_gets_one() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let all = lanes_all_taken(&lanes);
     let good = Told::good();
     let task = Task::start(lanes.porter().clone(), vec![leg_to(200, 0, 2, &good)], None).unwrap();
@@ -260,7 +260,7 @@ fn a_place_without_a_lane_gets_one() {
 
 #[test]
 fn a_place_keeps_its_lane() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let all = lanes_all_taken(&lanes);
     let several: Vec<_> = (0..5).map(|_| Told::good()).collect();
     several[0].shut();
@@ -280,7 +280,7 @@ fn a_place_keeps_its_lane() {
 #[test]
 fn what_is_queued_behind_a_silent_place_ends_at_once() {
     for way in ["cancel", "close", "refuse"] {
-        let lanes = Lanes::default();
+        let lanes = Executor::default();
         let (silent, told) = standing(&lanes, 2, 32);
         told.iter().for_each(|told| told.arrived());
         let queued: Vec<_> = (0..4).map(|_| Told::good()).collect();
@@ -318,7 +318,7 @@ fn what_is_queued_behind_a_silent_place_ends_at_once() {
 
 #[test]
 fn reasons_say_what_is_waited_for() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (done, moving, failed, later) = (Told::good(), Told::good(), Told::good(), Told::good());
     let to = [(0, 1, &done), (0, 3, &moving), (2, 4, &failed), (5, 6, &later)];
     let task = start(&lanes, &to, None);
@@ -363,7 +363,7 @@ fn reasons_say_what_is_waited_for() {
 
 #[test]
 fn a_task_without_destinations_has_ended() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let task = start(&lanes, &[], Some(LONG));
     ended(&task);
     assert!(task.layers().is_empty() && task.outcomes().is_empty() && !task.wanted(0) && !task.cancel());
@@ -381,7 +381,7 @@ fn a_task_without_destinations_has_ended() {
 /// A carrier that panics ends its own destination, and takes no lane with it.
 #[test]
 fn a_carrier_that_panics_is_a_failure() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     for round in 0..20 {
         let finds = Told::new(Does::Panic, &[]);
         let brings = Told::new(Does::Bring, &[Does::Bring, Does::Panic]);
@@ -403,7 +403,7 @@ fn a_carrier_that_panics_is_a_failure() {
 
 #[test]
 fn layers_may_be_ready_out_of_order_twice_and_beyond_the_end() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (a, b, c) = (Told::good(), Told::good(), Told::good());
     let task = start(&lanes, &[(0, 3, &a), (2, 6, &b), (5, 9, &c)], None);
     assert_eq!(task.layers(), [0, 1, 2, 3, 4, 5, 6, 7, 8]);
@@ -428,7 +428,7 @@ fn layers_may_be_ready_out_of_order_twice_and_beyond_the_end() {
 /// Neither a destination that fails nor one that hangs keeps the others waiting.
 #[test]
 fn destinations_are_independent() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (slow, dead, gone, good) = (
         Told::good(),
         Told::new(Does::Bring, &[Does::Bring, Does::Fail]),
@@ -454,7 +454,7 @@ fn destinations_are_independent() {
 
 #[test]
 fn a_layer_that_is_refused_ends_those_that_need_it() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (a, b, c, busy) = (Told::good(), Told::good(), Told::good(), Told::good());
     busy.shut();
     let task = start(&lanes, &[(0, 3, &a), (1, 5, &b), (4, 6, &c), (2, 3, &busy)], None);
@@ -481,7 +481,7 @@ fn a_layer_that_is_refused_ends_those_that_need_it() {
 /// its layers was reached.
 #[test]
 fn a_refusal_leaves_nobody_between() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (a, b, c) = (Told::good(), Told::good(), Told::good());
     let task = start(&lanes, &[(0, 3, &a), (4, 5, &b), (6, 7, &c)], None);
     task.ready(0);
@@ -495,7 +495,7 @@ fn a_refusal_leaves_nobody_between() {
 #[test]
 fn it_is_done_only_when_nothing_moves() {
     for way in ["cancel", "close", "refuse", "fail"] {
-        let lanes = Lanes::default();
+        let lanes = Executor::default();
         let told = Told::new(Does::Bring, if way == "fail" { &[Does::Fail] } else { &[] });
         told.shut();
         let task = start(&lanes, &[(0, 3, &told)], None);
@@ -535,7 +535,7 @@ fn it_is_done_only_when_nothing_moves() {
 
 #[test]
 fn patience_is_for_each_layer() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let told = Told::good();
     // In time each, together much longer.
     let patience = Duration::from_millis(1500);
@@ -552,7 +552,7 @@ fn patience_is_for_each_layer() {
 
 #[test]
 fn a_layer_that_never_comes_ends_those_that_need_it() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let (a, b, c) = (Told::good(), Told::good(), Told::good());
     let task = start(&lanes, &[(0, 1, &a), (0, 4, &b), (3, 4, &c)], Some(Duration::from_millis(30)));
     // Nobody waits yet, so no time passes.
@@ -578,7 +578,7 @@ fn a_layer_that_never_comes_ends_those_that_need_it() {
 /// Asking for a layer that is ready already is no waiting.
 #[test]
 fn a_layer_that_is_ready_is_not_waited_for() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let told = Told::good();
     told.shut();
     let task = start(&lanes, &[(0, 2, &told)], Some(Duration::from_millis(20)));
@@ -593,7 +593,7 @@ fn a_layer_that_is_ready_is_not_waited_for() {
 /// More tasks than there may be lanes wait, with patience, and all of them get on.
 #[test]
 fn tasks_that_wait_take_no_threads() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let told: Vec<_> = (0..700).map(|_| Told::good()).collect();
     let mut tasks = vec![];
     for told in &told {
@@ -619,7 +619,7 @@ fn tasks_that_wait_take_no_threads() {
 /// A task that nobody holds any more lets go of what it held, however much patience it had.
 #[test]
 fn a_task_that_is_dropped_holds_nothing() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let told = Told::good();
     let task = start(&lanes, &[(0, 2, &told)], Some(LONG * 10));
     assert!(task.wanted(0));
@@ -641,7 +641,7 @@ fn a_task_that_is_dropped_holds_nothing() {
 /// Where the system gives no thread the destinations fail and say why; with lanes there, those do the work.
 #[test]
 fn a_lane_that_cannot_be_started() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     lanes.porter().0.no_threads.store(true, Ordering::SeqCst);
     let (a, b) = (Told::good(), Told::good());
     let task = start(&lanes, &[(0, 2, &a), (0, 2, &b)], Some(LONG));
@@ -678,7 +678,7 @@ fn a_lane_that_cannot_be_started() {
 /// has ended, and no later task starts one.
 #[test]
 fn lanes_that_close_have_ended() {
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     let told: Vec<_> = (0..4).map(|_| Told::good()).collect();
     told.iter().for_each(|told| told.shut());
     let to: Vec<_> = told.iter().map(|told| (0, 3, told)).collect();
@@ -711,7 +711,7 @@ fn lanes_that_close_have_ended() {
 #[test]
 fn every_order_of_everything() {
     let rounds = if std::env::var("PROPTEST_CASES").is_ok() { 5000 } else { 300 };
-    let lanes = Lanes::default();
+    let lanes = Executor::default();
     (0..rounds).for_each(|seed| everything(&lanes, seed));
 }
 
@@ -721,7 +721,7 @@ fn draw(seed: &mut u64, most: u64) -> u64 {
     (*seed >> 33) % most
 }
 
-fn everything(lanes: &Lanes, round: u64) {
+fn everything(lanes: &Executor, round: u64) {
     let mut seed = round.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let does = |draw: u64| {
         [Does::Bring, Does::Bring, Does::Bring, Does::Bring, Does::Fail, Does::Panic][draw as usize]

@@ -219,8 +219,8 @@ fn few_bytes_follow_their_request() {
     for (count, len, ahead) in blocks {
         let engine = open(config(1, Way::Tcp), Way::Tcp);
         let shape = desc(Placement::Device, TENSORS, 2 * count as usize, len as usize);
-        let near = Held::new(&engine, false, &shape, CacheKind::Blocks, &[]);
-        let own = near.fill(1);
+        let local = Held::new(&engine, false, &shape, CacheKind::Blocks, &[]);
+        let own = local.fill(1);
         let side = Side {
             geometry: Geometry::new(&shape).unwrap(),
             kind: CacheKind::Blocks,
@@ -277,9 +277,9 @@ fn few_bytes_follow_their_request() {
             });
             engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
             let push = || {
-                let rows = PushRows::Blocks { near: rows.clone(), far: rows.clone() };
+                let rows = PushRows::Blocks { local: rows.clone(), remote: rows.clone() };
                 let to = of(2, Name::Row { cache: CacheId(5), row: 0 });
-                engine.push(&near.end(), to, &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
+                engine.push(&local.end(), to, &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
             };
             let error = push().unwrap_err();
             assert!(

@@ -27,8 +27,8 @@ const LIMIT: Duration = Duration::from_millis(80);
 
 /// An engine whose dialled streams have the faults that are armed, and its sound peer.
 struct Bed {
-    near: DataDist,
-    far: DataDist,
+    local: DataDist,
+    remote: DataDist,
     armed: Armed,
 }
 
@@ -42,14 +42,14 @@ impl Bed {
         } else {
             Transports { tcp: Arc::new(Faulty::new(Arc::new(Tcp), faults)), unix: Arc::new(Unix) }
         };
-        let mut near = config(1, way);
-        near.sync_timeout = LIMIT;
+        let mut local = config(1, way);
+        local.sync_timeout = LIMIT;
         if way == Way::Shm {
             // No way back to sockets: the fault shows.
-            near.links.transport = TransportChoice::Shm;
+            local.links.transport = TransportChoice::Shm;
         }
-        let near = DataDist::open_over(near, DeviceSet::host_only(), transports).unwrap();
-        Bed { near, far: open(config(2, way), way), armed }
+        let local = DataDist::open_over(local, DeviceSet::host_only(), transports).unwrap();
+        Bed { local, remote: open(config(2, way), way), armed }
     }
 
     fn arm(&self, faults: Faults) {
@@ -59,9 +59,9 @@ impl Bed {
     /// Both sides without links, whatever there was.
     fn clean(&self) {
         self.armed.lock().unwrap().clear();
-        self.near.unlink_clusters(&[address(&self.far)], LONG, true).remove(0).unwrap();
-        eventually("the end of the link on the other side", || self.far.stats().links.is_empty());
-        assert!(self.near.stats().links.is_empty());
+        self.local.unlink_clusters(&[address(&self.remote)], LONG, true).remove(0).unwrap();
+        eventually("the end of the link on the other side", || self.remote.stats().links.is_empty());
+        assert!(self.local.stats().links.is_empty());
     }
 }
 
@@ -106,21 +106,21 @@ fn a_greeting_that_breaks_anywhere_leaves_nothing() {
             for at in steps(360, 29) {
                 let what = format!("{way:?}, {name} at {at}");
                 bed.arm(fault(at));
-                let peer = [address(&bed.far)];
-                match bounded(&what, || bed.near.link_clusters(&peer, LIMIT).remove(0)) {
+                let peer = [address(&bed.remote)];
+                match bounded(&what, || bed.local.link_clusters(&peer, LIMIT).remove(0)) {
                     Ok(()) => linked += 1,
                     Err(error) => {
                         let fits = matches!(error.kind(), ErrorKind::LinkFailed | ErrorKind::Timeout);
                         // A garbled mode or kind is what the other side read.
                         assert!(fits || name.starts_with("garble"), "{what}: {error}");
-                        assert!(bed.near.stats().links.is_empty(), "{what}");
+                        assert!(bed.local.stats().links.is_empty(), "{what}");
                         failed += 1;
                     }
                 }
                 bed.clean();
             }
-            link(&bed.near, &bed.far).unwrap_or_else(|error| panic!("{way:?} after {name}: {error}"));
-            bed.near.check_link(bed.far.config().cluster).unwrap();
+            link(&bed.local, &bed.remote).unwrap_or_else(|error| panic!("{way:?} after {name}: {error}"));
+            bed.local.check_link(bed.remote.config().cluster).unwrap();
             bed.clean();
         }
         assert!(failed > 20 && linked > 0, "{way:?}: {failed} failed, {linked} did not");
@@ -131,7 +131,7 @@ fn a_greeting_that_breaks_anywhere_leaves_nothing() {
 fn arrived_is_there(
     error: &Error,
     source: &[Vec<u8>],
-    near: &[Vec<u8>],
+    local: &[Vec<u8>],
     row_bytes: usize,
     what: &str,
 ) -> usize {
@@ -140,7 +140,7 @@ fn arrived_is_there(
         for row in ranges.iter().flat_map(Clone::clone) {
             let at = row as usize * row_bytes..(row as usize + 1) * row_bytes;
             assert!(
-                near[*tensor as usize][at.clone()] == source[*tensor as usize][at],
+                local[*tensor as usize][at.clone()] == source[*tensor as usize][at],
                 "{what}: tensor {tensor} row {row}"
             );
             rows += 1;
@@ -156,22 +156,23 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
         let bed = Bed::new(way);
         let shape = desc(Placement::Device, 2, 48, BLOCK);
         let key = CacheKey::Blocks { model: 1 };
-        let far = Held::new(&bed.far, false, &shape, Blocks, &[Some(key)]);
-        let near = Held::new(&bed.near, false, &shape, Blocks, &[]);
-        let source = far.fill(1);
+        let remote = Held::new(&bed.remote, false, &shape, Blocks, &[Some(key)]);
+        let local = Held::new(&bed.local, false, &shape, Blocks, &[]);
+        let source = remote.fill(1);
         let all: Vec<i64> = (0..48).collect();
-        let rows = PullRows::Blocks { far: all.clone(), near: all };
+        let rows = PullRows::Blocks { remote: all.clone(), local: all };
         let (mut failed, mut partly) = (0, 0);
         let places: Vec<u64> = steps(400, 61).chain([450, 1 << 20, 5 << 20, 8 << 20]).collect();
         for (name, fault) in faults() {
             for &at in &places {
                 let what = format!("{way:?}, {name} at {at}");
-                link(&bed.near, &bed.far).unwrap();
-                near.write(&[vec![0; 48 * BLOCK], vec![0; 48 * BLOCK]]);
+                link(&bed.local, &bed.remote).unwrap();
+                local.write(&[vec![0; 48 * BLOCK], vec![0; 48 * BLOCK]]);
                 bed.arm(fault(at));
-                let pulled =
-                    bounded(&what, || bed.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL));
-                let got = near.read();
+                let pulled = bounded(&what, || {
+                    bed.local.pull(of(2, Name::Key(key)), &local.end(), &rows, Layers::ALL)
+                });
+                let got = local.read();
                 match pulled {
                     Ok(()) => assert!(
                         got == source || name.starts_with("garble"),
@@ -186,18 +187,18 @@ fn a_call_that_breaks_anywhere_says_what_arrived() {
                         failed += 1;
                     }
                 }
-                assert!(far.read() == source, "{what}: the source changed");
+                assert!(remote.read() == source, "{what}: the source changed");
                 bed.clean();
             }
         }
         // A stream that breaks while it is being opened is opened once more.
         assert!(failed > 5, "{way:?}: only {failed} failed");
         assert!(partly > 0 || way == Way::Shm, "no pull arrived in part");
-        link(&bed.near, &bed.far).unwrap();
+        link(&bed.local, &bed.remote).unwrap();
         // On a busy machine this pull may exceed the short limit again.
-        let pull = || bed.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL);
+        let pull = || bed.local.pull(of(2, Name::Key(key)), &local.end(), &rows, Layers::ALL);
         eventually("a pull that works", || pull().is_ok());
-        assert!(near.read() == source);
+        assert!(local.read() == source);
     }
 }
 
@@ -208,42 +209,42 @@ fn keys_and_pushes_survive_broken_calls() {
     for way in [Way::Tcp, Way::Shm] {
         let bed = Bed::new(way);
         let shape = desc(Placement::Device, 2, 1, 4096);
-        let near = Held::new(&bed.near, false, &shape, Batch, &[]);
+        let local = Held::new(&bed.local, false, &shape, Batch, &[]);
         let pushed = [4096, 96 << 10].map(|bytes| {
             let shape = desc(Placement::Device, 2, 1, bytes);
-            let from = Held::new(&bed.near, false, &shape, Batch, &[]);
+            let from = Held::new(&bed.local, false, &shape, Batch, &[]);
             let own = from.fill(7);
-            (from, Held::new(&bed.far, false, &shape, Batch, &[]), own)
+            (from, Held::new(&bed.remote, false, &shape, Batch, &[]), own)
         });
         let (mut round, mut done, mut failed) = (0, 0, 0);
         for (name, fault) in faults().filter(|(name, _)| !name.starts_with("garble")) {
             for at in steps(600, 83).chain([9000]) {
                 let what = format!("{way:?}, {name} at {at}");
                 round += 1;
-                let far = Held::new(&bed.far, false, &shape, Batch, &[Some(request(round))]);
-                let bytes = far.fill(round as u8);
-                link(&bed.near, &bed.far).unwrap();
+                let remote = Held::new(&bed.remote, false, &shape, Batch, &[Some(request(round))]);
+                let bytes = remote.fill(round as u8);
+                link(&bed.local, &bed.remote).unwrap();
                 bed.arm(fault(at));
-                near.write(&[vec![0; 4096], vec![0; 4096]]);
-                let slot = PullRows::Slot { near: 0, size: -1 };
+                local.write(&[vec![0; 4096], vec![0; 4096]]);
+                let slot = PullRows::Slot { local: 0, size: -1 };
                 let pulled = bounded(&what, || {
-                    bed.near.pull(of(2, Name::Key(request(round))), &near.end(), &slot, Layers::ALL)
+                    bed.local.pull(of(2, Name::Key(request(round))), &local.end(), &slot, Layers::ALL)
                 });
                 if pulled.is_ok() {
-                    assert!(near.read() == bytes, "{what}");
-                    assert!(bed.far.find_key(request(round)).is_err(), "{what}: pulled, and not released");
-                } else if near.read() != bytes {
-                    assert!(bed.far.find_key(request(round)).is_ok(), "{what}: released, and not pulled");
+                    assert!(local.read() == bytes, "{what}");
+                    assert!(bed.remote.find_key(request(round)).is_err(), "{what}: pulled, and not released");
+                } else if local.read() != bytes {
+                    assert!(bed.remote.find_key(request(round)).is_ok(), "{what}: released, and not pulled");
                 }
                 bed.clean();
                 // Bytes that follow their request, and bytes that are asked for.
-                for (near, into, own) in &pushed {
-                    link(&bed.near, &bed.far).unwrap();
+                for (local, into, own) in &pushed {
+                    link(&bed.local, &bed.remote).unwrap();
                     bed.arm(fault(at));
                     let before = into.fill(8);
                     let to = of(2, Name::Row { cache: into.cache.id(), row: 0 });
                     let pushed = bounded(&what, || {
-                        bed.near.push(&near.end(), to, &PushRows::Slot { near: 0 }, Layers::ALL)
+                        bed.local.push(&local.end(), to, &PushRows::Slot { local: 0 }, Layers::ALL)
                     });
                     if pushed.is_ok() {
                         assert!(into.read() == *own, "{what}: pushed, and not there");
@@ -254,8 +255,8 @@ fn keys_and_pushes_survive_broken_calls() {
                     }
                     bed.clean();
                 }
-                bed.far.deallocate(far.cache.id()).unwrap();
-                bed.far.remove_key(request(round)).unwrap();
+                bed.remote.deallocate(remote.cache.id()).unwrap();
+                bed.remote.remove_key(request(round)).unwrap();
             }
         }
         assert!(done > 0 && failed > 0, "{way:?}: {done} pushes went well, {failed} did not");

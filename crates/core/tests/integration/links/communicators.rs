@@ -15,7 +15,7 @@ use crate::log;
 const TABLE: &str = r#"{"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": [
     {"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}, {"device_id": "2", "rank_id": "2"}]}],
     "status": "completed", "version": "1.0"}"#;
-const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
+const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
 static PORTS: AtomicU16 = AtomicU16::new(0);
 
 /// Ports that no other test of this file uses, nor most other processes that run it; below those the system gives out.
@@ -47,12 +47,12 @@ fn ready(engine: &DataDist, comm: u64) {
     });
 }
 
-fn works(near: &DataDist, far: &DataDist) {
+fn works(local: &DataDist, remote: &DataDist) {
     let shape = desc(Placement::Device, 2, 1, 64);
-    let into = Held::new(near, false, &shape, CacheKind::Batch, &[]);
-    let source = Held::new(far, false, &shape, CacheKind::Batch, &[]);
+    let into = Held::new(local, false, &shape, CacheKind::Batch, &[]);
+    let source = Held::new(remote, false, &shape, CacheKind::Batch, &[]);
     let bytes = source.fill(1);
-    near.pull(of(far.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+    local.pull(of(remote.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
     assert!(into.read() == bytes);
 }
 
@@ -119,8 +119,8 @@ fn three_members_meet() {
             ready(engine, 1);
             assert_eq!(engine.stats().links.len(), 2);
         }
-        for near in 0..3 {
-            works(&members[near], &members[(near + 1) % 3]);
+        for local in 0..3 {
+            works(&members[local], &members[(local + 1) % 3]);
         }
         // One leaves; the others keep each other.
         members[1].unlink(1).unwrap();

@@ -81,20 +81,20 @@ fn a_stream_that_breaks_ends_its_own_destination() {
         let armed: Arc<Mutex<VecDeque<Faults>>> = Arc::default();
         let next = armed.clone();
         let faults = move |_| next.lock().unwrap().pop_front().unwrap_or_default();
-        let mut near = config(1, way);
-        near.sync_timeout = Duration::from_millis(500);
+        let mut local = config(1, way);
+        local.sync_timeout = Duration::from_millis(500);
         let transports = if way == Way::Shm {
-            near.links.transport = TransportChoice::Shm;
+            local.links.transport = TransportChoice::Shm;
             Transports { tcp: Arc::new(Tcp), unix: Arc::new(Faulty::new(Arc::new(Unix), faults)) }
         } else {
             Transports { tcp: Arc::new(Faulty::new(Arc::new(Tcp), faults)), unix: Arc::new(Unix) }
         };
-        let near = DataDist::open_over(near, DeviceSet::host_only(), transports).unwrap();
+        let local = DataDist::open_over(local, DeviceSet::host_only(), transports).unwrap();
         let (bad, good) = (open(config(2, way), way), open(config(3, way), way));
-        link(&near, &good).unwrap();
+        link(&local, &good).unwrap();
         let shape = device(8, 1, BYTES);
-        let source = Held::new(&near, false, &shape, Batch, &[]);
-        let into = [&bad, &good].map(|far| Held::new(far, true, &shape, Batch, &[]));
+        let source = Held::new(&local, false, &shape, Batch, &[]);
+        let into = [&bad, &good].map(|remote| Held::new(remote, true, &shape, Batch, &[]));
         let kinds: [(&str, fn(u64) -> Faults); 6] = [
             ("cut out", |at| Faults { sending: Some(Fault::Cut(at)), ..Faults::default() }),
             ("cut in", |at| Faults { receiving: Some(Fault::Cut(at)), ..Faults::default() }),
@@ -108,14 +108,14 @@ fn a_stream_that_breaks_ends_its_own_destination() {
             let step = if times(1) > 1 { 7 } else { 83 };
             for at in (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]) {
                 let what = format!("{way:?}, {name} at {at}");
-                link(&near, &bad).unwrap();
+                link(&local, &bad).unwrap();
                 // The stream to the good one is open already, so the fault is the other's.
-                near.check_link(ClusterId(3)).unwrap();
+                local.check_link(ClusterId(3)).unwrap();
                 let bytes = source.fill(1);
                 let before = into.each_ref().map(|held| held.fill(2));
                 *armed.lock().unwrap() = [fault(at)].into();
                 let aims = vec![to(2, addressed(&into[0]), 4), to(3, named(&into[1]), 4)];
-                let task = near.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
+                let task = local.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
                 all_ready(&task);
                 ended(&task);
                 // Nobody may see what is written once it is done.
@@ -135,7 +135,7 @@ fn a_stream_that_breaks_ends_its_own_destination() {
                     partly += usize::from(carried.layers > 0);
                 }
                 armed.lock().unwrap().clear();
-                near.unlink_clusters(&[address(&bad)], LONG, true).remove(0).unwrap();
+                local.unlink_clusters(&[address(&bad)], LONG, true).remove(0).unwrap();
                 eventually("the end of the link", || bad.stats().links.is_empty());
                 let late = into[0].read();
                 for tensor in 0..8 {
@@ -156,8 +156,8 @@ fn a_stream_that_breaks_ends_its_own_destination() {
 
 /// A peer whose row is held by a copy of its own, and one that is not.
 pub(super) struct Slow {
-    pub(super) near: DataDist,
-    pub(super) far: DataDist,
+    pub(super) local: DataDist,
+    pub(super) remote: DataDist,
     good: DataDist,
     gate: Arc<Gated>,
 }
@@ -165,24 +165,24 @@ pub(super) struct Slow {
 impl Slow {
     pub(super) fn new(way: Way, limit: Duration) -> Slow {
         let gate = Gated::new(HostReach::Direct);
-        let mut near = config(1, way);
-        near.sync_timeout = limit;
+        let mut local = config(1, way);
+        local.sync_timeout = limit;
         let devices = DeviceSet::with_device(gate.clone());
-        let far = DataDist::open_over(config(2, way), devices, way.transports()).unwrap();
-        let slow = Slow { near: open(near, way), far, good: open(config(3, way), way), gate };
-        link(&slow.near, &slow.far).unwrap();
-        link(&slow.near, &slow.good).unwrap();
+        let remote = DataDist::open_over(config(2, way), devices, way.transports()).unwrap();
+        let slow = Slow { local: open(local, way), remote, good: open(config(3, way), way), gate };
+        link(&slow.local, &slow.remote).unwrap();
+        link(&slow.local, &slow.good).unwrap();
         slow
     }
 
     /// Runs `judge` while a swap holds block 1 of `into`.
     pub(super) fn holding(&self, into: &Held, judge: impl FnOnce(&dyn Fn())) {
         let desc = desc(Placement::Device, into.cache.geometry().num_tensors(), 4, 64);
-        let device = Held::new(&self.far, false, &desc, Blocks, &[]);
+        let device = Held::new(&self.remote, false, &desc, Blocks, &[]);
         let opened = AtomicBool::new(false);
         self.gate.shut();
         thread::scope(|scope| {
-            let copy = scope.spawn(|| self.far.swap_blocks(&device.end(), &into.end(), &[(0, 1)]));
+            let copy = scope.spawn(|| self.remote.swap_blocks(&device.end(), &into.end(), &[(0, 1)]));
             self.gate.wait_for(1);
             let (copy, opened) = (Mutex::new(Some(copy)), &opened);
             judge(&move || {
@@ -201,13 +201,13 @@ fn a_slow_destination_holds_nobody_back() {
     for way in WAYS {
         let slow = Slow::new(way, LONG);
         let shape = desc(Placement::Host, 4, 4, 64);
-        let source = Held::new(&slow.near, false, &device(4, 4, 64), Blocks, &[]);
-        let held = Held::new(&slow.far, false, &shape, Blocks, &[]);
+        let source = Held::new(&slow.local, false, &device(4, 4, 64), Blocks, &[]);
+        let held = Held::new(&slow.remote, false, &shape, Blocks, &[]);
         let free = Held::new(&slow.good, false, &shape, Blocks, &[]);
         let bytes = source.fill(1);
         slow.holding(&held, |release| {
             let aims = vec![to(2, named(&held), 2), to(3, named(&free), 2), to(2, addressed(&held), 2)];
-            let task = slow.near.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, None).unwrap();
+            let task = slow.local.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, None).unwrap();
             all_ready(&task);
             eventually("the free one", || is_done(&task, 1));
             assert!((0..4).all(|tensor| free.read()[tensor][64..128] == bytes[tensor][128..192]), "{way:?}");
@@ -228,14 +228,14 @@ fn a_layer_that_is_late_never_arrives() {
     for way in WAYS {
         let slow = Slow::new(way, Duration::from_millis(600));
         let shape = desc(Placement::Host, 4, 4, 64);
-        let source = Held::new(&slow.near, false, &device(4, 4, 64), Blocks, &[]);
-        let held = Held::new(&slow.far, true, &shape, Blocks, &[]);
+        let source = Held::new(&slow.local, false, &device(4, 4, 64), Blocks, &[]);
+        let held = Held::new(&slow.remote, true, &shape, Blocks, &[]);
         let free = Held::new(&slow.good, true, &shape, Blocks, &[]);
         let bytes = source.fill(1);
         let before = held.fill(2);
         slow.holding(&held, |release| {
             let aims = vec![to(2, named(&held), 2), to(3, named(&free), 2)];
-            let task = slow.near.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, None).unwrap();
+            let task = slow.local.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, None).unwrap();
             all_ready(&task);
             ended(&task);
             let error = failure(&task, 0);
@@ -247,7 +247,7 @@ fn a_layer_that_is_late_never_arrives() {
         assert!((0..4).all(|tensor| free.read()[tensor][64..128] == bytes[tensor][128..192]), "{way:?}");
         // A request that was waiting for the row is gone once the row can be had by another.
         let again =
-            slow.near.transfer_async(&source.end(), &blocks(&[3], &[3]), vec![to(2, named(&held), 2)], None);
+            slow.local.transfer_async(&source.end(), &blocks(&[3], &[3]), vec![to(2, named(&held), 2)], None);
         let again = again.unwrap();
         all_ready(&again);
         ended(&again);
@@ -264,11 +264,11 @@ fn a_layer_that_is_late_never_arrives() {
 #[test]
 fn each_layer_has_a_deadline_of_its_own() {
     let pair = Pair::with(Way::Tcp, |config| config.sync_timeout = Duration::from_millis(700));
-    let source = Held::new(&pair.near, false, &device(12, 1, 100), Batch, &[]);
-    let into = Held::new(&pair.far, false, &device(12, 1, 100), Batch, &[]);
+    let source = Held::new(&pair.local, false, &device(12, 1, 100), Batch, &[]);
+    let into = Held::new(&pair.remote, false, &device(12, 1, 100), Batch, &[]);
     let bytes = source.fill(1);
     let aims = vec![to(2, named(&into), 6)];
-    let task = pair.near.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
+    let task = pair.local.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
     let started = Instant::now();
     for layer in task.layers() {
         thread::sleep(Duration::from_millis(150));
@@ -283,20 +283,20 @@ fn each_layer_has_a_deadline_of_its_own() {
 #[test]
 fn a_destination_that_is_unlinked_between_layers() {
     for way in WAYS {
-        let (near, far, good) =
+        let (local, remote, good) =
             (open(config(1, way), way), open(config(2, way), way), open(config(3, way), way));
-        link(&near, &far).unwrap();
-        link(&near, &good).unwrap();
-        let source = Held::new(&near, false, &device(6, 1, 100), Batch, &[]);
-        let into = [&far, &good].map(|far| Held::new(far, true, &device(6, 1, 100), Batch, &[]));
+        link(&local, &remote).unwrap();
+        link(&local, &good).unwrap();
+        let source = Held::new(&local, false, &device(6, 1, 100), Batch, &[]);
+        let into = [&remote, &good].map(|remote| Held::new(remote, true, &device(6, 1, 100), Batch, &[]));
         let (bytes, before) = (source.fill(1), into[0].fill(2));
         let aims = vec![to(2, addressed(&into[0]), 3), to(3, named(&into[1]), 3), to(4, named(&into[1]), 3)];
-        let task = near.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
+        let task = local.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
         task.ready(0);
         eventually("layer 0", || task.progress()[..2].iter().all(|carried| carried.layers == 1));
-        unlink(&near, &far).unwrap();
+        unlink(&local, &remote).unwrap();
         // One that is made anew is another link: nobody knows who is there.
-        link(&near, &far).unwrap();
+        link(&local, &remote).unwrap();
         task.ready(2);
         ended(&task);
         let error = failure(&task, 0);
@@ -315,22 +315,22 @@ fn a_destination_that_is_unlinked_between_layers() {
 fn an_engine_that_closes_ends_its_transfers() {
     for way in WAYS {
         let slow = Slow::new(way, LONG);
-        let source = Held::new(&slow.near, true, &device(4, 4, 64), Blocks, &[]);
-        let held = Held::new(&slow.far, true, &desc(Placement::Host, 4, 4, 64), Blocks, &[]);
+        let source = Held::new(&slow.local, true, &device(4, 4, 64), Blocks, &[]);
+        let held = Held::new(&slow.remote, true, &desc(Placement::Host, 4, 4, 64), Blocks, &[]);
         source.fill(1);
         let before = held.fill(2);
-        let Slow { near, far, good, gate } = slow;
+        let Slow { local, remote, good, gate } = slow;
         let aims = vec![to(2, named(&held), 2), to(2, named(&held), 2)];
-        let task = near.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, Some(LONG * 9)).unwrap();
+        let task = local.transfer_async(&source.end(), &blocks(&[2], &[1]), aims, Some(LONG * 9)).unwrap();
         assert!(task.wanted(0));
-        let rest = Slow { near: open(config(9, way), way), far, good, gate };
+        let rest = Slow { local: open(config(9, way), way), remote, good, gate };
         rest.holding(&held, |release| {
             task.ready(0);
             eventually("the request", || {
-                rest.far.stats().links.iter().any(|link| link.cluster == ClusterId(1))
+                rest.remote.stats().links.iter().any(|link| link.cluster == ClusterId(1))
             });
             thread::sleep(Duration::from_millis(50));
-            drop(near);
+            drop(local);
             assert!(task.done(), "{way:?}: the engine closed, and a transfer goes on");
             for at in 0..2 {
                 assert_eq!(failure(&task, at).kind(), ErrorKind::Closed);
@@ -340,7 +340,7 @@ fn an_engine_that_closes_ends_its_transfers() {
             task.ready(1);
             release();
         });
-        drop(rest.far);
+        drop(rest.remote);
         let now = held.read();
         for tensor in 0..4 {
             assert_eq!(now[tensor][..64], before[tensor][..64]);
@@ -354,19 +354,19 @@ fn an_engine_that_closes_ends_its_transfers() {
 fn the_source_lives_until_the_end() {
     for way in WAYS {
         let pair = Pair::new(way);
-        let used = || pair.near.stats().device_pool.unwrap().pool.used_bytes;
-        let into = Held::new(&pair.far, false, &device(4, 1, 5000), Batch, &[]);
+        let used = || pair.local.stats().device_pool.unwrap().pool.used_bytes;
+        let into = Held::new(&pair.remote, false, &device(4, 1, 5000), Batch, &[]);
         for cancel in [false, true] {
-            let source = Held::new(&pair.near, false, &device(4, 1, 5000), Batch, &[]);
+            let source = Held::new(&pair.local, false, &device(4, 1, 5000), Batch, &[]);
             let (bytes, end) = (source.fill(1), source.end());
             let aims = vec![to(2, named(&into), 2), to(2, addressed(&into), 2)];
-            let task = pair.near.transfer_async(&end, &SLOT, aims, Some(LONG)).unwrap();
-            pair.near.deallocate(source.cache.id()).unwrap();
+            let task = pair.local.transfer_async(&end, &SLOT, aims, Some(LONG)).unwrap();
+            pair.local.deallocate(source.cache.id()).unwrap();
             drop(source);
             // Whoever comes now gets other memory.
-            let other = Held::new(&pair.near, false, &device(4, 1, 5000), Batch, &[]);
+            let other = Held::new(&pair.local, false, &device(4, 1, 5000), Batch, &[]);
             other.fill(7);
-            pair.near.deallocate(other.cache.id()).unwrap();
+            pair.local.deallocate(other.cache.id()).unwrap();
             drop(other);
             assert!(used() > 0, "the transfer holds its source");
             if cancel {
@@ -388,14 +388,14 @@ fn a_source_that_is_unregistered_is_read_no_more() {
         let shape = device(4, 1, 500);
         let memory = Buffer::new(2000, |_| 1);
         let addrs: Vec<_> = (0..4).map(|tensor| memory.addr() + tensor * 500).collect();
-        let source = pair.near.register(adopt(&shape, Batch, &addrs), &[], Some(true)).unwrap();
-        let into = Held::new(&pair.far, true, &shape, Batch, &[]);
+        let source = pair.local.register(adopt(&shape, Batch, &addrs), &[], Some(true)).unwrap();
+        let into = Held::new(&pair.remote, true, &shape, Batch, &[]);
         let before = into.fill(2);
         let end = llm_datadist_core::End::Managed(source.id());
-        let task = pair.near.transfer_async(&end, &SLOT, vec![to(2, named(&into), 2)], None).unwrap();
+        let task = pair.local.transfer_async(&end, &SLOT, vec![to(2, named(&into), 2)], None).unwrap();
         task.ready(0);
         eventually("layer 0", || task.progress()[0].layers == 1);
-        pair.near.unregister(source.id()).unwrap();
+        pair.local.unregister(source.id()).unwrap();
         memory.write(0, &[9; 2000]);
         task.ready(1);
         ended(&task);
@@ -405,7 +405,7 @@ fn a_source_that_is_unregistered_is_read_no_more() {
         // A source that was never there: every destination says so, and there is nothing to wait for.
         let mut far_off = to(2, named(&into), 2);
         far_off.src_layers.end = u32::MAX;
-        let task = pair.near.transfer_async(&end, &SLOT, vec![far_off, to(9, named(&into), 1)], Some(LONG));
+        let task = pair.local.transfer_async(&end, &SLOT, vec![far_off, to(9, named(&into), 1)], Some(LONG));
         let task = task.unwrap();
         assert!(task.layers().is_empty());
         ended(&task);
@@ -416,36 +416,36 @@ fn a_source_that_is_unregistered_is_read_no_more() {
     }
 }
 
-/// A far cache that is freed and another in its place, under its key: what is left of the transfer fails.
+/// A remote cache that is freed and another in its place, under its key: what is left of the transfer fails.
 #[test]
 fn a_far_cache_that_is_freed_is_never_another() {
     for way in WAYS {
         let pair = Pair::new(way);
         let shape = device(6, 1, 3000);
-        let source = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let source = Held::new(&pair.local, false, &shape, Batch, &[]);
         let bytes = source.fill(1);
         for by in 0..3 {
             let key = request(by);
-            let far = Held::new(&pair.far, false, &shape, Batch, &[Some(key)]);
-            far.fill(2);
+            let remote = Held::new(&pair.remote, false, &shape, Batch, &[Some(key)]);
+            remote.fill(2);
             let target = match by {
-                0 => named(&far),
-                1 => addressed(&far),
+                0 => named(&remote),
+                1 => addressed(&remote),
                 _ => Target::Cache { name: Name::Key(key), first_layer: 0 },
             };
-            let task = pair.near.transfer_async(&source.end(), &SLOT, vec![to(2, target, 3)], None).unwrap();
+            let task = pair.local.transfer_async(&source.end(), &SLOT, vec![to(2, target, 3)], None).unwrap();
             task.ready(0);
             eventually("layer 0", || task.progress()[0].layers == 1);
-            assert_eq!(far.read()[..2], bytes[..2]);
-            let addrs = far.cache.addrs().to_vec();
+            assert_eq!(remote.read()[..2], bytes[..2]);
+            let addrs = remote.cache.addrs().to_vec();
             // The key alone does not hold a transfer that has begun: the cache is what was found.
-            pair.far.remove_key(key).unwrap();
+            pair.remote.remove_key(key).unwrap();
             task.ready(1);
             eventually("layer 1", || task.progress()[0].layers == 2);
-            assert_eq!(far.read()[..4], bytes[..4]);
-            pair.far.deallocate(far.cache.id()).unwrap();
-            drop(far);
-            let other = Held::new(&pair.far, false, &shape, Batch, &[Some(key)]);
+            assert_eq!(remote.read()[..4], bytes[..4]);
+            pair.remote.deallocate(remote.cache.id()).unwrap();
+            drop(remote);
+            let other = Held::new(&pair.remote, false, &shape, Batch, &[Some(key)]);
             assert_eq!(other.cache.addrs(), addrs, "the same memory");
             let before = other.fill(3);
             task.ready(2);
@@ -453,8 +453,8 @@ fn a_far_cache_that_is_freed_is_never_another() {
             assert_eq!(failure(&task, 0).kind(), ErrorKind::CacheNotFound, "{way:?}: {}", failure(&task, 0));
             assert_eq!(failure(&task, 0).fact("layer"), Some("2"));
             assert!(other.read() == before, "{way:?}: another cache was written");
-            pair.far.deallocate(other.cache.id()).unwrap();
-            pair.far.remove_key(key).unwrap();
+            pair.remote.deallocate(other.cache.id()).unwrap();
+            pair.remote.remove_key(key).unwrap();
         }
     }
 }
@@ -466,15 +466,15 @@ fn a_transfer_does_not_spread_over_two_caches() {
         let pair = Pair::new(way);
         let key = CacheKey::Blocks { model: 5 };
         let shape = device(4, 2, 100);
-        let source = Held::new(&pair.near, false, &shape, Blocks, &[]);
-        let first = Held::new(&pair.far, true, &shape, Blocks, &[Some(key)]);
+        let source = Held::new(&pair.local, false, &shape, Blocks, &[]);
+        let first = Held::new(&pair.remote, true, &shape, Blocks, &[Some(key)]);
         let bytes = source.fill(1);
         first.fill(2);
         let aims = vec![to(2, Target::Cache { name: Name::Key(key), first_layer: 0 }, 2)];
-        let task = pair.near.transfer_async(&source.end(), &blocks(&[0, 1], &[0, 1]), aims, None).unwrap();
+        let task = pair.local.transfer_async(&source.end(), &blocks(&[0, 1], &[0, 1]), aims, None).unwrap();
         task.ready(0);
         eventually("layer 0", || task.progress()[0].layers == 1);
-        let second = Held::new(&pair.far, true, &shape, Blocks, &[Some(key)]);
+        let second = Held::new(&pair.remote, true, &shape, Blocks, &[Some(key)]);
         let before = second.fill(3);
         task.ready(1);
         ended(&task);
@@ -483,7 +483,7 @@ fn a_transfer_does_not_spread_over_two_caches() {
     }
 }
 
-/// Layers of two tasks, pushes, copies at the far end and pulls of the same slot, and copies into the sources, all at once:
+/// Layers of two tasks, pushes, copies at the remote end and pulls of the same slot, and copies into the sources, all at once:
 /// whoever reads it sees one version, in both tensors.
 #[test]
 fn rows_never_mix() {
@@ -492,7 +492,7 @@ fn rows_never_mix() {
         let pair = Pair::new(way);
         let shape = device(2, 1, BYTES);
         let held = |engine: &DataDist| Held::new(engine, false, &shape, Batch, &[]);
-        let into = held(&pair.far);
+        let into = held(&pair.remote);
         into.write(&[vec![1; BYTES], vec![1; BYTES]]);
         let until = Instant::now() + Duration::from_millis(u64::from(times(250)));
         let stop = AtomicBool::new(false);
@@ -505,8 +505,8 @@ fn rows_never_mix() {
         thread::scope(|scope| {
             for target in [named(&into), addressed(&into)] {
                 let (pair, held, going) = (&pair, &held, &going);
-                let source = held(&pair.near);
-                let fresh = held(&pair.near);
+                let source = held(&pair.local);
+                let fresh = held(&pair.local);
                 source.write(&[vec![2; BYTES], vec![2; BYTES]]);
                 scope.spawn(move || {
                     for version in (2..100u8).cycle() {
@@ -514,34 +514,34 @@ fn rows_never_mix() {
                             break;
                         }
                         let aims = vec![to(2, target.clone(), 1), to(2, target.clone(), 1)];
-                        let task = pair.near.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
+                        let task = pair.local.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
                         task.ready(0);
                         // Into the source, while it is read.
                         fresh.write(&[vec![version; BYTES], vec![version; BYTES]]);
-                        pair.near.copy_cache(&source.end(), &fresh.end(), WHOLE).unwrap();
+                        pair.local.copy_cache(&source.end(), &fresh.end(), WHOLE).unwrap();
                         ended(&task);
                         assert!(is_done(&task, 0) && is_done(&task, 1), "{:?}", task.outcomes());
                     }
                 });
             }
             scope.spawn(|| {
-                let own = held(&pair.near);
+                let own = held(&pair.local);
                 own.write(&[vec![101; BYTES], vec![101; BYTES]]);
                 while going() {
-                    let pushed = PushRows::Slot { near: 0 };
-                    pair.near.push(&own.end(), of(2, row(&into, 0)), &pushed, Layers::ALL).unwrap();
+                    let pushed = PushRows::Slot { local: 0 };
+                    pair.local.push(&own.end(), of(2, row(&into, 0)), &pushed, Layers::ALL).unwrap();
                 }
             });
             scope.spawn(|| {
-                let own = held(&pair.far);
+                let own = held(&pair.remote);
                 own.write(&[vec![102; BYTES], vec![102; BYTES]]);
                 while going() {
-                    pair.far.copy_cache(&into.end(), &own.end(), WHOLE).unwrap();
+                    pair.remote.copy_cache(&into.end(), &own.end(), WHOLE).unwrap();
                     thread::sleep(Duration::from_micros(300));
                 }
             });
-            let probe = held(&pair.far);
-            let own = held(&pair.near);
+            let probe = held(&pair.remote);
+            let own = held(&pair.local);
             let mut seen = std::collections::BTreeSet::new();
             let mut mixed = None;
             let mut look = |got: &[u8]| {
@@ -550,12 +550,12 @@ fn rows_never_mix() {
                 (mixed.is_none(), seen.len())
             };
             while going() {
-                pair.far.copy_cache(&probe.end(), &into.end(), WHOLE).unwrap();
+                pair.remote.copy_cache(&probe.end(), &into.end(), WHOLE).unwrap();
                 let (mut whole, mut versions) = look(&probe.read().concat());
                 // Where memory is shared a pull reads in place, and does not see who writes there.
                 if !way.shares() {
-                    let slot = PullRows::Slot { near: 0, size: -1 };
-                    pair.near.pull(of(2, row(&into, 0)), &own.end(), &slot, Layers::ALL).unwrap();
+                    let slot = PullRows::Slot { local: 0, size: -1 };
+                    pair.local.pull(of(2, row(&into, 0)), &own.end(), &slot, Layers::ALL).unwrap();
                     (whole, versions) = look(&own.read().concat());
                 }
                 looked.store(versions > 2 || !whole, Ordering::SeqCst);
@@ -574,9 +574,9 @@ fn rows_never_mix() {
 #[test]
 fn what_is_unregistered_while_it_is_waited_for_is_not_touched() {
     type Call = fn(&DataDist, &Held, &Held, &Held) -> llm_datadist_core::Result<()>;
-    let layer: Call = |near, taken, _, far| {
-        let aim = Destination { src_row: 1, ..to(2, named(far), 1) };
-        let task = near.transfer_async(&taken.end(), &SLOT, vec![aim], None)?;
+    let layer: Call = |local, taken, _, remote| {
+        let aim = Destination { src_row: 1, ..to(2, named(remote), 1) };
+        let task = local.transfer_async(&taken.end(), &SLOT, vec![aim], None)?;
         task.ready(0);
         ended(&task);
         let error = failure(&task, 0);
@@ -585,40 +585,40 @@ fn what_is_unregistered_while_it_is_waited_for_is_not_touched() {
     const INTO: CopyArgs = CopyArgs { dst_batch_index: 1, ..WHOLE };
     const OUT_OF: CopyArgs = CopyArgs { src_batch_index: 1, ..WHOLE };
     let calls: [(&str, Call); 5] = [
-        ("copy out", |near, taken, own, _| near.copy_cache(&own.end(), &taken.end(), OUT_OF)),
-        ("copy in", |near, taken, own, _| near.copy_cache(&taken.end(), &own.end(), INTO)),
-        ("pull", |near, taken, _, far| {
-            let rows = PullRows::Slot { near: 1, size: -1 };
-            near.pull(of(2, row(far, 0)), &taken.end(), &rows, Layers::ALL)
+        ("copy out", |local, taken, own, _| local.copy_cache(&own.end(), &taken.end(), OUT_OF)),
+        ("copy in", |local, taken, own, _| local.copy_cache(&taken.end(), &own.end(), INTO)),
+        ("pull", |local, taken, _, remote| {
+            let rows = PullRows::Slot { local: 1, size: -1 };
+            local.pull(of(2, row(remote, 0)), &taken.end(), &rows, Layers::ALL)
         }),
-        ("push", |near, taken, _, far| {
-            near.push(&taken.end(), of(2, row(far, 0)), &PushRows::Slot { near: 1 }, Layers::ALL)
+        ("push", |local, taken, _, remote| {
+            local.push(&taken.end(), of(2, row(remote, 0)), &PushRows::Slot { local: 1 }, Layers::ALL)
         }),
         ("layer", layer),
     ];
     for way in WAYS {
         let gate = Gated::new(HostReach::Direct);
         let devices = DeviceSet::with_device(gate.clone());
-        let near = DataDist::open_over(config(1, way), devices, way.transports()).unwrap();
-        let far = open(config(2, way), way);
-        link(&near, &far).unwrap();
+        let local = DataDist::open_over(config(1, way), devices, way.transports()).unwrap();
+        let remote = open(config(2, way), way);
+        link(&local, &remote).unwrap();
         for (name, call) in calls {
             let shape = device(2, 2, 64);
-            let taken = Held::new(&near, true, &shape, Batch, &[]);
-            let pool = Held::new(&near, false, &shape, Batch, &[]);
-            let own = Held::new(&near, true, &shape, Batch, &[]);
-            let into = Held::new(&far, true, &shape, Batch, &[]);
+            let taken = Held::new(&local, true, &shape, Batch, &[]);
+            let pool = Held::new(&local, false, &shape, Batch, &[]);
+            let own = Held::new(&local, true, &shape, Batch, &[]);
+            let into = Held::new(&remote, true, &shape, Batch, &[]);
             taken.fill(1);
             let (theirs, ours) = (into.fill(2), own.fill(3));
             gate.shut();
             thread::scope(|scope| {
                 // Holds slot 1 of what is to be taken away.
-                let copy = scope.spawn(|| near.copy_cache(&taken.end(), &pool.end(), INTO));
+                let copy = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO));
                 gate.wait_for(1);
-                let waiting = scope.spawn(|| call(&near, &taken, &own, &into));
+                let waiting = scope.spawn(|| call(&local, &taken, &own, &into));
                 thread::sleep(Duration::from_millis(30));
-                let gone = scope.spawn(|| near.unregister(taken.cache.id()));
-                eventually("the end of its id", || near.find(taken.cache.id()).is_err());
+                let gone = scope.spawn(|| local.unregister(taken.cache.id()));
+                eventually("the end of its id", || local.find(taken.cache.id()).is_err());
                 gate.open();
                 copy.join().unwrap().unwrap();
                 gone.join().unwrap().unwrap();
@@ -629,7 +629,7 @@ fn what_is_unregistered_while_it_is_waited_for_is_not_touched() {
                 assert!(taken.read() == mine, "{way:?} {name}: it was written");
             });
             assert!(into.read() == theirs && own.read() == ours, "{way:?} {name}: it was read");
-            for engine in [&near, &far] {
+            for engine in [&local, &remote] {
                 for held in [&pool, &own, &into] {
                     engine.deallocate(held.cache.id()).unwrap();
                     engine.unregister(held.cache.id()).unwrap();
@@ -644,18 +644,18 @@ fn what_is_unregistered_while_it_is_waited_for_is_not_touched() {
 fn addresses_may_lie_anywhere() {
     for way in WAYS {
         let pair = Pair::new(way);
-        let source = Held::new(&pair.near, false, &device(6, 1, 100), Batch, &[]);
+        let source = Held::new(&pair.local, false, &device(6, 1, 100), Batch, &[]);
         let bytes = source.fill(1);
         let memory = Buffer::new(3000, |_| 0xEE);
         let at = |offset: u64| memory.addr() + offset;
-        let entered = |adopted| pair.far.register(adopted, &[], Some(true)).unwrap();
+        let entered = |adopted| pair.remote.register(adopted, &[], Some(true)).unwrap();
         // Two that are too small hide a larger one, which was entered between them.
         let _small = entered(adopt(&device(2, 1, 50), Batch, &[at(200), at(600)]));
         let _large = entered(adopt(&device(1, 4, 250), Blocks, &[at(100)]));
         let _late = entered(adopt(&device(2, 1, 60), Batch, &[at(195), at(595)]));
         let _other = entered(adopt(&device(3, 1, 130), Batch, &[at(1500), at(1200), at(1800)]));
         let addrs = [at(1830), at(200), at(1500), at(601), at(1215), at(950)];
-        let task = pair.near.transfer_async(
+        let task = pair.local.transfer_async(
             &source.end(),
             &SLOT,
             vec![to(2, Target::Addresses(addrs.to_vec()), 3)],
@@ -676,9 +676,9 @@ fn addresses_may_lie_anywhere() {
 /// What a peer may answer to the question where addresses lie.
 #[test]
 fn a_peer_that_lies_about_addresses() {
-    let near = open(config(1, Way::Tcp), Way::Tcp);
+    let local = open(config(1, Way::Tcp), Way::Tcp);
     let fake = Fake::new(2, 1);
-    let source = Held::new(&near, false, &device(4, 1, 100), Batch, &[]);
+    let source = Held::new(&local, false, &device(4, 1, 100), Batch, &[]);
     let spot = |cache, tensor, offset| Spot { cache, tensor, offset };
     let record = |rows, row_bytes| Record {
         at: Place { place: 0, generation: 0 },
@@ -693,24 +693,24 @@ fn a_peer_that_lies_about_addresses() {
         accessible: true,
         location: Location::Hidden,
     };
-    let far = |tensor| spot(7, tensor, 0);
+    let remote = |tensor| spot(7, tensor, 0);
     let max = u32::MAX;
     let cases: [(Vec<Spot>, ErrorKind); 8] = [
         (vec![], ErrorKind::System),
-        (vec![far(0); 3], ErrorKind::System),
-        (vec![far(0); 5], ErrorKind::System),
+        (vec![remote(0); 3], ErrorKind::System),
+        (vec![remote(0); 5], ErrorKind::System),
         (vec![spot(7, 0, u64::MAX); 4], ErrorKind::InvalidArgument),
         (vec![spot(7, 0, u64::MAX - 50); 4], ErrorKind::InvalidArgument),
-        (vec![far(max - 1), far(max), far(max), far(0)], ErrorKind::CacheNotFound),
-        (vec![far(max); 4], ErrorKind::CacheNotFound),
-        (vec![spot(-1, 0, 0), spot(0, 0, 0), spot(i64::MIN, 1, 1), far(0)], ErrorKind::CacheNotFound),
+        (vec![remote(max - 1), remote(max), remote(max), remote(0)], ErrorKind::CacheNotFound),
+        (vec![remote(max); 4], ErrorKind::CacheNotFound),
+        (vec![spot(-1, 0, 0), spot(0, 0, 0), spot(i64::MIN, 1, 1), remote(0)], ErrorKind::CacheNotFound),
     ];
     for (spots, kind) in cases {
         let aims = vec![to(2, Target::Addresses(vec![1, 2, 3, 4]), 2)];
         let told = Reply::Located(spots.clone());
         let task = thread::scope(|scope| {
             let control = scope.spawn(|| fake.linked());
-            near.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
+            local.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
             let _control = control.join().unwrap();
             scope.spawn(|| {
                 let (stream, _) = fake.greet();
@@ -726,10 +726,10 @@ fn a_peer_that_lies_about_addresses() {
                     say(&stream, &reply);
                 }
             });
-            let task = near.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
+            let task = local.transfer_async(&source.end(), &SLOT, aims, None).unwrap();
             all_ready(&task);
             ended(&task);
-            near.unlink_clusters(&[fake.address()], LONG, true).remove(0).unwrap();
+            local.unlink_clusters(&[fake.address()], LONG, true).remove(0).unwrap();
             task
         });
         assert_eq!(failure(&task, 0).kind(), kind, "{spots:?}: {}", failure(&task, 0));

@@ -48,17 +48,17 @@ fn done(task: &Arc<Task>) {
 #[test]
 fn slots_go_to_slots_and_addresses() {
     each(|_, _, pair, ends| {
-        if ends.near.1 == Placement::Host {
+        if ends.local.1 == Placement::Host {
             return;
         }
-        let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, 8, 3, 100), Batch, &[]);
-        let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, 10, 4, 128), Batch, &[]);
-        let (bytes, mut expected) = (near.fill(1), far.fill(2));
+        let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 8, 3, 100), Batch, &[]);
+        let remote = Held::new(&pair.remote, ends.remote.0, &desc(ends.remote.1, 10, 4, 128), Batch, &[]);
+        let (bytes, mut expected) = (local.fill(1), remote.fill(2));
         // Layers 1 to 3 of slot 2 by name, to layers 2 to 4 of slot 1; layers 0 and 1 of slot 0 by address, tensor by
         // tensor in an order of its own, 9 bytes into slot 3.
-        let by_name = to(Target::Cache { name: row(&far, 1), first_layer: 2 }, (1, 4), 2);
+        let by_name = to(Target::Cache { name: row(&remote, 1), first_layer: 2 }, (1, 4), 2);
         let order = [9usize, 0, 3, 2];
-        let at = |tensor: &usize| far.cache.addrs()[*tensor] + 3 * 128 + 9;
+        let at = |tensor: &usize| remote.cache.addrs()[*tensor] + 3 * 128 + 9;
         let by_address = to(Target::Addresses(order.iter().map(at).collect()), (0, 2), 0);
         for tensor in 0..6 {
             expected[4 + tensor][128..228].copy_from_slice(&bytes[2 + tensor][200..300]);
@@ -66,16 +66,20 @@ fn slots_go_to_slots_and_addresses() {
         for (tensor, &there) in order.iter().enumerate() {
             expected[there][3 * 128 + 9..3 * 128 + 109].copy_from_slice(&bytes[tensor][..100]);
         }
-        let task =
-            pair.near.transfer_async(&near.end(), &args(&[], &[], None, 2), vec![by_name, by_address], None);
+        let task = pair.local.transfer_async(
+            &local.end(),
+            &args(&[], &[], None, 2),
+            vec![by_name, by_address],
+            None,
+        );
         let task = task.unwrap();
         done(&task);
-        assert!(far.read() == expected);
-        assert!(near.read() == bytes, "the source changed");
+        assert!(remote.read() == expected);
+        assert!(local.read() == bytes, "the source changed");
         let progress = task.progress();
         assert_eq!((progress[0].layers, progress[0].of_layers, progress[0].bytes), (3, 3, 600));
         assert_eq!((progress[1].layers, progress[1].of_layers, progress[1].bytes), (2, 2, 400));
-        for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+        for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
             engine.deallocate(held.cache.id()).unwrap();
             engine.unregister(held.cache.id()).unwrap();
         }
@@ -86,13 +90,14 @@ fn slots_go_to_slots_and_addresses() {
 fn blocks_go_to_blocks() {
     let model = std::cell::Cell::new(0);
     each(|_, _, pair, ends| {
-        if ends.near.1 == Placement::Host {
+        if ends.local.1 == Placement::Host {
             return;
         }
         let key = CacheKey::Blocks { model: model.replace(model.get() + 1) };
-        let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, 6, 8, 100), Blocks, &[]);
-        let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, 6, 9, 100), Blocks, &[Some(key)]);
-        let (bytes, mut expected) = (near.fill(3), far.fill(4));
+        let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 6, 8, 100), Blocks, &[]);
+        let remote =
+            Held::new(&pair.remote, ends.remote.0, &desc(ends.remote.1, 6, 9, 100), Blocks, &[Some(key)]);
+        let (bytes, mut expected) = (local.fill(3), remote.fill(4));
         let (ours, theirs) = ([0, 1, 2, 7, 6, 3, 3, 5], [2, 3, 4, 1, 0, 8, 5, 2]);
         for (tensor, there) in [(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)] {
             for (from, to) in ours.into_iter().zip(theirs) {
@@ -101,12 +106,12 @@ fn blocks_go_to_blocks() {
             }
         }
         let by_key = to(Target::Cache { name: Name::Key(key), first_layer: 1 }, (0, 2), 0);
-        let addrs = [0, 1].map(|tensor: usize| far.cache.addrs()[tensor]).to_vec();
+        let addrs = [0, 1].map(|tensor: usize| remote.cache.addrs()[tensor]).to_vec();
         let by_address = to(Target::Addresses(addrs), (2, 3), 0);
         let args = args(&ours, &theirs, None, 2);
-        done(&pair.near.transfer_async(&near.end(), &args, vec![by_key, by_address], None).unwrap());
-        assert!(far.read() == expected);
-        for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+        done(&pair.local.transfer_async(&local.end(), &args, vec![by_key, by_address], None).unwrap());
+        assert!(remote.read() == expected);
+        for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
             engine.deallocate(held.cache.id()).unwrap();
             engine.unregister(held.cache.id()).unwrap();
         }
@@ -117,13 +122,14 @@ fn blocks_go_to_blocks() {
 fn a_slot_is_cut_into_blocks() {
     let model = std::cell::Cell::new(0);
     each(|_, _, pair, ends| {
-        if ends.near.1 == Placement::Host {
+        if ends.local.1 == Placement::Host {
             return;
         }
         let key = CacheKey::Blocks { model: model.replace(model.get() + 1) };
-        let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, 2, 2, 250), Batch, &[]);
-        let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, 2, 9, 100), Blocks, &[Some(key)]);
-        let (bytes, mut expected) = (near.fill(5), far.fill(6));
+        let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 2, 2, 250), Batch, &[]);
+        let remote =
+            Held::new(&pair.remote, ends.remote.0, &desc(ends.remote.1, 2, 9, 100), Blocks, &[Some(key)]);
+        let (bytes, mut expected) = (local.fill(5), remote.fill(6));
         // 250 bytes of slot 1: two whole blocks, and half of a third.
         for tensor in 0..2 {
             for (at, block, len) in [(0, 7, 100), (100, 0, 100), (200, 4, 50)] {
@@ -133,9 +139,9 @@ fn a_slot_is_cut_into_blocks() {
         }
         let by_key = to(Target::Cache { name: Name::Key(key), first_layer: 0 }, (0, 2), 1);
         let args = args(&[], &[7, 0, 4], Some(100), 1);
-        done(&pair.near.transfer_async(&near.end(), &args, vec![by_key], None).unwrap());
-        assert!(far.read() == expected);
-        for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+        done(&pair.local.transfer_async(&local.end(), &args, vec![by_key], None).unwrap());
+        assert!(remote.read() == expected);
+        for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
             engine.deallocate(held.cache.id()).unwrap();
             engine.unregister(held.cache.id()).unwrap();
         }
@@ -146,40 +152,40 @@ fn a_slot_is_cut_into_blocks() {
 fn addresses_outside_of_every_cache_are_refused() {
     for way in WAYS {
         let pair = Pair::new(way);
-        let near = Held::new(&pair.near, false, &desc(Placement::Device, 2, 1, 100), Batch, &[]);
-        let far = Held::new(&pair.far, false, &desc(Placement::Device, 2, 1, 100), Batch, &[]);
-        let (before, addrs) = (far.fill(7), far.cache.addrs());
+        let local = Held::new(&pair.local, false, &desc(Placement::Device, 2, 1, 100), Batch, &[]);
+        let remote = Held::new(&pair.remote, false, &desc(Placement::Device, 2, 1, 100), Batch, &[]);
+        let (before, addrs) = (remote.fill(7), remote.cache.addrs());
         let aims = [vec![addrs[0], 4096], vec![addrs[0], addrs[1] + 1], vec![addrs[0] - 1, addrs[1]]];
         let aims = aims.map(|addrs| to(Target::Addresses(addrs), (0, 1), 0));
         let task =
-            pair.near.transfer_async(&near.end(), &args(&[], &[], None, 2), aims.to_vec(), None).unwrap();
+            pair.local.transfer_async(&local.end(), &args(&[], &[], None, 2), aims.to_vec(), None).unwrap();
         finish(&task);
         for outcome in task.outcomes() {
             let Outcome::Failed(error) = outcome else { panic!("{outcome:?}") };
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert_eq!(error.fact("cluster"), Some("2"), "{error}");
         }
-        assert!(far.read() == before);
+        assert!(remote.read() == before);
     }
 }
 
 #[test]
 fn a_layer_waits_until_it_is_ready() {
     let pair = Pair::new(super::Way::Shm);
-    let near = Held::new(&pair.near, false, &desc(Placement::Device, 4, 1, 100), Batch, &[]);
-    let far = Held::new(&pair.far, false, &desc(Placement::Device, 4, 1, 100), Batch, &[]);
-    let before = far.fill(9);
-    let bytes = near.fill(8);
-    let aim = to(Target::Cache { name: row(&far, 0), first_layer: 0 }, (0, 2), 0);
-    let task = pair.near.transfer_async(&near.end(), &args(&[], &[], None, 2), vec![aim], None).unwrap();
+    let local = Held::new(&pair.local, false, &desc(Placement::Device, 4, 1, 100), Batch, &[]);
+    let remote = Held::new(&pair.remote, false, &desc(Placement::Device, 4, 1, 100), Batch, &[]);
+    let before = remote.fill(9);
+    let bytes = local.fill(8);
+    let aim = to(Target::Cache { name: row(&remote, 0), first_layer: 0 }, (0, 2), 0);
+    let task = pair.local.transfer_async(&local.end(), &args(&[], &[], None, 2), vec![aim], None).unwrap();
     assert_eq!(task.layers(), [0, 1]);
     assert!(!task.wait(Deadline::after(Duration::from_millis(30))).unwrap());
-    assert!(far.read() == before);
+    assert!(remote.read() == before);
     task.ready(0);
     super::eventually("the first layer", || task.progress()[0].layers == 1);
     assert!(!task.wait(Deadline::after(Duration::from_millis(30))).unwrap());
-    assert_eq!(far.read(), [&bytes[0], &bytes[1], &before[2], &before[3]].map(Clone::clone));
+    assert_eq!(remote.read(), [&bytes[0], &bytes[1], &before[2], &before[3]].map(Clone::clone));
     task.ready(1);
     assert!(task.wait(Deadline::after(LONG)).unwrap());
-    assert!(far.read() == bytes);
+    assert!(remote.read() == bytes);
 }

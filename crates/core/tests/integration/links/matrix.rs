@@ -22,74 +22,74 @@ use super::{
 use crate::bed::desc;
 use crate::log;
 
-const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
+const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
 
 fn kind_of(result: llm_datadist_core::Result<()>) -> ErrorKind {
     result.unwrap_err().kind()
 }
 
-fn works(near: &DataDist, far: &DataDist) {
+fn works(local: &DataDist, remote: &DataDist) {
     let shape = desc(Placement::Device, 2, 1, 64);
     let (into, source) = (
-        Held::new(near, false, &shape, CacheKind::Batch, &[]),
-        Held::new(far, false, &shape, CacheKind::Batch, &[]),
+        Held::new(local, false, &shape, CacheKind::Batch, &[]),
+        Held::new(remote, false, &shape, CacheKind::Batch, &[]),
     );
     let bytes = source.fill(1);
-    near.pull(of(far.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+    local.pull(of(remote.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
     assert!(into.read() == bytes);
-    near.deallocate(into.cache.id()).unwrap();
-    far.deallocate(source.cache.id()).unwrap();
+    local.deallocate(into.cache.id()).unwrap();
+    remote.deallocate(source.cache.id()).unwrap();
 }
 
 #[test]
 fn links_come_and_go() {
     for way in WAYS {
-        let (near, far) = (open(config(1, way), way), open(config(u64::MAX, way), way));
-        assert_eq!(near.remap().unwrap_err().kind(), ErrorKind::NotLinked);
+        let (local, remote) = (open(config(1, way), way), open(config(u64::MAX, way), way));
+        assert_eq!(local.remap().unwrap_err().kind(), ErrorKind::NotLinked);
         for _ in 0..3 {
-            link(&near, &far).unwrap();
-            assert_eq!(kind_of(link(&near, &far)), ErrorKind::AlreadyLinked);
+            link(&local, &remote).unwrap();
+            assert_eq!(kind_of(link(&local, &remote)), ErrorKind::AlreadyLinked);
             // The other side counts it as linked, too.
-            assert_eq!(kind_of(link(&far, &near)), ErrorKind::AlreadyLinked);
-            near.remap().unwrap();
-            near.check_link(ClusterId(u64::MAX)).unwrap();
-            far.check_link(ClusterId(1)).unwrap();
-            works(&near, &far);
-            works(&far, &near);
-            assert_eq!(kind_of(near.switch_role(Role::Decoder, None)), ErrorKind::LinksExist);
-            unlink(&near, &far).unwrap();
-            assert!(near.stats().links.is_empty() && far.stats().links.is_empty());
-            assert_eq!(kind_of(near.check_link(ClusterId(u64::MAX))), ErrorKind::NotLinked);
+            assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
+            local.remap().unwrap();
+            local.check_link(ClusterId(u64::MAX)).unwrap();
+            remote.check_link(ClusterId(1)).unwrap();
+            works(&local, &remote);
+            works(&remote, &local);
+            assert_eq!(kind_of(local.switch_role(Role::Decoder, None)), ErrorKind::LinksExist);
+            unlink(&local, &remote).unwrap();
+            assert!(local.stats().links.is_empty() && remote.stats().links.is_empty());
+            assert_eq!(kind_of(local.check_link(ClusterId(u64::MAX))), ErrorKind::NotLinked);
             // Once more is no error.
-            unlink(&near, &far).unwrap();
+            unlink(&local, &remote).unwrap();
         }
         // By the side that did not make it.
-        link(&near, &far).unwrap();
-        unlink(&far, &near).unwrap();
-        eventually("its end here", || near.stats().links.is_empty());
+        link(&local, &remote).unwrap();
+        unlink(&remote, &local).unwrap();
+        eventually("its end here", || local.stats().links.is_empty());
         // Force: without a word to the peer, and without an address.
-        link(&near, &far).unwrap();
-        let nowhere = PeerAddress { remote: vec![], ..address(&far) };
-        let refused = near.unlink_clusters(std::slice::from_ref(&nowhere), LONG, false).remove(0);
+        link(&local, &remote).unwrap();
+        let nowhere = PeerAddress { remote: vec![], ..address(&remote) };
+        let refused = local.unlink_clusters(std::slice::from_ref(&nowhere), LONG, false).remove(0);
         assert_eq!(kind_of(refused), ErrorKind::InvalidArgument);
-        assert_eq!(near.stats().links.len(), 1);
-        near.unlink_clusters(&[nowhere], LONG, true).remove(0).unwrap();
-        assert!(near.stats().links.is_empty());
-        eventually("its end there", || far.stats().links.is_empty());
-        link(&near, &far).unwrap();
-        works(&near, &far);
+        assert_eq!(local.stats().links.len(), 1);
+        local.unlink_clusters(&[nowhere], LONG, true).remove(0).unwrap();
+        assert!(local.stats().links.is_empty());
+        eventually("its end there", || remote.stats().links.is_empty());
+        link(&local, &remote).unwrap();
+        works(&local, &remote);
     }
 }
 
 #[test]
 fn each_peer_of_a_call_has_its_own_result() {
-    let far: Vec<_> = (2..20).map(|id| open(config(id, Way::Shm), Way::Shm)).collect();
-    let near = open(config(1, Way::Shm), Way::Shm);
-    let mut peers: Vec<_> = far.iter().map(address).collect();
+    let remote: Vec<_> = (2..20).map(|id| open(config(id, Way::Shm), Way::Shm)).collect();
+    let local = open(config(1, Way::Shm), Way::Shm);
+    let mut peers: Vec<_> = remote.iter().map(address).collect();
     peers[3].cluster = ClusterId(77);
     peers[5].remote.clear();
     peers[7].remote = vec!["127.0.0.1:1".parse().unwrap()];
-    let results = near.link_clusters(&peers, LONG);
+    let results = local.link_clusters(&peers, LONG);
     assert_eq!(results.len(), peers.len());
     for (at, result) in results.iter().enumerate() {
         let expected = match at {
@@ -104,16 +104,16 @@ fn each_peer_of_a_call_has_its_own_result() {
             text(result)
         );
     }
-    assert_eq!(near.stats().links.len(), peers.len() - 3);
+    assert_eq!(local.stats().links.len(), peers.len() - 3);
     peers.retain(|peer| !peer.remote.is_empty());
-    assert!(near.unlink_clusters(&peers, LONG, false).iter().all(Result::is_ok));
-    assert!(near.stats().links.is_empty());
+    assert!(local.unlink_clusters(&peers, LONG, false).iter().all(Result::is_ok));
+    assert!(local.stats().links.is_empty());
 }
 
 #[test]
 fn who_does_not_fit_is_refused_by_its_code() {
     for way in WAYS {
-        let near = open(config(1, way), way);
+        let local = open(config(1, way), way);
         let other_mode = open(
             {
                 let mut c = config(2, way);
@@ -122,18 +122,20 @@ fn who_does_not_fit_is_refused_by_its_code() {
             },
             way,
         );
-        let wrong = kind_of(link(&near, &other_mode));
+        let wrong = kind_of(link(&local, &other_mode));
         assert_eq!(StatusCode::from(wrong), StatusCode::ParamInvalid);
-        let far = open(config(2, way), way);
-        let asked = PeerAddress { cluster: ClusterId(3), ..address(&far) };
-        assert_eq!(kind_of(near.link_clusters(&[asked], LONG).remove(0)), ErrorKind::LinkFailed);
-        let two =
-            PeerAddress { remote: [address(&far).remote, address(&near).remote].concat(), ..address(&far) };
-        assert_eq!(kind_of(near.link_clusters(&[two], LONG).remove(0)), ErrorKind::InvalidArgument);
-        assert!(near.link_clusters(&[], LONG).is_empty());
-        assert!(near.stats().links.is_empty());
-        eventually("no leftovers", || far.stats().links.is_empty() && other_mode.stats().links.is_empty());
-        link(&near, &far).unwrap();
+        let remote = open(config(2, way), way);
+        let asked = PeerAddress { cluster: ClusterId(3), ..address(&remote) };
+        assert_eq!(kind_of(local.link_clusters(&[asked], LONG).remove(0)), ErrorKind::LinkFailed);
+        let two = PeerAddress {
+            remote: [address(&remote).remote, address(&local).remote].concat(),
+            ..address(&remote)
+        };
+        assert_eq!(kind_of(local.link_clusters(&[two], LONG).remove(0)), ErrorKind::InvalidArgument);
+        assert!(local.link_clusters(&[], LONG).is_empty());
+        assert!(local.stats().links.is_empty());
+        eventually("no leftovers", || remote.stats().links.is_empty() && other_mode.stats().links.is_empty());
+        link(&local, &remote).unwrap();
     }
 }
 
@@ -146,19 +148,19 @@ fn only_who_knows_the_token_is_let_in() {
     };
     let (one, other) = ("sixteen letters or more", "sixteen letters or else");
     for way in WAYS {
-        for (near, far, fits) in [
+        for (local, remote, fits) in [
             (Some(one), Some(one), true),
             (Some(one), Some(other), false),
             (Some(one), None, false),
             (None, Some(one), false),
             (None, None, true),
         ] {
-            let (near, far) = (with(1, near, way), with(2, far, way));
-            match link(&near, &far) {
+            let (local, remote) = (with(1, local, way), with(2, remote, way));
+            match link(&local, &remote) {
                 Ok(()) => assert!(fits),
                 Err(error) => {
                     assert!(!fits && error.kind() == ErrorKind::LinkFailed, "{way:?}: {error}");
-                    let shown = format!("{error:?} {:?} {near:?}", log::texts(&[]));
+                    let shown = format!("{error:?} {:?} {local:?}", log::texts(&[]));
                     assert!(!shown.contains(one) && !shown.contains(other), "a token shows");
                 }
             }
@@ -196,46 +198,46 @@ fn a_process_may_link_to_itself() {
 fn both_sides_may_link_where_the_option_says_so() {
     for way in WAYS {
         let pair = Pair::with(way, |config| config.links.both_ways = true);
-        assert_eq!(kind_of(link(&pair.near, &pair.far)), ErrorKind::AlreadyLinked);
-        link(&pair.far, &pair.near).unwrap();
-        assert_eq!(kind_of(link(&pair.far, &pair.near)), ErrorKind::AlreadyLinked);
-        assert_eq!((pair.near.stats().links.len(), pair.far.stats().links.len()), (2, 2));
-        works(&pair.near, &pair.far);
-        works(&pair.far, &pair.near);
-        unlink(&pair.near, &pair.far).unwrap();
-        eventually("the end of both", || pair.far.stats().links.is_empty());
-        assert!(pair.near.stats().links.is_empty());
+        assert_eq!(kind_of(link(&pair.local, &pair.remote)), ErrorKind::AlreadyLinked);
+        link(&pair.remote, &pair.local).unwrap();
+        assert_eq!(kind_of(link(&pair.remote, &pair.local)), ErrorKind::AlreadyLinked);
+        assert_eq!((pair.local.stats().links.len(), pair.remote.stats().links.len()), (2, 2));
+        works(&pair.local, &pair.remote);
+        works(&pair.remote, &pair.local);
+        unlink(&pair.local, &pair.remote).unwrap();
+        eventually("the end of both", || pair.remote.stats().links.is_empty());
+        assert!(pair.local.stats().links.is_empty());
     }
 }
 
 #[test]
 fn a_process_that_was_replaced_is_noticed() {
     for way in WAYS {
-        let near = open(config(1, way), way);
-        let far = open(config(2, way), way);
-        link(&near, &far).unwrap();
-        let at = far.listening().unwrap();
-        drop(far);
-        eventually("the end of the link", || near.stats().links.is_empty());
-        let why = near.check_link(ClusterId(2)).unwrap_err();
+        let local = open(config(1, way), way);
+        let remote = open(config(2, way), way);
+        link(&local, &remote).unwrap();
+        let at = remote.listening().unwrap();
+        drop(remote);
+        eventually("the end of the link", || local.stats().links.is_empty());
+        let why = local.check_link(ClusterId(2)).unwrap_err();
         assert_eq!(why.kind(), ErrorKind::NotLinked);
         assert!(why.to_string().contains("finalized"), "{why}");
         let mut again = config(2, way);
         again.links.listen = Some(at);
-        let far = open(again, way);
-        link(&near, &far).unwrap();
-        works(&near, &far);
+        let remote = open(again, way);
+        link(&local, &remote).unwrap();
+        works(&local, &remote);
         // One that goes by its id while it lives is refused, and told why: two would push each other out for ever.
         let second = open(config(1, way), way);
-        let refused = link(&second, &far).unwrap_err();
+        let refused = link(&second, &remote).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert!(refused.to_string().contains("two processes cannot share a cluster id"), "{refused}");
-        assert_eq!(far.stats().links.len(), 1);
-        works(&near, &far);
-        drop(near);
-        eventually("the end of the first", || far.stats().links.is_empty());
-        link(&second, &far).unwrap();
-        works(&second, &far);
+        assert_eq!(remote.stats().links.len(), 1);
+        works(&local, &remote);
+        drop(local);
+        eventually("the end of the first", || remote.stats().links.is_empty());
+        link(&second, &remote).unwrap();
+        works(&second, &remote);
     }
 }
 
@@ -387,13 +389,13 @@ fn what_strangers_say_is_refused() {
 #[test]
 fn a_flood_of_strangers_keeps_nobody_out() {
     for way in [Way::Shm, Way::Tcp] {
-        let (near, far) = (open(config(1, way), way), open(config(2, way), way));
-        let at = far.listening().unwrap();
+        let (local, remote) = (open(config(1, way), way), open(config(2, way), way));
+        let at = remote.listening().unwrap();
         // Silent ones that stay.
         let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(at).unwrap()).collect();
-        link(&near, &far).unwrap();
-        works(&near, &far);
-        unlink(&near, &far).unwrap();
+        link(&local, &remote).unwrap();
+        works(&local, &remote);
+        unlink(&local, &remote).unwrap();
         // And ones that keep coming.
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -408,8 +410,8 @@ fn a_flood_of_strangers_keeps_nobody_out() {
                 }
             });
             for _ in 0..5 {
-                let linked = link(&near, &far);
-                let done = linked.is_err() || unlink(&near, &far).is_ok();
+                let linked = link(&local, &remote);
+                let done = linked.is_err() || unlink(&local, &remote).is_ok();
                 if linked.is_err() || !done {
                     stop.store(true, Ordering::Relaxed);
                 }
@@ -435,15 +437,15 @@ fn five_hundred_and_twelve_links_of_one_process() {
     let controls: Vec<_> = fakes.iter().map(|fake| fake.link(&hub, fake.party.cluster).unwrap()).collect();
     assert_eq!(hub.stats().links.len(), 512);
     // A real one among them works as ever.
-    let near = open(config(2, Way::Tcp), Way::Tcp);
-    link(&near, &hub).unwrap();
-    works(&near, &hub);
-    works(&hub, &near);
+    let local = open(config(2, Way::Tcp), Way::Tcp);
+    link(&local, &hub).unwrap();
+    works(&local, &hub);
+    works(&hub, &local);
     // Half of them go without a word; nobody else suffers.
     let mut controls = controls;
     controls.truncate(256);
     eventually("the end of half of them", || hub.stats().links.len() == 257);
-    works(&near, &hub);
+    works(&local, &hub);
     let started = Instant::now();
     drop(hub);
     assert!(started.elapsed() < Duration::from_secs(10));
@@ -454,7 +456,7 @@ fn five_hundred_and_twelve_links_of_one_process() {
         }
         assert!(bye, "everyone is told");
     }
-    eventually("the end of the real one", || near.stats().links.is_empty());
+    eventually("the end of the real one", || local.stats().links.is_empty());
 }
 
 /// Threads and descriptors of this process.
@@ -480,34 +482,34 @@ fn finalizing_under_way_leaves_nothing() {
     let before = held();
     for way in WAYS {
         for round in 0..times(4) {
-            let (near, far) = (Arc::new(open(config(1, way), way)), open(config(2, way), way));
-            link(&near, &far).unwrap();
+            let (local, remote) = (Arc::new(open(config(1, way), way)), open(config(2, way), way));
+            link(&local, &remote).unwrap();
             let shape = desc(Placement::Device, 2, 1, 1 << 20);
-            let source = Held::new(&far, false, &shape, CacheKind::Batch, &[]);
+            let source = Held::new(&remote, false, &shape, CacheKind::Batch, &[]);
             let name = of(2, row(&source, 0));
             drop(source);
             let callers: Vec<_> = (0..4)
                 .map(|_| {
-                    let near = near.clone();
+                    let local = local.clone();
                     thread::spawn(move || {
-                        let into = Held::new(&near, false, &shape_of(), CacheKind::Batch, &[]);
-                        while near.pull(name, &into.end(), &SLOT, Layers::ALL).is_ok() {}
+                        let into = Held::new(&local, false, &shape_of(), CacheKind::Batch, &[]);
+                        while local.pull(name, &into.end(), &SLOT, Layers::ALL).is_ok() {}
                     })
                 })
                 .collect();
             thread::sleep(Duration::from_millis(u64::from(round) * 3));
             if round % 2 == 0 {
                 // The peer goes first, then this side.
-                drop(far);
+                drop(remote);
                 for caller in callers {
                     caller.join().unwrap();
                 }
-                drop(near);
+                drop(local);
             } else {
                 // This side is let go while its calls go on: the last of them ends it.
-                drop(near);
+                drop(local);
                 thread::sleep(Duration::from_millis(5));
-                drop(far);
+                drop(remote);
                 for caller in callers {
                     caller.join().unwrap();
                 }

@@ -20,7 +20,7 @@ use super::{Held, LONG, Pair, WAYS, Way, address, config, eventually, link, of, 
 use crate::bed::desc;
 use crate::log;
 
-const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
+const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
 const TABLE: &str = r#"{"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": [
     {"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}], "version": "1.0"}"#;
 
@@ -110,13 +110,13 @@ fn a_member_that_stays_away_for_long_is_met_again() {
 /// More silent strangers than may greet at a time keep nobody out, neither links nor their streams.
 #[test]
 fn strangers_keep_no_peer_out() {
-    let (near, far) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
-    let at = far.listening().unwrap();
+    let (local, remote) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
+    let at = remote.listening().unwrap();
     let strangers: Vec<_> = (0..300).map(|_| TcpStream::connect(at).unwrap()).collect();
-    link(&near, &far).unwrap();
+    link(&local, &remote).unwrap();
     thread::scope(|scope| {
         for _ in 0..16 {
-            scope.spawn(|| near.check_link(ClusterId(2)).unwrap());
+            scope.spawn(|| local.check_link(ClusterId(2)).unwrap());
         }
         for _ in 0..100 {
             drop(TcpStream::connect(at).unwrap());
@@ -190,13 +190,13 @@ fn the_place_of_a_link_that_works_cannot_be_taken() {
 /// An engine that ends right after a link was made says so, also while its control thread has not heard of the link yet.
 #[test]
 fn an_engine_that_ends_at_once_says_goodbye() {
-    let near = open(config(1, Way::Tcp), Way::Tcp);
+    let local = open(config(1, Way::Tcp), Way::Tcp);
     for round in 0..100 {
-        let far = open(config(2, Way::Tcp), Way::Tcp);
-        link(&near, &far).unwrap();
-        drop(far);
-        eventually("the end of the link", || near.stats().links.is_empty());
-        let why = near.check_link(ClusterId(2)).unwrap_err().to_string();
+        let remote = open(config(2, Way::Tcp), Way::Tcp);
+        link(&local, &remote).unwrap();
+        drop(remote);
+        eventually("the end of the link", || local.stats().links.is_empty());
+        let why = local.check_link(ClusterId(2)).unwrap_err().to_string();
         assert!(why.contains("finalized"), "round {round}: {why}");
     }
 }
@@ -276,7 +276,7 @@ fn half_a_control_message_is_no_sign_of_life() {
 /// The name of the local socket is part of what the peer proves: nobody on the way can change it.
 #[test]
 fn a_welcome_cannot_be_changed_on_the_way() {
-    let near = open(config(1, Way::Shm), Way::Shm);
+    let local = open(config(1, Way::Shm), Way::Shm);
     let fake = Fake::new(2, 1);
     thread::scope(|scope| {
         let peer = scope.spawn(|| {
@@ -291,7 +291,7 @@ fn a_welcome_cannot_be_changed_on_the_way() {
             say(&stream, &Welcome { mac, local: Some("elsewhere".into()), ..welcome });
             stream
         });
-        let refused = near.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
+        let refused = local.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert!(refused.to_string().contains("token"), "{refused}");
         drop(peer.join().unwrap());
@@ -302,20 +302,20 @@ fn a_welcome_cannot_be_changed_on_the_way() {
 /// Who answers at the local socket must be who answered at the port.
 #[test]
 fn another_process_at_the_local_socket_is_not_the_peer() {
-    let near = open(config(1, Way::Shm), Way::Shm);
+    let local = open(config(1, Way::Shm), Way::Shm);
     let impostor = open(config(2, Way::Shm), Way::Shm);
     // The name of the impostor's socket, as it tells anybody of this host who asks.
     let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned();
     let asking = Fake::new(1, 5);
-    let local = asking.local_of(&impostor, host).expect("a local socket");
+    let named = asking.local_of(&impostor, host).expect("a local socket");
     let fake = Fake::new(2, 1);
     thread::scope(|scope| {
         let peer = scope.spawn(|| {
-            let sent_away = fake.greet_with(Some(local));
+            let sent_away = fake.greet_with(Some(named));
             (sent_away, fake.linked())
         });
-        near.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
-        assert_eq!(near.stats().links[0].transport, "tcp");
+        local.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
+        assert_eq!(local.stats().links[0].transport, "tcp");
         assert!(!log::texts(&["another process answers"]).is_empty());
         eventually("nothing at the impostor", || impostor.stats().links.is_empty());
         drop(peer.join().unwrap());
@@ -325,7 +325,7 @@ fn another_process_at_the_local_socket_is_not_the_peer() {
 /// The peer unlinks while it is asked to: what it was asked on ends, it takes no more words, and its goodbye is read late.
 #[test]
 fn a_goodbye_that_is_read_late_is_one() {
-    let near = open(config(1, Way::Shm), Way::Shm);
+    let local = open(config(1, Way::Shm), Way::Shm);
     let at = Address::Unix(format!("llm-datadist-test-{}-late-goodbye", std::process::id()));
     let (door, fake) = (Fake::new(2, 1), Fake::at(&Unix, &at, 2, 1));
     thread::scope(|scope| {
@@ -342,12 +342,12 @@ fn a_goodbye_that_is_read_late_is_one() {
             say(&control, &Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
             (sent_away, control, asked)
         });
-        near.link_clusters(&[door.address()], LONG).remove(0).unwrap();
-        near.unlink_clusters(&[door.address()], LONG, false).remove(0).unwrap();
+        local.link_clusters(&[door.address()], LONG).remove(0).unwrap();
+        local.unlink_clusters(&[door.address()], LONG, false).remove(0).unwrap();
         let (_, _, asked) = peer.join().unwrap();
         assert!(matches!(asked, Request::Unlink { .. }), "{asked:?}");
     });
-    assert!(near.stats().links.is_empty());
+    assert!(local.stats().links.is_empty());
 }
 
 /// The same port at another address, port 0 again, and nowhere.
@@ -365,23 +365,23 @@ fn a_listener_moves_between_addresses_of_one_port() {
     let nobodys = format!("192.0.2.1:{}", at.port()).parse().unwrap();
     engine.switch_role(Role::Decoder, Some(nobodys)).unwrap_err();
     assert_eq!((engine.listening(), engine.role()), (Some(everywhere), Role::Prompt));
-    let near = open(config(2, Way::Shm), Way::Shm);
+    let local = open(config(2, Way::Shm), Way::Shm);
     let there = PeerAddress { cluster: ClusterId(1), remote: vec![at], local: vec![] };
-    near.link_clusters(std::slice::from_ref(&there), LONG).remove(0).unwrap();
+    local.link_clusters(std::slice::from_ref(&there), LONG).remove(0).unwrap();
     assert_eq!(engine.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
-    near.unlink_clusters(std::slice::from_ref(&there), LONG, false).remove(0).unwrap();
+    local.unlink_clusters(std::slice::from_ref(&there), LONG, false).remove(0).unwrap();
     engine.switch_role(Role::Mix, None).unwrap();
     assert_eq!(engine.listening(), None);
-    near.link_clusters(&[there], LONG).remove(0).unwrap_err();
+    local.link_clusters(&[there], LONG).remove(0).unwrap_err();
     engine.switch_role(Role::Mix, Some(at)).unwrap();
-    link(&near, &engine).unwrap();
-    assert_eq!(near.stats().links[0].transport, "shm", "the local socket is there again");
+    link(&local, &engine).unwrap();
+    assert_eq!(local.stats().links[0].transport, "shm", "the local socket is there again");
 }
 
 /// Peers that take a connection and say nothing leave the others of the call their time.
 #[test]
 fn silent_peers_do_not_use_up_the_time_of_others() {
-    let (near, far) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
+    let (local, remote) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
     let silent: Vec<_> = (0..40).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let mut peers: Vec<PeerAddress> = silent
         .iter()
@@ -392,8 +392,8 @@ fn silent_peers_do_not_use_up_the_time_of_others() {
             local: vec![],
         })
         .collect();
-    peers.push(address(&far));
-    let mut results = near.link_clusters(&peers, Duration::from_secs(2));
+    peers.push(address(&remote));
+    let mut results = local.link_clusters(&peers, Duration::from_secs(2));
     results.pop().unwrap().unwrap();
     assert!(results.iter().all(|result| result.as_ref().unwrap_err().kind() == ErrorKind::Timeout));
 }
@@ -402,17 +402,17 @@ fn silent_peers_do_not_use_up_the_time_of_others() {
 #[test]
 fn a_peer_of_the_same_id_is_not_this_engine() {
     let opened = || open(Config { mode: Mode::KvCacheManager, ..config(1, Way::Tcp) }, Way::Tcp);
-    let (near, far) = (opened(), opened());
+    let (local, remote) = (opened(), opened());
     let shape = desc(Placement::Device, 2, 1, 64);
-    let into = Held::new(&near, false, &shape, CacheKind::Batch, &[]);
-    let source = Held::new(&far, false, &shape, CacheKind::Batch, &[]);
-    let pull = || near.pull(of(1, row(&source, 0)), &into.end(), &SLOT, Layers::ALL);
+    let into = Held::new(&local, false, &shape, CacheKind::Batch, &[]);
+    let source = Held::new(&remote, false, &shape, CacheKind::Batch, &[]);
+    let pull = || local.pull(of(1, row(&source, 0)), &into.end(), &SLOT, Layers::ALL);
     assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
-    link(&near, &far).unwrap();
+    link(&local, &remote).unwrap();
     let bytes = source.fill(3);
     pull().unwrap();
     assert!(into.read() == bytes);
-    unlink(&near, &far).unwrap();
+    unlink(&local, &remote).unwrap();
     assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
 }
 
@@ -422,15 +422,15 @@ fn links_count_what_they_do() {
     for way in WAYS {
         let pair = Pair::with(way, |config| config.host_pool = None);
         let shape = desc(Placement::Device, 2, 1, 64);
-        let into = Held::new(&pair.near, false, &shape, CacheKind::Batch, &[]);
-        let source = Held::new(&pair.far, false, &shape, CacheKind::Batch, &[]);
-        pair.near.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
-        let links = pair.near.stats().links;
-        assert!(links[0].outgoing && !pair.far.stats().links[0].outgoing);
+        let into = Held::new(&pair.local, false, &shape, CacheKind::Batch, &[]);
+        let source = Held::new(&pair.remote, false, &shape, CacheKind::Batch, &[]);
+        pair.local.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+        let links = pair.local.stats().links;
+        assert!(links[0].outgoing && !pair.remote.stats().links[0].outgoing);
         let streamed = if way == Way::Tcp { 128 } else { 0 };
         assert_eq!((links[0].requests.bytes, links[0].transfers.bytes), (streamed, 128), "{way:?}");
         assert!(links[0].requests.calls > u64::from(way == Way::Tcp));
         let bare = Pair::with(way, |config| (config.host_pool, config.device_pool) = (None, None));
-        assert_eq!(bare.near.stats().links[0].pools, if way.shares() { "none" } else { "stream" });
+        assert_eq!(bare.local.stats().links[0].pools, if way.shares() { "none" } else { "stream" });
     }
 }

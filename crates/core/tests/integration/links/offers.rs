@@ -176,14 +176,14 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
     let each = Generations::BYTES + 64 * MIB;
     let mut limited = small(1);
     limited.links.remote_memory = Some(2 * each);
-    let near = open(limited, Way::Shm);
+    let local = open(limited, Way::Shm);
     let peers: Vec<_> = (2..5).map(|cluster| open(small(cluster), Way::Shm)).collect();
     let pools = |cluster: u64| {
-        let link = near.stats().links.into_iter().find(|link| link.cluster.0 == cluster).unwrap();
+        let link = local.stats().links.into_iter().find(|link| link.cluster.0 == cluster).unwrap();
         (link.pools, link.refusal)
     };
     for peer in &peers {
-        link(&near, peer).unwrap();
+        link(&local, peer).unwrap();
     }
     assert_eq!((pools(2).0, pools(3).0), ("mapped", "mapped"));
     let (way, refusal) = pools(4);
@@ -196,20 +196,20 @@ fn memory_of_all_peers_together_is_bounded_and_returns_with_its_link() {
     ] {
         assert!(refusal.contains(&fact), "{refusal}");
     }
-    unlink(&near, &peers[0]).unwrap();
+    unlink(&local, &peers[0]).unwrap();
     // The memory of a link that has just ended may still be being unmapped: the next link waits for that.
     for _ in 0..8 {
-        unlink(&near, &peers[2]).unwrap();
-        link(&near, &peers[2]).unwrap();
+        unlink(&local, &peers[2]).unwrap();
+        link(&local, &peers[2]).unwrap();
         let (way, refusal) = pools(4);
         assert_eq!(way, "mapped", "{refusal:?}");
         // So that only one of both fits.
-        unlink(&near, &peers[2]).unwrap();
-        link(&near, &peers[0]).unwrap();
+        unlink(&local, &peers[2]).unwrap();
+        link(&local, &peers[0]).unwrap();
         let (way, refusal) = pools(2);
         assert_eq!(way, "mapped", "{refusal:?}");
-        unlink(&near, &peers[0]).unwrap();
-        link(&near, &peers[2]).unwrap();
+        unlink(&local, &peers[0]).unwrap();
+        link(&local, &peers[2]).unwrap();
     }
 }
 
@@ -227,29 +227,29 @@ fn pools_that_are_not_mapped_travel_through_sockets() {
         };
         let per_layer = Layers { tensors_per_layer: 1, ..Layers::ALL };
         for registered in [false, true] {
-            let (near, far) = (held(&pair.near, registered), held(&pair.far, registered));
-            let (ours, theirs) = (near.fill(1), far.fill(2));
-            let rows = PullRows::Blocks { far: vec![0], near: vec![3] };
-            pair.near.pull(of(2, row(&far, 0)), &near.end(), &rows, Layers::ALL).unwrap();
-            let rows = PushRows::Blocks { near: vec![1], far: vec![2] };
-            pair.near.push(&near.end(), of(2, row(&far, 0)), &rows, per_layer).unwrap();
+            let (local, remote) = (held(&pair.local, registered), held(&pair.remote, registered));
+            let (ours, theirs) = (local.fill(1), remote.fill(2));
+            let rows = PullRows::Blocks { remote: vec![0], local: vec![3] };
+            pair.local.pull(of(2, row(&remote, 0)), &local.end(), &rows, Layers::ALL).unwrap();
+            let rows = PushRows::Blocks { local: vec![1], remote: vec![2] };
+            pair.local.push(&local.end(), of(2, row(&remote, 0)), &rows, per_layer).unwrap();
             // The other way round: the side that may map pushes to, and pulls from, the one that may not.
-            let rows = PushRows::Blocks { near: vec![1], far: vec![2] };
-            pair.far.push(&far.end(), of(1, row(&near, 0)), &rows, per_layer).unwrap();
-            let rows = PullRows::Blocks { far: vec![1], near: vec![3] };
-            pair.far.pull(of(1, row(&near, 0)), &far.end(), &rows, Layers::ALL).unwrap();
-            let (near, far) = (near.read(), far.read());
+            let rows = PushRows::Blocks { local: vec![1], remote: vec![2] };
+            pair.remote.push(&remote.end(), of(1, row(&local, 0)), &rows, per_layer).unwrap();
+            let rows = PullRows::Blocks { remote: vec![1], local: vec![3] };
+            pair.remote.pull(of(1, row(&local, 0)), &remote.end(), &rows, Layers::ALL).unwrap();
+            let (local, remote) = (local.read(), remote.read());
             for tensor in 0..2 {
                 let block = |bytes: &[Vec<u8>], at: usize| bytes[tensor][at * 4096..][..4096].to_vec();
-                assert!(block(&near, 3) == block(&theirs, 0) && block(&far, 2) == block(&ours, 1));
-                assert!(block(&near, 2) == block(&theirs, 1) && block(&far, 3) == block(&ours, 1));
+                assert!(block(&local, 3) == block(&theirs, 0) && block(&remote, 2) == block(&ours, 1));
+                assert!(block(&local, 2) == block(&theirs, 1) && block(&remote, 3) == block(&ours, 1));
             }
         }
-        let (near, far) = (pair.near.stats().links.remove(0), pair.far.stats().links.remove(0));
-        assert_eq!((near.pools, far.pools), ("stream", "mapped"));
+        let (local, remote) = (pair.local.stats().links.remove(0), pair.remote.stats().links.remove(0));
+        assert_eq!((local.pools, remote.pools), ("stream", "mapped"));
         // Without its generations nothing of the peer is read in place.
-        assert_eq!(near.registered, if limit == 0 { "stream" } else { "process" });
-        assert!(near.refusal.unwrap().contains("link_remote_memory"));
+        assert_eq!(local.registered, if limit == 0 { "stream" } else { "process" });
+        assert!(local.refusal.unwrap().contains("link_remote_memory"));
     }
 }
 

@@ -17,8 +17,8 @@ fn range(first: u32, end: u32) -> Option<LayerRange> {
 
 /// A slot from one cache into a slot of another, byte by byte.
 struct Slot {
-    far: (u32, usize, usize),
-    near: (u32, usize, usize),
+    remote: (u32, usize, usize),
+    local: (u32, usize, usize),
     rows: (u32, u32),
     size: i64,
     layers: Layers,
@@ -31,13 +31,34 @@ fn slots_arrive() {
     let plain = Layers::ALL;
     let per = |src, dst, tensors_per_layer| Layers { src, dst, tensors_per_layer };
     let cases = [
-        Slot { far: (2, 3, 64), near: (2, 3, 64), rows: (1, 2), size: -1, layers: plain, tensors: (0, 0, 2) },
-        // The near slot is smaller, larger, or only a part is wanted.
-        Slot { far: (2, 3, 96), near: (2, 2, 64), rows: (2, 1), size: -1, layers: plain, tensors: (0, 0, 2) },
-        Slot { far: (1, 4, 64), near: (1, 2, 96), rows: (3, 0), size: 33, layers: plain, tensors: (0, 0, 1) },
         Slot {
-            far: (1, 2, 5000),
-            near: (1, 2, 4999),
+            remote: (2, 3, 64),
+            local: (2, 3, 64),
+            rows: (1, 2),
+            size: -1,
+            layers: plain,
+            tensors: (0, 0, 2),
+        },
+        // The near slot is smaller, larger, or only a part is wanted.
+        Slot {
+            remote: (2, 3, 96),
+            local: (2, 2, 64),
+            rows: (2, 1),
+            size: -1,
+            layers: plain,
+            tensors: (0, 0, 2),
+        },
+        Slot {
+            remote: (1, 4, 64),
+            local: (1, 2, 96),
+            rows: (3, 0),
+            size: 33,
+            layers: plain,
+            tensors: (0, 0, 1),
+        },
+        Slot {
+            remote: (1, 2, 5000),
+            local: (1, 2, 4999),
             rows: (1, 1),
             size: 1,
             layers: plain,
@@ -45,32 +66,32 @@ fn slots_arrive() {
         },
         // Layers of one, two and three tensors; of another number of tensors; only the source named.
         Slot {
-            far: (6, 2, 64),
-            near: (4, 2, 64),
+            remote: (6, 2, 64),
+            local: (4, 2, 64),
             rows: (1, 0),
             size: -1,
             layers: per(range(1, 3), range(0, 2), 2),
             tensors: (2, 0, 4),
         },
         Slot {
-            far: (6, 2, 64),
-            near: (6, 2, 64),
+            remote: (6, 2, 64),
+            local: (6, 2, 64),
             rows: (0, 1),
             size: 40,
             layers: per(range(1, 2), range(0, 1), 3),
             tensors: (3, 0, 3),
         },
         Slot {
-            far: (5, 1, 64),
-            near: (3, 2, 64),
+            remote: (5, 1, 64),
+            local: (3, 2, 64),
             rows: (0, 0),
             size: -1,
             layers: per(range(2, 5), None, 1),
             tensors: (2, 0, 3),
         },
         Slot {
-            far: (2, 1, 64),
-            near: (5, 2, 64),
+            remote: (2, 1, 64),
+            local: (5, 2, 64),
             rows: (0, 1),
             size: -1,
             layers: per(None, range(3, 5), 1),
@@ -81,29 +102,30 @@ fn slots_arrive() {
         for (seed, case) in cases.iter().enumerate() {
             let shape = |placement, (tensors, rows, bytes)| desc(placement, tensors, rows, bytes);
             let key = request(seed as u64);
-            let mut keys = vec![None; case.far.1];
+            let mut keys = vec![None; case.remote.1];
             keys[case.rows.0 as usize] = Some(key);
-            let far = Held::new(&pair.far, ends.far.0, &shape(ends.far.1, case.far), Batch, &keys);
-            let near = Held::new(&pair.near, ends.near.0, &shape(ends.near.1, case.near), Batch, &[]);
-            let (bytes, mut expected) = (far.fill(1), near.fill(2));
-            let len = usize::try_from(case.size).unwrap_or(case.near.2);
+            let remote =
+                Held::new(&pair.remote, ends.remote.0, &shape(ends.remote.1, case.remote), Batch, &keys);
+            let local = Held::new(&pair.local, ends.local.0, &shape(ends.local.1, case.local), Batch, &[]);
+            let (bytes, mut expected) = (remote.fill(1), local.fill(2));
+            let len = usize::try_from(case.size).unwrap_or(case.local.2);
             for tensor in 0..case.tensors.2 {
                 for at in 0..len {
-                    expected[case.tensors.1 + tensor][case.rows.1 as usize * case.near.2 + at] =
-                        bytes[case.tensors.0 + tensor][case.rows.0 as usize * case.far.2 + at];
+                    expected[case.tensors.1 + tensor][case.rows.1 as usize * case.local.2 + at] =
+                        bytes[case.tensors.0 + tensor][case.rows.0 as usize * case.remote.2 + at];
                 }
             }
-            let name = if one_sided || seed % 2 == 1 { row(&far, case.rows.0) } else { Name::Key(key) };
-            let rows = PullRows::Slot { near: case.rows.1, size: case.size };
-            pair.near.pull(of(2, name), &near.end(), &rows, case.layers).unwrap();
-            assert!(near.read() == expected, "case {seed}");
-            assert!(far.read() == bytes, "the source changed");
+            let name = if one_sided || seed % 2 == 1 { row(&remote, case.rows.0) } else { Name::Key(key) };
+            let rows = PullRows::Slot { local: case.rows.1, size: case.size };
+            pair.local.pull(of(2, name), &local.end(), &rows, case.layers).unwrap();
+            assert!(local.read() == expected, "case {seed}");
+            assert!(remote.read() == bytes, "the source changed");
             // Every tensor of an allocated slot was pulled: its key goes, whatever it was named by (§12.3).
-            let whole = case.tensors.2 == case.far.0 as usize;
-            let gone = whole && !one_sided && !ends.far.0;
-            assert_eq!(pair.far.find_key(key).is_err(), gone, "case {seed}");
-            pair.far.remove_key(key).unwrap();
-            for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+            let whole = case.tensors.2 == case.remote.0 as usize;
+            let gone = whole && !one_sided && !ends.remote.0;
+            assert_eq!(pair.remote.find_key(key).is_err(), gone, "case {seed}");
+            pair.remote.remove_key(key).unwrap();
+            for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
                 engine.deallocate(held.cache.id()).unwrap();
                 engine.unregister(held.cache.id()).unwrap();
             }
@@ -117,24 +139,30 @@ fn a_slot_arrives_in_blocks_the_last_in_part() {
         // A slot of 1000 bytes takes three blocks of 256 and 232 bytes of a fourth; the second slot of three, so that
         // reading past it would show.
         let key = request(5);
-        let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, 3, 3, 1000), Batch, &[None, Some(key)]);
-        let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, 3, 8, 256), Blocks, &[]);
-        let (bytes, mut expected) = (far.fill(3), near.fill(4));
+        let remote = Held::new(
+            &pair.remote,
+            ends.remote.0,
+            &desc(ends.remote.1, 3, 3, 1000),
+            Batch,
+            &[None, Some(key)],
+        );
+        let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 3, 8, 256), Blocks, &[]);
+        let (bytes, mut expected) = (remote.fill(3), local.fill(4));
         let blocks = [6usize, 0, 3, 5];
         for tensor in 0..3 {
             for at in 0..1000 {
                 expected[tensor][blocks[at / 256] * 256 + at % 256] = bytes[tensor][1000 + at];
             }
         }
-        let rows = |near: &[i64]| PullRows::SlotToBlocks { near: near.to_vec() };
-        let pull = |rows| pair.near.pull(of(2, row(&far, 1)), &near.end(), &rows, Layers::ALL);
+        let rows = |local: &[i64]| PullRows::SlotToBlocks { local: local.to_vec() };
+        let pull = |rows| pair.local.pull(of(2, row(&remote, 1)), &local.end(), &rows, Layers::ALL);
         let more = pull(rows(&[6, 0, 3, 5, 7])).unwrap_err();
         assert_eq!(more.kind(), ErrorKind::InvalidArgument, "{more}");
         pull(rows(&[6, 0, 3, 5])).unwrap();
-        assert!(near.read() == expected);
-        assert_eq!(pair.far.find_key(key).is_err(), !one_sided && !ends.far.0);
-        pair.far.remove_key(key).unwrap();
-        for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+        assert!(local.read() == expected);
+        assert_eq!(pair.remote.find_key(key).is_err(), !one_sided && !ends.remote.0);
+        pair.remote.remove_key(key).unwrap();
+        for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
             engine.deallocate(held.cache.id()).unwrap();
             engine.unregister(held.cache.id()).unwrap();
         }
@@ -150,16 +178,16 @@ fn blocks_arrive() {
     each(|_, _, pair, ends| {
         for (far_tensors, near_tensors, layers, (src, dst, count)) in cases {
             let key = CacheKey::Blocks { model: model.replace(model.get() + 1) };
-            let far = Held::new(
-                &pair.far,
-                ends.far.0,
-                &desc(ends.far.1, far_tensors, 9, 100),
+            let remote = Held::new(
+                &pair.remote,
+                ends.remote.0,
+                &desc(ends.remote.1, far_tensors, 9, 100),
                 Blocks,
                 &[Some(key)],
             );
-            let near =
-                Held::new(&pair.near, ends.near.0, &desc(ends.near.1, near_tensors, 7, 100), Blocks, &[]);
-            let (bytes, mut expected) = (far.fill(5), near.fill(6));
+            let local =
+                Held::new(&pair.local, ends.local.0, &desc(ends.local.1, near_tensors, 7, 100), Blocks, &[]);
+            let (bytes, mut expected) = (remote.fill(5), local.fill(6));
             // Neighbours, in reverse, one read twice, one written twice: the last word counts.
             let (theirs, ours) = ([0, 1, 2, 8, 7, 3, 3, 5], [2, 3, 4, 1, 0, 6, 5, 2]);
             for tensor in 0..count {
@@ -170,13 +198,13 @@ fn blocks_arrive() {
                 }
             }
             let rows = PullRows::Blocks {
-                far: theirs.map(|at| at as i64).to_vec(),
-                near: ours.map(|at| at as i64).to_vec(),
+                remote: theirs.map(|at| at as i64).to_vec(),
+                local: ours.map(|at| at as i64).to_vec(),
             };
-            pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, layers).unwrap();
-            assert!(near.read() == expected);
-            assert!(pair.far.find_key(key).is_ok(), "blocks keep their key");
-            for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+            pair.local.pull(of(2, Name::Key(key)), &local.end(), &rows, layers).unwrap();
+            assert!(local.read() == expected);
+            assert!(pair.remote.find_key(key).is_ok(), "blocks keep their key");
+            for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
                 engine.deallocate(held.cache.id()).unwrap();
                 engine.unregister(held.cache.id()).unwrap();
             }
@@ -202,21 +230,21 @@ fn many_blocks_and_then_one() {
         let pair = Pair::new(way);
         let key = CacheKey::Blocks { model: 1 };
         let shape = desc(Placement::Device, 2, MANY, 64);
-        let far = Held::new(&pair.far, false, &shape, Blocks, &[Some(key)]);
-        let near = Held::new(&pair.near, false, &shape, Blocks, &[]);
-        let (bytes, mut expected) = (far.fill(1), near.fill(2));
+        let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(key)]);
+        let local = Held::new(&pair.local, false, &shape, Blocks, &[]);
+        let (bytes, mut expected) = (remote.fill(1), local.fill(2));
         let (theirs, mut ours) = (scattered(MANY), scattered(MANY));
         ours.reverse();
         let mut pull = |theirs: &[i64], ours: &[i64]| {
-            let rows = PullRows::Blocks { far: theirs.to_vec(), near: ours.to_vec() };
-            pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL).unwrap();
+            let rows = PullRows::Blocks { remote: theirs.to_vec(), local: ours.to_vec() };
+            pair.local.pull(of(2, Name::Key(key)), &local.end(), &rows, Layers::ALL).unwrap();
             for tensor in 0..2 {
                 for (&from, &to) in theirs.iter().zip(ours) {
                     let (from, to) = (from as usize * 64, to as usize * 64);
                     expected[tensor][to..to + 64].copy_from_slice(&bytes[tensor][from..from + 64]);
                 }
             }
-            assert!(near.read() == expected, "{way:?}, {} blocks", theirs.len());
+            assert!(local.read() == expected, "{way:?}, {} blocks", theirs.len());
         };
         pull(&theirs, &ours);
         pull(&[MANY as i64 - 1], &[0]);
@@ -229,9 +257,10 @@ fn large_pulls_take_several_streams_and_keep_their_order() {
     let pair = Pair::with(Way::Tcp, |config| config.links.streams = 3);
     let key = CacheKey::Blocks { model: 1 };
     let (blocks, bytes) = (36usize, 1 << 20);
-    let far = Held::new(&pair.far, false, &desc(Placement::Host, 1, blocks, bytes), Blocks, &[Some(key)]);
-    let near = Held::new(&pair.near, false, &desc(Placement::Device, 1, blocks, bytes), Blocks, &[]);
-    let source = far.fill(1);
+    let remote =
+        Held::new(&pair.remote, false, &desc(Placement::Host, 1, blocks, bytes), Blocks, &[Some(key)]);
+    let local = Held::new(&pair.local, false, &desc(Placement::Device, 1, blocks, bytes), Blocks, &[]);
+    let source = remote.fill(1);
     let scattered = scattered(blocks);
     let straight: Vec<i64> = (0..blocks as i64).collect();
     // The third writes every block twice: what comes last must stay, whichever stream brings it.
@@ -239,17 +268,17 @@ fn large_pulls_take_several_streams_and_keep_their_order() {
     for (theirs, ours) in
         [(scattered.clone(), straight.clone()), (straight.clone(), scattered.clone()), twice]
     {
-        near.fill(2);
-        let rows = PullRows::Blocks { far: theirs.clone(), near: ours.clone() };
-        pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL).unwrap();
+        local.fill(2);
+        let rows = PullRows::Blocks { remote: theirs.clone(), local: ours.clone() };
+        pair.local.pull(of(2, Name::Key(key)), &local.end(), &rows, Layers::ALL).unwrap();
         let mut expected = vec![vec![0; blocks * bytes]];
         for (&from, &to) in theirs.iter().zip(&ours) {
             let (from, to) = (from as usize * bytes, to as usize * bytes);
             expected[0][to..to + bytes].copy_from_slice(&source[0][from..from + bytes]);
         }
-        assert!(near.read() == expected);
+        assert!(local.read() == expected);
     }
-    let served = pair.far.stats().links.remove(0);
+    let served = pair.remote.stats().links.remove(0);
     assert_eq!(served.requests.calls, 0, "the owner asks nothing");
 }
 
@@ -260,20 +289,20 @@ fn random_slots_arrive() {
     for way in WAYS {
         let pair = Pair::new(way);
         let sizes = (1usize..5, 1usize..5, 1usize..300, 1usize..300, 1u32..4, any::<u64>());
-        proptest!(crate::bed::proptest_cases(12), |((far_rows, near_rows, far_bytes, near_bytes, tensors, seed) in sizes)| {
-            let far = Held::new(&pair.far, seed % 2 == 0, &desc(Placement::Host, tensors, far_rows, far_bytes), Batch, &[]);
-            let near = Held::new(&pair.near, seed % 3 == 0, &desc(Placement::Device, tensors, near_rows, near_bytes), Batch, &[]);
-            let (bytes, mut expected) = (far.fill(1), near.fill(2));
-            let (from, to) = (seed as usize % far_rows, (seed >> 8) as usize % near_rows);
+        proptest!(crate::bed::proptest_cases(12), |((far_rows, local_rows, far_bytes, near_bytes, tensors, seed) in sizes)| {
+            let remote = Held::new(&pair.remote, seed % 2 == 0, &desc(Placement::Host, tensors, far_rows, far_bytes), Batch, &[]);
+            let local = Held::new(&pair.local, seed % 3 == 0, &desc(Placement::Device, tensors, local_rows, near_bytes), Batch, &[]);
+            let (bytes, mut expected) = (remote.fill(1), local.fill(2));
+            let (from, to) = (seed as usize % far_rows, (seed >> 8) as usize % local_rows);
             let most = far_bytes.min(near_bytes);
             let len = 1 + (seed >> 16) as usize % most;
             for tensor in 0..tensors as usize {
                 expected[tensor][to * near_bytes..][..len].copy_from_slice(&bytes[tensor][from * far_bytes..][..len]);
             }
-            let rows = PullRows::Slot { near: to as u32, size: len as i64 };
-            pair.near.pull(of(2, row(&far, from as u32)), &near.end(), &rows, Layers::ALL).unwrap();
-            prop_assert!(near.read() == expected);
-            for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+            let rows = PullRows::Slot { local: to as u32, size: len as i64 };
+            pair.local.pull(of(2, row(&remote, from as u32)), &local.end(), &rows, Layers::ALL).unwrap();
+            prop_assert!(local.read() == expected);
+            for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
                 engine.deallocate(held.cache.id()).unwrap();
                 engine.unregister(held.cache.id()).unwrap();
             }
@@ -287,23 +316,25 @@ fn what_does_not_fit_is_refused_by_its_code() {
     for way in WAYS {
         for one_sided in [false, true] {
             let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
-            let (near, far) = (&pair.near, &pair.far);
+            let (local, remote) = (&pair.local, &pair.remote);
             let batch =
-                Held::new(far, false, &desc(Placement::Device, 4, 2, 128), Batch, &[Some(request(1))]);
+                Held::new(remote, false, &desc(Placement::Device, 4, 2, 128), Batch, &[Some(request(1))]);
             let blocks = CacheKey::Blocks { model: 3 };
-            let other = Held::new(far, false, &desc(Placement::Device, 4, 8, 64), Blocks, &[Some(blocks)]);
+            let other = Held::new(remote, false, &desc(Placement::Device, 4, 8, 64), Blocks, &[Some(blocks)]);
             let own = crate::bed::Own::new(&desc(Placement::Host, 4, 2, 128), Batch, |adopted| {
-                far.register(adopted, &[Some(request(8))], Some(false)).unwrap()
+                remote.register(adopted, &[Some(request(8))], Some(false)).unwrap()
             });
-            let into = Held::new(near, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
-            let cut = Held::new(near, false, &desc(Placement::Device, 4, 4, 64), Blocks, &[]);
-            let small = Held::new(near, false, &desc(Placement::Device, 4, 4, 32), Blocks, &[]);
-            let wide = Held::new(near, false, &desc(Placement::Device, 4, 2, 256), Batch, &[]);
-            let few = Held::new(near, false, &desc(Placement::Device, 3, 2, 128), Batch, &[]);
+            let into = Held::new(local, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
+            let cut = Held::new(local, false, &desc(Placement::Device, 4, 4, 64), Blocks, &[]);
+            let small = Held::new(local, false, &desc(Placement::Device, 4, 4, 32), Blocks, &[]);
+            let wide = Held::new(local, false, &desc(Placement::Device, 4, 2, 256), Batch, &[]);
+            let few = Held::new(local, false, &desc(Placement::Device, 3, 2, 128), Batch, &[]);
             let (k, r) = (Name::Key(request(1)), |at| row(&batch, at));
-            let slot = |near, size| PullRows::Slot { near, size };
-            let pairs =
-                |far: &[i64], near: &[i64]| PullRows::Blocks { far: far.to_vec(), near: near.to_vec() };
+            let slot = |local, size| PullRows::Slot { local, size };
+            let pairs = |remote: &[i64], local: &[i64]| PullRows::Blocks {
+                remote: remote.to_vec(),
+                local: local.to_vec(),
+            };
             let all = Layers::ALL;
             let per = |src, dst, n| Layers { src, dst, tensors_per_layer: n };
             let nowhere = llm_datadist_core::End::Managed(llm_datadist_core::CacheId(99));
@@ -363,15 +394,15 @@ fn what_does_not_fit_is_refused_by_its_code() {
             ];
             let before: Vec<_> = [&into, &cut, &small, &wide, &few].map(|held| held.fill(7)).into();
             for (what, cluster, name, end, rows, layers, kind) in cases {
-                let error = near.pull(of(cluster, name), &end, &rows, layers).unwrap_err();
+                let error = local.pull(of(cluster, name), &end, &rows, layers).unwrap_err();
                 assert_eq!(error.kind(), kind, "{way:?} {one_sided} {what}: {error}");
                 assert!(error.arrived().is_empty(), "{what}: {error}");
             }
             let after: Vec<_> = [&into, &cut, &small, &wide, &few].map(Held::read).into();
             assert!(before == after);
-            assert!(far.find_key(request(1)).is_ok(), "a failed pull keeps the key");
+            assert!(remote.find_key(request(1)).is_ok(), "a failed pull keeps the key");
             // And the link is as good as before.
-            near.pull(of(2, k), &into.end(), &slot(0, -1), all).unwrap();
+            local.pull(of(2, k), &into.end(), &slot(0, -1), all).unwrap();
             drop(own);
         }
     }
@@ -387,20 +418,20 @@ fn a_stale_record_is_not_what_a_pull_is_checked_against() {
     for way in WAYS {
         let pair = Pair::new(way);
         let key = CacheKey::Blocks { model: 9 };
-        let near = Held::new(&pair.near, false, &desc(Placement::Host, 2, 4, 64), Blocks, &[]);
+        let local = Held::new(&pair.local, false, &desc(Placement::Host, 2, 4, 64), Blocks, &[]);
         let pull = |block| {
-            let rows = PullRows::Blocks { far: vec![block], near: vec![0] };
-            pair.near.pull(of(2, Name::Key(key)), &near.end(), &rows, Layers::ALL)
+            let rows = PullRows::Blocks { remote: vec![block], local: vec![0] };
+            pair.local.pull(of(2, Name::Key(key)), &local.end(), &rows, Layers::ALL)
         };
         let shapes = [(2, 4, 64), (2, 9, 64), (2, 8, 64)]
             .map(|(tensors, rows, bytes)| desc(Placement::Host, tensors, rows, bytes));
         for (seed, shape) in shapes.into_iter().enumerate() {
-            let far = Held::new(&pair.far, false, &shape, Blocks, &[Some(key)]);
-            let bytes = far.fill(seed as u8);
+            let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(key)]);
+            let bytes = remote.fill(seed as u8);
             let last = shape.shape[0] - 1;
             pull(last).unwrap();
-            assert_eq!(near.read()[1][..64], bytes[1][last as usize * 64..]);
-            pair.far.deallocate(far.cache.id()).unwrap();
+            assert_eq!(local.read()[1][..64], bytes[1][last as usize * 64..]);
+            pair.remote.deallocate(remote.cache.id()).unwrap();
         }
         // Gone; also for a call that would not have fitted what was there.
         for block in [0, 100] {
@@ -410,7 +441,7 @@ fn a_stale_record_is_not_what_a_pull_is_checked_against() {
         // Closed to peers, then open, under one key.
         let own = |open| {
             crate::bed::Own::new(&desc(Placement::Host, 2, 4, 64), Blocks, |adopted| {
-                pair.far.register(adopted, &[Some(key)], Some(open)).unwrap()
+                pair.remote.register(adopted, &[Some(key)], Some(open)).unwrap()
             })
         };
         let (closed, open) = (own(false), own(true));

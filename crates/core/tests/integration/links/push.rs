@@ -38,20 +38,20 @@ fn slots_are_pushed() {
     each(|_, _, pair, ends| {
         for (seed, (ours, theirs, rows, layers, (src, dst, count))) in cases.into_iter().enumerate() {
             let shape = |placement, (tensors, rows, bytes)| desc(placement, tensors, rows, bytes);
-            let near = Held::new(&pair.near, ends.near.0, &shape(ends.near.1, ours), Batch, &[]);
-            let far = Held::new(&pair.far, ends.far.0, &shape(ends.far.1, theirs), Batch, &[]);
-            let (bytes, mut expected) = (near.fill(1), far.fill(2));
+            let local = Held::new(&pair.local, ends.local.0, &shape(ends.local.1, ours), Batch, &[]);
+            let remote = Held::new(&pair.remote, ends.remote.0, &shape(ends.remote.1, theirs), Batch, &[]);
+            let (bytes, mut expected) = (local.fill(1), remote.fill(2));
             for tensor in 0..count {
                 for at in 0..ours.2 {
                     expected[dst + tensor][rows.1 as usize * theirs.2 + at] =
                         bytes[src + tensor][rows.0 as usize * ours.2 + at];
                 }
             }
-            let to = of(2, row(&far, rows.1));
-            pair.near.push(&near.end(), to, &PushRows::Slot { near: rows.0 }, layers).unwrap();
-            assert!(far.read() == expected, "case {seed}");
-            assert!(near.read() == bytes, "the source changed");
-            for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+            let to = of(2, row(&remote, rows.1));
+            pair.local.push(&local.end(), to, &PushRows::Slot { local: rows.0 }, layers).unwrap();
+            assert!(remote.read() == expected, "case {seed}");
+            assert!(local.read() == bytes, "the source changed");
+            for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
                 engine.deallocate(held.cache.id()).unwrap();
                 engine.unregister(held.cache.id()).unwrap();
             }
@@ -67,9 +67,10 @@ fn blocks_are_pushed() {
             [(per(None, None, 1), (0usize, 0usize, 4usize)), (per(range(1, 2), range(0, 1), 2), (2, 0, 2))]
         {
             let key = CacheKey::Blocks { model: model.replace(model.get() + 1) };
-            let near = Held::new(&pair.near, ends.near.0, &desc(ends.near.1, 4, 8, 100), Blocks, &[]);
-            let far = Held::new(&pair.far, ends.far.0, &desc(ends.far.1, 4, 9, 100), Blocks, &[Some(key)]);
-            let (bytes, mut expected) = (near.fill(3), far.fill(4));
+            let local = Held::new(&pair.local, ends.local.0, &desc(ends.local.1, 4, 8, 100), Blocks, &[]);
+            let remote =
+                Held::new(&pair.remote, ends.remote.0, &desc(ends.remote.1, 4, 9, 100), Blocks, &[Some(key)]);
+            let (bytes, mut expected) = (local.fill(3), remote.fill(4));
             let (ours, theirs) = ([0, 1, 2, 7, 6, 3, 3, 5], [2, 3, 4, 1, 0, 8, 5, 2]);
             for tensor in 0..count {
                 for (from, to) in ours.into_iter().zip(theirs) {
@@ -79,12 +80,12 @@ fn blocks_are_pushed() {
                 }
             }
             let rows = PushRows::Blocks {
-                near: ours.map(|at| at as i64).to_vec(),
-                far: theirs.map(|at| at as i64).to_vec(),
+                local: ours.map(|at| at as i64).to_vec(),
+                remote: theirs.map(|at| at as i64).to_vec(),
             };
-            pair.near.push(&near.end(), of(2, Name::Key(key)), &rows, layers).unwrap();
-            assert!(far.read() == expected);
-            for (engine, held) in [(&pair.far, &far), (&pair.near, &near)] {
+            pair.local.push(&local.end(), of(2, Name::Key(key)), &rows, layers).unwrap();
+            assert!(remote.read() == expected);
+            for (engine, held) in [(&pair.remote, &remote), (&pair.local, &local)] {
                 engine.deallocate(held.cache.id()).unwrap();
                 engine.unregister(held.cache.id()).unwrap();
             }
@@ -98,21 +99,21 @@ fn a_push_is_there_when_it_returns_and_needs_its_source_no_more() {
     for way in WAYS {
         let pair = Pair::new(way);
         let shape = desc(Placement::Device, 2, 2, 64 << 10);
-        let near = Held::new(&pair.near, false, &shape, Batch, &[]);
-        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
+        let local = Held::new(&pair.local, false, &shape, Batch, &[]);
+        let remote = Held::new(&pair.remote, false, &shape, Batch, &[]);
         for round in 0..8 {
-            let bytes = near.fill(round);
+            let bytes = local.fill(round);
             let slot = u32::from(round % 2);
-            let rows = PushRows::Slot { near: slot };
-            pair.near.push(&near.end(), of(2, row(&far, slot)), &rows, Layers::ALL).unwrap();
-            near.fill(99);
+            let rows = PushRows::Slot { local: slot };
+            pair.local.push(&local.end(), of(2, row(&remote, slot)), &rows, Layers::ALL).unwrap();
+            local.fill(99);
             let at = slot as usize * (64 << 10);
-            let got = far.read();
+            let got = remote.read();
             assert!((0..2).all(|t| got[t][at..][..64 << 10] == bytes[t][at..][..64 << 10]), "{way:?}");
             // The owner writes over it: nothing that comes late puts the pushed bytes back.
-            let own = far.fill(77);
+            let own = remote.fill(77);
             std::thread::sleep(std::time::Duration::from_millis(2));
-            assert!(far.read() == own, "{way:?}");
+            assert!(remote.read() == own, "{way:?}");
         }
     }
 }
@@ -122,28 +123,31 @@ fn what_does_not_fit_is_refused_by_its_code() {
     use ErrorKind::{CacheNotFound as Missing, InvalidArgument as Wrong, NotLinked};
     for way in WAYS {
         let pair = Pair::with(way, |config| config.remote_accessible = true);
-        let near = Held::new(&pair.near, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
-        let parts = Held::new(&pair.near, false, &desc(Placement::Device, 4, 4, 64), Blocks, &[]);
-        let far = Held::new(&pair.far, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
-        let small = Held::new(&pair.far, false, &desc(Placement::Device, 4, 2, 127), Batch, &[]);
+        let local = Held::new(&pair.local, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
+        let parts = Held::new(&pair.local, false, &desc(Placement::Device, 4, 4, 64), Blocks, &[]);
+        let remote = Held::new(&pair.remote, false, &desc(Placement::Device, 4, 2, 128), Batch, &[]);
+        let small = Held::new(&pair.remote, false, &desc(Placement::Device, 4, 2, 127), Batch, &[]);
         let key = CacheKey::Blocks { model: 3 };
-        let blocks = Held::new(&pair.far, false, &desc(Placement::Device, 4, 8, 64), Blocks, &[Some(key)]);
+        let blocks = Held::new(&pair.remote, false, &desc(Placement::Device, 4, 8, 64), Blocks, &[Some(key)]);
         let closed = crate::bed::Own::new(&desc(Placement::Host, 4, 2, 128), Batch, |adopted| {
-            pair.far.register(adopted, &[], Some(false)).unwrap()
+            pair.remote.register(adopted, &[], Some(false)).unwrap()
         });
-        let slot = |near| PushRows::Slot { near };
-        let pairs = |near: &[i64], far: &[i64]| PushRows::Blocks { near: near.to_vec(), far: far.to_vec() };
-        let (all, to) = (Layers::ALL, row(&far, 0));
+        let slot = |local| PushRows::Slot { local };
+        let pairs = |local: &[i64], remote: &[i64]| PushRows::Blocks {
+            local: local.to_vec(),
+            remote: remote.to_vec(),
+        };
+        let (all, to) = (Layers::ALL, row(&remote, 0));
         let nowhere = || llm_datadist_core::End::Managed(CacheId(99));
         let shut = Name::Row { cache: closed.cache.id(), row: 0 };
         let cases = [
             ("no such cache here", 2, nowhere(), to, slot(0), all, Missing),
-            ("own id", 1, near.end(), to, slot(0), all, Wrong),
-            ("not linked", 7, near.end(), to, slot(0), all, NotLinked),
+            ("own id", 1, local.end(), to, slot(0), all, Wrong),
+            ("not linked", 7, local.end(), to, slot(0), all, NotLinked),
             (
                 "no such cache there",
                 2,
-                near.end(),
+                local.end(),
                 Name::Row { cache: CacheId(99), row: 0 },
                 slot(0),
                 all,
@@ -158,24 +162,24 @@ fn what_does_not_fit_is_refused_by_its_code() {
                 all,
                 Missing,
             ),
-            ("slot there", 2, near.end(), row(&far, 2), slot(0), all, Wrong),
-            ("slot here", 2, near.end(), to, slot(2), all, Wrong),
-            ("a smaller slot", 2, near.end(), row(&small, 0), slot(0), all, Wrong),
-            ("closed", 2, near.end(), shut, slot(0), all, Wrong),
-            ("layer there", 2, near.end(), to, slot(0), per(range(0, 1), range(4, 5), 1), Wrong),
-            ("layer here", 2, near.end(), to, slot(0), per(range(4, 5), range(0, 1), 1), Wrong),
-            ("divisor", 2, near.end(), to, slot(0), per(range(0, 1), range(0, 1), 3), Wrong),
-            ("one range", 2, near.end(), to, slot(0), per(range(0, 1), None, 1), Wrong),
+            ("slot there", 2, local.end(), row(&remote, 2), slot(0), all, Wrong),
+            ("slot here", 2, local.end(), to, slot(2), all, Wrong),
+            ("a smaller slot", 2, local.end(), row(&small, 0), slot(0), all, Wrong),
+            ("closed", 2, local.end(), shut, slot(0), all, Wrong),
+            ("layer there", 2, local.end(), to, slot(0), per(range(0, 1), range(4, 5), 1), Wrong),
+            ("layer here", 2, local.end(), to, slot(0), per(range(4, 5), range(0, 1), 1), Wrong),
+            ("divisor", 2, local.end(), to, slot(0), per(range(0, 1), range(0, 1), 3), Wrong),
+            ("one range", 2, local.end(), to, slot(0), per(range(0, 1), None, 1), Wrong),
             ("block there", 2, parts.end(), Name::Key(key), pairs(&[0], &[8]), all, Wrong),
             ("block here", 2, parts.end(), Name::Key(key), pairs(&[4], &[0]), all, Wrong),
             ("unequal", 2, parts.end(), Name::Key(key), pairs(&[0], &[0, 1]), all, Wrong),
         ];
-        let before = [&far, &small, &blocks].map(|held| held.fill(7));
+        let before = [&remote, &small, &blocks].map(|held| held.fill(7));
         for (what, cluster, end, name, rows, layers, kind) in cases {
-            let error = pair.near.push(&end, of(cluster, name), &rows, layers).unwrap_err();
+            let error = pair.local.push(&end, of(cluster, name), &rows, layers).unwrap_err();
             assert_eq!(error.kind(), kind, "{way:?} {what}: {error}");
         }
-        assert!(before == [&far, &small, &blocks].map(Held::read));
+        assert!(before == [&remote, &small, &blocks].map(Held::read));
     }
 }
 
@@ -185,16 +189,18 @@ fn a_push_of_every_tensor_releases_the_near_key() {
     for way in WAYS {
         let pair = Pair::new(way);
         let shape = desc(Placement::Device, 2, 2, 64);
-        let near = Held::new(&pair.near, false, &shape, Batch, &[Some(request(1)), Some(request(2))]);
-        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
-        let push = |near: &Held, layers| {
-            pair.near.push(&near.end(), of(2, row(&far, 1)), &PushRows::Slot { near: 1 }, layers).unwrap();
+        let local = Held::new(&pair.local, false, &shape, Batch, &[Some(request(1)), Some(request(2))]);
+        let remote = Held::new(&pair.remote, false, &shape, Batch, &[]);
+        let push = |local: &Held, layers| {
+            pair.local
+                .push(&local.end(), of(2, row(&remote, 1)), &PushRows::Slot { local: 1 }, layers)
+                .unwrap();
         };
-        push(&near, per(range(0, 1), range(1, 2), 1));
-        assert!(pair.near.find_key(request(2)).is_ok(), "one of two tensors");
-        push(&near, Layers::ALL);
-        assert!(pair.near.find_key(request(2)).is_err());
-        assert!(pair.near.find_key(request(1)).is_ok());
+        push(&local, per(range(0, 1), range(1, 2), 1));
+        assert!(pair.local.find_key(request(2)).is_ok(), "one of two tensors");
+        push(&local, Layers::ALL);
+        assert!(pair.local.find_key(request(2)).is_err());
+        assert!(pair.local.find_key(request(1)).is_ok());
     }
 }
 
@@ -210,26 +216,26 @@ fn push_kv_cache_is_the_seeds() {
             data_type: llm_datadist_core::DataType::Int32,
             placement: Placement::Device,
         };
-        let near = Held::new(&pair.near, false, &shape, Batch, &[]);
-        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
-        let (bytes, mut expected) = (near.fill(1), far.fill(2));
+        let local = Held::new(&pair.local, false, &shape, Batch, &[]);
+        let remote = Held::new(&pair.remote, false, &shape, Batch, &[]);
+        let (bytes, mut expected) = (local.fill(1), remote.fill(2));
         let index =
             |cluster, cache, row| CacheIndex { cluster: ClusterId(cluster), cache: CacheId(cache), row };
-        let to = index(2, far.cache.id().0, 3);
+        let to = index(2, remote.cache.id().0, 3);
         let ext = ExtParam { src_layer_range: (3, 3), dst_layer_range: (3, 3), tensor_num_per_layer: 1 };
-        pair.near.push_kv_cache(near.cache.id(), to, 3, -1, ext).unwrap();
+        pair.local.push_kv_cache(local.cache.id(), to, 3, -1, ext).unwrap();
         expected[3][3 * 64..].copy_from_slice(&bytes[3][3 * 64..]);
-        assert!(far.read() == expected, "{way:?}");
-        pair.near.push_kv_cache(near.cache.id(), to, 0, -1, ExtParam::default()).unwrap();
+        assert!(remote.read() == expected, "{way:?}");
+        pair.local.push_kv_cache(local.cache.id(), to, 0, -1, ExtParam::default()).unwrap();
         for tensor in 0..4 {
             expected[tensor][3 * 64..].copy_from_slice(&bytes[tensor][..64]);
         }
-        assert!(far.read() == expected, "{way:?}");
+        assert!(remote.read() == expected, "{way:?}");
 
         let push = |cache, to, row, size, ext| {
-            StatusCode::from(pair.near.push_kv_cache(CacheId(cache), to, row, size, ext).unwrap_err().kind())
+            StatusCode::from(pair.local.push_kv_cache(CacheId(cache), to, row, size, ext).unwrap_err().kind())
         };
-        let own = near.cache.id().0;
+        let own = local.cache.id().0;
         let wrong = StatusCode::ParamInvalid;
         assert_eq!(push(own, to, 3, 64, ext), wrong);
         assert_eq!(push(own, to, 4, -1, ext), wrong);
@@ -240,7 +246,7 @@ fn push_kv_cache_is_the_seeds() {
         assert_eq!(push(own, index(9, 1, 3), 3, -1, ext), StatusCode::NotYetLink);
         assert_eq!(push(99, to, 3, -1, ext), StatusCode::KvCacheNotExist);
         assert_eq!(push(own, index(2, 99, 3), 3, -1, ext), StatusCode::KvCacheNotExist);
-        assert!(far.read() == expected, "{way:?}");
+        assert!(remote.read() == expected, "{way:?}");
     }
     // The role is the one the engine has now.
     let mut decoder = config(3, Way::Tcp);

@@ -25,7 +25,7 @@ use CacheKind::{Batch, Blocks};
 
 const KEY: CacheKey = CacheKey::Blocks { model: 7 };
 
-const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
+const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
 
 /// Runs `work` on `count` threads at once.
 fn together(count: usize, work: impl Fn(usize) + Sync) {
@@ -40,22 +40,23 @@ fn together(count: usize, work: impl Fn(usize) + Sync) {
 #[test]
 fn of_two_pullers_of_one_key_one_wins() {
     for way in WAYS {
-        let far = open(config(2, way), way);
+        let remote = open(config(2, way), way);
         let pullers: Vec<DataDist> = (0..2).map(|at| open(config(10 + at, way), way)).collect();
         for puller in &pullers {
-            link(puller, &far).unwrap();
+            link(puller, &remote).unwrap();
         }
         let shape = desc(Placement::Device, 2, 1, 4096);
-        let into: Vec<Held> = pullers.iter().map(|near| Held::new(near, false, &shape, Batch, &[])).collect();
+        let into: Vec<Held> =
+            pullers.iter().map(|local| Held::new(local, false, &shape, Batch, &[])).collect();
         for round in 0..u64::from(times(60)) {
-            let source = Held::new(&far, false, &shape, Batch, &[Some(request(round))]);
+            let source = Held::new(&remote, false, &shape, Batch, &[Some(request(round))]);
             let bytes = source.fill(round as u8);
-            far.deallocate(source.cache.id()).unwrap();
+            remote.deallocate(source.cache.id()).unwrap();
             let won = AtomicU64::new(0);
             // Two threads of each of the two: the same link, and another.
             together(4, |index| {
-                let (near, into) = (&pullers[index % 2], &into[index % 2]);
-                match near.pull(of(2, Name::Key(request(round))), &into.end(), &SLOT, Layers::ALL) {
+                let (local, into) = (&pullers[index % 2], &into[index % 2]);
+                match local.pull(of(2, Name::Key(request(round))), &into.end(), &SLOT, Layers::ALL) {
                     Ok(()) => _ = won.fetch_add(1 << (8 * (index % 2)), Ordering::Relaxed),
                     Err(error) => assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{error}"),
                 }
@@ -67,7 +68,7 @@ fn of_two_pullers_of_one_key_one_wins() {
                 assert!(into[usize::from(won == 256)].read() == bytes);
             }
         }
-        assert_eq!(far.stats().table.caches, 0);
+        assert_eq!(remote.stats().table.caches, 0);
     }
 }
 
@@ -78,24 +79,24 @@ fn keys_of_one_cache_are_pulled_side_by_side() {
         let pair = Pair::new(way);
         for round in 0..u64::from(times(6)) {
             let keys: Vec<_> = (0..256).map(|id| Some(request(id))).collect();
-            let far = Held::new(&pair.far, false, &desc(Placement::Device, 2, 256, 512), Batch, &keys);
-            let bytes = far.fill(round as u8);
+            let remote = Held::new(&pair.remote, false, &desc(Placement::Device, 2, 256, 512), Batch, &keys);
+            let bytes = remote.fill(round as u8);
             let failed = Mutex::new(Vec::new());
             together(16, |index| {
-                let near = Held::new(&pair.near, false, &desc(Placement::Device, 2, 1, 512), Batch, &[]);
+                let local = Held::new(&pair.local, false, &desc(Placement::Device, 2, 1, 512), Batch, &[]);
                 for id in (index..256).step_by(16) {
                     let from = of(2, Name::Key(request(id as u64)));
-                    match pair.near.pull(from, &near.end(), &SLOT, Layers::ALL) {
-                        Ok(()) => assert!((0..2).all(|t| near.read()[t] == bytes[t][id * 512..][..512])),
+                    match pair.local.pull(from, &local.end(), &SLOT, Layers::ALL) {
+                        Ok(()) => assert!((0..2).all(|t| local.read()[t] == bytes[t][id * 512..][..512])),
                         Err(error) => failed.lock().unwrap().push(error),
                     }
                 }
-                pair.near.deallocate(near.cache.id()).unwrap();
+                pair.local.deallocate(local.cache.id()).unwrap();
             });
             let failed = failed.into_inner().unwrap();
             assert!(failed.is_empty(), "{way:?}: {} of 256 failed: {}", failed.len(), failed[0]);
-            assert_eq!(pair.far.stats().table.keys, 0);
-            pair.far.deallocate(far.cache.id()).unwrap();
+            assert_eq!(pair.remote.stats().table.keys, 0);
+            pair.remote.deallocate(remote.cache.id()).unwrap();
         }
     }
 }
@@ -107,22 +108,22 @@ fn a_key_goes_with_its_last_layer() {
         let pair = Pair::new(way);
         for round in 0..u64::from(times(20)) {
             let keys = [Some(request(round * 2)), Some(request(round * 2 + 1))];
-            let far = Held::new(&pair.far, false, &desc(Placement::Device, 8, 2, 64), Batch, &keys);
-            far.fill(1);
+            let remote = Held::new(&pair.remote, false, &desc(Placement::Device, 8, 2, 64), Batch, &keys);
+            remote.fill(1);
             together(8, |layer| {
-                let near = Held::new(&pair.near, false, &desc(Placement::Device, 1, 1, 64), Batch, &[]);
+                let local = Held::new(&pair.local, false, &desc(Placement::Device, 1, 1, 64), Batch, &[]);
                 let src = Some(LayerRange { first: layer as u32, end: layer as u32 + 1 });
                 let layers = Layers { src, dst: None, tensors_per_layer: 1 };
-                let name = if layer % 2 == 0 { Name::Key(keys[0].unwrap()) } else { row(&far, 0) };
-                pair.near.pull(of(2, name), &near.end(), &SLOT, layers).unwrap();
-                pair.near.deallocate(near.cache.id()).unwrap();
+                let name = if layer % 2 == 0 { Name::Key(keys[0].unwrap()) } else { row(&remote, 0) };
+                pair.local.pull(of(2, name), &local.end(), &SLOT, layers).unwrap();
+                pair.local.deallocate(local.cache.id()).unwrap();
             });
-            assert!(pair.far.find_key(keys[0].unwrap()).is_err());
-            assert!(pair.far.find_key(keys[1].unwrap()).is_ok(), "the other slot keeps its own");
-            pair.far.deallocate(far.cache.id()).unwrap();
-            assert_eq!(pair.far.stats().table.caches, 1, "the second key still holds it");
-            pair.far.remove_key(keys[1].unwrap()).unwrap();
-            assert_eq!(pair.far.stats().table.caches, 0);
+            assert!(pair.remote.find_key(keys[0].unwrap()).is_err());
+            assert!(pair.remote.find_key(keys[1].unwrap()).is_ok(), "the other slot keeps its own");
+            pair.remote.deallocate(remote.cache.id()).unwrap();
+            assert_eq!(pair.remote.stats().table.caches, 1, "the second key still holds it");
+            pair.remote.remove_key(keys[1].unwrap()).unwrap();
+            assert_eq!(pair.remote.stats().table.caches, 0);
         }
     }
 }
@@ -134,27 +135,27 @@ fn what_is_never_released_stays() {
         for one_sided in [false, true] {
             let pair = Pair::with(way, |config| config.remote_accessible = one_sided);
             let shape = desc(Placement::Device, 2, 1, 64);
-            let near = Held::new(&pair.near, false, &shape, Batch, &[]);
+            let local = Held::new(&pair.local, false, &shape, Batch, &[]);
             let prefix = CacheKey::Prefix { model: 0, id: 1 };
             let kept = [
-                (Held::new(&pair.far, false, &shape, Batch, &[Some(prefix)]), prefix),
-                (Held::new(&pair.far, true, &shape, Batch, &[Some(request(1))]), request(1)),
+                (Held::new(&pair.remote, false, &shape, Batch, &[Some(prefix)]), prefix),
+                (Held::new(&pair.remote, true, &shape, Batch, &[Some(request(1))]), request(1)),
             ];
             for (held, key) in &kept {
                 for name in [Name::Key(*key), row(held, 0), Name::Key(*key)] {
-                    pair.near.pull(of(2, name), &near.end(), &SLOT, Layers::ALL).unwrap();
-                    assert!(pair.far.find_key(*key).is_ok());
+                    pair.local.pull(of(2, name), &local.end(), &SLOT, Layers::ALL).unwrap();
+                    assert!(pair.remote.find_key(*key).is_ok());
                 }
             }
-            let held = Held::new(&pair.far, false, &shape, Batch, &[Some(request(2))]);
+            let held = Held::new(&pair.remote, false, &shape, Batch, &[Some(request(2))]);
             held.fill(3);
-            pair.near.pull(of(2, row(&held, 0)), &near.end(), &SLOT, Layers::ALL).unwrap();
-            assert_eq!(pair.far.find_key(request(2)).is_ok(), one_sided);
+            pair.local.pull(of(2, row(&held, 0)), &local.end(), &SLOT, Layers::ALL).unwrap();
+            assert_eq!(pair.remote.find_key(request(2)).is_ok(), one_sided);
             // A second pull of a key that is gone; of the id it still works.
-            let again = pair.near.pull(of(2, Name::Key(request(2))), &near.end(), &SLOT, Layers::ALL);
+            let again = pair.local.pull(of(2, Name::Key(request(2))), &local.end(), &SLOT, Layers::ALL);
             assert_eq!(again.is_ok(), one_sided);
-            pair.near.pull(of(2, row(&held, 0)), &near.end(), &SLOT, Layers::ALL).unwrap();
-            pair.far.remove_key(request(2)).unwrap();
+            pair.local.pull(of(2, row(&held, 0)), &local.end(), &SLOT, Layers::ALL).unwrap();
+            pair.remote.remove_key(request(2)).unwrap();
         }
     }
 }
@@ -174,7 +175,7 @@ fn a_pull_never_mixes_generations() {
             scope.spawn(|| {
                 let mut first = true;
                 while first || Instant::now() < until {
-                    let held = Held::new(&pair.far, false, &shape, Batch, &[]);
+                    let held = Held::new(&pair.remote, false, &shape, Batch, &[]);
                     let id = held.cache.id().0;
                     held.write(&[vec![id as u8; BYTES], vec![!(id as u8); BYTES]]);
                     live.store(id, Ordering::Release);
@@ -184,24 +185,24 @@ fn a_pull_never_mixes_generations() {
                     }
                     first = false;
                     thread::sleep(Duration::from_micros(id as u64 % 5 * 100));
-                    pair.far.deallocate(held.cache.id()).unwrap();
+                    pair.remote.deallocate(held.cache.id()).unwrap();
                 }
                 stop.store(true, Ordering::Relaxed);
             });
             for _ in 0..2 {
                 scope.spawn(|| {
-                    let near = Held::new(&pair.near, false, &shape, Batch, &[]);
+                    let local = Held::new(&pair.local, false, &shape, Batch, &[]);
                     while !stop.load(Ordering::Relaxed) {
                         let id = live.load(Ordering::Acquire);
                         if id == 0 {
                             thread::yield_now(); // nothing is filled yet
                             continue;
                         }
-                        near.write(&[vec![0; BYTES], vec![0; BYTES]]);
+                        local.write(&[vec![0; BYTES], vec![0; BYTES]]);
                         let name = Name::Row { cache: CacheId(id), row: 0 };
-                        match pair.near.pull(of(2, name), &near.end(), &SLOT, Layers::ALL) {
+                        match pair.local.pull(of(2, name), &local.end(), &SLOT, Layers::ALL) {
                             Ok(()) => {
-                                let got = near.read();
+                                let got = local.read();
                                 assert!(got[0].iter().all(|&byte| byte == id as u8), "{way:?} {id}");
                                 assert!(got[1].iter().all(|&byte| byte == !(id as u8)), "{way:?} {id}");
                                 good.fetch_add(1, Ordering::Relaxed);
@@ -224,23 +225,23 @@ fn a_pull_never_mixes_generations() {
 #[test]
 fn nothing_has_arrived_of_a_cache_that_was_freed_meanwhile() {
     let gate = Gated::new(HostReach::Direct);
-    let far = open(config(2, Way::Shm), Way::Shm);
-    let near =
+    let remote = open(config(2, Way::Shm), Way::Shm);
+    let local =
         DataDist::open_over(config(1, Way::Shm), DeviceSet::with_device(gate.clone()), Way::Shm.transports())
             .unwrap();
-    link(&near, &far).unwrap();
+    link(&local, &remote).unwrap();
     let shape = desc(Placement::Device, 1, 4, 4096);
-    let into = Held::new(&near, false, &shape, Batch, &[]);
-    let source = Held::new(&far, false, &shape, Batch, &[]);
+    let into = Held::new(&local, false, &shape, Batch, &[]);
+    let source = Held::new(&remote, false, &shape, Batch, &[]);
     source.fill(1);
     let (id, name) = (source.cache.id(), row(&source, 0));
     drop(source);
     gate.shut();
     let failed = thread::scope(|scope| {
-        let pull = scope.spawn(|| near.pull(of(2, name), &into.end(), &SLOT, Layers::ALL).unwrap_err());
+        let pull = scope.spawn(|| local.pull(of(2, name), &into.end(), &SLOT, Layers::ALL).unwrap_err());
         gate.wait_for(1);
-        far.deallocate(id).unwrap();
-        Held::new(&far, false, &shape, Batch, &[]).fill(2);
+        remote.deallocate(id).unwrap();
+        Held::new(&remote, false, &shape, Batch, &[]).fill(2);
         gate.open();
         pull.join().unwrap()
     });
@@ -255,22 +256,22 @@ fn no_peer_writes_into_memory_that_was_unregistered() {
     for way in WAYS {
         let pair = Pair::new(way);
         let shape = desc(Placement::Device, 1, 1, BYTES);
-        let source = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let source = Held::new(&pair.local, false, &shape, Batch, &[]);
         source.write(&[vec![1; BYTES]]);
         let memory = Buffer::new(BYTES, |_| 0);
         for _ in 0..times(3) {
             memory.write(0, &vec![0; BYTES]);
             let adopted = crate::bed::adopt(&shape, Batch, &[memory.addr()]);
-            let into = pair.far.register(adopted, &[], Some(true)).unwrap();
+            let into = pair.remote.register(adopted, &[], Some(true)).unwrap();
             let name = Name::Row { cache: into.id(), row: 0 };
             thread::scope(|scope| {
                 scope.spawn(|| {
                     let layers = Layers { tensors_per_layer: 1, ..Layers::ALL };
                     // It may fail: the cache goes away.
-                    _ = pair.near.push(&source.end(), of(2, name), &PushRows::Slot { near: 0 }, layers);
+                    _ = pair.local.push(&source.end(), of(2, name), &PushRows::Slot { local: 0 }, layers);
                 });
                 eventually("the first byte", || memory.read(0, 1) == [1]);
-                pair.far.unregister(into.id()).unwrap();
+                pair.remote.unregister(into.id()).unwrap();
                 memory.write(0, &vec![2; BYTES]);
             });
             let now = memory.read(0, BYTES);
@@ -290,7 +291,7 @@ fn a_pull_brings_nothing_that_was_written_after_unregistering() {
     for way in WAYS {
         let pair = Pair::new(way);
         let shape = desc(Placement::Host, 1, 1, BYTES);
-        let near = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let local = Held::new(&pair.local, false, &shape, Batch, &[]);
         let memory = Buffer::new(BYTES, |_| 0);
         let stop = AtomicBool::new(false);
         let mut whole = 0;
@@ -302,16 +303,16 @@ fn a_pull_brings_nothing_that_was_written_after_unregistering() {
                     }
                     memory.write(0, &vec![round as u8; BYTES]);
                     let adopted = crate::bed::adopt(&shape, Batch, &[memory.addr()]);
-                    let cache = pair.far.register(adopted, &[Some(request(1))], Some(true)).unwrap();
+                    let cache = pair.remote.register(adopted, &[Some(request(1))], Some(true)).unwrap();
                     thread::sleep(Duration::from_micros(200 + round % 8 * 500));
-                    pair.far.unregister(cache.id()).unwrap();
+                    pair.remote.unregister(cache.id()).unwrap();
                 }
             });
             let until = Instant::now() + Duration::from_millis(u64::from(times(300)));
             let mut mixed = None;
             while Instant::now() < until && mixed.is_none() {
-                if pair.near.pull(of(2, Name::Key(request(1))), &near.end(), &SLOT, Layers::ALL).is_ok() {
-                    let got = near.read().remove(0);
+                if pair.local.pull(of(2, Name::Key(request(1))), &local.end(), &SLOT, Layers::ALL).is_ok() {
+                    let got = local.read().remove(0);
                     whole += 1;
                     mixed = got.iter().position(|&byte| byte != got[0]);
                 }
@@ -332,17 +333,22 @@ fn a_call_that_runs_out_of_time_times_out() {
         for millis in [1u64, 2, 3, 5, 8, 13] {
             let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_millis(millis));
             let shape = desc(Placement::Host, 1, 48, 1 << 20);
-            let near = Held::new(&pair.near, false, &shape, Blocks, &[]);
-            let far = Held::new(&pair.far, false, &shape, Blocks, &[Some(CacheKey::Blocks { model: 0 })]);
-            drop(far.fill(1));
+            let local = Held::new(&pair.local, false, &shape, Blocks, &[]);
+            let remote =
+                Held::new(&pair.remote, false, &shape, Blocks, &[Some(CacheKey::Blocks { model: 0 })]);
+            drop(remote.fill(1));
             let all: Vec<i64> = (0..48).collect();
             for _ in 0..times(12) {
                 let name = of(2, Name::Key(CacheKey::Blocks { model: 0 }));
-                let rows = PullRows::Blocks { far: all.clone(), near: all.clone() };
-                let pulled = pair.near.pull(name, &near.end(), &rows, Layers::ALL);
-                let rows = PushRows::Blocks { far: all.clone(), near: all.clone() };
-                let pushed =
-                    pair.near.push(&near.end(), name, &rows, Layers { tensors_per_layer: 1, ..Layers::ALL });
+                let rows = PullRows::Blocks { remote: all.clone(), local: all.clone() };
+                let pulled = pair.local.pull(name, &local.end(), &rows, Layers::ALL);
+                let rows = PushRows::Blocks { remote: all.clone(), local: all.clone() };
+                let pushed = pair.local.push(
+                    &local.end(),
+                    name,
+                    &rows,
+                    Layers { tensors_per_layer: 1, ..Layers::ALL },
+                );
                 for (what, result) in [("pull", pulled), ("push", pushed)] {
                     if let Err(error) = result {
                         assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?} {what} {millis} ms: {error}");
@@ -357,7 +363,7 @@ fn a_call_that_runs_out_of_time_times_out() {
 #[test]
 fn the_limit_holds_while_the_owner_holds_a_row() {
     let gate = Gated::new(HostReach::Direct);
-    let near = open(
+    let local = open(
         {
             let mut c = config(1, Way::Tcp);
             c.sync_timeout = Duration::from_millis(150);
@@ -365,25 +371,25 @@ fn the_limit_holds_while_the_owner_holds_a_row() {
         },
         Way::Tcp,
     );
-    let far =
+    let remote =
         DataDist::open_over(config(2, Way::Tcp), DeviceSet::with_device(gate.clone()), Way::Tcp.transports())
             .unwrap();
-    link(&near, &far).unwrap();
+    link(&local, &remote).unwrap();
     let key = CacheKey::Blocks { model: 0 };
     let shape = desc(Placement::Device, 1, 4, 64);
     // Only what the gated device writes can be held up: its own cache is swapped out into the one that is pulled from.
-    let device = Held::new(&far, false, &shape, Blocks, &[]);
+    let device = Held::new(&remote, false, &shape, Blocks, &[]);
     let shape = desc(Placement::Host, 1, 4, 64);
-    let source = Held::new(&far, false, &shape, Blocks, &[Some(key)]);
-    let into = Held::new(&near, false, &shape, Blocks, &[]);
+    let source = Held::new(&remote, false, &shape, Blocks, &[Some(key)]);
+    let into = Held::new(&local, false, &shape, Blocks, &[]);
     let bytes = source.fill(1);
     let pull = |block| {
-        let rows = PullRows::Blocks { far: vec![block], near: vec![0] };
-        near.pull(of(2, Name::Key(key)), &into.end(), &rows, Layers::ALL)
+        let rows = PullRows::Blocks { remote: vec![block], local: vec![0] };
+        local.pull(of(2, Name::Key(key)), &into.end(), &rows, Layers::ALL)
     };
     gate.shut();
     thread::scope(|scope| {
-        let copy = scope.spawn(|| far.swap_blocks(&device.end(), &source.end(), &[(0, 1)]));
+        let copy = scope.spawn(|| remote.swap_blocks(&device.end(), &source.end(), &[(0, 1)]));
         gate.wait_for(1);
         let started = Instant::now();
         let late = pull(1).unwrap_err();
@@ -419,9 +425,9 @@ fn only_the_caller_is_asked_whether_to_go_on() {
             local: vec![],
         })
         .collect();
-    let near = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(note_who_asks);
+    let local = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(note_who_asks);
     ASKED.lock().unwrap().clear();
-    let results = near.link_clusters(&peers, Duration::from_millis(250));
+    let results = local.link_clusters(&peers, Duration::from_millis(250));
     assert!(results.iter().all(|result| result.as_ref().unwrap_err().kind() == ErrorKind::Timeout));
     let asked = std::mem::take(&mut *ASKED.lock().unwrap());
     assert!(!asked.is_empty());
@@ -433,15 +439,15 @@ fn only_the_caller_is_asked_whether_to_go_on() {
         config.links.streams = 3;
         open(config, Way::Tcp)
     };
-    let (near, far) = (streams(1).interrupted_by(note_who_asks), streams(2));
-    link(&near, &far).unwrap();
+    let (local, remote) = (streams(1).interrupted_by(note_who_asks), streams(2));
+    link(&local, &remote).unwrap();
     let shape = desc(Placement::Host, 1, 1, 40 << 20);
-    let source = Held::new(&far, false, &shape, Batch, &[]);
-    let into = Held::new(&near, false, &shape, Batch, &[]);
+    let source = Held::new(&remote, false, &shape, Batch, &[]);
+    let into = Held::new(&local, false, &shape, Batch, &[]);
     drop(source.fill(1));
     ASKED.lock().unwrap().clear();
     for _ in 0..times(10) {
-        near.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+        local.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
     }
     let asked = std::mem::take(&mut *ASKED.lock().unwrap());
     assert!(asked.iter().all(|&id| id == thread::current().id()), "pull asks on other threads");
@@ -505,15 +511,15 @@ fn an_interrupted_call_ends() {
 #[test]
 fn both_sides_may_unlink_at_once() {
     for way in WAYS {
-        let (near, far) = (open(config(1, way), way), open(config(2, way), way));
+        let (local, remote) = (open(config(1, way), way), open(config(2, way), way));
         for round in 0..times(60) {
-            link(&near, &far).unwrap();
+            link(&local, &remote).unwrap();
             together(2, |index| {
-                let (from, to) = if index == 0 { (&near, &far) } else { (&far, &near) };
+                let (from, to) = if index == 0 { (&local, &remote) } else { (&remote, &local) };
                 unlink(from, to).unwrap_or_else(|error| panic!("{way:?} round {round}: {error}"));
             });
             eventually("the end of the link", || {
-                near.stats().links.is_empty() && far.stats().links.is_empty()
+                local.stats().links.is_empty() && remote.stats().links.is_empty()
             });
         }
     }
@@ -523,27 +529,27 @@ fn both_sides_may_unlink_at_once() {
 #[test]
 fn everything_at_once_ends_and_leaves_nothing() {
     for way in WAYS {
-        let (near, far) = (Arc::new(open(config(1, way), way)), Arc::new(open(config(2, way), way)));
+        let (local, remote) = (Arc::new(open(config(1, way), way)), Arc::new(open(config(2, way), way)));
         let shape = desc(Placement::Device, 2, 1, 4096);
-        let source = Held::new(&far, false, &shape, Batch, &[]);
+        let source = Held::new(&remote, false, &shape, Batch, &[]);
         let bytes = source.fill(9);
         let until = Instant::now() + Duration::from_millis(u64::from(times(400)));
         together(16, |index| {
-            let into = Held::new(&near, false, &shape, Batch, &[]);
+            let into = Held::new(&local, false, &shape, Batch, &[]);
             while Instant::now() < until {
                 let result = match index {
-                    0 => link(&near, &far),
-                    1 => link(&far, &near),
-                    2 => unlink(&near, &far),
-                    3 => far.unlink_clusters(&[address(&near)], LONG, true).remove(0),
-                    4 => near.check_link(ClusterId(2)),
-                    5..8 => far.push(
+                    0 => link(&local, &remote),
+                    1 => link(&remote, &local),
+                    2 => unlink(&local, &remote),
+                    3 => remote.unlink_clusters(&[address(&local)], LONG, true).remove(0),
+                    4 => local.check_link(ClusterId(2)),
+                    5..8 => remote.push(
                         &source.end(),
                         of(1, row(&into, 0)),
-                        &PushRows::Slot { near: 0 },
+                        &PushRows::Slot { local: 0 },
                         Layers::ALL,
                     ),
-                    _ => near.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL),
+                    _ => local.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL),
                 };
                 if index < 4 {
                     // Links live for a while: long enough for calls, short enough to end under them.
@@ -566,13 +572,15 @@ fn everything_at_once_ends_and_leaves_nothing() {
             }
         });
         // Whatever is left works, or goes.
-        let _ = far.unlink_clusters(&[address(&near)], LONG, true);
-        eventually("the end of all links", || near.stats().links.is_empty() && far.stats().links.is_empty());
-        link(&near, &far).unwrap();
-        let into = Held::new(&near, false, &shape, Batch, &[]);
-        near.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+        let _ = remote.unlink_clusters(&[address(&local)], LONG, true);
+        eventually("the end of all links", || {
+            local.stats().links.is_empty() && remote.stats().links.is_empty()
+        });
+        link(&local, &remote).unwrap();
+        let into = Held::new(&local, false, &shape, Batch, &[]);
+        local.pull(of(2, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
         assert!(into.read() == bytes);
-        unlink(&near, &far).unwrap();
+        unlink(&local, &remote).unwrap();
     }
 }
 
@@ -582,25 +590,25 @@ fn pulls_and_layers_of_the_same_rows() {
     for way in WAYS {
         let pair = Pair::with(way, |config| config.remote_accessible = true);
         let shape = desc(Placement::Device, 2, 2, 256 << 10);
-        let source = Held::new(&pair.near, false, &shape, Batch, &[]);
+        let source = Held::new(&pair.local, false, &shape, Batch, &[]);
         let images = [vec![1u8; 256 << 10], vec![2u8; 256 << 10]].concat();
         source.write(&[images.clone(), images]);
-        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
-        far.write(&[vec![1u8; 512 << 10], vec![1u8; 512 << 10]]);
-        let (into, under_way) = (Held::new(&pair.near, false, &shape, Batch, &[]), AtomicU64::new(2));
+        let remote = Held::new(&pair.remote, false, &shape, Batch, &[]);
+        remote.write(&[vec![1u8; 512 << 10], vec![1u8; 512 << 10]]);
+        let (into, under_way) = (Held::new(&pair.local, false, &shape, Batch, &[]), AtomicU64::new(2));
         thread::scope(|scope| {
             scope.spawn(|| {
                 for turn in 0..times(60) {
-                    let rows = PushRows::Slot { near: turn % 2 };
-                    pair.near.push(&source.end(), of(2, row(&far, 1)), &rows, Layers::ALL).unwrap();
+                    let rows = PushRows::Slot { local: turn % 2 };
+                    pair.local.push(&source.end(), of(2, row(&remote, 1)), &rows, Layers::ALL).unwrap();
                     // Another row of the same cache, and another cache, are none of its business.
-                    pair.near.push(&source.end(), of(2, row(&far, 0)), &rows, Layers::ALL).unwrap();
+                    pair.local.push(&source.end(), of(2, row(&remote, 0)), &rows, Layers::ALL).unwrap();
                 }
                 under_way.fetch_sub(1, Ordering::Relaxed);
             });
             scope.spawn(|| {
                 for turn in 0..times(60) {
-                    let task = layers(&pair.near, &source, &far, turn % 2);
+                    let task = layers(&pair.local, &source, &remote, turn % 2);
                     assert!(task.wait(Deadline::after(LONG)).unwrap());
                     let outcomes = task.outcomes();
                     assert!(matches!(outcomes[..], [Outcome::Done]), "{way:?}: {outcomes:?}");
@@ -609,7 +617,7 @@ fn pulls_and_layers_of_the_same_rows() {
             });
             let mut pulls = 0;
             while under_way.load(Ordering::Relaxed) > 0 || pulls < 3 {
-                pair.near.pull(of(2, row(&far, 1)), &into.end(), &SLOT, Layers::ALL).unwrap();
+                pair.local.pull(of(2, row(&remote, 1)), &into.end(), &SLOT, Layers::ALL).unwrap();
                 pulls += 1;
                 for tensor in into.read() {
                     let slot = &tensor[..256 << 10];
@@ -620,14 +628,14 @@ fn pulls_and_layers_of_the_same_rows() {
     }
 }
 
-/// The layer of both tensors of a row of `source`, on its way into row 1 of `far`.
-fn layers(near: &DataDist, source: &Held, far: &Held, src_row: u32) -> Arc<Task> {
+/// The layer of both tensors of a row of `source`, on its way into row 1 of `remote`.
+fn layers(local: &DataDist, source: &Held, remote: &Held, src_row: u32) -> Arc<Task> {
     let args =
         LayerwiseArgs { src_blocks: vec![], dst_blocks: vec![], dst_block_bytes: None, tensors_per_layer: 2 };
-    let target = Target::Cache { name: row(far, 1), first_layer: 0 };
+    let target = Target::Cache { name: row(remote, 1), first_layer: 0 };
     let src_layers = LayerRange { first: 0, end: 1 };
     let to = Destination { cluster: ClusterId(2), target, src_layers, src_row };
-    let task = near.transfer_async(&source.end(), &args, vec![to], None).unwrap();
+    let task = local.transfer_async(&source.end(), &args, vec![to], None).unwrap();
     task.ready(0);
     task
 }
@@ -639,14 +647,14 @@ fn a_push_without_an_answer() {
     for way in WAYS.into_iter().filter(|way| way.shares()) {
         let slow = Slow::new(way, Duration::from_secs(1));
         let shape = desc(Placement::Host, 2, 4, 64);
-        let source = Held::new(&slow.near, false, &shape, Blocks, &[]);
-        let into = Held::new(&slow.near, false, &shape, Blocks, &[]);
-        let far = Held::new(&slow.far, false, &shape, Blocks, &[Some(KEY)]);
-        let (bytes, before) = (source.fill(1), far.fill(2));
+        let source = Held::new(&slow.local, false, &shape, Blocks, &[]);
+        let into = Held::new(&slow.local, false, &shape, Blocks, &[]);
+        let remote = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
+        let (bytes, before) = (source.fill(1), remote.fill(2));
         let name = of(2, Name::Key(KEY));
         let push = || {
-            let rows = PushRows::Blocks { near: vec![1], far: vec![1] };
-            slow.near.push(&source.end(), name, &rows, Layers::ALL)
+            let rows = PushRows::Blocks { local: vec![1], remote: vec![1] };
+            slow.local.push(&source.end(), name, &rows, Layers::ALL)
         };
         // This side gives up first; on a machine that stood still the peer may have said so in time.
         let unanswered = || {
@@ -658,8 +666,8 @@ fn a_push_without_an_answer() {
         };
         let pull = || {
             into.fill(3);
-            let rows = PullRows::Blocks { far: vec![1], near: vec![1] };
-            slow.near.pull(name, &into.end(), &rows, Layers::ALL)
+            let rows = PullRows::Blocks { remote: vec![1], local: vec![1] };
+            slow.local.pull(name, &into.end(), &rows, Layers::ALL)
         };
         let pulled = |bytes: &[Vec<u8>], what: &str| {
             let got = into.read();
@@ -671,18 +679,18 @@ fn a_push_without_an_answer() {
             pulled(&before, what);
         };
         pull().unwrap();
-        slow.holding(&far, |release| {
+        slow.holding(&remote, |release| {
             in_place("nothing was pushed");
             release();
         });
-        far.write(&before);
+        remote.write(&before);
         // Memory that is not there: the peer finds out, and says so.
         let hollow = adopt(&shape, Blocks, &[4096, 8192]);
-        let hollow = slow.near.register(hollow, &[], Some(true)).unwrap();
-        let rows = PushRows::Blocks { near: vec![1], far: vec![1] };
-        let error = slow.near.push(&End::Managed(hollow.id()), name, &rows, Layers::ALL).unwrap_err();
+        let hollow = slow.local.register(hollow, &[], Some(true)).unwrap();
+        let rows = PushRows::Blocks { local: vec![1], remote: vec![1] };
+        let error = slow.local.push(&End::Managed(hollow.id()), name, &rows, Layers::ALL).unwrap_err();
         assert_eq!((error.kind(), error.fact("said_by")), (ErrorKind::System, Some("the peer")), "{error}");
-        slow.holding(&far, |release| {
+        slow.holding(&remote, |release| {
             in_place("the peer said that it failed");
             unanswered();
             // Not in place: behind the owner's pin.
@@ -692,8 +700,8 @@ fn a_push_without_an_answer() {
             in_place("the push can come no more");
             release();
         });
-        far.write(&before);
-        slow.holding(&far, |release| {
+        remote.write(&before);
+        slow.holding(&remote, |release| {
             in_place("as before");
             unanswered();
             thread::scope(|scope| {
@@ -703,8 +711,8 @@ fn a_push_without_an_answer() {
                 behind.join().unwrap().unwrap();
             });
             // Whole, as the owner's own copy left it, and nothing of the push.
-            pulled(&far.read(), "behind the owner");
-            assert!(far.read()[0][64..128] != bytes[0][64..128]);
+            pulled(&remote.read(), "behind the owner");
+            assert!(remote.read()[0][64..128] != bytes[0][64..128]);
         });
     }
 }
@@ -714,21 +722,21 @@ fn a_push_without_an_answer() {
 fn endless_readers_let_a_copy_in() {
     const BYTES: usize = 8 << 20;
     const READERS: u64 = 12;
-    let far = open(config(9, Way::Tcp), Way::Tcp);
+    let remote = open(config(9, Way::Tcp), Way::Tcp);
     let shape = desc(Placement::Device, 1, 2, BYTES);
-    let hot = Held::new(&far, true, &shape, Batch, &[]);
+    let hot = Held::new(&remote, true, &shape, Batch, &[]);
     let readers: Vec<_> = (0..READERS).map(|at| open(config(10 + at, Way::Tcp), Way::Tcp)).collect();
-    readers.iter().for_each(|near| link(near, &far).unwrap());
+    readers.iter().for_each(|local| link(local, &remote).unwrap());
     let (turns, over) = (AtomicU64::new(0), AtomicBool::new(false));
     // Those that read go on when a copy comes. If more than these pass ten of them, those that came later went before.
     let most = 50 * READERS;
     thread::scope(|scope| {
-        for near in &readers {
+        for local in &readers {
             let (turns, over, hot) = (&turns, &over, &hot);
             scope.spawn(move || {
-                let into = Held::new(near, false, &desc(Placement::Device, 1, 1, BYTES), Batch, &[]);
+                let into = Held::new(local, false, &desc(Placement::Device, 1, 1, BYTES), Batch, &[]);
                 while !over.load(Ordering::SeqCst) {
-                    near.pull(of(9, row(hot, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+                    local.pull(of(9, row(hot, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
                     turns.fetch_add(1, Ordering::SeqCst);
                 }
             });
@@ -738,7 +746,7 @@ fn endless_readers_let_a_copy_in() {
         for _ in 0..10 {
             let before = turns.load(Ordering::SeqCst);
             let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
-            copied = far.copy_cache(&hot.end(), &hot.end(), args);
+            copied = remote.copy_cache(&hot.end(), &hot.end(), args);
             passed += turns.load(Ordering::SeqCst) - before;
             if copied.is_err() || passed > most {
                 break;
@@ -759,29 +767,29 @@ fn a_pull_meets_a_transfer_and_a_writer() {
         };
         let pair = Pair::with(way, short);
         let shape = desc(Placement::Device, 2, 2, 512 << 10);
-        let near = Held::new(&pair.near, false, &shape, Batch, &[]);
-        let far = Held::new(&pair.far, false, &shape, Batch, &[]);
-        near.write(&patterned_rows());
-        far.write(&patterned_rows());
+        let local = Held::new(&pair.local, false, &shape, Batch, &[]);
+        let remote = Held::new(&pair.remote, false, &shape, Batch, &[]);
+        local.write(&patterned_rows());
+        remote.write(&patterned_rows());
         let turns = || 0..times(300);
         thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in turns() {
-                    let rows = PushRows::Slot { near: 0 };
-                    pair.near.push(&near.end(), of(2, row(&far, 0)), &rows, Layers::ALL).unwrap();
+                    let rows = PushRows::Slot { local: 0 };
+                    pair.local.push(&local.end(), of(2, row(&remote, 0)), &rows, Layers::ALL).unwrap();
                 }
             });
             scope.spawn(|| {
                 for _ in turns() {
-                    pair.far.pull(of(1, row(&near, 0)), &far.end(), &SLOT, Layers::ALL).unwrap();
+                    pair.remote.pull(of(1, row(&local, 0)), &remote.end(), &SLOT, Layers::ALL).unwrap();
                 }
             });
             for _ in turns() {
                 let args = CopyArgs { src_batch_index: 1, dst_batch_index: 0, offset: 0, size: -1 };
-                pair.near.copy_cache(&near.end(), &near.end(), args).unwrap();
+                pair.local.copy_cache(&local.end(), &local.end(), args).unwrap();
             }
         });
-        assert!(far.read() == patterned_rows());
+        assert!(remote.read() == patterned_rows());
     }
 }
 

@@ -38,13 +38,13 @@ fn name(held: &Held) -> Name {
 }
 
 fn pull(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
-    let rows = PullRows::Blocks { far: vec![block], near: vec![block] };
-    pair.near.pull(of(2, name(from)), &to.end(), &rows, Layers::ALL)
+    let rows = PullRows::Blocks { remote: vec![block], local: vec![block] };
+    pair.local.pull(of(2, name(from)), &to.end(), &rows, Layers::ALL)
 }
 
 fn push(pair: &Pair, from: &Held, to: &Held, block: i64) -> Result<()> {
-    let rows = PushRows::Blocks { near: vec![block], far: vec![block] };
-    pair.near.push(&from.end(), of(2, name(to)), &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
+    let rows = PushRows::Blocks { local: vec![block], remote: vec![block] };
+    pair.local.push(&from.end(), of(2, name(to)), &rows, Layers { tensors_per_layer: 1, ..Layers::ALL })
 }
 
 fn timed_out<T: std::fmt::Debug>(result: Result<T>) -> Error {
@@ -67,37 +67,37 @@ fn lose(mut call: impl FnMut() -> Result<()>) -> Error {
 fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
     for registered in [false, true] {
         let pair = pair();
-        let (silent, loud) = (blocks(&pair.far, true), blocks(&pair.far, true));
+        let (silent, loud) = (blocks(&pair.remote, true), blocks(&pair.remote, true));
         let (bytes, loud_bytes) = (silent.fill(1), loud.fill(2));
-        let near = blocks(&pair.near, registered);
-        let before = near.fill(3);
-        let used = || pair.near.stats().host_pool.unwrap().pool.used_bytes;
+        let local = blocks(&pair.local, registered);
+        let before = local.fill(3);
+        let used = || pair.local.stats().host_pool.unwrap().pool.used_bytes;
         let used_before = used();
         let stalled = stall(&silent);
-        let error = lose(|| pull(&pair, &silent, &near, 1));
+        let error = lose(|| pull(&pair, &silent, &local, 1));
         assert_eq!(error.fact(STILL_READING), Some(std::process::id().to_string().as_str()), "{error}");
         assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
         assert!(error.arrived().is_empty(), "{error}");
-        assert!(near.read() == before);
+        assert!(local.read() == before);
         // Calls on that row wait; on other rows they do not, nor do pulls of what answers.
-        timed_out(pair.near.copy_blocks(&near.end(), &[(0, 1)]));
-        timed_out(pull(&pair, &loud, &near, 1));
-        eventually("a copy", || pair.near.copy_blocks(&near.end(), &[(0, 3)]).is_ok());
-        eventually("a pull", || pull(&pair, &loud, &near, 2).is_ok());
-        assert!(near.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
+        timed_out(pair.local.copy_blocks(&local.end(), &[(0, 1)]));
+        timed_out(pull(&pair, &loud, &local, 1));
+        eventually("a copy", || pair.local.copy_blocks(&local.end(), &[(0, 3)]).is_ok());
+        eventually("a pull", || pull(&pair, &loud, &local, 2).is_ok());
+        assert!(local.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
         // The memory is not the caller's again, nor anybody else's.
-        let id = near.cache.id();
+        let id = local.cache.id();
         if registered {
-            timed_out(pair.near.unregister(id));
+            timed_out(pair.local.unregister(id));
         } else {
-            pair.near.deallocate(id).unwrap();
+            pair.local.deallocate(id).unwrap();
         }
-        let own = near.own;
-        drop(near.cache);
+        let own = local.own;
+        drop(local.cache);
         assert_eq!(used(), used_before);
         drop(stalled);
         if registered {
-            eventually("the end of the kernel's call", || pair.near.unregister(id).is_ok());
+            eventually("the end of the kernel's call", || pair.local.unregister(id).is_ok());
             let late = own.unwrap().read();
             assert!(late[0][ROW..2 * ROW] == bytes[0][ROW..2 * ROW], "what the error warned of");
         } else {
@@ -109,26 +109,26 @@ fn pull_from_silent_memory_leaves_its_rows_pinned_until_the_kernel_is_done() {
 #[test]
 fn push_of_silent_memory_leaves_the_peer_free_to_serve() {
     let pair = pair();
-    let (silent, loud) = (blocks(&pair.near, true), blocks(&pair.near, true));
+    let (silent, loud) = (blocks(&pair.local, true), blocks(&pair.local, true));
     let loud_bytes = loud.fill(2);
     silent.fill(1);
-    let far = blocks(&pair.far, false);
-    let _before = far.fill(3);
+    let remote = blocks(&pair.remote, false);
+    let _before = remote.fill(3);
     let stalled = stall(&silent);
     while stalled.waiting() == 0 {
-        timed_out(push(&pair, &silent, &far, 1));
+        timed_out(push(&pair, &silent, &remote, 1));
     }
     // The thread that serves has come back, and its row stays pinned.
     eventually("the end of the request", || {
-        let stats = pair.far.stats();
+        let stats = pair.remote.stats();
         let served = stats.ops.iter().find(|(name, _)| *name == "served").unwrap();
         served.1.failures > 0
     });
-    timed_out(pair.far.copy_blocks(&far.end(), &[(0, 1)]));
-    eventually("a push", || push(&pair, &loud, &far, 2).is_ok());
-    assert!(far.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
+    timed_out(pair.remote.copy_blocks(&remote.end(), &[(0, 1)]));
+    eventually("a push", || push(&pair, &loud, &remote, 2).is_ok());
+    assert!(remote.read()[0][2 * ROW..3 * ROW] == loud_bytes[0][2 * ROW..3 * ROW]);
     drop(stalled);
-    eventually("the end of the kernel's call", || pair.far.copy_blocks(&far.end(), &[(0, 1)]).is_ok());
+    eventually("the end of the kernel's call", || pair.remote.copy_blocks(&remote.end(), &[(0, 1)]).is_ok());
 }
 
 #[test]
@@ -140,10 +140,10 @@ fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
         config.links.heartbeat = Duration::from_millis(200);
         config.links.silence = Duration::from_secs(2);
     });
-    let silent = blocks(&pair.near, true);
-    let far = blocks(&pair.far, false);
+    let silent = blocks(&pair.local, true);
+    let remote = blocks(&pair.remote, false);
     let stalled = stall(&silent);
-    let error = timed_out(push(&pair, &silent, &far, 1));
+    let error = timed_out(push(&pair, &silent, &remote, 1));
     assert!(error.to_string().contains("link_silence"), "{error}");
     assert!(error.to_string().contains("may still write to the destination rows"), "{error}");
     drop(stalled);
@@ -151,10 +151,10 @@ fn push_of_silent_memory_takes_no_thread_of_the_peer_for_as_long_as_it_says() {
 
 #[test]
 fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
-    let Pair { near, far } = pair();
-    let silent = blocks(&far, true);
+    let Pair { local, remote } = pair();
+    let silent = blocks(&remote, true);
     silent.fill(1);
-    let to = blocks(&near, false);
+    let to = blocks(&local, false);
     let at = to.cache.addrs()[0];
     let mapped = || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -166,11 +166,11 @@ fn engine_that_is_finalized_meanwhile_keeps_its_pool_mapped() {
         })
     };
     let stalled = stall(&silent);
-    let pair = Pair { near, far };
+    let pair = Pair { local, remote };
     lose(|| pull(&pair, &silent, &to, 0));
-    let Pair { near, far: _far } = pair;
+    let Pair { local, remote: _far } = pair;
     drop(to);
-    drop(near);
+    drop(local);
     assert!(mapped(), "the kernel may still write there");
     drop(stalled);
     eventually("the end of the kernel's call", || !mapped());

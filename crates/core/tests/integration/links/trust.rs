@@ -20,7 +20,7 @@ use super::{Held, LONG, Way, config, eventually, link, of, open, row};
 use crate::bed::desc;
 use crate::log;
 
-const SLOT: PullRows = PullRows::Slot { near: 0, size: -1 };
+const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
 
 /// A configuration as most users have it: no token, and nobody is believed without a proof.
 fn strict(cluster: u64, way: Way) -> Config {
@@ -29,24 +29,24 @@ fn strict(cluster: u64, way: Way) -> Config {
     config
 }
 
-fn works(near: &DataDist, far: &DataDist) {
+fn works(local: &DataDist, remote: &DataDist) {
     let shape = desc(Placement::Device, 2, 1, 64);
-    let into = Held::new(near, false, &shape, CacheKind::Batch, &[]);
-    let source = Held::new(far, false, &shape, CacheKind::Batch, &[]);
+    let into = Held::new(local, false, &shape, CacheKind::Batch, &[]);
+    let source = Held::new(remote, false, &shape, CacheKind::Batch, &[]);
     let bytes = source.fill(1);
-    near.pull(of(far.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+    local.pull(of(remote.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
     assert!(into.read() == bytes);
 }
 
 #[test]
 fn processes_of_one_user_link_without_a_token_over_every_transport() {
     for way in [Way::Shm, Way::Tcp] {
-        let (near, far) = (open(strict(1, way), way), open(strict(2, way), way));
-        link(&near, &far).unwrap();
+        let (local, remote) = (open(strict(1, way), way), open(strict(2, way), way));
+        link(&local, &remote).unwrap();
         let expected = if way == Way::Shm { "shm" } else { "tcp" };
-        assert_eq!(near.stats().links[0].transport, expected);
-        works(&near, &far);
-        works(&far, &near);
+        assert_eq!(local.stats().links[0].transport, expected);
+        works(&local, &remote);
+        works(&remote, &local);
     }
 }
 
@@ -81,8 +81,8 @@ fn peer_with_a_token_is_told_that_the_other_side_has_none() {
         let mut with = strict(2, Way::Shm);
         with.links.accept_remote = accept_remote;
         with.links.token = Some(llm_datadist_core::Token::new("sixteen letters or more"));
-        let (near, far) = (open(with, Way::Shm), open(without, Way::Shm));
-        let refused = link(&near, &far).unwrap_err();
+        let (local, remote) = (open(with, Way::Shm), open(without, Way::Shm));
+        let refused = link(&local, &remote).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert!(refused.to_string().contains("uses a token, and this side has none"), "{refused}");
     }
@@ -106,10 +106,10 @@ fn listener_that_proves_nothing_is_not_linked() {
 
 #[test]
 fn peer_that_does_not_read_its_control_stream_loses_only_its_own_link() {
-    let (near, far) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
-    link(&near, &far).unwrap();
+    let (local, remote) = (open(config(1, Way::Tcp), Way::Tcp), open(config(2, Way::Tcp), Way::Tcp));
+    link(&local, &remote).unwrap();
     let fake = Fake::new(9, 1);
-    let control = fake.link(&far, 7).unwrap();
+    let control = fake.link(&remote, 7).unwrap();
     // Every ping is answered; none of the answers is read.
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -117,10 +117,10 @@ fn peer_that_does_not_read_its_control_stream_loses_only_its_own_link() {
             let soon = || llm_datadist_core::Deadline::after(LONG);
             while control.send(&pings, soon()).is_ok() {}
         });
-        eventually("the end of the link that is not read", || far.stats().links.len() == 1);
-        works(&near, &far);
+        eventually("the end of the link that is not read", || remote.stats().links.len() == 1);
+        works(&local, &remote);
     });
-    let why = far.check_link(ClusterId(9)).unwrap_err().to_string();
+    let why = remote.check_link(ClusterId(9)).unwrap_err().to_string();
     assert!(why.contains("does not read") || why.contains("broke"), "{why}");
 }
 
@@ -137,12 +137,12 @@ fn peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting() {
     let mut short = config(2, Way::Tcp);
     short.links.heartbeat = Duration::from_millis(100);
     short.links.silence = Duration::from_millis(700);
-    let (near, far) = (open(config(1, Way::Tcp), Way::Tcp), open(short, Way::Tcp));
-    link(&near, &far).unwrap();
+    let (local, remote) = (open(config(1, Way::Tcp), Way::Tcp), open(short, Way::Tcp));
+    link(&local, &remote).unwrap();
     let shape = desc(Placement::Device, 1, 1, BYTES as usize);
-    let held = Held::new(&far, false, &shape, CacheKind::Batch, &[]);
+    let held = Held::new(&remote, false, &shape, CacheKind::Batch, &[]);
     let fake = Fake::new(9, 1);
-    let control = fake.link(&far, 7).unwrap();
+    let control = fake.link(&remote, 7).unwrap();
     // More calls than there are threads, none of whose bytes are read.
     let name = WireName::Row { cache: held.cache.id().0, row: 0 };
     let read = Request::Read {
@@ -155,19 +155,19 @@ fn peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting() {
     };
     let calls: Vec<Stream> = (0..40)
         .map(|_| {
-            let call = fake.call(&far, 7).unwrap();
+            let call = fake.call(&remote, 7).unwrap();
             say(&call, &read);
             call
         })
         .collect();
     assert!(matches!(hear::<Reply>(&calls[0]).unwrap(), Reply::Ready { bytes: BYTES }));
-    works(&near, &far);
+    works(&local, &remote);
     // The rows come free though the caller announced ten minutes, while its link lives on what it says.
     thread::scope(|scope| {
         let speaking = scope.spawn(|| {
-            while far.stats().links.len() == 2 {
+            while remote.stats().links.len() == 2 {
                 say(&control, &Control::Pong);
-                if far.copy_blocks(&held.end(), &[]).is_err() {
+                if remote.copy_blocks(&held.end(), &[]).is_err() {
                     break;
                 }
                 thread::sleep(Duration::from_millis(50));
@@ -176,11 +176,11 @@ fn peer_that_stalls_loses_its_rows_and_keeps_no_other_waiting() {
                 }
             }
         });
-        let into = Held::new(&near, false, &shape, CacheKind::Batch, &[]);
-        let push = near.push(
+        let into = Held::new(&local, false, &shape, CacheKind::Batch, &[]);
+        let push = local.push(
             &into.end(),
             of(2, row(&held, 0)),
-            &llm_datadist_core::PushRows::Slot { near: 0 },
+            &llm_datadist_core::PushRows::Slot { local: 0 },
             Layers::ALL,
         );
         push.unwrap();

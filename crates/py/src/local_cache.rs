@@ -1,6 +1,6 @@
 //! Caches of the front as the engine knows them: which one, of which kind, made by whom.
 //!
-//! Not for: rules (`core::check`), or far caches, which keys name (`transfer`). A cache that an engine made carries a
+//! Not for: rules (`core::check`), or remote caches, which keys name (`transfer`). A cache that an engine made carries a
 //! handle that says all of it at one look; one put together by hand is asked for its attributes instead
 //! (test: `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
@@ -16,37 +16,37 @@ use crate::error::{invalid, raise};
 type Any<'py> = Bound<'py, PyAny>;
 
 /// A `Cache` or `KvCache` with its handle.
-pub(crate) struct Near<'a, 'py> {
+pub(crate) struct LocalCache<'a, 'py> {
     cache: &'a Any<'py>,
     handle: Any<'py>,
 }
 
-impl<'a, 'py> Near<'a, 'py> {
+impl<'a, 'py> LocalCache<'a, 'py> {
     /// Looks at `cache`. `None`, which has no handle, fails here.
     pub(crate) fn of(cache: &'a Any<'py>) -> PyResult<Self> {
-        Ok(Near { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
+        Ok(LocalCache { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
     }
 
     /// The argument called `name`, which must be a blocks cache.
     pub(crate) fn blocks(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let near = Near::of(cache)?;
-        validate::blocks_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
-        Ok(near)
+        let local = LocalCache::of(cache)?;
+        validate::blocks_cache(name, local.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        Ok(local)
     }
 
     /// The argument called `name`, which must be a continuous cache.
     pub(crate) fn batch(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let near = Near::of(cache)?;
-        validate::batch_cache(name, near.kind()?).map_err(|error| raise(cache.py(), &error))?;
-        Ok(near)
+        let local = LocalCache::of(cache)?;
+        validate::batch_cache(name, local.kind()?).map_err(|error| raise(cache.py(), &error))?;
+        Ok(local)
     }
 
     /// The argument called `name`, which must be a continuous cache whose slots are its dimension 0: only those are
     /// contiguous (contract §7.9, §12.1).
     pub(crate) fn slots(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let near = Near::batch(name, cache)?;
-        near.slots_first()?;
-        Ok(near)
+        let local = LocalCache::batch(name, cache)?;
+        local.slots_first()?;
+        Ok(local)
     }
 
     /// How its rows are read.
@@ -97,7 +97,7 @@ impl<'a, 'py> Near<'a, 'py> {
 
 /// A cache that may be of either kind as one end of a copy.
 pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
-    Near::of(cache)?.end(engine)
+    LocalCache::of(cache)?.end(engine)
 }
 
 /// A `CacheDesc` whose slots are to be named must count them in dimension 0.
