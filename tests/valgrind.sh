@@ -16,7 +16,7 @@ tests=(
 	--skip region::the_number_of_this_process --skip region::a_region_costs_nothing
 )
 binary=$(cargo test --locked --no-run --message-format=json -p llm-datadist-core --test integration |
-	sed -n 's/.*"executable":"\([^"]*\/rust-[^"]*\)".*/\1/p' | tail -n 1)
+	sed -n 's/.*"executable":"\([^"]*\/integration-[^"]*\)".*/\1/p' | tail -n 1)
 [ -x "$binary" ] || { echo "the test program was not built" >&2; exit 1; }
 PROPTEST_CASES=${PROPTEST_CASES:-2} valgrind --quiet --error-exitcode=99 --num-callers=30 --fair-sched=yes \
 	"$binary" --test-threads=1 "${tests[@]}" "$@"
