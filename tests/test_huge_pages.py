@@ -69,7 +69,11 @@ def mergers() -> int:
     return sum(name.exists() and name.read_text().strip() == "llm-merge" for name in names)
 
 
-def awaited(what: Callable[[], bool], limit: float = 60.0) -> bool:
+# After the kernel found pages in use, or had no huge page, the engine leaves the memory alone for 60 s.
+LIMIT_S = 300.0
+
+
+def awaited(what: Callable[[], bool], limit: float = LIMIT_S) -> bool:
     """Whether it becomes true within the limit."""
     until = time.monotonic() + limit
     while not what():
