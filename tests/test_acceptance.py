@@ -738,7 +738,7 @@ def test_20_07_what_was_complete_stays_a_success(pair: Pair, how: str) -> None:
     # Layer 0 is asked for, sent, and done before layer 1 is answered.
     far = pair.far
     expected = [*pattern(1, 4, 1, 256)[:2], *pattern(2, 4, 1, 256)[2:]]
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not equal(far.read("f"), expected):
         assert time.monotonic() < until
         time.sleep(0.01)
