@@ -9,14 +9,14 @@ import re
 from typing import TYPE_CHECKING
 
 import fleet
-from figures import FOLDER, Curve, Figures
+from figures import ROOT, Curve, Figures
 from slopes import digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-PAGE = FOLDER.parent / "scaling.md"
+PAGE = ROOT / "docs" / "scaling.md"
 CLIENTS = (1, 2, 8, 64, 512)
 MARK = re.compile(r"(<!-- scaling: (\w+) -->\n).*?(<!-- /scaling -->)", re.DOTALL)
 
@@ -41,7 +41,7 @@ def said(figures: Figures, source: str) -> str:
     """Where the figures come from."""
     quick = " A quick run: few sizes, one round; not to be relied on." if figures.quick else ""
     return (
-        f"Own figures: `docs/performance/{source}`, measured on {figures.cpus} cores by "
+        f"Own figures: `benches/results/{source}`, measured on {figures.cpus} cores by "
         f"`cargo bench -p llm-datadist-core --bench scale`.{quick}"
     )
 
