@@ -1,6 +1,6 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Not for: the snippets of the README (`test_examples`), or the generated pages (`test_conformance`, `test_scaling`).
+Not for: snippets (`test_examples`, `tools/docs/snippets.py`), or the generated pages (`test_conformance`, `test_scaling`).
 """
 
 from __future__ import annotations
