@@ -439,12 +439,14 @@ def test_the_committed_page_says_what_the_committed_file_says(tmp_path: Path) ->
     assert new == (REPORT / "peers.md").read_text()
 
 
-def test_the_readme_shows_the_picture() -> None:
-    links = re.findall(r"!\[[^\]]+\]\((docs/performance/peers\.(?:svg|png))\)", (ROOT / "README.md").read_text())
-    assert links
-    for name in (*links, "docs/performance/peers.svg"):
-        assert (ROOT / name).stat().st_size > 1000, name
-    assert "](performance/peers.md)" in (ROOT / "docs" / "performance.md").read_text()
+def test_the_pages_show_the_picture() -> None:
+    pages = {ROOT / "README.md": "docs/performance/peers.svg", ROOT / "docs" / "performance.md": "performance/peers.svg"}
+    pages[REPORT / "peers.md"] = "../../docs/performance/peers.svg"
+    for page, name in pages.items():
+        assert re.findall(rf"!\[[^\]]+\]\({re.escape(name)}\)", page.read_text()), page
+        assert (page.parent / name).stat().st_size > 1000, name
+    assert "](peers.md)" in (REPORT / "engine.md").read_text()
+    assert "`benches/results`" in (ROOT / "docs" / "performance.md").read_text()
 
 
 FACTS = {

@@ -1,7 +1,7 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Snippets are run by `test_examples` and `tools/docs/snippets.py`. `test_conformance` and `test_scaling` check the generated
-pages.
+Snippets are run by `test_examples` and `tools/docs/snippets.py`; `test_conformance` and `test_scaling` check the
+generated pages.
 """
 
 from __future__ import annotations
