@@ -440,7 +440,10 @@ def test_the_committed_page_says_what_the_committed_file_says(tmp_path: Path) ->
 
 
 def test_the_pages_show_the_picture() -> None:
-    pages = {ROOT / "README.md": "docs/performance/peers.svg", ROOT / "docs" / "performance.md": "performance/peers.svg"}
+    pages = {
+        ROOT / "README.md": "docs/performance/peers.svg",
+        ROOT / "docs" / "performance.md": "performance/peers.svg",
+    }
     pages[REPORT / "peers.md"] = "../../docs/performance/peers.svg"
     for page, name in pages.items():
         assert re.findall(rf"!\[[^\]]+\]\({re.escape(name)}\)", page.read_text()), page
