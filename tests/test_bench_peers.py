@@ -448,7 +448,7 @@ def test_the_pages_show_the_picture() -> None:
     for page, name in pages.items():
         assert re.findall(rf"!\[[^\]]+\]\({re.escape(name)}\)", page.read_text()), page
         assert (page.parent / name).stat().st_size > 1000, name
-    assert "](peers.md)" in (REPORT / "engine.md").read_text()
+    assert "](peers.md)" in (REPORT / "figures.md").read_text()
     assert "`benches/results`" in (ROOT / "docs" / "performance.md").read_text()
 
 
