@@ -18,7 +18,7 @@ use crate::protocol::MOST_AHEAD;
 
 /// Zeros before each [`STRETCH`] of a transfer ([`leads`]), part of what [`VERSION`](crate::protocol::VERSION) stands for. The
 /// kernel copies into pages of its own, and some processors do that at a fifth of their speed where the copy lies a few
-/// bytes further into its page than the original (docs/performance/log.md): a line of the cache keeps page-aligned blocks
+/// bytes further into its page than the original (benches/results/log.md): a line of the cache keeps page-aligned blocks
 /// out of that, and brings what has drifted into it out of it again.
 pub const LEAD: usize = 64;
 /// Bytes of a transfer from one [`LEAD`] to the next.
@@ -46,7 +46,7 @@ const FEW: u64 = 48 << 10;
 /// About one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 /// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain: pushes gain
-/// by it (docs/performance/log.md).
+/// by it (benches/results/log.md).
 const LOOKS: u8 = 8;
 
 impl Stream {

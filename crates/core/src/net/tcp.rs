@@ -18,7 +18,7 @@ use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreacha
 use crate::error::{Error, Result};
 use crate::model::Deadline;
 
-/// Bytes that a connection inside one host may hold for its receiver, and for its sender (docs/performance/log.md).
+/// Bytes that a connection inside one host may hold for its receiver, and for its sender (benches/results/log.md).
 const LOOPBACK_RECEIVES: usize = 1 << 20;
 const LOOPBACK_SENDS: usize = 256 << 10;
 
