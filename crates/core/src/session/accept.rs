@@ -60,8 +60,8 @@ pub(super) enum Next {
     Proven(Newcomer),
     /// A server thread performs the next step.
     Work(Work),
-    /// It has become a stream of a link, or is complete. The link or the server now holds the stream, if it
-    /// is still open.
+    /// The handshake is finished. If the connection became a link or a stream of a link, that now holds the
+    /// stream.
     Done,
 }
 

@@ -134,8 +134,8 @@ impl Shared {
         Ok(Some(reach))
     }
 
-    /// Completes the exchange on the accepting side. `offered` is what was taken of the peer's offer; `seen`
-    /// says what the peer can read of this process.
+    /// Completes the exchange on the accepting side. `offered` is the memory taken from the peer's offer;
+    /// `seen` is the peer's report of what it can read of this process.
     pub(super) fn reached(&self, offered: Offered, seen: Attached) -> Reach {
         self.note_readers();
         Reach::complete(&self.cluster, offered, seen)

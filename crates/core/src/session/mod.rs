@@ -3,11 +3,11 @@
 //! ```text
 //! link_clusters ────── establish ── handshake ─┐
 //! listener ─────────── accept ───── handshake ─┼─ link ── control stream ── control_thread (also accepts)
-//! link (rank table) ── communicator ───────────┘      └── call streams ──── server (threads that call `Answer`)
+//! link (rank table) ── communicator ───────────┘      └── call streams ──── server (threads call `Answer`)
 //! ```
 //!
-//! One lock (`state`) guards the set of links. It is held for look-ups only and never during socket I/O. A
-//! thread that holds it may lock the progress of a communicator, never the other way round.
+//! One lock (`state`) guards the set of links. It is held for look-ups only and never while waiting for a
+//! socket. A thread that holds it may lock the progress of a communicator, never the other way round.
 
 mod accept;
 mod answers;

@@ -77,7 +77,7 @@ impl Reach {
         send(&protocol::encode(&offer)?, &descriptors)
     }
 
-    /// Takes the offer of the peer of `stream`. Returns what was taken, and the report for the peer.
+    /// Takes the offer of the peer of `stream`. Returns the memory taken, and the report for the peer.
     pub(crate) fn take(
         cluster: &Cluster,
         offered: &Attach,
@@ -97,7 +97,7 @@ impl Reach {
         (taken, told)
     }
 
-    /// Combines what was taken with the peer's report.
+    /// Combines the memory taken with the peer's report.
     pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
         let Offered { generations, pools, unmapped, process } = taken;
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
@@ -183,8 +183,8 @@ pub(super) fn guarded() -> bool {
     scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
-/// The memory that could be taken of a peer's offer. The rest is transferred over sockets; it is no reason to
-/// refuse the link.
+/// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
+/// link is not refused for it.
 #[derive(Debug)]
 pub(crate) struct Offered {
     generations: Option<PeerGenerations>,
