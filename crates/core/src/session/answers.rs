@@ -360,7 +360,7 @@ struct Wanted {
 }
 
 /// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
-/// rows that the plan touches, given the size of a row in bytes.
+/// groups of rows that the plan touches, given the size in bytes of a group that shares a pin.
 fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
     let mut rows = touched(cache.geometry().row_bytes() * together)?;
