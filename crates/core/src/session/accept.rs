@@ -1,8 +1,10 @@
-//! The accepting side: what a connection says step by step, until it is a link, a stream of one, or refused.
+//! The accepting side of a connection: the steps of its handshake, until it becomes a link or a stream of a
+//! link, or is refused.
 //!
-//! The control thread takes each step as soon as a frame is there, and waits for none. Two steps may take longer: mapping
-//! what the peer offers, and entering the link, which may end others. Threads of the server do those, a few at a time
-//! (`Work`). Not for: which connections there are and how many (`newcomers`), or what a greeting is (`greeting`).
+//! The control thread performs each step as soon as its frame has arrived, and never waits. Two steps may
+//! take longer: mapping the memory that the peer offers, and entering the link, which may end other links.
+//! Server threads perform those, a few at a time ([`Work`]). `pending` limits the number of connections and
+//! their time.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,26 +20,27 @@ use crate::model::{ClusterId, Deadline};
 use crate::net::{Received, Stream};
 use crate::protocol::{self, Attach, Attached, Comm, Control, Purpose};
 
-/// A connection that is not yet a link or a stream of one, and the step it is at.
+/// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
 #[derive(Debug)]
 pub(super) struct Newcomer {
     stream: Arc<Stream>,
-    /// It came to the local socket.
+    /// Whether it arrived at the local socket.
     local: bool,
-    /// When it must have become something.
+    /// The deadline of the handshake.
     until: Deadline,
     step: Step,
 }
 
+/// The message for which a connection waits.
 #[derive(Debug)]
 enum Step {
-    /// It says who it is.
+    /// The hello, which identifies the peer.
     Hello,
-    /// It proves that.
+    /// The proof of the peer.
     Proof(Guest),
-    /// It makes a link, and offers its memory.
+    /// The offer of memory by a peer that makes a link.
     Attach(Making),
-    /// It says what it can see of this side's memory.
+    /// The peer's report of which memory of this process it can read.
     Attached(Making, Offered),
 }
 
@@ -49,19 +52,20 @@ struct Making {
     peer: Peer,
 }
 
-/// What becomes of a connection after a step.
+/// The state of a connection after a step.
 pub(super) enum Next {
-    /// It is at its next step.
+    /// It waits for its next message.
     Wait(Newcomer),
-    /// It is at its next step, and has proved who it is.
+    /// It waits for its next message, and the peer is authenticated.
     Proven(Newcomer),
-    /// A thread of the server takes the next step.
+    /// A server thread performs the next step.
     Work(Work),
-    /// It has become what it asked to be; if that is a stream, whoever has it keeps it open.
+    /// The handshake is finished. If the connection became a link or a stream of a link, that now holds the
+    /// stream.
     Done,
 }
 
-/// A step that may take a while.
+/// A step that may take long.
 pub(super) struct Work {
     newcomer: Making,
     stream: Arc<Stream>,
@@ -70,14 +74,14 @@ pub(super) struct Work {
 }
 
 enum What {
-    /// Map what the peer offers.
+    /// Map the memory that the peer offers.
     Take(Attach, Vec<OwnedFd>),
     /// Enter the link.
     Enter(Option<Reach>),
 }
 
 impl Newcomer {
-    /// Whether descriptors come with the next frame.
+    /// Whether descriptors may arrive with the next frame.
     pub(super) fn expects_descriptors(&self) -> bool {
         matches!(self.step, Step::Attach(_))
     }
@@ -86,7 +90,7 @@ impl Newcomer {
         Newcomer { stream, local, until, step: Step::Hello }
     }
 
-    /// Takes the step that `frame` allows.
+    /// Performs the step for which `frame` is the message.
     pub(super) fn step(self, shared: &Arc<Shared>, frame: Received) -> Result<Next, Refusal> {
         let Newcomer { stream, local, until, step } = self;
         let (kind, body, descriptors) = frame;
@@ -117,7 +121,7 @@ impl Newcomer {
 }
 
 impl Work {
-    /// Takes the step, on a thread of the server.
+    /// Performs the step, on a server thread.
     pub(super) fn run(self, shared: &Arc<Shared>) -> Result<Next, Refusal> {
         let Work { newcomer, stream, until, what } = self;
         match what {
@@ -131,7 +135,7 @@ impl Work {
         }
     }
 
-    /// Whether the connection becomes a link in this step, which nothing may interrupt.
+    /// Whether this step makes the connection a link. Such a step must not be interrupted.
     pub(super) fn enters(&self) -> bool {
         matches!(self.what, What::Enter(_))
     }
@@ -141,7 +145,8 @@ impl Work {
     }
 }
 
-/// What becomes of a stream whose peer has greeted. `proven` is false if it may only learn the local socket's name.
+/// Handles a stream according to its purpose, once the proof was checked. If `proven` is false, the peer may
+/// only learn the name of the local socket.
 fn admit(
     shared: &Arc<Shared>,
     Newcomer { stream, local, until, .. }: Newcomer,
@@ -154,7 +159,8 @@ fn admit(
     match &guest.hello.purpose {
         Purpose::Call { link, reverse } => admit_call(shared, &stream, guest, *link, *reverse),
         Purpose::Meet => {
-            // A peer of another user may be admitted; the secret is for this one's only.
+            // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
+            // peers of this user.
             let own = stream.credentials().is_some_and(crate::memory::same_user);
             stream.send_now(&welcome(None, own)?, &[])?;
             stream.close();
@@ -182,7 +188,7 @@ fn admit(
                 return Err(Refusal::new(Reason::Other, Error::new(ErrorKind::LinkFailed, text)));
             }
             shared.state.room_for_incoming(cluster)?;
-            // What it offers comes after the welcome.
+            // The peer sends its offer right after it has received the welcome.
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
@@ -196,7 +202,7 @@ fn admit(
     }
 }
 
-/// What becomes of one more stream of a link; with `reverse` this side calls on it.
+/// Adds a stream to an existing link. With `reverse` this side sends requests on it.
 fn admit_call(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
@@ -218,7 +224,7 @@ fn admit_call(
     Ok(Next::Done)
 }
 
-/// Makes the link of a peer that has greeted, and says so.
+/// Enters the link of an authenticated peer and confirms it to the peer.
 fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
@@ -233,9 +239,9 @@ fn enter(
     }
     let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
     let link = Link::new(id, kind, peer, transport, reach, stream.clone(), None, shared.server.budget());
-    // The first control message confirms that this side has entered the link. The stream is held until it is sent, so that
-    // another thread that finds the link cannot send before it; the peer uses the link only after this message
-    // (`members_meet_in_either_order_and_calls_wait_for_it`).
+    // The first control message confirms that this side has entered the link. The right to send is held until
+    // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
+    // this message (`members_meet_in_either_order_and_calls_wait_for_it`).
     let first = link.speaker();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
@@ -249,7 +255,8 @@ fn enter(
     Ok(())
 }
 
-/// What kind of link a peer makes; one of a communicator only if this side has entered it too.
+/// Returns the kind of the link that a peer makes. A link of a communicator is refused unless this side has
+/// entered the communicator.
 fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
     let Some(comm) = comm else { return Ok(Kind::Incoming) };
     let known = shared.state.comm(comm).ok_or_else(|| {
@@ -260,7 +267,7 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
     Ok(Kind::Communicator(known.id()))
 }
 
-/// A member whose mode is another one can never be met: the communicator has failed.
+/// Marks the communicator as failed if a member was refused because of its mode: it can never be linked.
 fn told_communicator(shared: &Arc<Shared>, guest: &Guest, refusal: &Refusal) {
     let Purpose::Link { comm: Some(comm), .. } = &guest.hello.purpose else { return };
     if refusal.reason == Reason::Mode

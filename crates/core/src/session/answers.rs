@@ -1,8 +1,8 @@
-//! The answering side: what a peer may ask of this cluster, checked here whatever it says.
+//! Answers to the requests of peers. Every request is checked here, whatever the peer claims.
 //!
-//! A peer names a cache; this side resolves it, looks whether peers may reach it, and checks every bound of the plan that
-//! came with the request before a byte moves. Into this cluster's memory only this process writes. Not for: streams
-//! (`links`), or moving bytes (`engine`).
+//! A request names a cache. This side resolves the name, checks that peers may access the cache, and checks
+//! all bounds of the plan in the request before it moves a byte. Only this process writes into the memory of
+//! this cluster.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::protocol::{
 use crate::stats::Op;
 use crate::validate;
 
-/// Answers for one cluster.
+/// Answers requests for one cluster.
 pub(crate) struct Answers {
     cluster: Arc<Cluster>,
 }
@@ -36,7 +36,8 @@ impl Answers {
 impl Answer for Answers {
     fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
         let silence = self.cluster.config.links.silence;
-        // The request is there, or its first bytes are: what a large one may take, and how long, is asked of the link.
+        // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
+        // a large one gets.
         let begun = Deadline::after(silence).named("the time that a request is given");
         let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
         let heard = frame.and_then(|frame| {
@@ -47,7 +48,8 @@ impl Answer for Answers {
         let (request, _held) = match heard {
             Ok(Some(heard)) => heard,
             Ok(None) => return Ok(false),
-            // It was read to its end: the peer is told, and its next request may fit.
+            // The body was read completely, so the stream remains usable: report the error, and the next
+            // request may fit.
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
                 say(stream, &Reply::failed(&error), Deadline::after(silence))?;
                 return Ok(!stream.is_closed());
@@ -68,17 +70,17 @@ impl Answer for Answers {
     }
 }
 
-/// How a request came to its end without being done.
+/// How a request ended without success.
 enum Ended {
-    /// The peer was told; the stream goes on.
+    /// The peer received the error; the stream remains usable.
     Refused,
-    /// The link has ended by it.
+    /// The request ended the link.
     Unlinked,
-    /// The stream is in the middle of something and of no more use.
+    /// The stream stopped in the middle of a message or payload and is unusable.
     Broken(Error),
 }
 
-/// One request being answered.
+/// One request that is being answered.
 struct Call<'a> {
     cluster: &'a Cluster,
     link: &'a Arc<Link>,
@@ -125,7 +127,8 @@ impl Call<'_> {
         }
     }
 
-    /// What the caller has left, by this side's clock; no caller may keep rows pinned for longer than `llm.LinkPinLimit`.
+    /// Returns the deadline of the caller by this side's clock. It is at most `llm.LinkPinLimit` from now, so
+    /// that no caller keeps rows pinned for longer.
     fn limit(&self, limit_ms: u64) -> Deadline {
         let most = self.cluster.config.links.pin_limit;
         let asked = Duration::from_millis(limit_ms);
@@ -134,7 +137,7 @@ impl Call<'_> {
         Deadline::after(asked.min(most)).named(name)
     }
 
-    /// Answers with what `call` gives, or with its error.
+    /// Runs `call`, and sends its reply or its error.
     fn told(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
         let reply = call();
         let refused = reply.is_err();
@@ -146,8 +149,8 @@ impl Call<'_> {
         say(self.stream, reply, deadline).map_err(Ended::Broken)
     }
 
-    /// `Err` if whoever asked has gone: a request that was read late, by a process that was stopped, must not be carried
-    /// out any more (`tests/test_peer_faults.py`).
+    /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
+    /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
     fn wanted(&self) -> Result<()> {
         if self.stream.abandoned() || !self.link.alive() {
             return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
@@ -155,7 +158,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Where a cache is and what it looks like.
+    /// Describes a cache and the location of its memory.
     fn describe(&self, name: Name) -> Result<Reply> {
         let found = self.cluster.table.describe(name)?;
         let cache = &found.cache;
@@ -169,13 +172,15 @@ impl Call<'_> {
                 self.cluster.described_to_peer(cache, &place);
             }
             record.location = location(place)?;
-            // The peer is about to read it, perhaps in place, which nobody here would see.
+            // The peer will probably read the cache, perhaps in place, which this side cannot observe. So
+            // count the bytes now.
             self.cluster.merger.moved(cache.geometry().bytes());
         }
         Ok(Reply::Described(record))
     }
 
-    /// Which caches addresses lie in.
+    /// Finds the caches in which addresses lie. Returns `Err` with `InvalidArgument` if an address lies in no
+    /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
         let spots = self.cluster.table.locate(addrs)?;
         let spot = |(at, found): (usize, Option<cache::Spot>)| {
@@ -186,14 +191,16 @@ impl Call<'_> {
         spots.map(Reply::Located)
     }
 
-    /// The cache a request is about, if its name still leads there, open to peers.
+    /// Returns the cache of a request, or `None` if its name no longer leads to that cache. Returns `Err`
+    /// with `InvalidArgument` if peers may not access it.
     fn opened(&self, call: &Wanted) -> Result<Option<Arc<Cache>>> {
         let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
         validate::reachable("the cache of the peer", cache.remote_accessible())?;
         Ok(Some(cache))
     }
 
-    /// The cache of a request, pinned by `pin` once the plan is known to fit it; `None` if it is not there any more.
+    /// Returns the cache of a request, pinned by `pin`, which checks the plan first. Returns `None` if the
+    /// name no longer leads to that cache.
     fn pinned(
         &self,
         call: &Wanted,
@@ -202,7 +209,8 @@ impl Call<'_> {
         self.wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
-        // While the rows were waited for, the cache may have been taken away, and the caller may have gone.
+        // While `pin` waited for the rows, the cache may have been released, and the caller may have given
+        // up.
         self.wanted()?;
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
@@ -219,7 +227,7 @@ impl Call<'_> {
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
         let bytes = to.saturating_sub(from);
-        // The bytes leave with the word that they follow: one packet less to wait for, where they are few.
+        // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
         let say = if bytes > 0 { say_before } else { say };
         let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
             return Err(Ended::Refused);
@@ -232,7 +240,8 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Takes bytes into a cache: those that have come with the request (`ahead`), or those that it then asks for.
+    /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then
+    /// asks for.
     fn write(&self, call: &Wanted, plan: WirePlan, (from, to): (u64, u64), ahead: bool) -> Result<(), Ended> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
@@ -260,10 +269,11 @@ impl Call<'_> {
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
 
-    /// Says why bytes that have come unasked are not taken, once they are out of the way; `None` then.
+    /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
+    /// bytes, sends the reason and returns `None`.
     fn come<T>(&self, begun: Result<Option<T>>, bytes: u64, deadline: Deadline) -> Result<Option<T>, Ended> {
         if bytes > MOST_AHEAD {
-            // A peer of this version sends no such request: what follows it is not worth reading.
+            // Peers of this version send no such request, so the stream is closed without reading the bytes.
             let error = too_far_ahead(bytes);
             self.reply(&Reply::failed(&error), deadline)?;
             return Err(Ended::Broken(error));
@@ -278,7 +288,8 @@ impl Call<'_> {
         Ok(None)
     }
 
-    /// Has `ready` say that the bytes may come or follow, or says why not; `None` if they do not.
+    /// Sends `Ready` with the function `ready` and returns `begun`, or sends the reason for a refusal and
+    /// returns `None`.
     fn begin<T>(
         &self,
         begun: Result<Option<T>>,
@@ -298,7 +309,7 @@ impl Call<'_> {
         Ok(None)
     }
 
-    /// Reads bytes of the peer's memory into a cache.
+    /// Reads bytes from the peer's memory into a cache.
     fn fetch(
         &self,
         call: &Wanted,
@@ -318,10 +329,11 @@ impl Call<'_> {
         })?;
         let Some((cache, pin)) = pinned else { return Ok(Reply::Stale) };
         let (from, to) = ((&tensors, cache.placement()), (cache.tensors(), cache.placement()));
-        // A peer whose memory does not answer takes no thread of this side for as long as it likes.
+        // Limited by `llm.LinkSilence`, so that a peer whose memory does not respond cannot occupy a thread
+        // of this side.
         let progress = Arc::new(Progress::within(self.cluster.config.links.silence));
         let (engine, held) = (&self.cluster.engine, Arc::new(pin));
-        // Kept beyond this call if the kernel may still write to the rows then.
+        // The pin outlives this call if the kernel may still write to the rows afterwards.
         let run =
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
@@ -330,7 +342,7 @@ impl Call<'_> {
                 self.cluster.merger.moved(outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }
-            // The kernel allowed it when the link was made, and does not now.
+            // The kernel permitted this when the link was made, and refuses it now.
             Err(error) if error.kind() == ErrorKind::NotEnabled => {
                 Ok(Reply::Unreachable { reason: error.to_string() })
             }
@@ -339,15 +351,16 @@ impl Call<'_> {
     }
 }
 
-/// Which cache a request is about, and how long there is for it.
+/// The cache of a request, and its deadline.
 struct Wanted {
     name: Name,
-    /// What the name led to when it was described.
+    /// The cache to which the name led when it was described.
     cache: CacheId,
     deadline: Deadline,
 }
 
-/// The rows of `cache` to pin, of those that `touched` finds for a size of a row: one for each pin, not more.
+/// Returns the rows of `cache` to pin: one for each pin, because rows may share a pin. `touched` returns the
+/// groups of rows that the plan touches, given the size in bytes of a group that shares a pin.
 fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<Vec<u64>> {
     let together = rows_of_a_pin(cache);
     let mut rows = touched(cache.geometry().row_bytes() * together)?;
@@ -357,7 +370,7 @@ fn rows(cache: &Cache, touched: impl FnOnce(u64) -> Result<Vec<u64>>) -> Result<
     Ok(rows)
 }
 
-/// A plan that came over the wire, of which bytes `from..to` are asked for.
+/// Checks a plan from a peer, and that the bytes `from..to` lie within it.
 fn bounded(plan: WirePlan, from: u64, to: u64) -> Result<CopyPlan> {
     let plan = CopyPlan::try_from(plan)?;
     if from <= to && to <= plan.bytes() {

@@ -1,39 +1,38 @@
-//! At how many places the calls of one peer may be answered at a time, so that it takes none from others, and what waits for
-//! a place.
+//! Limits how many calls of one peer are answered at a time, so that no peer occupies all threads.
 //!
-//! Each link has one place of its own. [`SHARED`] more belong to all links; one of them may have half of those
-//! (`one_link_gets_its_own_place_and_half_of_the_shared`). Not for: answering (`server`).
+//! Each link has one slot of its own. [`SHARED`] more belong to all links, and one link may use half of those
+//! (`one_link_gets_its_own_place_and_half_of_the_shared`). Turns that find no slot wait here.
 
 use std::collections::VecDeque;
 use std::hash::Hash;
 
 use hashbrown::HashMap;
 
-/// Calls that may be answered at a time beyond one for each link.
+/// Slots beyond the own slot of each link.
 const SHARED: usize = 32;
-/// How many of them may be of one link.
+/// Most shared slots that one link may use.
 const SHARED_BY_ONE: usize = SHARED / 2;
 
-/// Where a call is answered.
+/// The kind of slot in which a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// The one that its link has.
+    /// The own slot of the link.
     Own,
-    /// One of those that belong to all.
+    /// A slot that all links share.
     Shared,
 }
 
-/// The places that are taken, and the turns that wait for one. `Link` names a link.
+/// The slots in use, and the turns that wait for one. `Link` identifies a link.
 #[derive(Debug)]
 pub(super) struct Places<Link, Turn> {
     links: HashMap<Link, OfLink<Turn>>,
-    /// Links with turns that wait, each once. A link whose turn was taken goes to the end.
+    /// Links with waiting turns, each once. When a link gets a slot for a waiting turn, it moves to the end.
     waiting: VecDeque<Link>,
-    /// Shared places that are taken.
+    /// Number of shared slots in use.
     shared: usize,
 }
 
-/// What one link has; it is forgotten when that is nothing.
+/// The slots and waiting turns of one link. Removed when there are none.
 #[derive(Debug)]
 struct OfLink<Turn> {
     own: bool,
@@ -54,7 +53,8 @@ impl<Link, Turn> Default for Places<Link, Turn> {
 }
 
 impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
-    /// Takes a place for a turn of `link` and returns both; or `None`, and the turn waits.
+    /// Takes a slot for a turn of `link` and returns both. If there is none, queues the turn and returns
+    /// `None`.
     pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, Place)> {
         let empty = || OfLink { own: false, shared: 0, queue: VecDeque::new() };
         let of_link = self.links.entry(link).or_insert_with(empty);
@@ -74,8 +74,9 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
         None
     }
 
-    /// Gives up a place of `link`. Returns the turn that takes it: of the same link for its own place, of the link that has
-    /// waited longest and may share for a shared one.
+    /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn
+    /// of the same link. A shared slot passes to the link that has waited longest among those that may use
+    /// one more.
     pub(super) fn leave(&mut self, link: Link, place: Place) -> Option<(Turn, Place)> {
         let of_link = self.links.get_mut(&link)?;
         match place {
@@ -112,13 +113,14 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
         Some((turn, place))
     }
 
-    /// Whether a turn waits that could take this place of `link`.
+    /// Whether a waiting turn could use this slot of `link`.
     pub(super) fn wanted(&self, link: Link, place: Place) -> bool {
         let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
         own_waits || (place == Place::Shared && self.sharer().is_some())
     }
 
-    /// The first link that waits and may have one more shared place. At most two have all that one may have.
+    /// Finds the first waiting link that may use one more shared slot. At most two links can have reached
+    /// their limit.
     fn sharer(&self) -> Option<usize> {
         self.waiting.iter().position(|waits| self.links.get(waits).is_some_and(OfLink::may_share))
     }
@@ -135,7 +137,7 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
 mod tests {
     use super::*;
 
-    /// Enters `count` turns of `link`; says how many got a place.
+    /// Enters `count` turns of `link`, and returns how many got a slot.
     fn fill(places: &mut Places<u32, u32>, link: u32, count: u32) -> usize {
         (0..count).filter_map(|turn| places.enter(link, turn)).count()
     }
@@ -150,7 +152,8 @@ mod tests {
             assert_eq!(fill(&mut places, other, 2), 1, "its own place is always there");
         }
         assert!(places.wanted(3, Place::Own) && places.wanted(2, Place::Shared));
-        // A shared place goes to the link that has waited longest of those that may have it, then to the others in turn.
+        // A shared slot passes to the link that has waited longest among those that may use it, then to the
+        // others in turn.
         assert_eq!(places.leave(1, Place::Shared), Some((17, Place::Shared)), "of link 1");
         assert_eq!(places.leave(2, Place::Own), Some((17, Place::Own)), "of link 2");
         assert_eq!(places.leave(2, Place::Shared), Some((1, Place::Shared)), "of link 3");

@@ -1,8 +1,8 @@
-//! The call streams of one link: one for each call under way, and a few kept for the next.
+//! The streams on which this side calls a peer: one for each call in progress, and a few idle ones for later
+//! calls.
 //!
-//! A call takes a stream for itself, asks, and gives the stream back; a stream whose call ended in the middle is closed,
-//! so that no answer can ever be taken for another call's. Not for: what calls ask (`remote`), or the streams on which the
-//! peer calls (`link`).
+//! A call has its stream to itself and returns it afterwards. If a call ends early, its stream is closed, so
+//! that no reply can be mistaken for the reply to another call.
 
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
@@ -15,14 +15,14 @@ use crate::model::Deadline;
 use crate::net::Stream;
 use crate::protocol::Control;
 
-/// Streams that are kept for the next calls.
+/// Most idle streams kept for later calls.
 const KEPT_STREAMS: usize = 32;
-/// Streams that are kept however long nobody calls.
+/// Idle streams that are kept without a time limit.
 const IDLE_STREAMS: usize = 2;
-/// How long further ones are kept.
+/// How long further idle streams are kept.
 const IDLE_TIME: Duration = Duration::from_secs(30);
 
-/// A stream that one call has for itself.
+/// A stream that one call has to itself.
 #[derive(Debug)]
 pub(crate) struct Lease<'a> {
     link: &'a Link,
@@ -32,7 +32,8 @@ pub(crate) struct Lease<'a> {
 }
 
 impl Link {
-    /// A stream for one call: one that is idle, or a new one. Waits for its turn until `deadline`.
+    /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
+    /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(&self, deadline: Deadline) -> Result<Lease<'_>> {
         let mut calls = self.locked();
         calls.waiting += 1;
@@ -62,7 +63,7 @@ impl Link {
                 if calls.asked < calls.waiting {
                     calls.asked += 1;
                     drop(calls);
-                    // Loses the message rather than wait for a peer that does not read.
+                    // Never waits: if the peer does not read its control stream, the link breaks.
                     let told = self.tell(&Control::Dial);
                     calls = self.locked();
                     if let Err(error) = told {
@@ -75,11 +76,12 @@ impl Link {
             drop(self.changed.wait_timeout(calls, deadline.nap()));
             let late = deadline.waiting("waiting for a stream to the peer");
             calls = self.locked();
-            // A stream that came at the last moment is taken; an interruption is told only once, and kept.
+            // A stream that arrived at the last moment is still used. An interruption is returned in any
+            // case, because it is reported only once.
             if let Err(error) = late
                 && (calls.idle.is_empty() || error.kind() == ErrorKind::Interrupted)
             {
-                // The stream that was asked for may never come: the next call asks again.
+                // The requested stream may never arrive, so let the next call request one again.
                 calls.asked = calls.asked.saturating_sub(1);
                 return (calls, Err(self.named(error)));
             }
@@ -101,10 +103,10 @@ impl Link {
         Ok(lease)
     }
 
-    /// A stream on which the peer, who opened it, lets this side call.
+    /// Adds a stream that the peer has opened for calls of this side.
     pub(super) fn lend(&self, stream: &Arc<Stream>) {
         let mut calls = self.locked();
-        // More than were asked for are no use, and no peer of this version opens them.
+        // Streams beyond the requested number are closed; peers of this version open none.
         let asked = calls.asked > 0;
         calls.asked = calls.asked.saturating_sub(1);
         let welcome = asked && self.alive() && calls.idle.len() + calls.busy.len() < MOST_CALLS;
@@ -118,11 +120,11 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// Ends the streams that nobody has called on for long, but for a few.
+    /// Closes the streams that have been idle for long, except the few most recently used.
     pub(super) fn trim(&self) {
         let mut calls = self.locked();
         let spare = calls.idle.len().saturating_sub(IDLE_STREAMS);
-        // The one used last is taken first, so those at the front have waited longest.
+        // Calls take the most recently used stream, so the streams at the front have been idle longest.
         let old = calls.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
         let old: Vec<_> = calls.idle.drain(..old).collect();
         drop(calls);
@@ -133,7 +135,7 @@ impl Link {
 }
 
 impl Lease<'_> {
-    /// The stream.
+    /// Returns the stream.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
@@ -151,20 +153,20 @@ impl Drop for Lease<'_> {
         if !kept {
             self.stream.close();
         }
-        // All: who waits may be a call, or an unlink that waits for something else.
+        // Wake all threads: one that waits may be a call, or an unlink that waits for something else.
         self.link.changed.notify_all();
     }
 }
 
 type Locked<'a> = MutexGuard<'a, Calls>;
 
-/// What a call gets when its turn comes: a stream, or leave to open one.
+/// What a waiting call receives: an idle stream, or the right to open one.
 enum Turn<'a> {
     Idle(Arc<Stream>),
     Dial(&'a Dialer),
 }
 
-/// To the caller, a peer that can no longer be dialled is one that is not linked (`calls_to_a_peer_that_has_gone`).
+/// Reports a peer that cannot be dialed any more as not linked (`calls_to_a_peer_that_has_gone`).
 #[cold]
 fn out_of_reach(error: Error) -> Error {
     match error.kind() {

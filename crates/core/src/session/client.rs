@@ -1,7 +1,7 @@
-//! What this side asks of a peer, and what it keeps of the answers.
+//! Requests to a peer, and the descriptions of remote caches obtained this way.
 //!
-//! A remote cache is described by its owner once, at first use; the description is good as long as the owner's generation
-//! of its place says so. Not for: what a pull or push does with it (`datadist`).
+//! The owner describes a cache once, at its first use. The description is valid as long as the owner's
+//! generation of the cache is unchanged.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,16 +16,18 @@ use crate::model::{CacheId, Deadline, Name};
 use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
 use crate::validate::RemoteCache;
 
-/// How much longer than the caller the answering side tries: a caller whose bytes flow looks at its clock every 100 ms.
+/// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
+/// deadline every 100 ms while bytes flow.
 const GRACE_MS: u64 = 150;
-/// The fact of an error that the peer itself reported: it has ended what it was asked for.
+/// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
+/// ended the request.
 pub(crate) const SAID_BY: &str = "said_by";
-/// How long a reply is watched for before the thread sleeps: about one hand-over between two processes.
+/// How long to poll for a reply before the thread sleeps: about the time of one switch between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
 
 impl Link {
-    /// The remote cache that `name` leads to: as known, if that is still true as far as can be seen from here, else as its
-    /// owner describes it now.
+    /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
+    /// is visible from here; otherwise asks the owner.
     pub(crate) fn known(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
         match self.record(&name) {
             Some(known) if self.current(&known) => Ok(known),
@@ -33,8 +35,8 @@ impl Link {
         }
     }
 
-    /// Whether nothing says that the owner changed the cache since it was described. Without a view of the owner's
-    /// memory nothing can: there the owner compares.
+    /// Whether the cache is unchanged since its owner described it, as far as this process can see. Without a
+    /// mapping of the owner's generations this is always true; then the owner compares.
     pub(crate) fn current(&self, known: &Known) -> bool {
         let Place { place, generation } = known.at;
         self.reach()
@@ -42,7 +44,7 @@ impl Link {
             .is_none_or(|generations| generations.still(place, generation))
     }
 
-    /// Asks the owner what `name` leads to.
+    /// Asks the owner for the description of the cache with the name `name`, and stores it.
     pub(crate) fn describe(&self, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
         self.forget(&name);
         let limit_ms = limit_ms(deadline);
@@ -53,7 +55,8 @@ impl Link {
         Ok(known)
     }
 
-    /// Asks which caches of the peer `addrs` lie in; one answer for each.
+    /// Asks in which caches of the peer `addrs` lie, and returns one answer for each. Returns `Err` with
+    /// `InvalidArgument` if there are more than `MAX_ADDRS`.
     pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<Spot>> {
         if addrs.len() > MAX_ADDRS {
             let allowed = format!("at most {MAX_ADDRS} for one destination");
@@ -67,7 +70,8 @@ impl Link {
         }
     }
 
-    /// Releases the key behind `name`, now that tensors `first..first + count` of its row have arrived.
+    /// Asks the owner to release the key `name`, after tensors `first..first + count` of its row have
+    /// arrived.
     pub(crate) fn consume(
         &self,
         name: Name,
@@ -82,7 +86,7 @@ impl Link {
         self.done(&request, deadline).map(|_| ())
     }
 
-    /// Asks whether the peer answers.
+    /// Asks the peer for a reply, to check that it responds.
     pub(crate) fn ping(&self, deadline: Deadline) -> Result<()> {
         self.done(&Request::Ping { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
     }
@@ -92,7 +96,7 @@ impl Link {
         self.done(&Request::Unlink { limit_ms: limit_ms(deadline) }, deadline).map(|_| ())
     }
 
-    /// One request whose answer is that it was done.
+    /// Sends one request that has no other result than its byte count, and returns that count.
     pub(crate) fn done(&self, request: &Request, deadline: Deadline) -> Result<u64> {
         match self.ask(request, deadline)? {
             Reply::Done { bytes } => Ok(bytes),
@@ -100,23 +104,24 @@ impl Link {
         }
     }
 
-    /// One request and its reply, on a stream of its own.
+    /// Sends one request on a stream of its own, and returns the reply. Returns `Err` with the peer's error
+    /// if the peer refuses.
     pub(crate) fn ask(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
         let mut lease = self.lease(deadline)?;
         let reply = self.exchange(&lease, request, deadline);
         lease.whole = reply.is_ok();
         drop(lease);
-        // What the peer refused is an answer: the stream goes on, the call does not.
+        // A refusal is a complete reply: the call fails, but the stream remains usable.
         reply.and_then(|reply| self.refusal(reply))
     }
 
-    /// Sends `request` on the stream of `lease` and waits for the reply.
+    /// Sends `request` on the stream of `lease`, and waits for the reply.
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
         let said = || message_io::say(lease.stream(), request, deadline);
         self.heard(lease, deadline, said).map_err(|error| self.why_or(error))
     }
 
-    /// Waits for the reply to what `said` says on the stream of `lease`.
+    /// Sends a message with `said` on the stream of `lease`, waits for the reply, and counts the request.
     pub(crate) fn heard(
         &self,
         lease: &Lease<'_>,
@@ -132,7 +137,7 @@ impl Link {
         reply
     }
 
-    /// A reply that is an error, as that error.
+    /// Turns a reply that reports a failure into `Err`.
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
             Reply::Failed { kind, message, facts, arrived } => {
@@ -142,7 +147,7 @@ impl Link {
         }
     }
 
-    /// The error for a stream that failed: why the link broke, if it did.
+    /// Returns the reason why the link broke, if it did; otherwise `error`.
     pub(crate) fn why_or(&self, error: Error) -> Error {
         match self.check() {
             Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
@@ -179,8 +184,9 @@ pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
     message_io::hear(lease.stream(), MESSAGE_LIMIT, PATIENCE, deadline)
 }
 
-/// What is left of a deadline, for the peer, which has no clock in common with this side.
+/// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the
+/// two clocks are unrelated.
 pub(crate) fn limit_ms(deadline: Deadline) -> u64 {
-    // Rounded up: the side that asked gives up first, and says why.
+    // With the extra time, the caller's deadline passes first, so the caller reports the timeout.
     u64::try_from(deadline.left().as_millis()).unwrap_or(u64::MAX).saturating_add(GRACE_MS)
 }

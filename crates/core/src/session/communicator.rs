@@ -1,9 +1,8 @@
-//! Communicators: links by a rank table, which both sides ask for and none is first.
+//! Communicators: the links between all members of a rank table, for which every member calls `link`.
 //!
-//! Of two members the one of higher rank dials and the other listens; both keep at it until they have met or
-//! `link_total_time` has passed. A member that was here before and comes back is let in again, and looked for again if
-//! it is the one that listens. Not for: reading the table (`check`), or the search
-//! (`search`).
+//! Of two members, the one with the higher rank dials, and the other listens. Both try until they are linked
+//! or `link_total_time` has passed. A member that was linked before and returns is admitted again; if it is
+//! the listening one, this side also searches for it again. The search is in `member_search`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -26,16 +25,17 @@ use crate::validate::rank_table::RankEnd;
 
 /// Most communicators of one process (contract §16).
 pub(super) const MOST: usize = 512;
-/// Limit of one try to reach one address; shorter where more of `link_retry_count` would not fit into `link_total_time`.
+/// Longest time of one attempt to reach one address. It is shorter if `link_retry_count` attempts would not
+/// fit into `link_total_time`.
 const TRY: Duration = Duration::from_secs(2);
-/// How far a communicator is. Once ready or failed it stays so.
+/// The progress of a communicator. `Ready` and `Failed` are final.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommStatus {
-    /// Members are still missing.
+    /// Not all members have been linked yet.
     Preparing,
-    /// Every member was met.
+    /// Every member has been linked.
     Ready,
-    /// Some were not, in time.
+    /// A member could not be linked in time, or can never be linked.
     Failed,
 }
 
@@ -44,35 +44,36 @@ pub(super) struct Communicator {
     pub(super) id: u64,
     pub(super) comm: Comm,
     pub(super) own: ClusterId,
-    /// All members, this one included.
+    /// All members, including this one.
     pub(super) ends: Vec<RankEnd>,
-    /// Limit of the first search.
+    /// Time limit of the first search.
     pub(super) limit: Duration,
-    /// Limit of one try.
+    /// Time limit of one attempt.
     pub(super) one_try: Duration,
     pub(super) progress: Mutex<Progress>,
     pub(super) changed: Condvar,
 }
 
+/// The mutable state of a communicator.
 pub(super) struct Progress {
-    /// Those to be found now.
+    /// Members that are awaited or searched for now.
     pub(super) missing: Vec<ClusterId>,
-    /// Those found once.
+    /// Members that have been linked at least once.
     pub(super) met: Vec<ClusterId>,
-    /// Where this side listens for it.
+    /// The addresses at which this side listens for the communicator.
     pub(super) doors: Vec<Address>,
     pub(super) status: CommStatus,
-    /// This side has left it.
+    /// Whether this side has left the communicator.
     pub(super) left: bool,
-    /// A thread is looking for members.
+    /// Whether a thread searches for members.
     pub(super) looking: bool,
-    /// A member said that it is there now.
+    /// Whether a member has reported, since the last check, that it is listening.
     pub(super) knocked: bool,
-    /// The last thing that went wrong with each.
+    /// The latest failure for each member.
     pub(super) why: BTreeMap<ClusterId, String>,
 }
 
-/// Enters a communicator, and starts looking for its members.
+/// Enters a communicator, starts searching for its members, and returns its id.
 pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Result<u64> {
     let own = ClusterId(shared.me.party.cluster);
     let others = ends.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
@@ -122,7 +123,7 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     Ok(())
 }
 
-/// A member has linked, whichever side dialled.
+/// Records that a member was linked, whichever side dialed.
 pub(super) fn joined(shared: &Arc<Shared>, id: u64, cluster: ClusterId) {
     if let Some(comm) = shared.state.comm_by_id(id) {
         comm.join(cluster);
@@ -130,8 +131,8 @@ pub(super) fn joined(shared: &Arc<Shared>, id: u64, cluster: ClusterId) {
     }
 }
 
-/// Listens where other members will look: at a local socket, and, where some of them have a higher rank, at the port of
-/// this one's device.
+/// Listens where other members will dial: at a local socket and, if a member has a higher rank, at a port of
+/// this member's device.
 fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     let Some(own) = comm.ends.iter().find(|end| end.cluster == comm.own) else { return Ok(()) };
     let config = &shared.cluster.config.links;
@@ -146,7 +147,7 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     if comm.ends.iter().all(|end| end.rank <= own.rank) {
         return Ok(());
     }
-    // The ports that the others will try, in their order.
+    // The ports that other members try, in the same order.
     let at = |ip: IpAddr| own.host.iter().map(move |at| Address::Tcp(SocketAddr::new(ip, at.port())));
     let ip = own.bind.ip();
     let asked = Address::Tcp(own.bind);
@@ -154,8 +155,9 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     let elsewhere = error.fact("errno") == Some(&rustix::io::Errno::ADDRNOTAVAIL.raw_os_error().to_string());
     let proven = config.token.is_some() || config.accept_remote;
     let error = if elsewhere && proven {
-        // The host goes by an address that is not its own (a container, a translation of addresses): any will do, where
-        // whoever comes has to prove itself, or anybody may come.
+        // The address of this member in the table does not belong to this host (container, network address
+        // translation). Listen on all addresses: peers must authenticate with a token, or every peer is
+        // admitted.
         tracing::warn!(
             target: "llm_datadist::links",
             "link({:?}) listens on all interfaces: {ip} (chosen by {}) is no address of this host",
@@ -178,7 +180,7 @@ fn listen(shared: &Arc<Shared>, comm: &Communicator) -> Result<()> {
     Err(error.with("chosen_by", own.why))
 }
 
-/// Listens at the first of `places` that can be had, until the communicator is left.
+/// Listens at the first of `places` that is available, until the communicator is left.
 fn open(
     shared: &Arc<Shared>,
     comm: &Communicator,
@@ -196,13 +198,14 @@ fn open(
     Err(Error::new(ErrorKind::NotLinked, "the communicator was left").with("comm_id", comm.id))
 }
 
-/// What the table says of an end, and its first port: what tells apart jobs of one host that use the same names.
+/// Returns the entry of a member in the table and its first port, which distinguishes jobs on one host that
+/// use the same names.
 fn with_port(end: &RankEnd) -> String {
     let port = end.host.first().map_or(0, SocketAddr::port);
     format!("{} at {port}", end.told)
 }
 
-/// Any address of the same family.
+/// Returns the unspecified address of the same family.
 fn any(ip: IpAddr) -> IpAddr {
     match ip {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -215,28 +218,28 @@ impl Communicator {
         self.id
     }
 
-    /// Whether it goes by that name, has these members, and is asked for here.
+    /// Whether `comm` has the same name and members, and names this member as the listener.
     pub(super) fn is(&self, comm: &Comm) -> bool {
         let own = self.ends.iter().find(|end| end.cluster == self.own);
         let here = |own: &RankEnd| comm.listener == own.told || comm.listener == with_port(own);
         (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members) && own.is_some_and(here)
     }
 
-    /// Whether it goes by that name and has these members.
+    /// Whether `comm` has the same name and members.
     pub(super) fn same_members(&self, comm: &Comm) -> bool {
         (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members)
     }
 
-    /// A member said that it is there now.
+    /// Records that a member is listening, and ends the pause of the search.
     pub(super) fn knocked(&self) {
         self.locked().knocked = true;
         self.changed.notify_all();
     }
 
-    /// A member can never be met.
+    /// Marks the communicator as failed because a member can never be linked.
     pub(super) fn fail(&self, cluster: ClusterId, why: &str) {
         let mut progress = self.locked();
-        // Whoever says so may be no member, or one that was met already.
+        // The peer that was refused may not be a member, or may have been linked before.
         if progress.status != CommStatus::Preparing || !progress.missing.contains(&cluster) {
             return;
         }
@@ -252,8 +255,8 @@ impl Communicator {
         self.changed.notify_all();
     }
 
-    /// As the table describes it, to be met where `listener` is. A port that this side's configuration gave may be
-    /// another one at the listener, behind a translation of addresses, and is left out.
+    /// Returns the communicator as sent to `listener`. A port from this side's configuration is left out,
+    /// because it may differ at the listener behind a network address translation.
     pub(super) fn at(&self, listener: &RankEnd) -> Comm {
         let text = if listener.given { listener.told.clone() } else { with_port(listener) };
         Comm { listener: text, ..self.comm.clone() }
@@ -263,17 +266,18 @@ impl Communicator {
         self.locked().status
     }
 
-    /// Whether members are still missing for the first time.
+    /// Whether members have not been linked for the first time yet.
     pub(super) fn preparing(&self) -> bool {
         self.status() == CommStatus::Preparing
     }
 
-    /// Whether it may still bring a link to `cluster`.
+    /// Whether it may still make a link to `cluster`.
     pub(super) fn prepares(&self, cluster: ClusterId) -> bool {
         self.preparing() && self.locked().missing.contains(&cluster)
     }
 
-    /// The error of a call that waited for it in vain.
+    /// Adds the state of the communicator to the timeout `error` of a call that waited for it. Returns other
+    /// errors unchanged.
     #[cold]
     pub(super) fn unprepared(&self, cluster: ClusterId, error: Error) -> Error {
         if error.kind() != ErrorKind::Timeout {
@@ -286,7 +290,7 @@ impl Communicator {
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 
-    /// This side leaves; hands out where it listened.
+    /// Marks the communicator as left, and returns the addresses at which this side listened.
     pub(super) fn abandon(&self) -> Vec<Address> {
         let mut progress = self.locked();
         progress.left = true;
@@ -296,6 +300,7 @@ impl Communicator {
         doors
     }
 
+    /// Records that a member was linked.
     pub(super) fn join(&self, cluster: ClusterId) {
         let mut progress = self.locked();
         progress.missing.retain(|&missing| missing != cluster);
@@ -309,7 +314,7 @@ impl Communicator {
         self.changed.notify_all();
     }
 
-    /// A member that was here has gone.
+    /// Records that a linked member is gone.
     pub(super) fn miss(&self, cluster: ClusterId) {
         let mut progress = self.locked();
         if !progress.missing.contains(&cluster) {
@@ -317,8 +322,9 @@ impl Communicator {
         }
     }
 
-    /// Where `listener` meets members of its host: a name that all of them can work out. Without a token the name carries
-    /// the user, so that nobody else takes it by accident; with one only who knows the token can work it out.
+    /// Returns the local socket at which `listener` waits for members on its host; all members compute the
+    /// same name. Without a token the name contains the user id, so that other users do not take it by
+    /// accident. With a token only processes that know the token can compute it.
     pub(super) fn local_address(&self, listener: &RankEnd, token: Option<&Token>) -> Address {
         let Comm { name, members, .. } = &self.comm;
         let text = format!("{name:?} {members:?} {} {}", listener.cluster, with_port(listener));
@@ -336,7 +342,7 @@ impl Communicator {
         };
         let mut name = format!("llm_datadist.{user}.comm.");
         for byte in &digest[..16] {
-            // Writing to a text cannot fail.
+            // Writing to a `String` cannot fail.
             let _ = write!(name, "{byte:02x}");
         }
         Address::Unix(name)

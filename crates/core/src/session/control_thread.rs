@@ -1,9 +1,9 @@
-//! The control thread of an engine: connections that arrive, control messages, heartbeats.
+//! The control thread of an engine: it accepts connections, reads control messages and sends heartbeats.
 //!
-//! It sleeps until one of its descriptors is readable or the next heartbeat is due, and waits for no peer: what has arrived
-//! of a message is kept until the rest comes, and a peer that does not take what it is sent has lost its link
-//! (`peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). Not for: calls (`server`), or steps that may
-//! take a while (`accept::Work`).
+//! It sleeps until one of its descriptors is readable or the next heartbeat is due, and never waits for a
+//! peer. A part of a message is kept until the rest arrives, and a peer that does not read its control stream
+//! loses its link (`peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). The threads of
+//! `server` answer calls and perform handshake steps that may take long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -20,22 +20,22 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Accepted, Address, Arrival, Inbox, Listener};
 use crate::protocol::{self, Control, GREETING_LIMIT};
 
-/// How long the thread rests after the system refused to watch, or had no room for a connection.
+/// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
-/// Descriptors that are looked at in one go.
+/// Most descriptors handled after one wait.
 const AT_ONCE: usize = 64;
-/// What names the bell among the descriptors, whose numbers are higher.
+/// Poller number of the bell. Other descriptors have higher numbers.
 const BELL: u64 = 0;
 
-/// What other threads share with the control thread.
+/// The part of the control thread's state that it shares with other threads.
 pub(super) struct ControlThread {
     poller: Poller,
-    /// Rung when links have changed, a step of a greeting was taken, or all is closed.
+    /// Rung when links have changed, a handshake step is done, or the engine closes.
     bell: Bell,
     numbers: AtomicU64,
     listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
     returned: Mutex<Vec<Returned>>,
-    /// Whether the thread was started.
+    /// Whether the thread has been started.
     started: Mutex<bool>,
 }
 
@@ -54,12 +54,12 @@ impl ControlThread {
         })
     }
 
-    /// The set of links has changed.
+    /// Notifies the thread that the set of links has changed.
     pub(super) fn ring(&self) {
         self.bell.ring();
     }
 
-    /// Starts the thread, once.
+    /// Starts the thread unless it was started before.
     pub(super) fn start(&self, shared: &Arc<Shared>) -> Result<()> {
         let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
         if !*started {
@@ -71,7 +71,7 @@ impl ControlThread {
         Ok(())
     }
 
-    /// Accepts at `listener` until it is [left](Self::leave).
+    /// Accepts connections at `listener` until [`leave`](Self::leave) is called with the returned number.
     pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
         let number = self.number();
         let watched = self.poller.add(listener.readiness(), number, Watching::Always);
@@ -80,15 +80,15 @@ impl ControlThread {
         Ok(number)
     }
 
-    /// Closes a listener: its address is free when this returns.
+    /// Closes a listener. Its address is free when this returns.
     pub(super) fn leave(&self, number: u64) {
-        // The lock keeps the control thread from accepting, so that no copy is left anywhere.
+        // The control thread accepts only under this lock, so no other reference to the listener remains.
         let Some(listener) = self.listening().remove(&number) else { return };
         self.poller.remove(listener.readiness());
         listener.close();
     }
 
-    /// Takes back a connection whose step a thread of the server has taken.
+    /// Takes back a connection after a server thread has performed its step.
     pub(super) fn give_back(&self, returned: Returned) {
         self.returned.lock().unwrap_or_else(PoisonError::into_inner).push(returned);
         self.bell.ring();
@@ -98,14 +98,14 @@ impl ControlThread {
         self.numbers.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// The thread: until the engine is closed or gone.
+    /// The body of the thread. It ends when the engine is closed or dropped.
     fn run(&self, weak: &Weak<Shared>, mut watch: Watch) {
         let mut ready = vec![BELL];
         while let Some(shared) = weak.upgrade() {
             for number in std::mem::take(&mut ready) {
                 match number {
                     BELL => {
-                        // Before looking, so that whatever changes from now on rings again.
+                        // Silenced before the links are read, so that later changes ring again.
                         self.bell.silence();
                         let Some(links) = shared.state.kept() else {
                             return watch.newcomers.close(&self.poller);
@@ -137,13 +137,13 @@ impl ControlThread {
         }
     }
 
-    /// Accepts what waits at the listener of that number.
+    /// Accepts the connections that wait at the listener `number`.
     fn accept(&self, shared: &Arc<Shared>, watch: &mut Watch, number: u64) {
         for _ in 0..shared.limits.at_once() {
             if let Some(wait) = watch.newcomers.wait_for_room() {
                 return watch.rest(self, wait);
             }
-            // Under the lock, which `leave` needs: accepting does not wait.
+            // Under the lock that `leave` takes; accepting does not wait.
             let (accepted, local) = match self.listening().get(&number) {
                 Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
                 None => return,
@@ -154,7 +154,8 @@ impl ControlThread {
                     watch.newcomers.enter(shared, &self.poller, newcomer, *stream);
                 }
                 Ok(Accepted::Nobody | Accepted::Closed) => return,
-                // Somebody has to go, or the listeners have to rest: the connection knocks again at once.
+                // Without a free descriptor, drop another connection or pause the listeners. Otherwise the
+                // waiting connection would wake the thread again at once.
                 Ok(Accepted::NoRoom(_)) if watch.newcomers.make_room(shared, &self.poller) => {}
                 Ok(Accepted::NoRoom(errno)) => {
                     let error = Error::new(ErrorKind::System, "a connection could not be accepted");
@@ -174,14 +175,14 @@ impl ControlThread {
     }
 }
 
-/// What the control thread alone knows.
+/// The state that only the control thread uses.
 struct Watch {
     newcomers: Newcomers,
     links: HashMap<u64, Watched>,
-    /// The number of each link that is watched.
+    /// The poller number of each watched link, keyed by [`name_of`].
     numbers: HashMap<usize, u64>,
     beat: Instant,
-    /// Until when nothing is accepted.
+    /// The time until which no connection is accepted.
     resting: Option<Instant>,
 }
 
@@ -201,7 +202,7 @@ impl Watch {
         }
     }
 
-    /// Watches `links` from now on and no others.
+    /// Watches exactly the given links from now on.
     fn change(&mut self, control: &ControlThread, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
         let mut before = std::mem::take(&mut self.numbers);
         for link in links {
@@ -229,13 +230,14 @@ impl Watch {
         }
     }
 
-    /// Takes what the peer of one link has said.
+    /// Reads a message from the peer of one link, and handles the end of the link.
     fn attend(&mut self, control: &ControlThread, shared: &Arc<Shared>, number: u64) {
         let Some(watched) = self.links.get_mut(&number) else { return };
         let link = watched.link.clone();
         match watched.hear(shared) {
             Ok(None) => {}
-            // Only who says so is not to be looked for again: an engine that ends may be started again.
+            // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
+            // started again.
             Ok(Some((goodbye, true))) => drop(shared.lost(&link, &goodbye)),
             Ok(Some((goodbye, false))) => shared.died(&link, &goodbye),
             Err(error) => shared.died(&link, &error.to_string()),
@@ -248,7 +250,7 @@ impl Watch {
         }
     }
 
-    /// Does what time asks for; says how long to wait for the next.
+    /// Performs what is due, and returns how long to wait for the next event.
     fn keep_time(&mut self, control: &ControlThread, shared: &Arc<Shared>) -> Option<Duration> {
         let config = &shared.cluster.config.links;
         self.newcomers.expire(shared, &control.poller);
@@ -256,7 +258,7 @@ impl Watch {
             self.beat = Instant::now();
             self.links.values().for_each(|watched| look_after(shared, &watched.link));
         }
-        // Without links there is nothing to beat for.
+        // Without links, no heartbeat is due.
         let beat = config.heartbeat.saturating_sub(self.beat.elapsed());
         let beat = (!self.links.is_empty()).then_some(beat);
         let rest = self.resting.map(|until| until.saturating_duration_since(Instant::now()));
@@ -267,7 +269,7 @@ impl Watch {
         [beat, rest, now, self.newcomers.next_limit()].into_iter().flatten().min()
     }
 
-    /// Accepts nothing for a while.
+    /// Pauses all listeners for `limit`.
     fn rest(&mut self, control: &ControlThread, limit: Duration) {
         self.resting = Some(Instant::now() + limit);
         control.listening().values().for_each(|listener| control.poller.remove(listener.readiness()));
@@ -276,20 +278,21 @@ impl Watch {
     fn wake(&mut self, control: &ControlThread) {
         self.resting = None;
         for (&number, listener) in &*control.listening() {
-            // One that has come meanwhile is watched already.
+            // A listener that was added during the pause is watched already, so this may fail.
             let _ = control.poller.add(listener.readiness(), number, Watching::Always);
         }
     }
 }
 
 impl Watched {
-    /// Takes the messages that are there; if one says goodbye, returns why, and whether the link was unlinked.
+    /// Reads one message if it is complete. If it is a goodbye, returns its reason and whether the peer
+    /// unlinked.
     fn hear(&mut self, shared: &Arc<Shared>) -> Result<Option<(String, bool)>> {
         let link = &self.link;
         let gone = || {
             Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
         };
-        // One at a time: who says much is heard again after the others.
+        // Only one message at a time, so that a peer that sends many does not delay the others.
         let (kind, body) = match self.inbox.take(link.control(), GREETING_LIMIT, false)? {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
@@ -310,13 +313,13 @@ impl Watched {
     }
 }
 
-/// Breaks a link that has been silent for too long, asks one that is silent for a sign of life, and ends streams that
-/// nobody has used for long.
+/// Breaks a link that was silent for too long, pings the peer of one that was silent for half a heartbeat,
+/// and closes streams that were idle for long.
 fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
     let config = &shared.cluster.config.links;
     link.trim();
     let silent = link.silent();
-    // What it said may be there, and only unread as yet.
+    // A message may have arrived that is not read yet.
     if silent >= config.silence && !link.control().readable_within(Duration::ZERO) {
         let text = format!(
             "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
@@ -330,7 +333,7 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
     }
 }
 
-/// Names a link while it is held.
+/// Returns a key for the link, unique while the link is held.
 fn name_of(link: &Arc<Link>) -> usize {
     Arc::as_ptr(link).addr()
 }

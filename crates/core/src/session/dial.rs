@@ -1,6 +1,6 @@
-//! Opening streams to one peer: where it is, and what it must say to be the one.
+//! Opens authenticated streams to one peer.
 //!
-//! Not for: what a greeting is (`greeting`) or what becomes of the stream (`link`).
+//! The messages of the handshake are in `handshake`.
 
 use std::sync::Arc;
 
@@ -11,20 +11,21 @@ use crate::model::Deadline;
 use crate::net::{Address, Stream, Transport};
 use crate::protocol::{Purpose, Welcome};
 
-/// The way to one peer.
+/// The address of one peer, and what is needed to authenticate it.
 #[derive(Clone, Debug)]
 pub(super) struct Dialer {
     pub(super) transport: Arc<dyn Transport>,
     pub(super) address: Address,
     pub(super) me: Me,
     pub(super) key: Key,
-    /// Whoever answers is believed without a proof (`llm.LinkAcceptRemote`).
+    /// Whether the process that answers is accepted without proof (`llm.LinkAcceptRemote`).
     pub(super) accept_remote: bool,
 }
 
 impl Dialer {
-    /// A stream to whoever answers at the address, greeted for `purpose`. The peer has proved who it is, unless it only
-    /// names its local socket.
+    /// Opens a stream to the address and runs the handshake for `purpose`. Afterwards the peer is
+    /// authenticated, unless it only names its local socket or `accept_remote` is set. Returns `Err` with
+    /// `LinkFailed` if the peer does not prove its identity.
     pub(super) fn greet(
         &self,
         asked: Option<crate::model::ClusterId>,
@@ -37,7 +38,7 @@ impl Dialer {
         if local && !known {
             return Err(handshake::other_user("the process at the local socket", &stream));
         }
-        // The peer sends what it offers as soon as it has welcomed this side.
+        // The peer sends its offer of memory right after its welcome.
         stream.expect_descriptors(matches!(purpose, Purpose::Link { .. }));
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {

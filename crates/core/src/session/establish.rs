@@ -1,6 +1,6 @@
-//! Making a link, as the side that dials, and entering it, on either side.
+//! Makes links as the dialing side, and enters finished links into the registry for both sides.
 //!
-//! Not for: what is said in a greeting (`greeting`), or the side that accepts (`accept`).
+//! The messages of the handshake are in `handshake`, the accepting side is in `accept`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,8 +19,8 @@ use crate::net::{Address, Stream};
 use crate::protocol::{Attached, Comm, Control, GREETING_LIMIT, Party, Purpose, Welcome};
 
 impl Shared {
-    /// Refuses if `cluster` is linked already. A link whose peer does not answer any more is none: it makes
-    /// room (`a_dead_link_makes_room`).
+    /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link whose peer does not answer a ping is
+    /// broken instead, which makes room for a new one (`a_dead_link_makes_room`).
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.cluster.config.links.both_ways;
         while let Some(link) = self.state.linked_already(cluster, both_ways) {
@@ -33,8 +33,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes a link to whoever answers at `address`, by way of the local socket where both are on one host, if the
-    /// same process answers there (`another_process_at_the_local_socket_is_not_the_peer`).
+    /// Makes a link to the cluster `asked` at `address`. If both sides are on one host, it uses the local
+    /// socket that the peer names, provided that the same process answers there
+    /// (`another_process_at_the_local_socket_is_not_the_peer`).
     pub(super) fn connect(
         self: &Arc<Self>,
         address: &Address,
@@ -47,7 +48,7 @@ impl Shared {
         let token = self.cluster.config.links.token.is_some();
         let link = u64::from_le_bytes(handshake::random()?);
         let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
-        // Without a token the two first meet at the local socket, also if they then talk over TCP.
+        // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
         let (stream, welcome) = dialer.greet(Some(asked), purpose(meet), deadline)?;
@@ -84,7 +85,7 @@ impl Shared {
         if !dialer.key.proves() {
             let answer = socket.greet(Some(asked), Purpose::Meet, deadline);
             let secret = answer.and_then(|(_, answer)| is_same(&answer).map(|()| answer.secret));
-            // Where everybody is believed, a peer that cannot be met is as well.
+            // With `accept_remote`, a peer needs no proof, so a failure to get its secret is ignored.
             let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
             dialer.key = secret.map_or(Key::Empty, Key::Secret);
         }
@@ -92,7 +93,8 @@ impl Shared {
         self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
     }
 
-    /// The dialling side's half of a link: see what can be seen of the peer, and wait for its word that it has its half.
+    /// Completes the dialing side of a link: exchanges memory with the peer, waits until the peer confirms
+    /// that it has entered the link, and enters it here.
     #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
     fn establish(
         self: &Arc<Self>,
@@ -122,7 +124,7 @@ impl Shared {
         Ok(link)
     }
 
-    /// What can be seen of the peer's memory over `stream`.
+    /// Exchanges memory with the peer over `stream`. Returns `None` if the stream cannot carry descriptors.
     fn reach(&self, stream: &Stream, deadline: Deadline) -> Result<Option<Reach>> {
         if !stream.carries_descriptors() {
             return Ok(None);
@@ -132,13 +134,14 @@ impl Shared {
         Ok(Some(reach))
     }
 
-    /// The same on the side that accepts, which took what was `offered` and learned what is `seen` of this side.
+    /// Completes the exchange on the accepting side. `offered` is the memory taken from the peer's offer;
+    /// `seen` is the peer's report of what it can read of this process.
     pub(super) fn reached(&self, offered: Offered, seen: Attached) -> Reach {
         self.note_readers();
         Reach::complete(&self.cluster, offered, seen)
     }
 
-    /// Says once that others may read this process.
+    /// Logs, once, that other processes may now read this one.
     fn note_readers(&self) {
         if peer_memory::guarded() && !self.opened_to_readers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
@@ -149,8 +152,9 @@ impl Shared {
         }
     }
 
-    /// Enters a link that is complete, in place of what the same peer left behind. Another process of the same cluster
-    /// id keeps its link as long as that works (`a_process_that_was_replaced_is_noticed`).
+    /// Enters a finished link into the registry and replaces older links of the same peer. If another process
+    /// with the same cluster id is linked and its link works, returns `Err`
+    /// (`a_process_that_was_replaced_is_noticed`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
         self.control.start(self)?;
         let Peer { cluster, instance, .. } = link.peer();
@@ -187,7 +191,7 @@ impl Shared {
 }
 
 impl Link {
-    /// One line for the log.
+    /// Returns the log line that describes the link.
     fn report(&self) -> String {
         let transport = self.transport();
         let way = match self.reach() {

@@ -1,10 +1,13 @@
-//! The greeting of every stream: who is there, whether both have the right to talk, and what the stream is for.
+//! The handshake that opens every stream: it identifies and authenticates both sides and states the purpose
+//! of the stream.
 //!
-//! The side that dials proves first. Proofs are HMAC-SHA256 over everything said before, with a name for each side, so
-//! none can be sent back or used again; the second is over the welcome it is part of as well
-//! (`a_welcome_cannot_be_changed_on_the_way`). They are compared in constant time (`verify_slice`). The key is the token.
-//! Without one it is empty over a local socket, where the kernel says which user is at the other end, and over TCP a
-//! secret that was handed out over that socket. Not for: what happens after the greeting (`accept`, `connect`).
+//! The dialing side proves its identity first. Each proof is an HMAC-SHA256 over the preceding messages of
+//! the handshake and a label for the side, so it can neither be reflected nor replayed. The proof of the
+//! accepting side also covers the welcome message that contains it
+//! (`a_welcome_cannot_be_changed_on_the_way`). Proofs are compared in constant time (`verify_slice`).
+//!
+//! The key is the token. Without a token, the key is empty over a local socket, where the kernel reports the
+//! user of the peer; over TCP it is a secret that the accepting side hands out over its local socket.
 
 use std::time::Duration;
 
@@ -20,25 +23,26 @@ use crate::model::{ClusterId, Deadline};
 use crate::net::Stream;
 use crate::protocol::{self, Challenge, GREETING_LIMIT, HEADER, Hello, Party, Proof, Purpose, Welcome};
 
-/// How long a peer may take to greet.
+/// How long a peer may take for the handshake.
 pub(super) const GREETING_TIME: Duration = Duration::from_secs(5);
 
-/// Who this side is.
+/// The identity of this engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Me {
-    /// As peers see it.
+    /// The identity that peers see.
     pub(crate) party: Party,
-    /// Names the machine.
+    /// Identifies the host (the kernel's boot id).
     pub(crate) host: String,
-    /// The key of greetings over TCP where no token is set.
+    /// The key of handshakes over TCP if no token is set.
     secret: Key,
 }
 
 impl Me {
-    /// This process as `cluster`, with a number that no other engine of this or any process has.
+    /// Creates the identity of this engine as `cluster`, with a random instance number that no other engine
+    /// has. Returns `Err` with `System` if the kernel provides no random bytes.
     pub(crate) fn new(cluster: ClusterId, remote_accessible: bool) -> Result<Me> {
         let instance = u64::from_le_bytes(random()?);
-        // Without it two processes never take each other for neighbours, and talk through sockets.
+        // Without a boot id, two processes never recognize that they share a host, and use TCP.
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map_or_else(|_| format!("unknown {instance}"), |text| text.trim().to_owned());
         let party = Party { cluster: cluster.0, instance, remote_accessible };
@@ -50,24 +54,24 @@ impl Me {
     }
 }
 
-/// What a greeting is proved with. Never shown.
+/// The key of a proof. `Debug` never shows its bytes.
 #[derive(Clone)]
 pub(super) enum Key {
-    /// The token that both sides were given.
+    /// The token that both sides were configured with.
     Token(Token),
-    /// The secret of the engine that accepts, which it hands to processes of its own user.
+    /// The secret of the accepting engine, which it gives to processes of its own user only.
     Secret([u8; 32]),
-    /// Proves nothing by itself: the kernel says who is at the other end, or anybody may come.
+    /// Proves nothing by itself. The kernel reports the user of the peer, or every peer is admitted.
     Empty,
 }
 
 impl Key {
-    /// The token, if there is one.
+    /// Returns the token as a key, or the empty key without a token.
     pub(super) fn of(token: Option<&Token>) -> Key {
         token.map_or(Key::Empty, |token| Key::Token(token.clone()))
     }
 
-    /// Whether it proves the other side.
+    /// Whether knowledge of this key authenticates the peer.
     pub(super) fn proves(&self) -> bool {
         !matches!(self, Key::Empty)
     }
@@ -91,7 +95,7 @@ impl std::fmt::Debug for Key {
     }
 }
 
-/// Bytes that nobody can guess.
+/// Returns `N` unpredictable bytes from the kernel. Returns `Err` with `System` if the kernel provides none.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
@@ -105,7 +109,8 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Greets on a stream that this side dialled; returns who answered.
+/// Runs the dialing side of the handshake on `stream`, and returns the welcome of the peer. Returns `Err`
+/// with `LinkFailed` if the peer does not prove that it knows `key`, or is not the cluster `asked`.
 pub(super) fn dial(
     stream: &Stream,
     me: &Me,
@@ -138,28 +143,29 @@ pub(super) fn dial(
     Ok(welcome)
 }
 
-/// A peer that has said hello and was challenged.
+/// A peer whose hello was received and answered with a challenge.
 #[derive(Debug)]
 pub(super) struct Guest {
     said: Vec<u8>,
     challenge: Challenge,
     gates: Vec<Gate>,
-    /// The key that it proved to know.
+    /// The key that the peer has proved to know.
     key: Key,
-    /// What it said.
+    /// The hello of the peer.
     pub(super) hello: Hello,
 }
 
-/// One way in.
+/// A key that admits the peer.
 #[derive(Debug)]
 struct Gate {
     key: Key,
-    /// Leads to the name of the local socket and no further.
+    /// Whether this key only entitles the peer to learn the name of the local socket.
     name_only: bool,
 }
 
 impl Guest {
-    /// Takes the hello in a frame of `kind` and `said`, and gives the frame that answers it.
+    /// Reads the hello in a frame of `kind` with the body `said`. Returns the peer and the challenge frame to
+    /// send.
     pub(super) fn challenge(
         stream: &Stream,
         me: &Me,
@@ -173,7 +179,8 @@ impl Guest {
         Ok((Guest { said, challenge, gates, key: Key::Empty, hello }, frame))
     }
 
-    /// Takes the proof in a frame. `Ok(false)` if it opens only the way to the name of the local socket.
+    /// Checks the proof in a frame. Returns `Ok(false)` if it only entitles the peer to learn the name of the
+    /// local socket.
     pub(super) fn prove(
         &mut self,
         stream: &Stream,
@@ -205,15 +212,15 @@ impl Guest {
         if self.gates.iter().any(|gate| matches!(gate.key, Key::Token(_))) {
             return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
         }
-        // A peer without a token passes a gate with the empty key, so this one has a token.
+        // A peer without a token would have passed the gate with the empty key, so this peer has a token.
         if self.gates.iter().any(|gate| matches!(gate.key, Key::Empty)) {
             return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
         }
         Refusal::new(Reason::Stranger, stranger(stream))
     }
 
-    /// The frame that says that it is welcome. `local` names the socket of this host that it may come to instead;
-    /// `secret` whether it gets to know the key of TCP streams.
+    /// Returns the welcome frame. `local` is the name of the local socket that the peer should use instead;
+    /// `secret` says whether the frame contains the key of TCP handshakes.
     pub(super) fn welcome(&self, me: &Me, local: Option<String>, secret: bool) -> Result<Vec<u8>> {
         let secret = match me.secret {
             Key::Secret(bytes) if secret => Some(bytes),
@@ -226,7 +233,8 @@ impl Guest {
     }
 }
 
-/// The ways in for whoever said `hello` on `stream`; a refusal if there is none (docs/security.md).
+/// Returns the keys that admit the peer that sent `hello` on `stream`, or a refusal if there are none
+/// (docs/security.md).
 fn gates(stream: &Stream, me: &Me, config: &LinkConfig, hello: &Hello) -> Result<Vec<Gate>, Refusal> {
     let gate = |key| Gate { key, name_only: false };
     if let Some(token) = &config.token {
@@ -246,7 +254,7 @@ fn gates(stream: &Stream, me: &Me, config: &LinkConfig, hello: &Hello) -> Result
         return Err(Refusal::new(Reason::Stranger, stranger(stream)));
     }
     let mut gates = vec![gate(me.secret.clone())];
-    // Two processes of one host first meet at the local socket; its name is no secret.
+    // Two processes of one host first connect at the local socket; its name is no secret.
     if matches!(hello.purpose, Purpose::Link { probe_local: true, .. }) && hello.host == me.host {
         gates.push(Gate { key: Key::Empty, name_only: true });
     }
@@ -263,14 +271,15 @@ fn keyed(key: &Key, side: &[u8], hello: &[u8], challenge: &Challenge) -> Result<
     Ok(mac)
 }
 
-/// The proof of the side that accepts: over its welcome too, whose own proof counts as zeros.
+/// Computes the proof of the accepting side. It also covers the welcome message, with the proof field set to
+/// zeros.
 fn acceptor(key: &Key, hello: &[u8], challenge: &Challenge, welcome: &Welcome) -> Result<Hmac<Sha256>> {
     let mut mac = keyed(key, b"acceptor", hello, challenge)?;
     mac.update(&protocol::encode(&Welcome { mac: [0; 32], ..welcome.clone() })?[HEADER..]);
     Ok(mac)
 }
 
-/// What lets a peer in that was refused for want of proof.
+/// The remedy that error messages offer a peer that could not authenticate.
 const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in Python also \
                       LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 (in Python \
                       link_accept_remote = True) on both to admit everybody who can reach them";
@@ -291,7 +300,8 @@ fn unexpected_token(address: &str) -> Error {
     Error::new(ErrorKind::LinkFailed, text).with("peer", address)
 }
 
-/// Neither side has a token, and the kernel does not say that the other belongs to the same user.
+/// Refuses a peer on a local socket: no token is set, and the kernel does not report that the peer runs as
+/// the same user.
 #[cold]
 pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
     let text = format!("{who} is not known to run as this process's user, and no token is set; {REMEDY}");
@@ -303,7 +313,8 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
         .with("own_uid", own)
 }
 
-/// Neither side has a token, and the two did not meet at a local socket.
+/// Refuses a peer outside the local socket: no token is set, and the peer has not proved that it is on this
+/// host.
 #[cold]
 pub(super) fn stranger(stream: &Stream) -> Error {
     let text = format!(

@@ -1,7 +1,7 @@
-//! What peers may cost this process: bounds derived from the descriptors it may open, and a budget for large requests.
+//! Limits on what peers may cost this process: numbers of connections, and memory for large requests.
 //!
-//! The numbers are published in docs/security.md (`tests/test_hostile_peers.py` holds the engine to them). Not for: bounds
-//! of one request (`peer`), or how much of a peer's memory is mapped (`reach`).
+//! The limits on connections follow from the number of descriptors that the process may open. The numbers are
+//! published in docs/security.md (`tests/test_hostile_peers.py` checks them).
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,38 +11,42 @@ use rustix::process::{Resource, getrlimit};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// A request of up to so many bytes needs no part of a budget: what the serving threads hold at most is bounded by their
-/// number.
+/// Largest request, in bytes, that needs no budget. The number of serving threads bounds the memory of such
+/// requests.
 const FREE: u64 = 64 << 10;
-/// Bytes of requests that one peer, and all peers together, may have here at a time, received whole or in part.
+/// Bytes of large requests, received completely or in part, that one peer and all peers together may have
+/// here at a time.
 const LARGE: Bounds = Bounds { of_one: 64 << 20, of_all: 192 << 20 };
-/// The same for requests of up to [`Bounds::of_one`] bytes, which have a budget of their own, so that peers which use up the
-/// other keep no usual request waiting (`test_slow_requests_of_others_do_not_starve_a_long_one`).
+/// The same for requests of up to [`Bounds::of_one`] bytes. They have their own budget, so that peers that
+/// exhaust the other one do not delay usual requests
+/// (`test_slow_requests_of_others_do_not_starve_a_long_one`).
 const MEDIUM: Bounds = Bounds { of_one: 1 << 20, of_all: 64 << 20 };
-/// Bytes a second at which the body of a request has to arrive, after the time that every peer may be silent for.
+/// Bytes per second at which the body of a request must arrive, after the time for which a peer may be
+/// silent.
 const BODY_RATE: u64 = 8 << 20;
 
-/// How many connections there may be of each kind.
+/// The largest number of connections of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Connections {
-    /// Connections that are not yet a link or a stream of one.
+    /// Connections that are not yet a link or a stream of a link.
     pub(super) newcomers: usize,
     /// Links that peers made.
     pub(super) incoming: usize,
-    /// Streams of all links on which peers call, beyond [`Connections::OF_EACH`] of each.
+    /// Call streams that peers use over all links, beyond [`Connections::OF_EACH`] for each link.
     pub(super) calls: usize,
 }
 
 impl Connections {
-    /// Streams that a link may always have for its peer's calls; more depend on what other links have.
+    /// Call streams that the peer of a link may always have. More depend on the number used over other links.
     pub(super) const OF_EACH: usize = 1;
 
-    /// Connections that are accepted in one go: few of those that may greet, so that a flood leaves them time to.
+    /// Most connections accepted in one go: a fraction of those that may be pending, so that a flood leaves
+    /// them time for the handshake.
     pub(super) fn at_once(&self) -> usize {
         (self.newcomers / 4).max(1)
     }
 
-    /// What the limit of open descriptors (`ulimit -n`) leaves room for.
+    /// Returns the limits for this process, derived from its limit of open descriptors (`ulimit -n`).
     pub(super) fn of_this_process() -> Connections {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         Connections::of(usize::try_from(descriptors).unwrap_or(usize::MAX))
@@ -57,7 +61,7 @@ impl Connections {
     }
 }
 
-/// What requests of one size class may take.
+/// The budget for one size class of requests, in bytes.
 #[derive(Debug)]
 struct Bounds {
     of_one: u64,
@@ -67,7 +71,7 @@ struct Bounds {
 /// The size classes that have a budget, in the order of the counts.
 const CLASSES: [Bounds; 2] = [MEDIUM, LARGE];
 
-/// The bytes of requests of all peers, by class.
+/// The bytes in use by requests of all peers, for each size class.
 #[derive(Debug, Default)]
 pub(super) struct Budget {
     used: Mutex<[u64; 2]>,
@@ -81,10 +85,10 @@ pub(super) struct PeerBudget {
     used: Mutex<[u64; 2]>,
 }
 
-/// Part of a budget, given back on drop.
+/// A share of the budget, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct Held {
-    /// Whose, in which class, and how many bytes.
+    /// The peer, the size class and the number of bytes.
     of: Option<(Arc<PeerBudget>, usize, u64)>,
 }
 
@@ -93,8 +97,9 @@ impl PeerBudget {
         Arc::new(PeerBudget { all: all.clone(), used: Mutex::default() })
     }
 
-    /// Waits until a request of `bytes` fits, and says until when all of it must have arrived from a peer that may be
-    /// silent for `silence`.
+    /// Waits until a request of `bytes` fits. Returns the share of the budget, and the deadline by which all
+    /// of the request must have arrived from a peer that may be silent for `silence`. Returns `Err` with
+    /// `OutOfMemory` if it does not fit by then.
     pub(super) fn admit(self: &Arc<Self>, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
         let bytes = bytes as u64;
         let until = Deadline::after(silence + Duration::from_secs(bytes / BODY_RATE))
@@ -105,7 +110,7 @@ impl PeerBudget {
         let class = usize::from(bytes > MEDIUM.of_one);
         let Bounds { of_one, of_all } = CLASSES[class];
         let mut all = locked(&self.all.used);
-        // Both counts change under the lock of the first only.
+        // Both counts change only under the lock of the first one.
         while all[class] + bytes > of_all || locked(&self.used)[class] + bytes > of_one {
             if until.passed() {
                 let used = locked(&self.used)[class];
@@ -153,7 +158,7 @@ mod tests {
         {
             let expected = Connections { newcomers, incoming, calls };
             assert_eq!(Connections::of(descriptors), expected, "of {descriptors}");
-            // A link inside one host takes two descriptors, and another for the stream that it may always have.
+            // A link on one host uses two descriptors, plus one for the call stream that it may always have.
             let taken = newcomers + (2 + Connections::OF_EACH) * incoming + calls;
             assert!(taken <= descriptors * 15 / 16, "{taken} of {descriptors}");
         }
@@ -167,7 +172,8 @@ mod tests {
         assert!(peers[0].admit(64 << 10, now).unwrap().0.of.is_none(), "small requests are free");
         let large: Vec<_> = peers[..3].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
         assert_eq!(*locked(&all.used), [0, 180 << 20]);
-        // A medium one waits for no large one, but only one of a peer is there at a time.
+        // A medium request does not wait for large ones, but a peer may have only one medium request of this
+        // size at a time.
         let medium = peers[0].admit(MIB, now).unwrap();
         assert_eq!(peers[0].admit(MIB, now).unwrap_err().kind(), ErrorKind::OutOfMemory);
         let _other = peers[1].admit(MIB / 2, now).unwrap();

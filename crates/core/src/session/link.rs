@@ -1,6 +1,7 @@
-//! One link: who is at the other end, its control stream, what is known of its caches, and whether it still lives.
+//! One link to a peer: its control stream, the descriptions of remote caches, and whether it is alive.
 //!
-//! Not for: making links (`connect`), noticing that the peer is gone (`control`), or the streams of calls (`calls`).
+//! Links are made in `establish` and `accept`. `control_thread` detects that a peer is gone, and
+//! `call_streams` manages the streams of calls.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,75 +21,78 @@ use crate::net::Stream;
 use crate::protocol::{self, Control, Purpose};
 use crate::stats::{Counters, LinkState};
 
-/// Streams on which one peer may call. It has [`MOST_CALLS`] at most; some that it has closed may not be noticed yet
-/// (`the_streams_of_one_peer_are_bounded`).
+/// Most streams on which one peer may send requests. A peer uses at most [`MOST_CALLS`]; the rest allows for
+/// streams that it has closed and this side has not noticed yet (`the_streams_of_one_peer_are_bounded`).
 const MOST_SERVED: usize = 2 * MOST_CALLS;
-/// How long a peer that may be gone is given to answer.
+/// How long a peer that may be gone has to answer a ping.
 pub(super) const ANSWER_TIME: Duration = Duration::from_secs(1);
 
-/// How a link came about.
+/// How a link was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// This side called `link_clusters`.
     Outgoing,
-    /// The peer did.
+    /// The peer called `link_clusters`.
     Incoming,
-    /// Both called `link`; the number is the communicator's.
+    /// Both sides called `link`; the number is the id of the communicator.
     Communicator(u64),
 }
 
-/// Who is at the other end.
+/// The identity of the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its cluster id, as it said itself.
+    /// Its cluster id, as the peer reported it.
     pub cluster: ClusterId,
-    /// One number for each time an engine is opened: tells a restarted peer from the one before.
+    /// A random number that is chosen when an engine is opened. It distinguishes a restarted peer from its
+    /// predecessor.
     pub instance: u64,
-    /// Its address, for people.
+    /// Its address, for logs and errors.
     pub address: String,
 }
 
-/// One link.
+/// A link to one peer.
 #[derive(Debug)]
 pub struct Link {
-    /// Names the link to both sides.
+    /// The id of the link, the same on both sides.
     pub(super) id: u64,
     kind: Kind,
     peer: Peer,
     transport: &'static str,
     reach: Option<Reach>,
     control: Arc<Stream>,
-    /// Who sends on the control stream. Held across a socket, which takes one short message at once or never.
+    /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
+    /// sent at once or not at all.
     speaking: Mutex<()>,
-    /// Opens a stream for calls; `None` where only the peer can, and is asked to.
+    /// Opens call streams. `None` if only the peer can dial; then this side asks the peer to open one.
     pub(super) dialer: Option<Dialer>,
     pub(super) calls: Mutex<Calls>,
-    /// A stream came back, came in, or the link broke; or the peer answered.
+    /// Notified when a stream is returned or arrives, the peer answers a ping, the link breaks, or the last
+    /// transfer of an unlink ends.
     pub(super) changed: Condvar,
     serving: Mutex<Serving>,
     why: OnceLock<(Instant, String)>,
     opened: Instant,
-    /// Milliseconds after `opened` at which the peer last gave a sign of life.
+    /// Milliseconds between `opened` and the latest sign of life from the peer.
     heard: AtomicU64,
-    /// Answers to pings.
+    /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
     writes: Writes,
-    /// Pulls and pushes under way.
+    /// Pulls and pushes in progress.
     active: AtomicUsize,
-    /// No new ones: the link is about to be unlinked.
+    /// Whether new transfers are refused because the link is about to be unlinked.
     settling: AtomicBool,
-    /// What its peer's large requests may take.
+    /// The budget for large requests of the peer.
     budget: Arc<PeerBudget>,
     requests: Counters,
     transfers: Counters,
 }
 
-/// Streams on which the peer's calls are answered.
+/// The streams on which requests of the peer are answered.
 #[derive(Debug, Default)]
 struct Serving {
     streams: Vec<Arc<Stream>>,
-    /// Those that this side is opening because the peer asked.
+    /// Streams that this side is opening at the request of the peer.
     opening: usize,
 }
 
@@ -130,42 +134,43 @@ impl Link {
         })
     }
 
-    /// How it came about.
+    /// Returns how the link was made.
     #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Who is at the other end.
+    /// Returns the identity of the peer.
     #[must_use]
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// How its messages travel: `shm` (a socket of this host, memory shared), `tcp`, `local`.
+    /// Returns the transport of its messages: `shm` (a local socket, with shared memory), `tcp` or `local`.
     #[must_use]
     pub fn transport(&self) -> &'static str {
         self.transport
     }
 
-    /// What of the peer's memory this process can read in place.
+    /// Returns which memory of the peer this process can read in place. `None` if the link has sockets only.
     pub(crate) fn reach(&self) -> Option<&Reach> {
         self.reach.as_ref()
     }
 
-    /// Counts of requests.
+    /// Returns the request counters.
     pub(super) fn requests(&self) -> &Counters {
         &self.requests
     }
 
-    /// Counts of pulls and pushes.
+    /// Returns the pull and push counters.
     pub(crate) fn transfers(&self) -> &Counters {
         &self.transfers
     }
 
-    /// Begins a pull or push, which an unlink waits for.
+    /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with
+    /// `NotLinked` if the link has broken or is being unlinked.
     pub(crate) fn begin(&self) -> Result<Active<'_>> {
-        // Counted before looking, so that whoever settles sees the count or is seen here.
+        // Incremented before the check, so that `settle` either sees the count or is seen here.
         self.active.fetch_add(1, Ordering::SeqCst);
         let active = Active(self);
         self.check()?;
@@ -176,7 +181,8 @@ impl Link {
         Ok(active)
     }
 
-    /// Lets no pull or push begin any more, and waits for those under way.
+    /// Refuses new pulls and pushes, and waits for those in progress. Returns `Err` if the deadline passes or
+    /// the caller is interrupted.
     pub(super) fn settle(&self, deadline: Deadline) -> Result<()> {
         self.settling.store(true, Ordering::SeqCst);
         let mut calls = self.locked();
@@ -190,12 +196,12 @@ impl Link {
         Ok(())
     }
 
-    /// Whether this side is unlinking it.
+    /// Whether this side is unlinking the link.
     pub(super) fn settles(&self) -> bool {
         self.settling.load(Ordering::SeqCst)
     }
 
-    /// As it is now.
+    /// Returns the current state, for `stats()`.
     pub(super) fn state(&self) -> LinkState {
         let seen = |yes| if yes { "process" } else { "stream" };
         LinkState {
@@ -212,30 +218,31 @@ impl Link {
         }
     }
 
-    /// Whether it has not broken.
+    /// Whether the link has not broken.
     #[must_use]
     pub fn alive(&self) -> bool {
         self.why.get().is_none()
     }
 
-    /// `Err` with the reason once it has broken.
+    /// Checks that the link has not broken. Otherwise returns `Err` with `NotLinked` and the reason.
     pub fn check(&self) -> Result<()> {
         self.why.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
     }
 
-    /// Whether its peer was heard of within `patience`, or can be heard now. Peers say something once a heartbeat, so
-    /// nobody is asked, and nothing waited for.
+    /// Whether the peer gave a sign of life within `patience`, or a message from it is waiting to be read.
+    /// Each side sends something at least once per heartbeat, so this neither asks the peer nor waits.
     pub(super) fn works(&self, patience: Duration) -> bool {
         let heard = || self.silent() < patience || self.control.readable_within(Duration::ZERO);
         self.alive() && !self.control.abandoned() && heard()
     }
 
-    /// When and why it broke.
+    /// Returns when and why the link broke.
     pub(super) fn why(&self) -> Option<&(Instant, String)> {
         self.why.get()
     }
 
-    /// Ends it, once: the first reason stays. Whoever waits on one of its streams wakes.
+    /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
+    /// on its streams.
     pub(super) fn shatter(&self, why: impl Into<String>) {
         if self.why.set((Instant::now(), why.into())).is_err() {
             return;
@@ -253,30 +260,33 @@ impl Link {
         &self.control
     }
 
-    /// Waits until a request of `bytes` fits what the peer may have here, and says until when it must have arrived.
+    /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the
+    /// deadline by which the request must have arrived.
     pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
         self.budget.admit(bytes, silence).map_err(|error| self.named(error))
     }
 
-    /// Sends one control message; a peer that does not read loses the link.
+    /// Sends one control message. The link breaks if the peer does not read its control stream.
     pub(super) fn tell(&self, message: &Control) -> Result<()> {
         self.tell_as(&self.speaker(), message)
     }
 
-    /// The right to speak on the control stream: what is told with it comes before what others have to say.
+    /// Returns the right to send on the control stream. Other senders wait until it is dropped.
     pub(super) fn speaker(&self) -> Speaker<'_> {
         Speaker(self.speaking.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Sends one control message with a [`Speaker`] that the caller already holds.
     pub(super) fn tell_as(&self, _: &Speaker<'_>, message: &Control) -> Result<()> {
         let frame = protocol::encode(message)?;
         self.control.send_now(&frame, &[]).inspect_err(|error| {
-            // What it has taken of the message would be read as something else.
+            // Part of the message may have been sent, and the peer would misread whatever follows.
             self.shatter(format!("a control message could not be sent: {error}"));
         })
     }
 
-    /// Whether the peer answers now, within `limit`: a link whose peer is stopped, or cut off, looks alive for a while.
+    /// Whether the peer answers a ping within `limit`. A link whose peer is stopped or cut off looks alive
+    /// for a while.
     pub(super) fn answers(&self, limit: Duration) -> bool {
         let (limit, before) = (Deadline::after(limit), self.pongs.load(Ordering::SeqCst));
         if self.tell(&Control::Ping).is_err() {
@@ -290,7 +300,7 @@ impl Link {
         self.alive() && self.pongs.load(Ordering::SeqCst) != before
     }
 
-    /// Waits until it has ended, or `limit` has passed.
+    /// Waits until the link has ended or `limit` has passed.
     pub(super) fn ends(&self, limit: Deadline) {
         let mut calls = self.locked();
         while self.alive() && !limit.passed() {
@@ -298,26 +308,28 @@ impl Link {
         }
     }
 
-    /// Notes the answer to a ping.
+    /// Records the answer to a ping.
     pub(super) fn answered(&self) {
         self.pongs.fetch_add(1, Ordering::SeqCst);
-        // Whoever waits has looked before this, or sees it.
+        // Taking the lock ensures that a waiting thread either sees the new count or receives the
+        // notification.
         drop(self.locked());
         self.changed.notify_all();
     }
 
-    /// Notes a sign of life.
+    /// Records a sign of life.
     pub(super) fn hear(&self) {
         let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.heard.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// How long there has been no sign of life.
+    /// Returns the time since the latest sign of life.
     pub(super) fn silent(&self) -> Duration {
         self.opened.elapsed().saturating_sub(Duration::from_millis(self.heard.load(Ordering::Relaxed)))
     }
 
-    /// Opens a stream on which the peer may call this side.
+    /// Opens a stream on which the peer may send requests to this side. Returns `Err` with `System` if this
+    /// side has no address to dial.
     pub(super) fn open_reverse(&self, deadline: Deadline) -> Result<Stream> {
         match &self.dialer {
             Some(dialer) => self.open_call_stream(dialer, true, deadline),
@@ -325,7 +337,8 @@ impl Link {
         }
     }
 
-    /// Opens one more stream of this link with `dialer`; with `reverse` the peer will call on it.
+    /// Opens another stream of this link with `dialer`. With `reverse` the peer will send requests on it.
+    /// Returns `Err` with `NotLinked` if another process answers at the address of the peer.
     pub(super) fn open_call_stream(
         &self,
         dialer: &Dialer,
@@ -336,7 +349,8 @@ impl Link {
             let purpose = Purpose::Call { link: self.id, reverse };
             dialer.greet(Some(self.peer().cluster), purpose, deadline)
         };
-        // A listener full of strangers sends away the oldest, who may be this one: once more.
+        // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
+        // So retry once.
         let greeted = match greet() {
             Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => greet(),
             greeted => greeted,
@@ -349,8 +363,8 @@ impl Link {
         Err(Error::new(ErrorKind::NotLinked, text))
     }
 
-    /// Notes a stream on which the peer's calls are answered, so that breaking the link ends it; refuses more than any
-    /// peer needs.
+    /// Registers a stream on which requests of the peer are answered, so that breaking the link closes it.
+    /// Refuses more than [`MOST_SERVED`] streams.
     pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
         let mut served = self.served();
         if served.streams.len() >= MOST_SERVED {
@@ -364,22 +378,23 @@ impl Link {
         Ok(())
     }
 
-    /// On how many streams the peer's calls are answered.
+    /// Returns the number of streams on which requests of the peer are answered.
     pub(super) fn serves(&self) -> usize {
         self.served().streams.len()
     }
 
-    /// Forgets a stream that has ended.
+    /// Removes a stream that has ended.
     pub(super) fn served_on(&self, stream: &Arc<Stream>) {
         self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
     }
 
-    /// Whether this side knows where the peer listens.
+    /// Whether this side knows the address of the peer's listener.
     pub(super) fn dials(&self) -> bool {
         self.dialer.is_some()
     }
 
-    /// Leave to open one more stream for the calls of the peer, to be paired with [`opened`](Self::opened).
+    /// Reserves a place for one more stream for requests of the peer. Returns `false` if there is none. Each
+    /// success is paired with a call of [`opened`](Self::opened).
     pub(super) fn may_open(&self) -> bool {
         let mut served = self.served();
         let room = served.streams.len() + served.opening < MOST_SERVED;
@@ -387,38 +402,39 @@ impl Link {
         room
     }
 
+    /// Returns the reservation of [`may_open`](Self::may_open).
     pub(super) fn opened(&self) {
         self.served().opening -= 1;
     }
 
-    /// What is known of a remote cache.
+    /// Returns the stored description of a remote cache.
     pub(crate) fn record(&self, name: &Name) -> Option<Arc<Known>> {
         self.recorded().get(name).cloned()
     }
 
-    /// Keeps what is known of a remote cache.
+    /// Stores the description of a remote cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
         let mut records = self.recorded();
         remote_cache::make_room(&mut records);
         records.insert(name, known);
     }
 
-    /// Forgets a remote cache.
+    /// Removes the description of a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
         self.recorded().remove(name);
     }
 
-    /// The same error with the names of the peer.
+    /// Returns `error` with the cluster id and the address of the peer.
     pub(crate) fn named(&self, error: Error) -> Error {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
     }
 
-    /// What this side has the peer write.
+    /// Returns the pushes in flight to remote caches of this peer.
     pub(crate) fn writes(&self) -> &Writes {
         &self.writes
     }
 
-    /// The streams of calls.
+    /// Locks the call streams.
     pub(super) fn locked(&self) -> MutexGuard<'_, Calls> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -432,10 +448,10 @@ impl Link {
     }
 }
 
-/// The right to speak on the control stream of a link.
+/// The right to send on the control stream of a link.
 pub(super) struct Speaker<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, ()>);
 
-/// A pull or push under way.
+/// A pull or push in progress.
 pub(crate) struct Active<'a>(&'a Link);
 
 impl Drop for Active<'_> {
@@ -448,7 +464,7 @@ impl Drop for Active<'_> {
     }
 }
 
-/// The error of a call over a link that has broken.
+/// Returns the error of a call over a link that has broken.
 #[cold]
 pub(super) fn broken(cluster: ClusterId, when: Instant, why: &str) -> Error {
     let text = format!("the link to cluster {cluster} broke: {why}; link again");

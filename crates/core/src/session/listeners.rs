@@ -1,8 +1,9 @@
-//! Where peers arrive: the configured address, the local socket beside it, and the addresses of communicators.
+//! The listeners of an engine: at the configured address, at the local socket beside it, and at the addresses
+//! of communicators.
 //!
-//! One lock is held from looking to listening, so that no two callers open the same door
-//! (`communicators_entered_at_once_share_a_listener`); only system calls that do not
-//! wait for a peer happen under it. Not for: who comes in (`accept`).
+//! The lock is held from the look-up until the listener is open, so that no two callers open the same address
+//! (`communicators_entered_at_once_share_a_listener`). Only system calls that do not wait for a peer run
+//! under it.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,6 +15,7 @@ use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Address, Listener};
 
+/// The listeners of one engine.
 #[derive(Default)]
 pub(super) struct Listeners {
     open: Mutex<Open>,
@@ -24,7 +26,7 @@ struct Open {
     closed: bool,
     main: Option<Door>,
     local: Option<(String, Door)>,
-    /// Those of communicators by the address that was asked for, and how many communicators use each.
+    /// Listeners of communicators, by the requested address, and the number of communicators that use each.
     others: HashMap<Address, (Door, usize)>,
 }
 
@@ -42,25 +44,25 @@ impl Door {
         }
     }
 
-    /// Closes it; its address is free when this returns.
+    /// Closes the listener. Its address is free when this returns.
     fn close(self, shared: &Shared) {
         shared.control.leave(self.number);
     }
 }
 
 impl Listeners {
-    /// Where peers are listened for.
+    /// Returns the address of the main listener, if there is one.
     pub(super) fn listening(&self) -> Option<SocketAddr> {
         self.locked().main.as_ref()?.port()
     }
 
-    /// The abstract name of the local socket.
+    /// Returns the abstract name of the local socket.
     pub(super) fn local_name(&self) -> Option<String> {
         self.locked().local.as_ref().map(|(name, _)| name.clone())
     }
 
-    /// Listens at `asked` from now on, or nowhere. Where that cannot be had, all stays as it was
-    /// (`a_listener_moves_between_addresses_of_one_port`).
+    /// Moves the main listener to `asked`, or closes it. If the new address is not available, returns `Err`
+    /// and keeps the old one (`a_listener_moves_between_addresses_of_one_port`).
     pub(super) fn change(&self, shared: &Arc<Shared>, asked: Option<SocketAddr>) -> Result<()> {
         let mut open = self.unclosed()?;
         let now = open.main.as_ref().and_then(Door::port);
@@ -76,7 +78,8 @@ impl Listeners {
                 return Ok(());
             }
             (Some(asked), Some(now)) if asked.port() == now.port() => {
-                // Two listeners cannot have one port, if one of them is at every address.
+                // Two listeners cannot share a port if one of them listens on all addresses, so close the old
+                // one first.
                 open.main.take().into_iter().for_each(|door| door.close(shared));
                 let opened = Self::open(shared, &Address::Tcp(asked));
                 if opened.is_err() {
@@ -95,8 +98,8 @@ impl Listeners {
         Ok(())
     }
 
-    /// The local socket that peers of this host are sent to; once. Without a token they meet this engine there even if
-    /// they then talk over TCP.
+    /// Opens the local socket to which peers on this host are directed, unless it is open. Without a token
+    /// they connect there first, even if they use TCP afterwards.
     fn open_local(open: &mut Open, shared: &Arc<Shared>) {
         let config = &shared.cluster.config.links;
         let unused = config.transport == TransportChoice::Tcp && config.token.is_some();
@@ -106,7 +109,7 @@ impl Listeners {
         let name = format!("llm_datadist.{:016x}", shared.me.party.instance);
         match Self::open(shared, &Address::Unix(name.clone())) {
             Ok(door) => open.local = Some((name, door)),
-            // With a token, peers of this host come through the other listener, as those of other hosts do.
+            // With a token, peers on this host use the TCP listener, as peers on other hosts do.
             Err(error) => {
                 tracing::error!(
                     target: "llm_datadist::links",
@@ -116,8 +119,9 @@ impl Listeners {
         }
     }
 
-    /// Listens for a communicator that asked for `asked`, at the first of `places` that can be had; with others that
-    /// asked for the same. Every call that succeeds is paired with one of [`leave`](Self::leave).
+    /// Listens for a communicator that requested `asked`, at the first of `places` that is available.
+    /// Communicators that requested the same address share a listener. Each successful call is paired with a
+    /// call of [`leave`](Self::leave).
     pub(super) fn join(
         &self,
         shared: &Arc<Shared>,
@@ -144,7 +148,7 @@ impl Listeners {
         Err(refused.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "there is no port to listen at")))
     }
 
-    /// A communicator no longer listens; with the last of them the listener goes.
+    /// Ends the use of a listener by a communicator. The last one closes it.
     pub(super) fn leave(&self, shared: &Shared, asked: &Address) {
         let mut open = self.locked();
         let Some((_, users)) = open.others.get_mut(asked) else { return };
@@ -156,7 +160,7 @@ impl Listeners {
         }
     }
 
-    /// Ends everything; nothing is opened any more.
+    /// Closes all listeners, and opens no new ones.
     pub(super) fn close(&self, shared: &Shared) {
         let mut open = self.locked();
         open.closed = true;
@@ -167,7 +171,7 @@ impl Listeners {
         }
     }
 
-    /// Listens at `address`; the control thread accepts.
+    /// Listens at `address`. The control thread accepts the connections.
     fn open(shared: &Arc<Shared>, address: &Address) -> Result<Door> {
         let Transports { tcp, unix } = &shared.transports;
         let transport = if matches!(address, Address::Unix(_)) { unix } else { tcp };
@@ -188,7 +192,7 @@ impl Listeners {
 }
 
 impl Shared {
-    /// Says who may come in where no token is asked for.
+    /// Logs who is admitted if no token is set.
     fn note_open_door(&self, at: Option<SocketAddr>) {
         let config = &self.cluster.config.links;
         let Some(at) = at.filter(|_| config.token.is_none()) else { return };

@@ -1,7 +1,7 @@
-//! The search for members of a communicator: the side of higher rank dials, again and again, until `link_total_time` has
-//! passed; who was here before and has gone is looked for without end, with longer rests.
+//! The search for members of a communicator.
 //!
-//! Not for: what a communicator is and where it listens (`communicator`).
+//! The member with the higher rank dials repeatedly until `link_total_time` has passed. A member that was
+//! linked before and is gone is searched for without a time limit, with longer pauses.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
@@ -17,12 +17,13 @@ use crate::net::Address;
 use crate::protocol::Purpose;
 use crate::validate::rank_table::RankEnd;
 
-/// Rest between two rounds of tries: short at first, because peers often start together.
+/// Shortest and longest pause between two rounds of attempts. Pauses start short, because peers often start
+/// together.
 const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_secs(1);
-/// Longest rest once `link_total_time` has passed and a member that was here before is still away.
+/// Longest pause after `link_total_time` has passed, while a member that was linked before is gone.
 const LONG_REST: Duration = Duration::from_secs(5);
 
-/// A link of a communicator broke: where this side dials, it looks for the member again.
+/// Handles a broken link of a communicator: if this side dials, it searches for the member again.
 pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
     let Kind::Communicator(id) = link.kind() else { return };
     let Some(comm) = shared.state.comm_by_id(id) else { return };
@@ -36,7 +37,7 @@ pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
     }
 }
 
-/// Starts the thread that looks for members, unless there is one.
+/// Starts the search thread, or wakes it if it is running.
 pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
     if std::mem::replace(&mut comm.locked().looking, true) {
         comm.changed.notify_all();
@@ -58,24 +59,25 @@ pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()>
             drop(shared);
             let most = if told { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
             let woken = looking.rest(rest.min(most));
-            // However often somebody knocks, the rounds keep a distance.
+            // Keeps a minimum interval between rounds, however often members end the pause.
             std::thread::sleep(RESTS.start().saturating_sub(began.elapsed()));
             rest = if woken { *RESTS.start() } else { (rest * 2).min(LONG_REST) };
         }
     });
-    // Whoever asked for it meanwhile found that somebody was looking: nobody is, and the next one to ask is told.
+    // Callers that asked meanwhile assumed that a search was running. None is, so the next caller tries again
+    // and gets the error.
     started.inspect_err(|_| comm.locked().looking = false)
 }
 
 impl Communicator {
-    /// Whether this side dials to `cluster`: the higher rank does.
+    /// Whether this side dials `cluster`: the member with the higher rank does.
     fn dials(&self, cluster: ClusterId) -> bool {
         let rank = |id| self.ends.iter().find(|end| end.cluster == id).map(|end| end.rank);
         rank(cluster) < rank(self.own)
     }
 
-    /// Tells members of this host that dial this one that it is there now, in case they came first and rest between two
-    /// tries (`whoever_knocks_ends_the_rest`).
+    /// Notifies the members on this host that dial this one that it is listening now. They may have started
+    /// first and be in a pause (`whoever_knocks_ends_the_rest`).
     fn knock(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let config = &shared.cluster.config.links;
         if config.transport == TransportChoice::Tcp {
@@ -84,25 +86,25 @@ impl Communicator {
         for end in self.ends.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
             let dialer = shared.dialer(self.local_address(end, config.token.as_ref()));
             let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one try");
-            // Whoever is not there yet will find this side listening.
+            // A member that is not running yet will find this side listening.
             let _ = dialer.greet(Some(end.cluster), Purpose::Knock { comm: self.at(end) }, limit);
         }
     }
 
-    /// Tries every missing member that this side dials.
+    /// Tries each missing member that this side dials.
     fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let missing = self.locked().missing.clone();
         for end in self.ends.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
             match self.reach(shared, end, deadline) {
                 Ok(link) => {
                     self.join(end.cluster);
-                    // It may have gone before it was known to be here.
+                    // The link may have broken before the member was recorded as linked.
                     if !link.alive() {
                         self.miss(end.cluster);
                     }
                     shared.state.announce();
                 }
-                // No further try helps where the two do not fit together.
+                // The two configurations do not match, so further attempts are useless.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
                     self.fail(end.cluster, &error.to_string());
                     shared.state.announce();
@@ -112,8 +114,8 @@ impl Communicator {
         }
     }
 
-    /// Whether it is worth another round; if not, nobody is looking any more from this moment on. When the first limit has
-    /// passed, those who were never here are given up, and the others looked for without end
+    /// Whether to make another round. If not, the search is marked as ended. Once the first limit has passed,
+    /// members that were never linked are given up, and the others are searched for without a time limit
     /// (`a_member_that_stays_away_for_long_is_met_again`).
     fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, told: &mut bool) -> bool {
         let mut progress = self.locked();
@@ -137,7 +139,7 @@ impl Communicator {
         on
     }
 
-    /// Tries the addresses at which a member may be.
+    /// Tries the addresses at which a member may listen.
     fn reach(&self, shared: &Arc<Shared>, end: &RankEnd, deadline: Deadline) -> Result<Arc<Link>> {
         let config = &shared.cluster.config.links;
         let local = (config.transport != TransportChoice::Tcp)
@@ -148,7 +150,7 @@ impl Communicator {
             if self.locked().left {
                 break;
             }
-            // Half of what is left, so that one silent stranger leaves time for the next port.
+            // Half of the remaining time, so that one unresponsive process leaves time for the next port.
             let left = if deadline.passed() { self.limit } else { deadline.left() };
             let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one try");
             let kind = Kind::Communicator(self.id);
@@ -156,8 +158,8 @@ impl Communicator {
                 Ok(link) => return Ok(link),
                 Err(error) => error,
             };
-            // The further ports are of no use where the host itself does not answer. A stranger at this port may take
-            // the connection and say nothing: that says nothing of the next.
+            // If the host does not answer, its other ports need no attempt. An unrelated process may accept
+            // the connection at this port and stay silent; that says nothing about the other ports.
             let silent = error.kind() == ErrorKind::Timeout && error.fact("address").is_some();
             if matches!(address, Address::Tcp(_)) {
                 first = first.or(Some(error.with("chosen_by", end.why)));
@@ -169,7 +171,7 @@ impl Communicator {
         Err(first.unwrap_or_else(|| Error::new(ErrorKind::LinkFailed, "the member has no address")))
     }
 
-    /// Whether somebody woke it early.
+    /// Pauses for `rest`. Returns whether the pause was ended early.
     fn rest(&self, rest: Duration) -> bool {
         let mut progress = self.locked();
         if progress.left || std::mem::take(&mut progress.knocked) {
@@ -180,7 +182,7 @@ impl Communicator {
         std::mem::take(&mut progress.knocked) || !waited.timed_out()
     }
 
-    /// What has come of the search, for people.
+    /// Returns the result of the search, for the log.
     fn report(&self, progress: &Progress) -> String {
         let view: Vec<String> =
             progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
@@ -191,7 +193,7 @@ impl Communicator {
         format!("link({:?}) {what} after {} ms: {}", self.comm.name, self.limit.as_millis(), view.join("; "))
     }
 
-    /// What was tried for one member, for people.
+    /// Returns what was tried for one member, for the log.
     fn view(&self, cluster: ClusterId, why: &BTreeMap<ClusterId, String>) -> String {
         let Some(end) = self.ends.iter().find(|end| end.cluster == cluster) else {
             return cluster.to_string();
@@ -235,7 +237,7 @@ mod tests {
             changed: Condvar::new(),
         };
         assert!(!waiting.rest(Duration::ZERO), "nobody has come");
-        // Before the rest, as well as in the middle of it.
+        // Before the pause, and during it.
         waiting.knocked();
         assert!(waiting.rest(hour));
         std::thread::scope(|scope| {

@@ -1,6 +1,6 @@
-//! Messages over a stream: one frame each.
+//! Sends and receives messages over a stream, one frame each.
 //!
-//! Not for: bytes of caches, which follow some of them (`engine`).
+//! The bytes of caches that follow some messages are moved by `copy`.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -18,13 +18,14 @@ pub(crate) fn say<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline
     stream.send(&protocol::encode(message)?, deadline)
 }
 
-/// Sends one message behind which bytes of a cache follow at once.
+/// Sends one message that bytes of a cache follow at once.
 pub(crate) fn say_before<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
     stream.send_before(&protocol::encode(message)?, deadline)
 }
 
-/// Receives one message of at most `limit` bytes; a refusal in its place is the error it carries. Watches the stream for
-/// `patience` before it sleeps.
+/// Receives one message of at most `limit` bytes. Polls the stream for `patience` before it sleeps. Returns
+/// `Err` with the error of the peer if a refusal arrives instead, and with `NotLinked` if the stream has
+/// ended.
 pub(crate) fn hear<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
@@ -35,7 +36,7 @@ pub(crate) fn hear<T: DeserializeOwned>(
     protocol::open(kind, &body)
 }
 
-/// As [`hear`], with the descriptors that came with the message.
+/// Receives one message as [`hear`] does, with the descriptors that arrived with it.
 pub(crate) fn hear_with<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,

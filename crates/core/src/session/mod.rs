@@ -1,14 +1,13 @@
-//! Links: which clusters this one is linked with, and the threads that listen, greet and keep them alive.
+//! Links to other clusters, and the threads that listen, run handshakes, send heartbeats and answer peers.
 //!
 //! ```text
-//! link_clusters ── dialer ─── greeting ─┐
-//! listener ─────── accept ─── greeting ─┼─ link ── control stream ── control (one thread, which also accepts)
-//! link (rank table) ── communicator ────┘      └── call streams ──── server (a few threads); answered by `Answer`
+//! link_clusters ────── establish ── handshake ─┐
+//! listener ─────────── accept ───── handshake ─┼─ link ── control stream ── control_thread (also accepts)
+//! link (rank table) ── communicator ───────────┘      └── call streams ──── server (threads call `Answer`)
 //! ```
 //!
-//! One lock (`state`), held for a few look-ups and never across a socket; under it only the progress of a communicator is
-//! looked at, never the other way round. Not for: what a peer may ask (`peer`), or moving bytes
-//! (`engine`).
+//! One lock (`state`) guards the set of links. It is held for look-ups only and never while waiting for a
+//! socket. A thread that holds it may lock the progress of a communicator, never the other way round.
 
 mod accept;
 mod answers;
@@ -67,35 +66,36 @@ use registry::State;
 use server::Server;
 use threads::Threads;
 
-/// Least and most time after which a silent peer may lose its place to another.
+/// Shortest and longest time after which another link may replace the link of a silent peer.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
 /// How long closing waits for threads that are still answering a peer.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// Answers what peers ask.
+/// Answers the requests of peers.
 pub(crate) trait Answer: Send + Sync {
-    /// Answers the next request on `stream`, which is there or on its way; `false` if the stream has ended. If the peer
-    /// unlinks, `unlinked` is called before it is answered, so that the peer, once it knows, finds no trace of the link here.
+    /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
+    /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
+    /// link is left here when the peer receives the reply.
     fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool>;
 }
 
-/// Where one cluster of a `link_clusters` or `unlink_clusters` call is.
+/// The address of one cluster in a `link_clusters` or `unlink_clusters` call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerAddress {
-    /// Its cluster id.
+    /// The cluster id of the peer.
     pub cluster: ClusterId,
-    /// Addresses it may be reached at: exactly one to link.
+    /// The addresses of the peer. Linking requires exactly one.
     pub remote: Vec<SocketAddr>,
-    /// Addresses of this side, of which the port has no meaning.
+    /// The addresses of this side. Their ports are ignored.
     pub local: Vec<SocketAddr>,
 }
 
-/// How streams reach peers.
+/// The transports over which streams reach peers.
 #[derive(Clone, Debug)]
 pub struct Transports {
-    /// Those of other hosts, and whoever is linked with sockets alone.
+    /// For peers on other hosts, and for peers that are linked by TCP only.
     pub tcp: Arc<dyn Transport>,
-    /// Those of this host.
+    /// For peers on this host.
     pub unix: Arc<dyn Transport>,
 }
 
@@ -105,12 +105,12 @@ impl Default for Transports {
     }
 }
 
-/// Every link of one engine. Dropped, all have ended and so have their threads.
+/// All links of one engine. Dropping it ends the links and waits up to 10 s for their threads.
 pub(crate) struct Links {
     shared: Arc<Shared>,
 }
 
-/// What the threads share.
+/// The state that the threads share.
 pub(crate) struct Shared {
     cluster: Arc<Cluster>,
     me: Me,
@@ -121,14 +121,15 @@ pub(crate) struct Shared {
     limits: Connections,
     refusals: Refusals,
     listeners: Listeners,
-    /// It was said that others may read this process.
+    /// Whether the warning that other processes may read this one has been logged.
     opened_to_readers: AtomicBool,
     threads: Arc<Threads>,
     transports: Transports,
 }
 
 impl Links {
-    /// No links yet, and a listener if the configuration names an address.
+    /// Creates the state without links, and starts a listener if the configuration names an address. Returns
+    /// `Err` if the system refuses a descriptor, random bytes or the listening address.
     pub(crate) fn open(
         cluster: Arc<Cluster>,
         answer: Box<dyn Answer>,
@@ -157,12 +158,13 @@ impl Links {
         Ok(links)
     }
 
-    /// Where peers are listened for, if anywhere.
+    /// Returns the address of the main listener, if there is one.
     pub(crate) fn listening(&self) -> Option<SocketAddr> {
         self.shared.listeners.listening()
     }
 
-    /// Links to `peer`, as the side that calls `link_clusters`.
+    /// Links to `peer` as the side that calls `link_clusters`. Returns `Err` with `AlreadyLinked` if a link
+    /// exists whose peer still answers.
     pub(crate) fn link(&self, peer: &PeerAddress, deadline: Deadline) -> Result<()> {
         let address = one_address(peer)?;
         let _turn = self.shared.state.turn_to_link(peer.cluster, deadline)?;
@@ -170,8 +172,10 @@ impl Links {
         self.shared.connect(&address, peer.cluster, None, Kind::Outgoing, deadline).map(|_| ())
     }
 
-    /// Ends every link of `link_clusters` with `peer`; with `force` without waiting for it: a goodbye is sent, and nobody
-    /// looks whether it arrives. A cluster that is not linked is no error, nor one whose link ends meanwhile.
+    /// Ends every link to `peer` that `link_clusters` made on either side. With `force` it does not wait for
+    /// the peer: it sends a goodbye and does not check whether that arrives. A cluster that is not linked, or
+    /// whose link ends meanwhile, is not an error. Without `force`, returns `Err` with `Timeout`,
+    /// `Interrupted` or `UnlinkFailed` if the peer does not confirm; the links are dropped here anyway.
     pub(crate) fn unlink(&self, peer: &PeerAddress, force: bool, deadline: Deadline) -> Result<()> {
         if !force {
             one_address(peer)?;
@@ -191,28 +195,31 @@ impl Links {
         told
     }
 
-    /// The link that calls to `cluster` use, as `State::find` chooses it. Waits for one that is being made by a rank table.
+    /// Returns the link for calls to `cluster`, chosen as in `State::find`. Waits for a link that a
+    /// communicator is still preparing.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.shared.state.find(cluster, self.shared.patience(), deadline)
     }
 
-    /// What finds links as [`find_other`](Self::find_other) does, and keeps no engine alive.
+    /// Returns a handle that finds links as [`find_other`](Self::find_other) does without keeping the engine
+    /// alive.
     pub(crate) fn finder(&self) -> Finder {
         Finder(Arc::downgrade(&self.shared))
     }
 
-    /// Whether `cluster` is the id of this engine.
+    /// Whether `cluster` is the cluster id of this engine.
     pub(crate) fn goes_by(&self, cluster: ClusterId) -> bool {
         cluster.0 == self.shared.me.party.cluster
     }
 
-    /// The link to `cluster`, another engine. Without the cache manager that one may go by this one's id
-    /// (`two_engines_of_one_id`); a link of this engine to itself carries no transfer.
+    /// Returns the link to another engine with the id `cluster`. Without the cache manager, that engine may
+    /// have the same cluster id as this one (`two_engines_of_one_id`). A link of this engine to itself is
+    /// refused, because it carries no transfers.
     pub(crate) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         self.shared.find_other(cluster, deadline)
     }
 
-    /// Enters a communicator; links to its members come about in the background.
+    /// Enters a communicator and returns its id. Links to its members are made in the background.
     pub(crate) fn enter(&self, comm: Comm, ends: Vec<RankEnd>) -> Result<u64> {
         communicator::enter(&self.shared, comm, ends)
     }
@@ -222,28 +229,29 @@ impl Links {
         communicator::leave(&self.shared, comm)
     }
 
-    /// How far a communicator is.
+    /// Returns the progress of a communicator.
     pub(crate) fn comm_status(&self, comm: u64) -> Result<CommStatus> {
         self.shared.state.comm_status(comm)
     }
 
-    /// Whether there is any link, or any on the way.
+    /// Whether a link exists or is being made.
     pub(crate) fn any(&self) -> bool {
         self.shared.state.any()
     }
 
-    /// Whether a rank-table link was ever asked for.
+    /// Whether a communicator was ever entered.
     pub(crate) fn ranked(&self) -> bool {
         self.shared.state.ranked()
     }
 
-    /// Listens elsewhere, or nowhere. Only without links.
+    /// Moves the main listener to `address`, or closes it. Returns `Err` with `LinksExist` if a link exists
+    /// or is being made.
     pub(crate) fn listen(&self, address: Option<SocketAddr>) -> Result<()> {
         let _quiet = self.shared.state.quiet()?;
         self.shared.listeners.change(&self.shared, address)
     }
 
-    /// Every link that lives.
+    /// Returns the state of every link.
     pub(crate) fn states(&self) -> Vec<LinkState> {
         self.shared.state.states()
     }
@@ -259,26 +267,26 @@ impl Drop for Links {
     }
 }
 
-/// Finds links for whoever may outlive the engine.
+/// Finds links for objects that may outlive the engine.
 pub(crate) struct Finder(Handle);
 
 impl Finder {
-    /// As [`Links::find_other`].
+    /// Finds a link as [`Links::find_other`] does. Returns `Err` with `Closed` if the engine was finalized.
     pub(crate) fn find(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         let closed = || Error::new(ErrorKind::Closed, "the engine was finalized");
         self.0.upgrade().ok_or_else(closed)?.find_other(cluster, deadline)
     }
 }
 
-/// The refusal of a transfer with oneself.
+/// Refuses a transfer between the engine and itself.
 #[cold]
 pub(crate) fn own(cluster: ClusterId) -> Error {
     Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
 }
 
 impl Shared {
-    /// How long a peer may be silent before its link may be taken for a dead one: two heartbeats, within bounds that neither
-    /// a slow network nor a rare heartbeat makes wrong.
+    /// How long a peer may be silent before its link may be treated as dead: two heartbeats, clamped to
+    /// [`PATIENCE`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     fn patience(&self) -> Duration {
         self.cluster.config.links.heartbeat.saturating_mul(2).clamp(PATIENCE.0, PATIENCE.1)
     }
@@ -288,27 +296,27 @@ impl Shared {
         if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 
-    /// A link broke; `false` if that was known, or it had made room for another.
+    /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
     fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
         link.shatter(why);
         let removed = self.state.remove(link);
-        // One that is being unlinked here ends as it should, whichever side is first.
+        // A link that this side is unlinking ends as expected, whichever side closes it first.
         if removed && !link.settles() {
-            // The first reason is the one that counts.
+            // The first recorded reason is the one that counts.
             let why = link.why().map_or(why, |(_, why)| why);
             tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer().cluster);
         }
         removed
     }
 
-    /// The peer of a link has gone, and may come back.
+    /// Handles a peer that ended but may return: a communicator searches for it again.
     fn died(self: &Arc<Self>, link: &Arc<Link>, why: &str) {
         if self.lost(link, why) {
             member_search::mend(self, link);
         }
     }
 
-    /// A link ends because this side wants it to.
+    /// Ends a link that this side no longer wants.
     fn drop_link(&self, link: &Arc<Link>, why: &str) {
         let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.shatter(why);
@@ -317,12 +325,12 @@ impl Shared {
         self.control.ring();
     }
 
-    /// Answers the next request on `stream`; `false` if nothing more comes on it.
+    /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it.
     fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
         let gone = std::cell::Cell::new(false);
         let unlinked = || gone.set(self.state.remove(link));
         let on = self.answer.answer(link, stream, &unlinked).unwrap_or_else(|error| {
-            // Of interest only while the link goes on: a broken one has been reported with its reason.
+            // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
                 let cluster = link.peer().cluster;
                 tracing::info!(target: "llm_datadist::links", "a call of cluster {cluster} ended early: {error}");
@@ -338,7 +346,7 @@ impl Shared {
     }
 }
 
-/// Opens a stream on which the peer of `link` may call.
+/// Opens a stream on which the peer of `link` may send requests.
 fn open_reverse(link: &Link) -> Result<Arc<Stream>> {
     let deadline = Deadline::after(handshake::GREETING_TIME).named("the limit of a greeting");
     link.open_reverse(deadline).map(Arc::new)
@@ -354,14 +362,15 @@ fn one_address(peer: &PeerAddress) -> Result<Address> {
     }
 }
 
-/// What becomes of an unlink whose peer gave no answer: a link that has ended is one that is unlinked
+/// Decides the result of an unlink that the peer did not answer. A link that has ended counts as unlinked
 /// (`both_sides_may_unlink_at_once`, `a_goodbye_that_is_read_late_is_one`).
 #[cold]
 fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
     if error.kind() == ErrorKind::NotLinked {
-        // What ended the call may be the peer's own unlink, whose goodbye comes by another stream: it is waited for.
+        // The peer's own unlink may have ended the call. Its goodbye arrives on the control stream, so wait
+        // for it.
         let limit = Deadline::after(link::ANSWER_TIME.min(deadline.left()));
-        // It may even be too late to ask, and the goodbye not read yet.
+        // If even the ping fails, the goodbye may still be unread.
         if !link.answers(limit.left()) {
             link.ends(limit);
         }
@@ -376,7 +385,7 @@ fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
     }
 }
 
-/// A weak handle that threads hold, so that they never keep an engine alive.
+/// A weak handle for threads, so that they never keep an engine alive.
 type Handle = Weak<Shared>;
 
 impl std::fmt::Debug for Links {

@@ -1,9 +1,8 @@
-//! What one process can see of another's memory: its pools, mapped read-only; its other memory, read by process id; and
-//! the generations of its table.
+//! The memory of a peer that this process can read in place: its pools, mapped read-only; its other memory,
+//! read by process id; and the generations of its table.
 //!
-//! Both sides offer what they have over a socket that carries descriptors, try what they were offered, and tell each
-//! other what came of it. What cannot be reached so travels through sockets. Not for: reading (`engine`), or which cache
-//! lies where (`cluster`).
+//! Both sides offer their memory over a socket that carries descriptors, try what they were offered, and
+//! report the result to each other. Memory that cannot be read in place is transferred over sockets.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -21,30 +20,31 @@ use crate::model::{Deadline, Placement};
 use crate::net::Stream;
 use crate::protocol::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
 
-/// The most descriptors that a peer may send: its generations and two pools.
+/// Most descriptors that a peer may send: its generations and two pools.
 const MOST_DESCRIPTORS: usize = 3;
-/// How long the memory of a peer's process may take to answer when it is opened.
+/// How long the memory of the peer's process may take to respond when it is opened.
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
-/// How long a link that is being made waits for memory of ended links to be unmapped, if its own does not fit beside it.
+/// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
-/// What this process can see of a peer's, and the other way round.
+/// The memory of a peer that this process can read, and what the peer can read of this process.
 #[derive(Debug)]
 pub(crate) struct Reach {
-    /// `None` if they could not be mapped: then nothing of the peer is read in place.
+    /// `None` if they could not be mapped. Then no memory of the peer is read in place.
     generations: Option<PeerGenerations>,
-    /// By placement.
+    /// The mapped pools, indexed by placement.
     pools: [Option<Arc<PeerMapping>>; 2],
-    /// Why the peer's pools are not read in place, although it offered them.
+    /// Why the peer's pools are not read in place although it offered them.
     unmapped: Option<String>,
-    /// `Err` says why memory outside of the pools cannot be read.
+    /// `Err` with the reason if memory outside the pools cannot be read.
     process: Result<Arc<PeerProcess>, String>,
-    /// What the peer says it can see of ours.
+    /// The peer's report of what it can read of this process.
     seen: Attached,
 }
 
 impl Reach {
-    /// Offers what `cluster` has, takes what the peer offers, and exchanges what came of it: the side that dials.
+    /// Runs the exchange on the dialing side: offers the memory of `cluster`, takes the peer's offer, and
+    /// exchanges reports.
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
         Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
         let (offered, descriptors): (Attach, _) = message_io::hear_with(stream, GREETING_LIMIT, deadline)?;
@@ -55,7 +55,7 @@ impl Reach {
         Ok(Reach::complete(cluster, taken, seen))
     }
 
-    /// Has `send` send what `cluster` offers.
+    /// Sends, with the function `send`, what `cluster` offers.
     pub(crate) fn offer(
         cluster: &Cluster,
         send: impl FnOnce(&[u8], &[BorrowedFd<'_>]) -> Result<()>,
@@ -77,7 +77,7 @@ impl Reach {
         send(&protocol::encode(&offer)?, &descriptors)
     }
 
-    /// Takes what the peer of `stream` offers, and what it is told about that.
+    /// Takes the offer of the peer of `stream`. Returns the memory taken, and the report for the peer.
     pub(crate) fn take(
         cluster: &Cluster,
         offered: &Attach,
@@ -85,7 +85,8 @@ impl Reach {
         stream: &Stream,
         deadline: Deadline,
     ) -> (Offered, Attached) {
-        // Only memory can be sealed; what else a peer may send is not even closed here.
+        // Only memory files have seals. Other descriptors are not closed here, because closing one may take
+        // long.
         let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
         discard(others);
         let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
@@ -96,26 +97,26 @@ impl Reach {
         (taken, told)
     }
 
-    /// What was taken, with what the peer says it can see of this side's.
+    /// Combines the memory taken with the peer's report.
     pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
         let Offered { generations, pools, unmapped, process } = taken;
-        // A page of a pool that is touched already has to be mapped by the peer at its first read.
+        // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
         cluster.merger.look();
         Reach { generations, pools, unmapped, process, seen }
     }
 
-    /// Notes that the link has ended, so that links which are being made wait until this memory is unmapped.
+    /// Records that the link has ended, so that new links wait until this memory is unmapped.
     pub(super) fn leave(&self) {
         self.generations.iter().for_each(PeerGenerations::leave);
         self.pools.iter().flatten().for_each(|pool| pool.leave());
     }
 
-    /// The generations of the peer's table; `None` if they could not be mapped.
+    /// Returns the generations of the peer's table, or `None` if they could not be mapped.
     pub(crate) fn generations(&self) -> Option<&PeerGenerations> {
         self.generations.as_ref()
     }
 
-    /// Why the peer's pools are not read in place, although it offered them.
+    /// Returns why the peer's pools are not read in place although it offered them.
     pub(crate) fn unmapped(&self) -> Option<&str> {
         self.unmapped.as_deref()
     }
@@ -125,7 +126,7 @@ impl Reach {
         self.pools.iter().any(Option::is_some)
     }
 
-    /// How the memory of the peer's pools travels, for reports.
+    /// Returns how the peer's pools are read, for `stats()`: `mapped`, `stream` or `none`.
     pub(crate) fn pools(&self) -> &'static str {
         match (&self.unmapped, self.pooled()) {
             (Some(_), _) => "stream",
@@ -134,17 +135,17 @@ impl Reach {
         }
     }
 
-    /// Why something of the peer is not read in place, for reports.
+    /// Returns why memory of the peer is not read in place, for `stats()`.
     pub(crate) fn refused(&self) -> Option<&str> {
         self.unmapped().or(self.refusal())
     }
 
-    /// Why the peer's registered memory cannot be read by process id, if it cannot.
+    /// Returns why the peer's registered memory cannot be read by process id, if it cannot.
     pub(crate) fn refusal(&self) -> Option<&str> {
         self.process.as_ref().err().map(String::as_str)
     }
 
-    /// Whether the peer can read what lies at `memory_location` in this process.
+    /// Whether the peer can read the memory at `memory_location` of this process.
     pub(crate) fn seen(&self, memory_location: &MemoryLocation) -> bool {
         match memory_location {
             MemoryLocation::Pool(..) => self.seen.mapped.is_ok(),
@@ -153,7 +154,8 @@ impl Reach {
         }
     }
 
-    /// `count` tensors of `bytes` each that lie at `location` of the peer; `None` if this process cannot see them.
+    /// Returns `count` tensors of `bytes` each at `location` of the peer, or `None` if this process cannot
+    /// read them. Returns `Err` if the location is invalid.
     pub(crate) fn tensors(
         &self,
         location: &Location,
@@ -175,13 +177,14 @@ impl Reach {
     }
 }
 
-/// Whether this system keeps processes from reading each other unless they allow it.
+/// Whether the kernel keeps processes from reading each other's memory unless they permit it (Yama).
 pub(super) fn guarded() -> bool {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
     scope.is_ok_and(|scope| scope.trim() != "0")
 }
 
-/// What of a peer's offer could be taken. What could not travels through sockets: that is no reason to refuse a link.
+/// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
+/// link is not refused for it.
 #[derive(Debug)]
 pub(crate) struct Offered {
     generations: Option<PeerGenerations>,
@@ -206,7 +209,7 @@ impl Offered {
         let mapped = generations.as_ref().map_err(ToString::to_string).and_then(|_| {
             Self::pools(cluster, offered, &mut descriptors, limit).map_err(|error| error.to_string())
         });
-        // Without generations nobody knows whether what was read was still the cache.
+        // Without generations, the reader cannot verify that the bytes still belonged to the cache.
         let process = match &generations {
             Ok(_) => Self::process(cluster, offered, stream, deadline),
             Err(error) => Err(error.to_string()),
@@ -246,7 +249,7 @@ impl Offered {
         limit: Deadline,
     ) -> Result<[Option<Arc<PeerMapping>>; 2]> {
         let budget = &cluster.remote_memory;
-        // So that one peer leaves something to the others.
+        // One link may use half of the budget, so that one peer leaves memory for others.
         let most = budget.limit() / 2;
         let sum = offered.regions.iter().flatten().try_fold(0_u64, |sum, &len| sum.checked_add(len));
         if sum.is_none_or(|sum| sum > most) {
@@ -284,14 +287,15 @@ fn missing() -> Error {
     Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
 }
 
-/// The same error with the option that allows more.
+/// Adds the option that raises the limit to `error`.
 #[cold]
 fn bounded(error: Error) -> Error {
     error.with("option", "link_remote_memory")
 }
 
-/// Lets go of what a peer sent in place of memory. Closing a descriptor may take as long as its sender chose, so a thread of
-/// its own does it; where many of them are at it already, it stays open.
+/// Closes descriptors that a peer sent and that are not memory. The sender can make closing one take
+/// arbitrarily long, so a separate thread does it. If too many such threads are running, the descriptors stay
+/// open.
 fn discard(descriptors: Vec<OwnedFd>) {
     static AT_IT: AtomicUsize = AtomicUsize::new(0);
     const MOST: usize = 4;
@@ -312,7 +316,7 @@ fn discard(descriptors: Vec<OwnedFd>) {
     }
 }
 
-/// Where the tensors of a cache lie, for the wire.
+/// Returns the location of a cache's tensors as sent to peers.
 pub(crate) fn location(memory_location: MemoryLocation) -> Result<Location> {
     let location = match memory_location {
         MemoryLocation::Pool(placement, offsets) => {
@@ -322,7 +326,7 @@ pub(crate) fn location(memory_location: MemoryLocation) -> Result<Location> {
         MemoryLocation::Hidden => Location::Hidden,
     };
     match &location {
-        // Such a list would not be read; the sockets need none.
+        // The peer would reject a list this long. Sockets need none.
         Location::Region { runs, .. } | Location::Process { runs } if runs.len() > MAX_RUNS => {
             Ok(Location::Hidden)
         }

@@ -1,8 +1,8 @@
-//! Connections that are not yet a link or a stream of one: how many there may be, and until when.
+//! Connections that are not yet a link or a stream of a link: their limit in number and time.
 //!
-//! A connection that stalls costs a descriptor for the length of a greeting, and no thread. One more than there may be, and
-//! the oldest that has not proved who it is has to go, so that silence keeps nobody out (`strangers_keep_no_peer_out`).
-//! Not for: the steps of a greeting (`accept`).
+//! A stalled connection costs one descriptor for the time of a handshake, and no thread. When the limit is
+//! reached, the oldest unauthenticated connection is dropped, so that silent connections keep no peer out
+//! (`strangers_keep_no_peer_out`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol::{self, GREETING_LIMIT};
 
-/// A connection may take so long for its greeting before it has to make room for another.
+/// How long a connection may take for its handshake before it may be dropped to make room for another.
 const YOUNG: Duration = Duration::from_millis(100);
 
-/// The connections of one engine that are still greeting.
+/// The connections of one engine whose handshake is not finished.
 #[derive(Debug)]
 pub(super) struct Newcomers {
     most: usize,
-    /// By number, so that the oldest come first.
+    /// The connections by number, so that the oldest come first.
     all: BTreeMap<u64, Entry>,
 }
 
@@ -33,16 +33,16 @@ pub(super) struct Newcomers {
 struct Entry {
     stream: Arc<Stream>,
     proven: bool,
-    /// The control thread watches it for its greeting. A link that came of it is watched in its own right.
+    /// Whether the control thread watches it for the handshake. A link made from it is watched separately.
     watched: bool,
-    /// A thread of the server makes a link of it: it is no longer to be dropped.
+    /// A server thread is making a link of it, so it must not be dropped any more.
     enters: bool,
-    /// `None` while a thread of the server takes a step.
+    /// `None` while a server thread performs a step.
     waiting: Option<(Newcomer, Inbox)>,
     until: Deadline,
 }
 
-/// What a thread of the server made of a connection.
+/// A connection after a server thread has performed a step for it.
 pub(super) struct Returned {
     pub(super) number: u64,
     pub(super) next: Result<Next, Refusal>,
@@ -57,12 +57,12 @@ impl Newcomers {
         self.all.contains_key(&number)
     }
 
-    /// How long until the oldest has to go.
+    /// Returns the time until the oldest connection must be dropped.
     pub(super) fn next_limit(&self) -> Option<Duration> {
         self.all.values().find(|entry| !entry.enters).map(|entry| entry.until.left())
     }
 
-    /// Takes in a connection; `local` says that it came to the local socket.
+    /// Adds a connection. `local` says that it arrived at the local socket.
     pub(super) fn enter(
         &mut self,
         shared: &Shared,
@@ -85,8 +85,9 @@ impl Newcomers {
             .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
     }
 
-    /// How long until one more connection may be accepted, if there is no room for it now: the one that would have to go
-    /// has had no time to greet. Those that come meanwhile wait in the queue of the listener.
+    /// Returns how long to wait before the next connection is accepted, if the limit is reached and the
+    /// connection to be dropped has had too little time for its handshake. Connections that arrive meanwhile
+    /// wait in the queue of the listener.
     pub(super) fn wait_for_room(&self) -> Option<Duration> {
         if self.all.len() < self.most {
             return None;
@@ -96,8 +97,8 @@ impl Newcomers {
         YOUNG.checked_sub(age).filter(|left| !left.is_zero())
     }
 
-    /// Who has to go if somebody does: the oldest that has proved nothing, unless half of all have proved themselves and
-    /// then went no further.
+    /// Returns the connection to drop if room is needed: the oldest unauthenticated one. If more than half of
+    /// the limit are authenticated and have not finished, it is the oldest of those.
     fn victim(&self) -> Option<(u64, &Entry)> {
         let waiting = || self.all.iter().filter(|(_, entry)| !entry.enters);
         let proven = waiting().filter(|(_, entry)| entry.proven).count();
@@ -106,7 +107,7 @@ impl Newcomers {
         stalled.or_else(|| first(false)).or_else(|| first(true)).map(|(&number, entry)| (number, entry))
     }
 
-    /// Sends away whoever has to go; `false` if there is nobody.
+    /// Drops one connection to make room. Returns `false` if there is none to drop.
     pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
         let Some((number, _)) = self.victim() else { return false };
         let text = "too many connections have not finished their greeting; the oldest was dropped";
@@ -115,7 +116,7 @@ impl Newcomers {
         true
     }
 
-    /// Sends those away whose time is up.
+    /// Drops the connections whose deadline has passed.
     pub(super) fn expire(&mut self, shared: &Shared, poller: &Poller) {
         while let Some((&number, entry)) = self.all.iter().find(|(_, entry)| !entry.enters) {
             if !entry.until.passed() {
@@ -126,7 +127,7 @@ impl Newcomers {
         }
     }
 
-    /// Takes what has arrived on the connection `number`.
+    /// Reads what has arrived on the connection `number`, and performs the next step.
     pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
@@ -135,7 +136,7 @@ impl Newcomers {
                 entry.waiting = Some((newcomer, inbox));
                 return;
             }
-            // A connection that ends without a word was not refused: a probe of a load balancer, say.
+            // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
             Ok(Arrival::Frame(frame)) => newcomer.step(shared, frame),
             Err(error) => Err(Refusal::unreadable(error)),
@@ -143,7 +144,7 @@ impl Newcomers {
         self.go_on(shared, poller, number, next);
     }
 
-    /// Takes back a connection for which a thread of the server has taken a step.
+    /// Takes back a connection for which a server thread has performed a step.
     pub(super) fn back(&mut self, shared: &Arc<Shared>, poller: &Poller, returned: Returned) {
         if self.has(returned.number) {
             self.go_on(shared, poller, returned.number, returned.next);
@@ -162,7 +163,7 @@ impl Newcomers {
             Ok(Next::Work(work)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
                     (entry.proven, entry.enters) = (true, work.enters());
-                    // What comes meanwhile waits in the socket.
+                    // Data that arrives meanwhile waits in the socket.
                     entry.unwatch(poller);
                 }
                 shared.server.work(shared, number, work);
@@ -199,7 +200,8 @@ impl Newcomers {
         }
     }
 
-    /// Ends all of them: the engine closes. One that enters may be a link by now, which says goodbye before it ends.
+    /// Drops all connections when the engine closes. One that is becoming a link is left open: the link sends
+    /// a goodbye before it ends.
     pub(super) fn close(&mut self, poller: &Poller) {
         for mut entry in std::mem::take(&mut self.all).into_values() {
             entry.unwatch(poller);
@@ -218,15 +220,15 @@ impl Entry {
     }
 }
 
-/// Says why to the peer and to the log, and closes the connection.
+/// Sends the reason of a refusal to the peer, logs it and closes the connection.
 fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
     shared.refusals.log(stream.peer(), refusal);
-    // It may have gone, or not read what it was told before.
+    // Fails if the peer is gone or has not read earlier messages.
     let _ = stream.send_now(&protocol::refusal(&refusal.error), &[]);
     stream.close();
 }
 
-/// What a thread of the server does for a connection.
+/// Performs a step for a connection, on a server thread.
 pub(super) fn take_step(shared: &Arc<Shared>, number: u64, work: Work) {
     let next = work.run(shared);
     shared.control.give_back(Returned { number, next });

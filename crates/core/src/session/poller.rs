@@ -1,8 +1,8 @@
-//! Descriptors that one thread, or several, wait for together.
+//! Sets of descriptors that one or more threads wait for together.
 //!
-//! A descriptor is taken out before it is closed: a process that was forked may hold its copy open, and what is closed here
-//! would wake the thread for ever (`what_was_removed_wakes_nobody_though_a_copy_is_held_open`). Not for: what an event
-//! means (`control`, `server`).
+//! A descriptor must be removed before it is closed. A forked process may hold a copy open, and a descriptor
+//! that was closed here without being removed would wake the thread forever
+//! (`what_was_removed_wakes_nobody_though_a_copy_is_held_open`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// How often a descriptor is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Watching {
-    /// While it is readable.
+    /// As long as it is readable.
     Always,
-    /// Once, to one thread, until it is watched again.
+    /// Once, to one thread, until [`Poller::again`] is called.
     Once,
 }
 
@@ -31,7 +31,7 @@ impl Watching {
     }
 }
 
-/// A set of descriptors, each with a number of the caller's choice.
+/// A set of descriptors, each with a number that the caller chooses.
 #[derive(Debug)]
 pub(super) struct Poller(OwnedFd);
 
@@ -41,7 +41,7 @@ impl Poller {
         made.map_err(|errno| system("cannot create an epoll descriptor", errno))
     }
 
-    /// Reports `number` when `descriptor` is readable.
+    /// Adds `descriptor`, and reports `number` when it is readable.
     pub(super) fn add(
         &self,
         descriptor: impl AsFd,
@@ -51,18 +51,18 @@ impl Poller {
         epoll::add(&self.0, descriptor, EventData::new_u64(number), watching.flags())
     }
 
-    /// Reports a descriptor that is watched [`Once`](Watching::Once) once more.
+    /// Reports a descriptor that was added with [`Once`](Watching::Once) one more time.
     pub(super) fn again(&self, descriptor: impl AsFd, number: u64) -> rustix::io::Result<()> {
         epoll::modify(&self.0, descriptor, EventData::new_u64(number), Watching::Once.flags())
     }
 
-    /// Reports a descriptor no longer.
+    /// Removes a descriptor.
     pub(super) fn remove(&self, descriptor: impl AsFd) {
-        // Fails only if it was not watched.
+        // Fails only if the descriptor was not added.
         let _ = epoll::delete(&self.0, descriptor);
     }
 
-    /// Waits at most `limit` and appends the numbers of at most `most` descriptors to `ready`.
+    /// Waits at most `limit`, and appends the numbers of at most `most` readable descriptors to `ready`.
     pub(super) fn wait(&self, ready: &mut Vec<u64>, most: usize, limit: Option<Duration>) -> Result<()> {
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; MOST];
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
@@ -75,7 +75,7 @@ impl Poller {
     }
 }
 
-/// Descriptors reported at once.
+/// Most descriptors reported by one wait.
 const MOST: usize = 64;
 
 /// Wakes a thread that waits in a [`Poller`].
@@ -83,12 +83,12 @@ const MOST: usize = 64;
 pub(super) struct Bell(OwnedFd);
 
 impl Bell {
-    /// One that every ring wakes one thread for.
+    /// Creates a bell that wakes one thread for each ring.
     pub(super) fn counting() -> Result<Bell> {
         Bell::make(EventfdFlags::SEMAPHORE)
     }
 
-    /// One that stays readable until it is silenced.
+    /// Creates a bell that stays readable until it is silenced.
     pub(super) fn new() -> Result<Bell> {
         Bell::make(EventfdFlags::empty())
     }
@@ -99,11 +99,11 @@ impl Bell {
     }
 
     pub(super) fn ring(&self) {
-        // A full counter means that the bell is ringing already.
+        // The write fails if the counter is full; then the bell is ringing already.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Takes back what was rung: one ring of a counting bell, all of another.
+    /// Takes back one ring of a counting bell, or all rings of another bell.
     pub(super) fn silence(&self) {
         let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
     }
@@ -175,7 +175,7 @@ mod tests {
         let poller = Poller::new().unwrap();
         let (one, peer) = pair();
         poller.add(&one, 1, Watching::Always).unwrap();
-        // As a process that was forked holds it.
+        // As a forked process would hold it.
         let copy = rustix::io::dup(&one).unwrap();
         rustix::io::write(&peer, b"x").unwrap();
         assert_eq!(ready(&poller), [1]);

@@ -1,8 +1,10 @@
-//! Which remote caches this side has the peer write, over one link: a read of the peer's memory in place sees no pin there.
+//! Tracks pushes in flight per remote cache, over one link.
 //!
-//! The owner pins what it writes and what it sends, but a mapped read asks nobody. Where such a read meets a push or a
-//! layer of the same process, what was read is thrown away and asked for instead (`pulls_and_layers_of_the_same_rows`). A
-//! write whose peer did not answer counts as long as the peer may still be at it (`a_push_without_an_answer`). Not for: writes of the owner itself (docs/links.md says what is promised of those).
+//! An owner pins the rows that it writes or sends, but a mapped read does not ask the owner. If such a read
+//! overlaps with a push or a layer from the same process, its bytes are discarded and requested from the
+//! owner instead (`pulls_and_layers_of_the_same_rows`). A push that the peer did not confirm counts as long
+//! as the peer may still be executing it (`a_push_without_an_answer`). Writes by the owner itself are not
+//! tracked; docs/links.md states what is guaranteed for those.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,15 +14,15 @@ use hashbrown::HashMap;
 
 use crate::model::CacheId;
 
-/// Caches that are remembered; beyond, those that are not being written are forgotten.
+/// Most remembered caches. Beyond that, caches that are not being written are forgotten.
 const MOST: usize = 1 << 10;
 
-/// The writes of one link.
+/// The pushes over one link.
 #[derive(Debug, Default)]
 pub(crate) struct Writes {
-    /// Writes begun.
+    /// Number of pushes begun.
     begun: AtomicU64,
-    /// Writes under way, also those that wait for rows here.
+    /// Pushes in progress, including those that wait for rows on this side.
     under_way: AtomicUsize,
     caches: Mutex<Caches>,
 }
@@ -28,16 +30,16 @@ pub(crate) struct Writes {
 #[derive(Debug, Default)]
 struct Caches {
     written: HashMap<CacheId, Written>,
-    /// What is not in `written` was last begun before this write.
+    /// The latest push to a cache that is not in `written` has a number below this one.
     forgotten: u64,
 }
 
 #[derive(Debug, Default)]
 struct Written {
     under_way: u32,
-    /// Number of the latest.
+    /// Number of the latest push.
     last: u64,
-    /// The peer may be at one until then, though nobody waits for it here.
+    /// The peer may still execute an unconfirmed push until then.
     until: Option<Instant>,
 }
 
@@ -48,7 +50,7 @@ impl Written {
 }
 
 impl Writes {
-    /// Has `cache` of the peer written until the guard is dropped.
+    /// Records a push to `cache` of the peer, in progress until the guard is dropped.
     pub(crate) fn begin(&self, cache: CacheId) -> Writing<'_> {
         let mut caches = self.locked();
         let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
@@ -63,12 +65,13 @@ impl Writes {
         Writing { writes: self, cache }
     }
 
-    /// Whether this side has the peer write something now.
+    /// Whether a push over this link is in progress.
     pub(crate) fn now(&self) -> bool {
         self.under_way.load(Ordering::SeqCst) > 0
     }
 
-    /// Before `cache` is read in place: what to compare with after it, or `None` while it is being written.
+    /// Called before `cache` is read in place. Returns a value for
+    /// [`still_unwritten`](Self::still_unwritten), or `None` while a push to the cache is in progress.
     pub(crate) fn unwritten(&self, cache: CacheId) -> Option<u64> {
         let begun = self.begun.load(Ordering::SeqCst);
         if begun == 0 {
@@ -79,7 +82,7 @@ impl Writes {
         (!written).then_some(begun)
     }
 
-    /// Whether no write of `cache` has begun since [`unwritten`](Self::unwritten) gave `before`.
+    /// Whether no push to `cache` has begun since [`unwritten`](Self::unwritten) returned `before`.
     pub(crate) fn still_unwritten(&self, cache: CacheId, before: u64) -> bool {
         if self.begun.load(Ordering::SeqCst) == before {
             return true;
@@ -89,14 +92,14 @@ impl Writes {
     }
 }
 
-/// A write of a remote cache under way.
+/// A push in progress to a remote cache.
 pub(crate) struct Writing<'a> {
     writes: &'a Writes,
     cache: CacheId,
 }
 
 impl Writing<'_> {
-    /// The peer did not say that it is done: it may be at it for `limit` more.
+    /// Records that the peer did not confirm the push, and may execute it for `limit` more.
     pub(crate) fn unanswered(self, limit: Duration) {
         if let Some(written) = self.writes.locked().written.get_mut(&self.cache) {
             let until = Instant::now() + limit;

@@ -1,33 +1,33 @@
-//! Connections that were refused: why, and one line for the log, at most one a second for each reason.
+//! Refused connections: the reasons, and at most one log line per second for each reason.
 //!
-//! The lines are errors, because the default level hides everything below, and an operator who sees no link needs to know
-//! which setting would admit the peer. Not for: deciding whom to refuse (`greeting`, `accept`).
+//! The lines have the level error, because the default level hides all others. An operator who sees no link
+//! must learn which setting would admit the peer.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 
-/// Why a connection was refused, as far as lines of the log are counted together.
+/// The reason for a refusal. The rate of log lines is limited for each reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reason {
-    /// It is another user's, and there is no token.
+    /// The peer runs as another user, and no token is set.
     User,
-    /// It comes from elsewhere, and there is no token.
+    /// No token is set, and the peer has not proved that it is a process of this user on this host.
     Stranger,
-    /// Its token is another one, or it has none.
+    /// The token of the peer is missing or different.
     Token,
-    /// It looks for another cluster.
+    /// The peer wants to link to another cluster.
     Cluster,
-    /// Only one of the two lets peers reach its caches.
+    /// Only one of the two sides is in remote-accessible mode.
     Mode,
-    /// It speaks another protocol, or another version.
+    /// The peer uses another protocol or another version.
     Protocol,
-    /// It did not finish its greeting in time, or had to make room for another.
+    /// The handshake was not finished in time.
     Late,
-    /// There are too many links, streams or connections.
+    /// There are too many links, streams or unfinished connections.
     Full,
-    /// Anything else.
+    /// Any other reason.
     Other,
 }
 
@@ -35,7 +35,7 @@ impl Reason {
     const COUNT: usize = Reason::Other as usize + 1;
 }
 
-/// A connection that is refused.
+/// A refused connection: the reason and the error.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) reason: Reason,
@@ -47,13 +47,13 @@ impl Refusal {
         Refusal { reason, error }
     }
 
-    /// Whether it happens between peers that are entitled to link: a stream for a link that has just ended, or a member of a
-    /// communicator that came before this one.
+    /// Whether the refusal can occur between peers that are entitled to link: a stream for a link that has
+    /// just ended, or a member of a communicator that this side has not entered yet.
     fn is_usual(&self) -> bool {
         self.reason == Reason::Other && matches!(self.error.kind(), ErrorKind::NotLinked | ErrorKind::Closed)
     }
 
-    /// What the peer sent cannot be read.
+    /// Creates the refusal for a message that cannot be decoded.
     pub(super) fn unreadable(error: Error) -> Refusal {
         Refusal::new(Reason::Protocol, error)
     }
@@ -65,10 +65,10 @@ impl From<Error> for Refusal {
     }
 }
 
-/// How often the same reason is logged.
+/// The shortest interval between two log lines for the same reason.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What was logged last of each reason.
+/// The latest log line for each reason.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
     last: Mutex<[Option<Last>; Reason::COUNT]>,
@@ -77,14 +77,14 @@ pub(super) struct Refusals {
 #[derive(Debug)]
 struct Last {
     when: Instant,
-    /// Refusals since that were not logged, and the line of the latest.
+    /// Refusals since then that were not logged, and the line of the latest of them.
     more: u64,
     line: String,
 }
 
 impl Refusals {
-    /// Logs that `who` was refused; where the same reason was logged within the last second, counts it for
-    /// [`flush`](Self::flush).
+    /// Logs that `who` was refused. If the same reason was logged within the last second, counts the refusal
+    /// for [`flush`](Self::flush) instead.
     pub(super) fn log(&self, who: &str, refusal: &Refusal) {
         if refusal.is_usual() {
             tracing::info!(target: "llm_datadist::links", "refused a connection from {who}: {}", refusal.error);
@@ -96,7 +96,8 @@ impl Refusals {
         }
     }
 
-    /// Logs what was counted, a second after the last line of its reason; says when to come again.
+    /// Logs the counted refusals that are due, one second after the latest line for the same reason. Returns
+    /// when to call again.
     pub(super) fn flush(&self, now: Instant) -> Option<Duration> {
         let (lines, next) = self.due(now);
         for line in &lines {
@@ -105,7 +106,7 @@ impl Refusals {
         next
     }
 
-    /// The line for `reason` if one is due at `now`; else it is counted.
+    /// Returns the line for `reason` if it may be logged at `now`. Otherwise counts it.
     fn turn(&self, reason: Reason, line: String, now: Instant) -> Option<String> {
         let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let last = &mut all[reason as usize];
@@ -121,7 +122,7 @@ impl Refusals {
         }
     }
 
-    /// The lines of what was counted and is due, and how long until the next is.
+    /// Returns the lines for counted refusals that are due, and the time until the next is due.
     fn due(&self, now: Instant) -> (Vec<String>, Option<Duration>) {
         let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut lines, mut next) = (Vec::new(), None::<Duration>);

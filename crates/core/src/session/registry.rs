@@ -1,6 +1,7 @@
-//! Who is linked, who was, and who is about to be: one lock, held for look-ups only.
+//! The registry of links: existing links, recently broken ones, links in the making, and communicators.
 //!
-//! Not for: sockets; whatever has to be closed or told is handed out, and done by the caller without the lock.
+//! One lock guards it and is held for look-ups only. Links to be closed or notified are returned to the
+//! caller, which does that without the lock.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,35 +16,37 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::stats::LinkState;
 
-/// The fact of an error which says that a link of the same cluster works already: nothing else is worth trying.
+/// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
+/// transport cannot help then.
 pub(super) const PLACE_TAKEN: &str = "linked_from";
-/// Links of one engine, far above what anybody makes (contract §16 names 512).
+/// Most links of one engine, well above the 512 of contract §16.
 const MOST_LINKS: usize = 4096;
-/// Broken links whose reason is kept.
+/// Most broken links whose reason is kept.
 const MOST_BROKEN: usize = 1024;
 
+/// The registry of one engine.
 pub(super) struct State {
     limits: Connections,
     entries: Mutex<Entries>,
-    /// A link came, went, or is no longer being made.
+    /// Notified when a link is added or removed, or is no longer being made.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct Entries {
     closed: bool,
-    /// In the order in which they were made.
+    /// The links to each cluster, oldest first.
     links: HashMap<ClusterId, Vec<Arc<Link>>>,
     broken: HashMap<ClusterId, (Instant, String)>,
-    /// Clusters that a `link_clusters` is working on.
+    /// Clusters that a `link_clusters` call is linking.
     linking: HashSet<ClusterId>,
     comms: HashMap<u64, Arc<Communicator>>,
     last_comm: u64,
-    /// The engine is taking another role: no link may come about.
+    /// The engine is switching its role, and new links are refused.
     quiet: bool,
 }
 
-/// The right to link one cluster; others who want to wait for it.
+/// The right to link one cluster. Other callers wait until it is dropped.
 pub(super) struct TurnToLink<'a> {
     state: &'a State,
     cluster: ClusterId,
@@ -56,7 +59,7 @@ impl Drop for TurnToLink<'_> {
     }
 }
 
-/// No link comes about while this lives.
+/// Refuses new links while it exists.
 pub(super) struct Quiet<'a>(&'a State);
 
 impl Drop for Quiet<'_> {
@@ -70,7 +73,8 @@ impl State {
         State { limits, entries: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Refuses a link that a peer makes, if there are too many of those; one of the same cluster takes its place.
+    /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
+    /// because the new link replaces them.
     pub(super) fn room_for_incoming(&self, cluster: ClusterId) -> Result<(), Refusal> {
         let entries = self.locked();
         if entries.incoming(cluster) < self.limits.incoming {
@@ -86,7 +90,8 @@ impl State {
         Error::new(ErrorKind::LinkFailed, text).with("limit", self.limits.incoming)
     }
 
-    /// Refuses if there is a link, or one on the way; until what is returned goes, none can come about.
+    /// Refuses new links until the returned guard is dropped. Returns `Err` with `LinksExist` if a link
+    /// exists or is being made.
     pub(super) fn quiet(&self) -> Result<Quiet<'_>> {
         let mut entries = self.locked();
         entries.open()?;
@@ -98,7 +103,8 @@ impl State {
         Ok(Quiet(self))
     }
 
-    /// Waits while somebody else links `cluster`.
+    /// Waits until no other caller links `cluster`, and returns the right to do so. Returns `Err` if the
+    /// deadline passes or the engine closes.
     pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<TurnToLink<'_>> {
         let mut entries = self.locked();
         loop {
@@ -110,15 +116,17 @@ impl State {
         }
     }
 
-    /// A link that keeps `link_clusters` from making another. One that the peer made counts unless both sides may.
+    /// Returns a link that prevents `link_clusters` from making another one. A link that the peer made counts
+    /// unless both sides may link to each other (`both_ways`).
     pub(super) fn linked_already(&self, cluster: ClusterId, both_ways: bool) -> Option<Arc<Link>> {
         let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
         self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind()))
     }
 
-    /// Enters a link; hands out those it replaces, which the same peer, or its predecessor, left behind. One of a
-    /// communicator that has been left is refused (`nothing_is_left_of_a_communicator_that_was_left_at_once`), and so is one
-    /// that would replace a link which [works](Link::works): a cluster id and an instance number in a greeting prove nothing.
+    /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
+    /// behind. Refuses a link of a communicator that was left
+    /// (`nothing_is_left_of_a_communicator_that_was_left_at_once`). Also refuses a link that would replace
+    /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
     pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.locked();
         entries.open()?;
@@ -132,12 +140,13 @@ impl State {
                 Error::new(ErrorKind::LinkFailed, "there are too many links").with("limit", MOST_LINKS)
             );
         }
-        // Asked before the link was made as well; others may have come meanwhile.
+        // Checked by `room_for_incoming` as well, but other links may have been entered since.
         if link.kind() != Kind::Outgoing && entries.incoming(link.peer().cluster) >= self.limits.incoming {
             return Err(self.too_many());
         }
         let all = entries.links.entry(link.peer().cluster).or_default();
-        // Under the lock, so that of two that come at once one is refused. The look at the socket waits for nothing.
+        // Checked under the lock, so that one of two simultaneous links is refused. The check of the socket
+        // does not wait.
         if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(patience)) {
             return Err(taken(link, rival));
         }
@@ -150,7 +159,8 @@ impl State {
         Ok(stale)
     }
 
-    /// Removes a link that has broken; `false` if it was not there any more.
+    /// Removes a link that has ended, and records why it broke. Returns `false` if the link was not
+    /// registered any more.
     pub(super) fn remove(&self, link: &Arc<Link>) -> bool {
         let mut entries = self.locked();
         let cluster = link.peer().cluster;
@@ -172,18 +182,22 @@ impl State {
         removed
     }
 
-    /// Forgets that a link to `cluster` broke: it was unlinked, which needs no explanation.
+    /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no
+    /// explanation.
     pub(super) fn forgive(&self, cluster: ClusterId) {
         self.locked().broken.remove(&cluster);
     }
 
-    /// The links to `cluster`.
+    /// Returns the links to `cluster`.
     pub(super) fn of(&self, cluster: ClusterId) -> Vec<Arc<Link>> {
         self.locked().links.get(&cluster).cloned().unwrap_or_default()
     }
 
-    /// The link to `cluster` that calls use: the oldest whose peer was heard of within `patience`, so that one which comes
-    /// later takes no calls from it, except a later communicator with the same process; else the latest that lives.
+    /// Returns the link that calls to `cluster` use: the oldest whose peer gave a sign of life within
+    /// `patience`, so that a later link takes no calls from it. If that is a link of a communicator, the
+    /// latest such link to the same process is used. Without a recent sign of life, returns the latest link
+    /// that is alive. Waits for a communicator that is still preparing the link. Returns `Err` with
+    /// `NotLinked` if there is none.
     pub(super) fn find(
         &self,
         cluster: ClusterId,
@@ -202,20 +216,20 @@ impl State {
         }
     }
 
-    /// The link a peer's stream belongs to.
+    /// Returns the link to which a peer's stream belongs.
     pub(super) fn by_id(&self, cluster: ClusterId, instance: u64, id: u64) -> Option<Arc<Link>> {
         let entries = self.locked();
         let all = entries.links.get(&cluster)?;
         all.iter().find(|link| link.id == id && link.peer().instance == instance && link.alive()).cloned()
     }
 
-    /// All links, for the control thread; `None` once closed.
+    /// Returns all links, for the control thread. `None` once the engine is closed.
     pub(super) fn kept(&self) -> Option<Vec<Arc<Link>>> {
         let entries = self.locked();
         (!entries.closed).then(|| entries.links.values().flatten().cloned().collect())
     }
 
-    /// Whether there is a link, or one on the way.
+    /// Whether a link exists or is being made.
     pub(super) fn any(&self) -> bool {
         self.locked().any()
     }
@@ -225,8 +239,9 @@ impl State {
         self.locked().last_comm > 0
     }
 
-    /// A number for a new communicator. It counts from 1 and leaves out every number that is a status code, because
-    /// callers compare the two.
+    /// Registers a new communicator, which `make` creates for a given id. Ids count from 1 and skip the
+    /// values of status codes, because callers compare the two. Returns `Err` with `InvalidArgument` if there
+    /// are too many communicators.
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
         let mut entries = self.locked();
         entries.open()?;
@@ -246,36 +261,36 @@ impl State {
         Ok(comm)
     }
 
-    /// Takes a communicator out.
+    /// Removes a communicator. Returns `Err` with `NotLinked` if the id is unknown.
     pub(super) fn leave(&self, id: u64) -> Result<Arc<Communicator>> {
         let comm = self.locked().comms.remove(&id);
         self.changed.notify_all();
         comm.ok_or_else(|| unknown_comm(id))
     }
 
-    /// How far a communicator is.
+    /// Returns the progress of a communicator. Returns `Err` with `NotLinked` if the id is unknown.
     pub(super) fn comm_status(&self, id: u64) -> Result<CommStatus> {
         self.locked().comms.get(&id).map(|comm| comm.status()).ok_or_else(|| unknown_comm(id))
     }
 
-    /// The latest communicator of that name and these members.
+    /// Returns the latest communicator that matches `comm`.
     pub(super) fn comm(&self, comm: &crate::protocol::Comm) -> Option<Arc<Communicator>> {
         let entries = self.locked();
         entries.comms.values().filter(|known| known.is(comm)).max_by_key(|known| known.id()).cloned()
     }
 
-    /// The communicator of a number.
+    /// Returns the communicator with the id `id`.
     pub(super) fn comm_by_id(&self, id: u64) -> Option<Arc<Communicator>> {
         self.locked().comms.get(&id).cloned()
     }
 
-    /// Wakes whoever waits for a link: a communicator got further, or gave up.
+    /// Wakes the threads that wait for a link, after a communicator has made progress or failed.
     pub(super) fn announce(&self) {
         drop(self.locked());
         self.changed.notify_all();
     }
 
-    /// A member of the communicator `comm` is there now: nobody waits before dialling it again.
+    /// Ends the pauses of all communicators with the members of `comm`: one of the members is now listening.
     pub(super) fn knocked(&self, comm: &crate::protocol::Comm) {
         let entries = self.locked();
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
@@ -286,7 +301,7 @@ impl State {
         }
     }
 
-    /// Ends everything.
+    /// Ends all links and communicators, and refuses new ones.
     pub(super) fn close(&self) {
         let mut entries = self.locked();
         entries.closed = true;
@@ -304,12 +319,13 @@ impl State {
         self.changed.notify_all();
     }
 
-    /// Every link as it is now.
+    /// Returns the state of every link.
     pub(super) fn states(&self) -> Vec<LinkState> {
         self.locked().links.values().flatten().map(|link| link.state()).collect()
     }
 
-    /// Sleeps until something changes. The lock is let go before the caller is asked whether it was interrupted.
+    /// Sleeps until the registry changes. Releases the lock before it checks whether the caller was
+    /// interrupted.
     fn wait<'a>(
         &'a self,
         entries: MutexGuard<'a, Entries>,
@@ -337,7 +353,7 @@ impl Entries {
         Ok(())
     }
 
-    /// Links that peers made, without those of `cluster`.
+    /// Counts the links that peers or communicators made, except those to `cluster`.
     fn incoming(&self, cluster: ClusterId) -> usize {
         let counts = |link: &&Arc<Link>| link.kind() != Kind::Outgoing && link.peer().cluster != cluster;
         self.links.values().flatten().filter(counts).count()
@@ -366,18 +382,18 @@ fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
     }
     let heard = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
     let Some(oldest) = all.iter().find(heard) else { return all.iter().rev().find(|link| link.alive()) };
-    // Of several communicators with one process, the latest is used (contract §6.5).
+    // Among several communicators with one process, the latest is used (contract §6.5).
     let again = |link: &&Arc<Link>| heard(link) && link.peer().instance == oldest.peer().instance;
     let ranked = |link: &&Arc<Link>| matches!(link.kind(), Kind::Communicator(_));
     if ranked(&oldest) { all.iter().rev().find(|link| ranked(link) && again(link)) } else { Some(oldest) }
 }
 
-/// Whether `link` would take the place of `other`, of the same cluster id.
+/// Whether `link` would replace `other`, a link to the same cluster.
 fn replaces(link: &Link, other: &Link) -> bool {
     other.kind() == link.kind() || other.peer().instance != link.peer().instance
 }
 
-/// The refusal of a link whose place another has that works.
+/// Returns the error for a link whose place a working link has.
 #[cold]
 fn taken(link: &Link, rival: &Link) -> Error {
     let Peer { cluster, instance, .. } = link.peer();

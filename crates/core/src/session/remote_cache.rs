@@ -1,4 +1,4 @@
-//! Remote caches as their owner described them, and how many of the descriptions a link keeps.
+//! Descriptions of remote caches, as their owners sent them, and the limit on how many a link stores.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use crate::model::{CacheId, Name};
 use crate::protocol::Place;
 use crate::validate::RemoteCache;
 
-/// Descriptions that a link keeps.
+/// Most descriptions that a link stores.
 const MOST_RECORDS: usize = 1 << 16;
 
-/// Forgets half of the descriptions, whichever those are, where there is no room for one more: that costs one request for
-/// each that is asked for again.
+/// Discards an arbitrary half of the descriptions if there is no room for another. Each discarded one costs a
+/// request when it is next needed.
 pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
     if records.len() >= MOST_RECORDS {
         let mut kept = false;
@@ -27,15 +27,15 @@ pub(super) fn make_room<T>(records: &mut HashMap<Name, T>) {
 /// A remote cache, as its owner described it.
 #[derive(Debug)]
 pub(crate) struct Known {
-    /// Where it is in the owner's table, and the generation for which this is true.
+    /// Its place in the owner's table, and the generation for which the description is valid.
     pub(crate) at: Place,
-    /// Its id at its owner.
+    /// Its cache id at the owner.
     pub(crate) cache: CacheId,
-    /// Its sizes and the row the name led to.
+    /// Its sizes, and the row to which the name leads.
     pub(crate) remote: RemoteCache,
     /// Whether a pull of one of its slots may release a key.
     pub(crate) consumable: bool,
-    /// Its memory, if this process can see it.
+    /// Its memory, if this process can read it.
     pub(crate) tensors: Option<Arc<Tensors>>,
 }
 

@@ -1,8 +1,9 @@
-//! The threads that answer peers: a few, shared by all links, that sleep on all streams together.
+//! The threads that answer peers: a few threads that all links share, and that wait for all call streams
+//! together.
 //!
-//! A stream on which nobody calls costs a descriptor. When a request arrives, the kernel wakes one thread, which answers it
-//! while another waits in its place; threads that nobody needs end. How many answer one peer at a time is for `places` to
-//! say. Not for: what peers may ask (`peer`), or control messages (`control`).
+//! An idle stream costs one descriptor and no thread. When a request arrives, the kernel wakes one thread.
+//! While it answers, another thread waits in its place. Threads that are not needed end after 10 s.
+//! `call_slots` limits how many threads answer one peer at a time.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -22,24 +23,24 @@ use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::Stream;
 
-/// Steps of greetings that may be taken at a time.
+/// Most handshake steps in progress at a time.
 const STEPS: usize = 8;
-/// How long a thread that nobody needs is kept.
+/// How long a thread that is not needed is kept.
 const KEPT: Duration = Duration::from_secs(10);
-/// After an answer the next request of the same call often comes within microseconds: it is watched for before the stream
-/// goes back to the others.
+/// How long to poll a stream after an answer, before other streams are served. The next request of the same
+/// call often arrives within microseconds.
 const PATIENCE: Duration = Duration::from_micros(60);
-/// What names the bells among the streams, whose numbers are higher.
+/// Poller numbers of the bells. Streams have higher numbers.
 const WORK: u64 = 0;
 const CLOSED: u64 = 1;
 const FIRST: u64 = 2;
 
-/// The threads that answer peers, and what they wait for.
+/// The threads that answer peers, and their work.
 pub(super) struct Server {
     poller: Poller,
     /// Rung once for each piece of work.
     work: Bell,
-    /// Rung for good when the engine closes.
+    /// Rung when the engine closes, and never silenced.
     closed: Bell,
     state: Mutex<State>,
     threads: Arc<Threads>,
@@ -49,19 +50,19 @@ pub(super) struct Server {
 
 #[derive(Default)]
 struct State {
-    /// The streams on which peers may call.
+    /// The streams on which peers may send requests, by poller number.
     calls: HashMap<u64, Call>,
     last: u64,
-    /// Threads that wait, those that are only starting among them.
+    /// Threads that wait for work, including those that are starting.
     idle: usize,
-    /// Places at which turns are taken and what waits for one, by the names of links.
+    /// The slots in which turns are taken, and the turns that wait for one, keyed by [`name_of`].
     places: Places<usize, Turn>,
-    /// What has a place and waits for a thread.
+    /// Turns that have a slot and wait for a thread.
     ready: VecDeque<(Turn, Place)>,
-    /// Steps of greetings that wait for a thread, and threads that take some.
+    /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
     work: VecDeque<(u64, Work)>,
     working: usize,
-    /// Links that have ended, to be dropped.
+    /// Links that have ended and are to be dropped.
     ended: Vec<Arc<Link>>,
     is_closed: bool,
 }
@@ -72,11 +73,11 @@ struct Call {
     stream: Arc<Stream>,
 }
 
-/// Something to be done for the peer of one link.
+/// A piece of work for the peer of one link.
 enum Turn {
-    /// Answer what came on the stream of this number.
+    /// Answer the requests on the stream with this number.
     Answer(u64, Call),
-    /// Open a stream on which the peer may call.
+    /// Open a stream on which the peer may send requests.
     Dial(Arc<Link>),
 }
 
@@ -98,13 +99,13 @@ impl Server {
         Ok(Server { poller, work, closed, state, threads, budget, limits })
     }
 
-    /// What large requests of all peers may take.
+    /// Returns the budget for large requests of all peers.
     pub(super) fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }
 
-    /// Makes room for one more stream on which the peer of `link` calls, or refuses it. To be followed by
-    /// [`watch`](Self::watch).
+    /// Admits one more stream on which the peer of `link` sends requests, or refuses it. If it succeeds,
+    /// [`watch`](Self::watch) must follow.
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
         if self.locked().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
@@ -117,7 +118,7 @@ impl Server {
         link.serve_on(stream).map_err(full)
     }
 
-    /// Answers what comes on `stream`, which the link knows, until it ends.
+    /// Answers the requests on `stream`, which `link` knows, until the stream ends.
     pub(super) fn watch(&self, shared: &Arc<Shared>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
         stream.demand_pace(shared.cluster.config.links.silence);
         let mut state = self.locked();
@@ -125,7 +126,8 @@ impl Server {
         let number = state.last;
         state.calls.insert(number, Call { link: link.clone(), stream: stream.clone() });
         drop(state);
-        // A request may be there already; if the link has ended meanwhile, its streams are closed, which is seen as well.
+        // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
+        // the poller reports that too.
         let watched = self.poller.add(&**stream, number, Watching::Once).map_err(unwatched);
         watched.and_then(|()| self.keep_one(&Arc::downgrade(shared))).inspect_err(|_| {
             self.locked().calls.remove(&number);
@@ -134,7 +136,7 @@ impl Server {
         })
     }
 
-    /// Has a thread open a stream on which the peer of `link` may call.
+    /// Has a thread open a stream on which the peer of `link` may send requests.
     pub(super) fn dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
@@ -147,7 +149,7 @@ impl Server {
         }
     }
 
-    /// Has a thread take a step for the connection of that number.
+    /// Has a thread perform a handshake step for the connection `number`.
     pub(super) fn work(&self, shared: &Arc<Shared>, number: u64, work: Work) {
         let stream = work.stream().clone();
         self.locked().work.push_back((number, work));
@@ -158,15 +160,15 @@ impl Server {
         }
     }
 
-    /// Has a thread drop a link that has ended: to unmap much of a peer's memory takes long.
+    /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
     pub(super) fn release(&self, shared: &Arc<Shared>, link: Arc<Link>) {
         self.locked().ended.push(link);
         self.work.ring();
-        // Without a thread it is dropped with the next piece of work.
+        // If no thread can be started, the link is dropped with the next piece of work.
         let _ = self.keep_one(&Arc::downgrade(shared));
     }
 
-    /// Ends everything; no thread waits any more.
+    /// Closes all streams and ends the threads that wait.
     pub(super) fn close(&self) {
         let mut state = self.locked();
         state.is_closed = true;
@@ -186,14 +188,14 @@ impl Server {
         drop(waiting);
     }
 
-    /// Sees to it that a thread waits.
+    /// Ensures that a thread waits for work. Returns `Err` with `System` if none can be started.
     fn keep_one(&self, shared: &Weak<Shared>) -> Result<()> {
         let mut state = self.locked();
         if state.idle > 0 || state.is_closed {
             return Ok(());
         }
         let Some(engine) = shared.upgrade() else { return Ok(()) };
-        // Counted before it runs, so that only one is started.
+        // Counted before the thread runs, so that only one is started.
         state.idle += 1;
         drop(state);
         let (weak, server) = (shared.clone(), engine.server.clone());
@@ -201,14 +203,15 @@ impl Server {
         begun.inspect_err(|_| self.locked().idle -= 1)
     }
 
-    /// A thread: waits for a request or a piece of work, as long as it is needed.
+    /// The body of a thread: waits for requests and work as long as the thread is needed.
     fn run(&self, shared: &Weak<Shared>) {
         let (mut ready, mut limit) = (Vec::with_capacity(1), Some(KEPT));
         loop {
             ready.clear();
             let waited = self.poller.wait(&mut ready, 1, limit);
             let mut state = self.locked();
-            // One thread is always there to wait; without descriptors to wait for, the next stream starts another.
+            // One thread always stays to wait. If waiting fails, the thread ends, and the next stream starts
+            // another.
             if state.is_closed || waited.is_err() || (ready.is_empty() && state.idle > 1) {
                 state.idle -= 1;
                 return;
@@ -221,7 +224,7 @@ impl Server {
             drop(state);
             limit = Some(KEPT);
             if let (Err(error), Some(shared)) = (self.keep_one(shared), shared.upgrade()) {
-                // As a refusal, so that it is said once a second at most.
+                // Logged as a refusal, which limits it to one line per second.
                 shared.refusals.log("peers in time", &error.into());
             }
             match number {
@@ -232,7 +235,7 @@ impl Server {
         }
     }
 
-    /// Takes pieces of work until there is none, or enough threads do so.
+    /// Performs pieces of work until none is left, or enough threads do so.
     fn take_work(&self, shared: &Weak<Shared>) {
         self.work.silence();
         loop {
@@ -257,7 +260,7 @@ impl Server {
         }
     }
 
-    /// Answers what came on the stream of that number, or has it wait for a place.
+    /// Answers the requests on the stream `number`, or queues it until a slot is free.
     fn answer(&self, shared: &Weak<Shared>, number: u64) {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
@@ -267,7 +270,7 @@ impl Server {
         self.take_turns(shared, turn, place);
     }
 
-    /// Takes `turn`, and those that may follow in its place.
+    /// Takes `turn`, and then the turns that inherit its slot.
     fn take_turns(&self, shared: &Weak<Shared>, turn: Turn, place: Place) {
         let mut next = Some((turn, place));
         while let Some((turn, place)) = next {
@@ -282,7 +285,7 @@ impl Server {
         }
     }
 
-    /// Answers the requests on one stream, until no other follows at once.
+    /// Answers the requests on one stream until none follows at once.
     fn take_call(&self, shared: &Arc<Shared>, number: u64, call: &Call, place: Place) {
         let Call { link, stream } = call;
         let on = loop {
@@ -290,7 +293,7 @@ impl Server {
             if !shared.serve(link, stream) {
                 break false;
             }
-            // Others wait for this place, or the peer for nothing.
+            // Stop if another turn waits for this slot, or if no request follows at once.
             if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(PATIENCE) {
                 break true;
             }
@@ -325,7 +328,7 @@ impl Server {
     }
 }
 
-/// Names a link while it is held.
+/// Returns a key for the link, unique while the link is held.
 fn name_of(link: &Arc<Link>) -> usize {
     Arc::as_ptr(link).addr()
 }

@@ -1,6 +1,4 @@
-//! The threads of one engine's links: started by name, counted, waited for.
-//!
-//! Not for: workers that copy (`engine::workers`).
+//! Starts the threads of an engine's links by name, counts them, and waits for them to end.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, ThreadId};
@@ -10,10 +8,10 @@ use hashbrown::HashSet;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Enough for a request and its plan, which live on the heap.
+/// Stack size in bytes. Requests and their plans are on the heap.
 const STACK: usize = 512 << 10;
 
-/// Which run.
+/// The running threads.
 #[derive(Debug, Default)]
 pub(super) struct Threads {
     running: Mutex<Running>,
@@ -23,12 +21,12 @@ pub(super) struct Threads {
 #[derive(Debug, Default)]
 struct Running {
     count: usize,
-    /// Those that have begun.
+    /// The ids of the threads that have begun to run.
     ids: HashSet<ThreadId>,
 }
 
 impl Threads {
-    /// Runs `work` on a thread of its own.
+    /// Runs `work` on a new thread. Returns `Err` with `System` if it cannot be started.
     pub(super) fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         self.locked().count += 1;
         let mut leaving = Leaving(self.clone(), None);
@@ -42,7 +40,8 @@ impl Threads {
         })
     }
 
-    /// Waits until all have ended, at most `limit`. A thread that closes its own engine does not wait for itself.
+    /// Waits until all threads have ended, at most `limit`. A thread that closes its own engine does not wait
+    /// for itself.
     pub(super) fn wait(&self, limit: Duration) {
         let until = Instant::now() + limit;
         let mut running = self.locked();
@@ -61,7 +60,7 @@ impl Threads {
     }
 }
 
-/// Counts a thread out, however it ends; also one that was never started.
+/// Removes a thread from the count when dropped, even if the thread was never started.
 struct Leaving(Arc<Threads>, Option<ThreadId>);
 
 impl Leaving {
