@@ -165,8 +165,8 @@ fn stopped() -> bool {
     STOP.with_borrow(|stop| stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)))
 }
 
-/// Error of a link that was not made. What a peer that refuses reports as `NotLinked`, or this side as
-/// `System` or `NotEnabled`, is `LinkFailed` here.
+/// Error of a link that was not made. `NotLinked`, for example from a peer that refuses, `System` and
+/// `NotEnabled` become `LinkFailed`.
 #[cold]
 pub(super) fn link_failed(error: Error) -> Error {
     match error.kind() {

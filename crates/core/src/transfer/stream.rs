@@ -20,8 +20,8 @@ use crate::session::{Known, Lease, Link, limit_ms, reply, say_before};
 /// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
 const PART: u64 = 8 << 20;
 
-/// Most pieces in one tensor of a plan whose bytes follow the request unasked. Such a request takes a few
-/// KiB.
+/// Most pieces in one tensor of a plan whose bytes follow the request without waiting for a reply. Such a
+/// request takes a few KiB.
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
@@ -106,7 +106,8 @@ impl Streams {
     }
 
     /// Sends one request and the bytes, and receives the reply that they are in place. Few bytes follow the
-    /// request unasked, which takes one round trip instead of two (`few_bytes_follow_their_request`).
+    /// request without waiting for a reply, which takes one round trip instead of two
+    /// (`few_bytes_follow_their_request`).
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
         let mut lease = self.link.lease(self.deadline)?;
@@ -142,7 +143,7 @@ impl Streams {
         }
     }
 
-    /// Whether `bytes` bytes of the plan may follow their request unasked.
+    /// Whether `bytes` bytes of the plan may follow their request without waiting for a reply.
     fn ahead(&self, bytes: u64) -> bool {
         bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
     }

@@ -1,8 +1,8 @@
 //! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
-//! This module only keeps the books. The code that computes layers reports which ones are ready, lanes push
-//! ready layers to each destination, and nothing waits for anything else. A destination has a result only
-//! once it has ended. A carrier that ends without a result leaves a failure
+//! This module only keeps records. The code that computes layers reports which ones are ready, and lanes push
+//! ready layers to each destination. Neither waits for the other, and no destination waits for another. A
+//! destination has a result only once it has ended. A carrier that ends without a result leaves a failure
 //! (`a_carrier_that_panics_is_a_failure`), so a missing result never counts as success. `transfer::layerwise`
 //! pushes the layers.
 
