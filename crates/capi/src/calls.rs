@@ -1,6 +1,6 @@
 //! One function for each call of the class: checked values → the core.
 //!
-//! Not for: pointers (`abi`), or any rule (`core::check::cpp`).
+//! Not for: pointers (`abi`), or any rule (`core::validate::cpp`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;

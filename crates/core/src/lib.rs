@@ -1,16 +1,18 @@
-//! The engine of `llm_datadist`: pools, cache table, copy engine. Knows nothing of Python.
+//! The core of `llm_datadist`: an engine for the KV cache of large language models. It contains nothing
+//! specific to Python.
 //!
 //! ```text
-//!  operations   datadist/{remote, transfer, layerwise}   peer
-//!  progress     task   lanes
-//!  resources    links   cluster   stats
-//!  movement     engine/{wave, ring, stream, route, tuner, workers}    the only thing that moves bytes
-//!  resources    table/{pin, remote}   arena   device   transport   wire   mem
-//!  thought      check   plan   pool        pure: no memory, no I/O, no clock
-//!  words        keys   desc   config   id   status   error   counters
+//!  API          engine
+//!  operations   transfer   session   cluster   stats
+//!  movement     copy   huge_pages            copy: the only module that moves bytes of caches
+//!  I/O          net   protocol
+//!  resources    cache   pool   device   memory   token_file
+//!  decisions    validate   plan              pure: no memory access, no I/O, no clock
+//!  base         config   model   status   error   fallible   log   sync
 //! ```
 //!
-//! Arrows point down; `docs/architecture.md` has the table, `tests/test_architecture.py` reads it.
+//! A module uses only modules on its own line or below. `docs/architecture.md` has the exact table, which
+//! `tests/test_architecture.py` checks. `testing` has test support (feature `testing`).
 //!
 //! ```
 //! use llm_datadist_core::*;
@@ -32,7 +34,7 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Two engines, here in one process, usually in two: one listens, the other links, pulls and pushes.
+//! Two engines, here in one process, usually in two. One listens; the other links, pulls and pushes.
 //!
 //! ```
 //! use std::time::Duration;
@@ -41,7 +43,7 @@
 //! let open = |role, cluster, listen: Option<&str>| {
 //!     let mut config = Config::new(role, ClusterId(cluster));
 //!     config.device_pool = Some(PoolConfig { memory_size: 1 << 20, page_shift: 16 });
-//!     config.remote_accessible = true; // caches are named by id, and pulling one leaves it there
+//!     config.remote_accessible = true; // caches are named by id, and a pull leaves them in place
 //!     config.links.listen = listen.map(|address| address.parse().unwrap());
 //!     DataDist::open(config)
 //! };
@@ -61,25 +63,25 @@
 //! for linked in decode.link_clusters(&[peer.clone()], Duration::from_secs(3)) {
 //!     linked?;
 //! }
-//! // Slot 3 there into slot 0 here: 128 bytes in each of two tensors.
+//! // Slot 3 of the peer into slot 0 of this engine: 128 bytes in each of two tensors.
 //! let slot = |row| RemoteName { cluster: ClusterId(1), name: Name::Row { cache: theirs.id(), row } };
 //! let here = End::Managed(ours.id());
-//! decode.pull(slot(3), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL)?;
+//! decode.pull(slot(3), &here, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL)?;
 //! // And back, into slot 7, only the second tensor.
 //! let second = LayerRange { first: 1, end: 2 };
 //! let layers = Layers { src: Some(second), dst: Some(second), tensors_per_layer: 1 };
-//! decode.push(&here, slot(7), &PushRows::Slot { near: 0 }, layers)?;
+//! decode.push(&here, slot(7), &PushRows::Slot { local: 0 }, layers)?;
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
-//! // The seeds' own calls: `CopyKvCache`, and `PushKvCache` of the prompt role.
+//! // Calls of the original's documentation: `CopyKvCache`, and `PushKvCache` of the prompt role.
 //! let source = End::Managed(theirs.id());
 //! let args = CopyArgs { src_batch_index: 0, dst_batch_index: 1, offset: 0, size: -1 };
 //! prefill.copy_kv_cache(&source, &source, args)?;
 //! let there = CacheIndex { cluster: ClusterId(2), cache: ours.id(), row: 1 };
 //! prefill.push_kv_cache(theirs.id(), there, 3, -1, ExtParam::default())?;
 //!
-//! // Layer by layer, while the next is computed: whoever computes says which is ready.
+//! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
 //! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
 //! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
 //! let src_layers = LayerRange { first: 0, end: 2 };
@@ -89,8 +91,8 @@
 //! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
 //!
-//! // An error says what was wrong, in words and as values.
-//! let error = decode.pull(slot(8), &here, &PullRows::Slot { near: 0, size: -1 }, Layers::ALL).unwrap_err();
+//! // An error explains the cause in its text and as values.
+//! let error = decode.pull(slot(8), &here, &PullRows::Slot { local: 0, size: -1 }, Layers::ALL).unwrap_err();
 //! assert_eq!(error.kind(), ErrorKind::CacheNotFound);
 //! assert_eq!(StatusCode::from(error.kind()).name(), "LLM_KV_CACHE_NOT_EXIST");
 //! assert_eq!(error.fact("cluster"), Some("1"));
@@ -101,7 +103,8 @@
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
-// The engine uses memfds, epoll and pidfds, offsets of 64 bits, and numbers that peers map in place (docs/testing.md).
+// The engine uses memfds, epoll and pidfds, 64-bit offsets, and numbers that peers map in place
+// (docs/testing.md).
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 

@@ -130,7 +130,7 @@ impl Table {
     }
 
     /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache. The
-    /// keys are as [`check::bindings`](crate::validate::bindings) gives them, each once.
+    /// keys are as [`validate::bindings`](crate::validate::bindings) gives them, each once.
     pub fn allocate(
         &self,
         desc: &CacheDesc,

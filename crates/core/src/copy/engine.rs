@@ -1,6 +1,7 @@
-//! The copy engine: the only thing that moves bytes. Copies, swaps, pulls, pushes and layers are plans it runs.
+//! The copy engine, which runs plans on persistent threads.
 //!
-//! Not for: which bytes (`plan`), who may touch them (`table::pin`), or whether a request makes sense (`check`).
+//! Copies, swaps, pulls, pushes and layers are plans. `plan` decides which bytes move, `cache` pins the rows,
+//! and `validate` checks the request. This module only moves the bytes.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -18,34 +19,38 @@ use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
 use crate::plan::CopyPlan;
 
-/// What a copy did.
+/// Result of a copy that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Bytes moved, each counted once.
+    /// Bytes moved. Each byte counts once.
     pub bytes: u64,
-    /// The way they took.
+    /// Route that the bytes took.
     pub route: Route,
 }
 
-/// Runs plans on persistent workers.
+/// Runs plans on persistent worker threads.
 #[derive(Debug)]
 pub struct CopyEngine {
     devices: DeviceSet,
     workers: Workers,
     readers: reader_threads::Readers,
     tuner: Arc<Tuner>,
-    /// Memory of other processes has page tables, and so speeds, of its own.
+    /// For sources in another process: that memory has its own page tables, and so its own speeds.
     peer_tuner: Arc<Tuner>,
-    /// Buffers of the ring lie in the caches.
+    /// For the ring, whose buffers stay in the CPU caches.
     ring_tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
-    /// Wait for sockets, which those that copy must not; started by the first transfer that has use for them.
+    /// Threads that wait for sockets, which copy workers must not do. Started by the first transfer that
+    /// needs them.
     streamers: OnceLock<Workers>,
     streams: usize,
 }
 
 impl CopyEngine {
-    /// An engine with the workers and choices of `config`, over `devices`.
+    /// Creates an engine over `devices` with the workers and kernels that `config` selects.
+    ///
+    /// Returns `Err(NotEnabled)` if this CPU does not have the kernel that `config` forces, and `Err(System)`
+    /// if a thread cannot be started.
     pub fn new(config: &Config, devices: DeviceSet) -> Result<Self> {
         let tuner = Tuner::new(config.kernel)?;
         let workers = Workers::new("llm-copy", config.copy_workers)?;
@@ -62,7 +67,8 @@ impl CopyEngine {
         })
     }
 
-    /// Workers for the parts of one transfer through several streams.
+    /// Returns the workers that run the parts of a transfer through several streams. The first call starts
+    /// them.
     pub fn streamers(&self) -> Result<&Workers> {
         if let Some(workers) = self.streamers.get() {
             return Ok(workers);
@@ -71,31 +77,32 @@ impl CopyEngine {
         Ok(self.streamers.get_or_init(|| made))
     }
 
-    /// Workers that copy, the calling thread among them.
+    /// Number of threads that copy, including the calling thread.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.workers.count()
     }
 
-    /// Has the workers do `units` pieces of other work, the calling thread among them; returns when all are done.
+    /// Runs units `0..units` of `work`, which is not a copy, on the copy workers and the calling thread.
+    /// Returns when no thread touches `work` any more (see [`Workers::run`]).
     pub fn spread(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
         self.workers.run(work, units, limit)
     }
 
-    /// Bytes each kernel has copied, and what was learned of it in this process's memory.
+    /// Tuner for copies within this process. Its byte counts cover all copies of this engine.
     #[must_use]
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
     }
 
-    /// Bytes of device memory the swap-in ring holds.
+    /// Bytes of device memory that the swap-in ring holds.
     #[must_use]
     pub fn ring_bytes(&self) -> u64 {
         self.ring.bytes()
     }
 
-    /// Opens process `pid`, as [`PeerProcess::open`] does. `Err` once `deadline` has passed, also if its memory does not
-    /// answer.
+    /// Opens process `pid` as [`PeerProcess::open`] does, on a reader thread. Returns `Err` once `deadline`
+    /// has passed, even if the memory of that process does not answer.
     pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<PeerProcess>> {
         let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
         self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
@@ -103,9 +110,12 @@ impl CopyEngine {
         opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
     }
 
-    /// Moves every byte of `plan`, wave after wave, or says how far it got (`copied_bytes`, counted by whole units, so
-    /// never more than arrived); `progress` says which bytes, `limit` whether a copy that has begun is finished. The caller
-    /// holds pins on both ends until this returns. The source may be another process's memory, the destination never.
+    /// Moves every byte of `plan`, one wave after the other.
+    ///
+    /// The caller must hold pins on both ends until this returns. The source may be memory of another
+    /// process; the destination may not. `progress` records which bytes are in place. `limit` decides whether
+    /// a copy that has begun is finished. An error carries the fact `copied_bytes`. It counts whole units, so
+    /// it never exceeds what arrived.
     pub fn run(
         &self,
         plan: impl Into<Arc<CopyPlan>>,
@@ -118,8 +128,8 @@ impl CopyEngine {
         self.run_holding(plan, src, dst, staging, limit, progress, Arc::new(()))
     }
 
-    /// As [`run`](Self::run), and keeps `held` as long as any byte may still be touched: beyond the end of the call if its
-    /// error carries [`STILL_READING`].
+    /// Does the same as [`run`](Self::run), and keeps `held` for as long as any byte may still be touched.
+    /// That is beyond the end of the call if its error carries [`STILL_READING`](super::STILL_READING).
     #[expect(clippy::too_many_arguments, reason = "what a copy is made of")]
     pub fn run_holding(
         &self,
@@ -168,7 +178,7 @@ impl CopyEngine {
     }
 }
 
-/// Another process being opened.
+/// A process that a reader thread opens.
 struct Opening {
     pid: i32,
     probe: Probe,

@@ -1,6 +1,4 @@
-//! What the deadline of a copy bounds: the wait before its first byte, or all of it.
-//!
-//! Not for: the clock (`id::Deadline`).
+//! What the deadline of a copy limits: the wait before its first byte, or the whole copy.
 
 use crate::error::Result;
 use crate::model::Deadline;
@@ -8,16 +6,16 @@ use crate::model::Deadline;
 /// How long a copy may take.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// Bounds the wait before the first byte and is checked once after it. A copy that has begun is finished, because a
-    /// caller can do little with half of it, and the rest takes no longer than memory needs
-    /// (`a_copy_that_has_begun_outlasts_its_limit`). For copies within this process.
+    /// Limits the wait before the first byte, and is checked once after that wait. A copy that has begun runs
+    /// to its end, because half a copy is of little use to a caller, and the rest takes only as long as the
+    /// memory needs (`a_copy_that_has_begun_outlasts_its_limit`). For copies within this process.
     Start(Deadline),
-    /// Bounds every unit. For transfers, whose other side may stop at any moment.
+    /// Limits every unit. For transfers, because the peer may stop at any moment.
     Whole(Deadline),
 }
 
 impl Limit {
-    /// How long the copy may wait before it begins.
+    /// Deadline of the wait before the copy begins.
     #[must_use]
     pub fn to_wait(&self) -> Deadline {
         match *self {
@@ -25,7 +23,8 @@ impl Limit {
         }
     }
 
-    /// Asked once, after all waits and before the first byte.
+    /// Checks the limit once, after all waits and before the first byte. Returns `Err(Timeout)` if the limit
+    /// covers only the start and has passed.
     pub fn begin(&self) -> Result<()> {
         match self {
             Limit::Start(deadline) => deadline.check("waiting to copy"),
@@ -33,7 +32,8 @@ impl Limit {
         }
     }
 
-    /// Asked between two pieces of the work: `Err` if the limit covers the work and has passed.
+    /// Checks the limit between two pieces of the work. Returns `Err(Timeout)` if the limit covers the whole
+    /// work and has passed.
     pub fn go_on(&self, doing: &str) -> Result<()> {
         match self {
             Limit::Start(_) => Ok(()),
@@ -43,7 +43,7 @@ impl Limit {
 }
 
 impl From<Deadline> for Limit {
-    /// A deadline that says no more is for all of the work.
+    /// A plain deadline limits the whole work.
     fn from(deadline: Deadline) -> Self {
         Limit::Whole(deadline)
     }

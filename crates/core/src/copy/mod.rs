@@ -1,4 +1,5 @@
-//! The copy engine: the only part that moves bytes. Copies, swaps, pulls, pushes and layers are plans that it runs.
+//! The copy engine: the only module that moves the bytes of caches. Copies, swaps, pulls, pushes and layers
+//! are plans that it runs.
 
 mod engine;
 mod kernel_choice;

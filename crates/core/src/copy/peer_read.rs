@@ -1,6 +1,5 @@
-//! One read of another process's memory under way: its units, who is inside, and whether its caller has left it.
-//!
-//! Not for: the threads that do it (`readers`).
+//! One read of another process's memory in progress: its units, the threads inside, and whether its caller
+//! has left it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,33 +11,36 @@ use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// The fact of an error after which the kernel may still write to the destination rows: the process it reads.
+/// Name of the fact in an error after which the kernel may still write to the destination rows. Its value is
+/// the id of the process that is read.
 pub const STILL_READING: &str = "still_reading_pid";
 
-/// How long a caller looks for the end of its read, and a reader for more work, before they sleep: about one hand-over.
+/// How long a caller polls for the end of its read, and a reader thread for more work, before they sleep:
+/// about the time of one hand-over.
 const PATIENCE: Duration = Duration::from_micros(50);
-/// How long a call that is over waits for a kernel call that moves on: one unit takes a few milliseconds.
+/// How long a call that has ended waits for a kernel call that still makes progress. One unit takes a few
+/// milliseconds.
 const GRACE: Duration = Duration::from_millis(100);
 const DOING: &str = "reading the memory of the peer's process";
-/// Looks between two questions what time it is, or whether another thread needs this core.
+/// Polls between two checks of the clock. After each check, the thread yields its core.
 const LOOKS: u32 = 64;
 
-/// A job, whatever its work.
+/// A job with any kind of work.
 pub(super) trait Task: Send + Sync {
-    /// Does units until none is left.
+    /// Runs units until none is left.
     fn help(&self);
-    /// Whether its caller has left without it.
+    /// Whether the caller has left before the job ended.
     fn abandoned(&self) -> bool;
 }
 
-/// One read under way.
+/// One read in progress.
 pub(super) struct Job<W> {
     units: usize,
     next: AtomicUsize,
-    /// Units that were done.
+    /// Number of units that are done.
     ended: AtomicUsize,
     stop: AtomicBool,
-    /// Nobody is inside, and no unit is left.
+    /// No thread is inside, and no unit is left to start.
     over: AtomicBool,
     abandoned: AtomicBool,
     inner: Mutex<Inside<W>>,
@@ -46,10 +48,10 @@ pub(super) struct Job<W> {
 }
 
 struct Inside<W> {
-    /// Gone once the caller has left, so that a thread that comes late finds nothing and keeps nothing alive.
+    /// `None` once the caller has left, so that a late thread finds no work and keeps nothing alive.
     work: Option<Arc<W>>,
     threads: usize,
-    /// The caller sleeps: waking nobody is a system call, too.
+    /// Whether the caller sleeps. Otherwise the system call that wakes it is omitted.
     asleep: bool,
     failure: Option<Error>,
 }
@@ -68,7 +70,7 @@ impl<W: Work> Job<W> {
         }
     }
 
-    /// Takes units until there are none.
+    /// Runs units until none is left.
     fn take(&self, work: &W) -> Result<()> {
         while !self.stop.load(Ordering::Relaxed) {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
@@ -81,8 +83,9 @@ impl<W: Work> Job<W> {
         Ok(())
     }
 
-    /// Waits until nobody is inside and no unit is left; or until the deadline, or until no unit has ended for `silence`:
-    /// then whoever is inside keeps the work.
+    /// Waits until no thread is inside and no unit is left, until the deadline, or until no unit has ended
+    /// for `silence`. In the last two cases, threads that are still inside after [`GRACE`] keep the work, and
+    /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
         look(|| self.over());
         let mut inner = self.locked();
@@ -93,19 +96,19 @@ impl<W: Work> Job<W> {
             let nap = deadline.nap().min(silence.unwrap_or(Duration::MAX));
             inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
             if !self.over() {
-                // A signal handler may use the engine.
+                // Without the lock, because a signal handler may use the engine.
                 drop(inner);
                 ended = deadline.waiting(DOING).and_then(|()| self.moves(&mut last, silence));
                 inner = self.locked();
             }
         }
-        // Nobody enters any more.
+        // From here on, no thread can enter.
         let work = inner.work.take();
         self.stop.store(true, Ordering::Relaxed);
         let grace = Instant::now() + GRACE;
         while inner.threads > 0 {
             let left = grace.saturating_duration_since(Instant::now());
-            // Once it was over, whoever came late found no unit and leaves by itself.
+            // Once the job is over, a late thread finds no unit and leaves by itself.
             if left.is_zero() && !self.over() {
                 self.abandoned.store(true, Ordering::Release);
                 break;
@@ -123,7 +126,8 @@ impl<W: Work> Job<W> {
         }
     }
 
-    /// `Err` once no unit has ended for `silence`. `last` is how many had, and since when.
+    /// Returns `Err(Timeout)` once no unit has ended for `silence`. `last` is the number of ended units, and
+    /// when it changed.
     fn moves(&self, last: &mut (usize, Instant), silence: Option<Duration>) -> Result<()> {
         let (now, Some(silence)) = (self.ended.load(Ordering::Relaxed), silence) else { return Ok(()) };
         if now != last.0 {
@@ -156,7 +160,7 @@ impl<W: Work> Task for Job<W> {
         let done = catch_unwind(AssertUnwindSafe(|| self.take(&work)));
         let done =
             done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
-        // Before leaving: once nobody is inside, nothing of the work is held any more.
+        // Before leaving: once no thread is inside, none of them holds the work.
         drop(work);
         let mut inner = self.locked();
         inner.threads -= 1;
@@ -178,7 +182,7 @@ impl<W: Work> Task for Job<W> {
     }
 }
 
-/// The error of a call that left before the kernel did.
+/// Error of a call that returns before the kernel has finished.
 #[cold]
 fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
     let why = why.unwrap_or_else(|| deadline.error(DOING));
@@ -187,7 +191,7 @@ fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
     Error::new(why.kind(), text).with(STILL_READING, pid).because(why)
 }
 
-/// Looks for a while whether `ready`.
+/// Polls `ready` for [`PATIENCE`], and returns whether it became true.
 pub(super) fn look(ready: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     loop {
@@ -200,7 +204,7 @@ pub(super) fn look(ready: impl Fn() -> bool) -> bool {
         if started.elapsed() >= PATIENCE {
             return false;
         }
-        // Whoever is waited for may be kept from this very core.
+        // The thread that is waited for may need this core.
         yield_now();
     }
 }

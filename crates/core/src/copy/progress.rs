@@ -1,7 +1,9 @@
-//! Which bytes of a transfer are in place, and so which rows of the destination a caller may use after a failure.
+//! Records which bytes of a transfer are in place, and so which destination rows a caller may use after a
+//! failure.
 //!
-//! A position is a byte along the whole plan: wave after wave, in each all spans of the first tensor, then of the next.
-//! Success costs one entry per unit, mostly merged with one before (`what_arrived_is_what_the_twin_says`). Not for: retrying.
+//! A position is the number of a byte in the whole plan: wave after wave, and in each wave all spans of the
+//! first tensor, then of the next. A successful transfer adds one entry per unit, and most entries are merged
+//! with an earlier one (`what_arrived_is_what_the_twin_says`).
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -13,42 +15,44 @@ use crate::error::{Error, Result};
 use crate::fallible;
 use crate::plan::{CopyPlan, Piece};
 
-/// Tensors, and ranges of rows in each, that the text of an error names.
+/// Tensors, and ranges of rows of each, that the text of an error lists.
 const SHOWN: usize = 8;
-/// Entries looked at, from the last, for one that a new entry continues: about as many as workers.
+/// Number of the latest entries that are searched for one that a new entry continues: about as many as there
+/// are workers.
 const LOOK_BACK: usize = 16;
 
-/// Most ranges of rows that are told of.
+/// Most ranges of rows that are reported.
 const MOST: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
 const TOLD: &str = "what arrived of a transfer";
 
-/// What is in place of one transfer. Each position is reported once.
+/// Bytes of one transfer that are in place. Each position is reported once.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// How long a read of another process may stand still.
+    /// How long a read of another process may make no progress.
     pub(super) silence: Option<Duration>,
     bytes: AtomicU64,
     done: Mutex<Vec<Range<u64>>>,
 }
 
-/// Rows of one tensor of the destination of which everything that was planned is in place.
+/// Rows of one destination tensor of which all planned bytes are in place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arrived {
-    /// Which tensor of the destination.
+    /// Index of the destination tensor.
     pub tensor: u32,
-    /// Its rows, ascending, apart.
+    /// Ranges of its rows, ascending and disjoint.
     pub rows: Vec<Range<u64>>,
 }
 
 impl Progress {
-    /// Of a transfer that ends early if nothing of it moves for `silence`, where it reads another process.
+    /// Creates the progress of a transfer that, where it reads another process, fails if nothing moves for
+    /// `silence`.
     #[must_use]
     pub fn within(silence: Duration) -> Progress {
         Progress { silence: Some(silence), ..Progress::default() }
     }
 
-    /// The bytes at positions `from..to` are in place.
+    /// Records that the bytes at positions `from..to` are in place.
     pub fn done(&self, from: u64, to: u64) {
         if from >= to {
             return;
@@ -59,19 +63,21 @@ impl Progress {
             Some(range) => range.end = to,
             None => done.push(from..to),
         }
-        // Under the lock, so that nobody sees more bytes than ranges.
+        // Under the lock, so that no thread sees more bytes than ranges.
         self.bytes.fetch_add(to - from, Ordering::Relaxed);
     }
 
-    /// Bytes in place.
+    /// Number of bytes in place.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// The rows, of `row_bytes` in the destination of `plan`, all of whose planned bytes are in place. Tensors without
-    /// one are left out, and so is what comes behind 2^20 ranges of rows. A row that the plan writes twice counts once
-    /// both have happened. `Err` if there is no memory to tell.
+    /// Returns the destination rows, of `row_bytes` bytes each, whose bytes in `plan` are all in place.
+    ///
+    /// Tensors without such a row are left out, and so is everything after 2^20 ranges of rows. A row that
+    /// the plan writes twice counts once both writes have happened. Returns `Err(OutOfMemory)` if there is no
+    /// memory for the lists.
     pub fn arrived(&self, plan: &CopyPlan, row_bytes: u64) -> Result<Vec<Arrived>> {
         let mut arrived = Vec::new();
         if self.bytes() == 0 {
@@ -98,7 +104,7 @@ impl Progress {
         Ok(arrived)
     }
 
-    /// The positions below `total` that are not done.
+    /// Returns the positions below `total` that are not in place.
     fn gaps(&self, total: u64) -> Result<Vec<Range<u64>>> {
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = Stretches::default();
@@ -108,7 +114,8 @@ impl Progress {
     }
 }
 
-/// The rows of the `index`-th tensor of `plan` of which some planned byte lies in `gaps`, which are positions of the plan.
+/// Returns the rows of the `index`-th tensor of `plan` with a planned byte in `gaps`, which are positions of
+/// the plan.
 fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> Result<Vec<Range<u64>>> {
     let (mut missing, mut start) = (Stretches::default(), 0u64);
     for wave in plan.waves() {
@@ -124,8 +131,8 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
     Ok(missing.joined())
 }
 
-/// The error of a transfer with what of its destination is in place nevertheless: all of it in [`Error::arrived`], some
-/// of it in the text.
+/// Adds to the error of a transfer which destination rows are in place nevertheless: all of them in
+/// [`Error::arrived`], the first ones in the text.
 #[cold]
 #[must_use]
 pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
@@ -134,7 +141,7 @@ pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u6
     };
     let mut text = String::new();
     for tensor in whole.iter().take(SHOWN) {
-        // Writing to a text cannot fail.
+        // Writing to a `String` cannot fail.
         let _ = write!(text, "tensor {}:", tensor.tensor);
         for rows in tensor.rows.iter().take(SHOWN) {
             let _ = write!(text, " {}-{}", rows.start, rows.end - 1);
@@ -146,22 +153,22 @@ pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u6
     error.with_arrived(whole.into_iter().map(|tensor| (tensor.tensor, tensor.rows)).collect())
 }
 
-/// The rows a piece writes to, some perhaps in part.
+/// Returns the rows that a piece writes, the outer ones perhaps in part.
 fn rows_of(piece: Piece, row_bytes: u64) -> Range<u64> {
     piece.dst / row_bytes..(piece.dst + piece.len).div_ceil(row_bytes)
 }
 
-/// Ranges that are joined before there are twice as many as are apart: so they take what the rows take, however many pieces
-/// there are.
+/// A list of ranges that are joined before it grows to twice the number of disjoint ranges. So its memory
+/// depends on the rows, not on the number of pieces.
 #[derive(Default)]
 struct Stretches {
     all: Vec<Range<u64>>,
-    /// How many there may be before they are joined; 0 before the first time.
+    /// Length at which the ranges are joined; 0 before the first time.
     most: usize,
 }
 
 impl Stretches {
-    /// Fewer are joined at the end.
+    /// Shorter lists are joined only at the end.
     const FEW: usize = 1024;
 
     fn add(&mut self, range: Range<u64>) -> Result<()> {
@@ -190,14 +197,14 @@ impl Stretches {
         });
     }
 
-    /// The same numbers as ranges that are ascending and apart.
+    /// Returns the same numbers as ascending, disjoint ranges.
     fn joined(mut self) -> Vec<Range<u64>> {
         self.join();
         self.all
     }
 }
 
-/// What of `ranges` is not in `holes`; both ascending and apart.
+/// Returns the parts of `ranges` outside `holes`. Both are ascending and disjoint.
 fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>>> {
     let mut left = Vec::new();
     let mut first = 0;
@@ -219,7 +226,7 @@ fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>
     Ok(left)
 }
 
-/// Adds to the error of a transfer how many bytes were copied before it ended.
+/// Adds to the error of a transfer the bytes copied before it ended, and the bytes of the whole transfer.
 pub(super) fn with_copied_bytes(error: Error, progress: &Progress, of_bytes: u64) -> Error {
     error.with("copied_bytes", progress.bytes()).with("of_bytes", of_bytes)
 }

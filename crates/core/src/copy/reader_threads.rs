@@ -1,10 +1,10 @@
-//! Threads that have the kernel read another process's memory, so that a call can leave at its deadline.
+//! Threads that have the kernel read another process's memory, so that a call can return at its deadline.
 //!
-//! The system call cannot be interrupted while the other process's memory does not answer (behind userfaultfd, or a
-//! network file system that hangs): its thread is lost until that process ends. So no thread of a caller or of the workers
-//! makes it. A call that leaves abandons its job; the job keeps what it writes to, and its pins, until the kernel is done.
-//! One process can cost a bounded number of threads. Threads start on demand and end when idle. Not for: which bytes
-//! (`wave`), or copies inside this process (`workers`).
+//! The system call cannot be interrupted while the memory of the other process does not answer (behind
+//! userfaultfd, or on a network file system that hangs). Its thread is lost until that process ends. So
+//! neither a caller's thread nor a copy worker makes this call. A call that leaves at its deadline abandons
+//! its job. The job keeps the destination memory and its pins until the kernel has finished. One process can
+//! cost only a limited number of threads. Threads start on demand and end when idle.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,40 +19,41 @@ use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// Threads that may read one process at the same time, and so be lost to it: at least and at most.
+/// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const OF_A_PROCESS: (usize, usize) = (8, 32);
-/// Threads of one engine that may read at the same time: so many times those of one process.
+/// Limit on the reader threads of one engine, as a multiple of the limit for one process.
 const PROCESSES: usize = 8;
-/// How long a reader sleeps without work before it ends.
+/// How long an idle reader thread sleeps before it ends.
 const IDLE: Duration = Duration::from_secs(1);
-/// Enough for one unit, whose lists live on the heap.
+/// Stack size in bytes: enough for one unit, whose lists are on the heap.
 const STACK: usize = 256 << 10;
-/// The reading threads of one engine.
+/// The reader threads of one engine.
 pub(super) struct Readers(Arc<Shared>);
 
 struct Shared {
     of_a_process: usize,
     state: Mutex<State>,
-    /// Tickets in the queue: what a reader looks at before it sleeps.
+    /// Number of tickets in the queue, which a reader polls before it sleeps.
     queued: AtomicUsize,
-    /// There is a ticket, or the end.
+    /// Notified when there is a ticket, or when the engine ends.
     work: Condvar,
-    /// A ticket was done with.
+    /// Notified when a ticket is finished.
     room: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     queue: VecDeque<Ticket>,
-    /// By the number of the reader.
+    /// Tickets in work, by the number of the reader.
     running: Vec<(u64, Ticket)>,
     threads: HashMap<u64, JoinHandle<()>>,
     last_reader: u64,
-    /// Readers that look for a ticket, that sleep, and that were started or woken for one and are not here yet.
+    /// Readers that poll for a ticket, readers that sleep, and readers that were started or woken but have
+    /// not arrived yet.
     looking: usize,
     sleeping: usize,
     coming: usize,
-    /// Callers that wait for room, and the end of the engine.
+    /// Callers that wait for a free thread, and whether the engine has ended.
     waiting: usize,
     closed: bool,
 }
@@ -65,7 +66,7 @@ struct Ticket {
 }
 
 impl Readers {
-    /// No thread yet. `workers` is how many the engine copies with.
+    /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
         let (least, most) = OF_A_PROCESS;
         Readers(Arc::new(Shared {
@@ -77,10 +78,12 @@ impl Readers {
         }))
     }
 
-    /// Does units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the deadline, or until no
-    /// unit has ended for `silence`. When it returns nobody touches
-    /// the work any more, unless the error carries [`STILL_READING`](super::STILL_READING): then whoever is inside keeps it until the kernel is
-    /// done.
+    /// Runs units `0..units` of `work`, which read process `pid`, on at most `most` threads, until the
+    /// deadline, or until no unit has ended for `silence`.
+    ///
+    /// When it returns, no thread touches `work` any more, unless the error carries
+    /// [`STILL_READING`](super::STILL_READING). In that case, threads that are still inside keep the work
+    /// until the kernel has finished.
     pub(super) fn run(
         &self,
         pid: i32,
@@ -102,12 +105,13 @@ impl std::fmt::Debug for Readers {
 }
 
 impl Drop for Readers {
-    /// Ends the threads, except those that are lost in the kernel: what they write to stays mapped as long as they do.
+    /// Ends the threads, except those that are lost in the kernel. The memory that they write to stays mapped
+    /// as long as they exist.
     fn drop(&mut self) {
         let mut state = self.0.locked();
         state.closed = true;
         self.0.work.notify_all();
-        // Jobs have ended or were abandoned: what is not abandoned ends by itself.
+        // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
         while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
             state = self.0.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -116,7 +120,7 @@ impl Drop for Readers {
         let threads: Vec<_> = state.threads.drain().filter(|(id, _)| !running.contains(id)).collect();
         drop(state);
         for (_, thread) in threads {
-            // A reader that drops the last handle of its engine cannot wait for itself; it is on its way out.
+            // A reader that drops the last handle of its engine cannot join itself. It is about to end.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
@@ -133,7 +137,8 @@ impl Drop for Readers {
 }
 
 impl Shared {
-    /// Queues `count` tickets, at least one, as soon as there is room, and sees that threads come for them.
+    /// Queues up to `count` tickets, at least one, as soon as there is room, and wakes or starts threads for
+    /// them. Returns `Err` if the engine has ended, at the deadline, or if no thread can become free.
     fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
         let mut state = self.locked();
         let room = loop {
@@ -165,7 +170,7 @@ impl Shared {
                 wake += 1;
             } else if let Err(error) = self.start(&mut state) {
                 state.coming -= 1;
-                // Those that run take the tickets; where nobody does, nobody ever would.
+                // Existing threads take the tickets. Without any thread, the tickets would wait forever.
                 if state.threads.is_empty() {
                     state.queue.retain(|queued| !Arc::ptr_eq(&queued.job, &ticket.job));
                     return Err(error);
@@ -192,7 +197,7 @@ impl Shared {
         Ok(())
     }
 
-    /// What reader `id` does, until it is idle or the engine ends.
+    /// Body of reader `id`, until it is idle or the engine ends.
     fn serve(&self, id: u64) {
         let mut state = self.locked();
         state.arrived();
@@ -225,7 +230,7 @@ impl Shared {
             state = woken;
             let called = state.arrived();
             if slept.timed_out() && !called && state.queue.is_empty() && !state.closed {
-                // Nobody waits for it: its handle goes here.
+                // Nobody waits for this thread, so it drops its own handle.
                 state.threads.remove(&id);
                 return;
             }
@@ -237,16 +242,16 @@ impl Shared {
     }
 }
 
-/// How many threads more may read a process.
+/// How many more threads may read a process.
 struct Room {
     threads: usize,
-    /// Why waiting for one is of no use.
+    /// Why no thread can become free, if so.
     none: Option<Error>,
 }
 
 impl State {
-    /// A reader has started or woken. It takes the place of one that was called, whichever that was; `false` if none was,
-    /// so that it counts as one of those that slept.
+    /// Counts a reader that has started or woken. Returns `true` if a reader was called: this one takes its
+    /// place, whichever one it was. Returns `false` if none was called: then it was one of those that slept.
     fn arrived(&mut self) -> bool {
         let called = self.coming > 0;
         if called {
@@ -269,7 +274,7 @@ impl State {
         own += self.queue.iter().filter(|ticket| ticket.pid == pid).count();
         let used = self.running.len() + self.queue.len();
         let threads = of_a_process.saturating_sub(own).min(in_all.saturating_sub(used));
-        // A process that has cost a thread gets one for each call.
+        // A process that has cost a thread gets only one thread per call.
         let threads = if own_lost > 0 { threads.min(1) } else { threads };
         let none = if own_lost >= of_a_process {
             Some(all_lost(pid, own_lost))
@@ -287,7 +292,7 @@ fn all_lost(pid: i32, threads: usize) -> Error {
     Error::new(ErrorKind::Timeout, text).with("pid", pid).with("threads", threads)
 }
 
-/// Of a kind after which the bytes travel through sockets.
+/// Its kind makes the bytes travel through sockets instead.
 #[cold]
 fn lost_to_others(threads: usize) -> Error {
     let text =
@@ -300,7 +305,7 @@ mod tests {
     use super::*;
     use crate::copy::STILL_READING;
 
-    /// Work that ends once it may.
+    /// Work that ends when the gate opens.
     #[derive(Default)]
     struct Gate(Mutex<bool>, Condvar);
 
@@ -332,7 +337,7 @@ mod tests {
             for call in 0..each * PROCESSES {
                 let (readers, gate) = (&readers, gate.clone());
                 let pid = i32::try_from(call / each).unwrap() + 1;
-                // On a busy machine the time may be up before a thread has come.
+                // On a busy machine, the deadline may pass before a thread has started.
                 scope.spawn(move || {
                     while readers
                         .run(pid, gate.clone(), 1, 4, limit(50))
@@ -368,7 +373,7 @@ mod tests {
         let error = readers.run(1, Arc::new(Panics), 8, 4, limit(60_000)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::System, "{error}");
         readers.run(1, Arc::new(Quick), 100, 4, limit(60_000)).unwrap();
-        // Joins them.
+        // Joins the threads.
         drop(readers);
     }
 }

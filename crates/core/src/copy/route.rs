@@ -1,7 +1,7 @@
-//! Decides the way of a copy: straight, or through the ring; and which device does it.
+//! Chooses the route of a copy, direct or through the staging ring, and the device that runs it.
 //!
-//! The rule for a swap-in: straight where the device reads host memory in place, because that is one copy instead of
-//! two; through the ring where it cannot. Measured in `docs/performance.md`. Not for: running it.
+//! A swap-in goes directly if the device can read host memory in place, because that is one copy instead of
+//! two. Otherwise it goes through the ring. `docs/performance.md` has the measurements.
 
 use std::sync::Arc;
 
@@ -14,30 +14,32 @@ use crate::model::Placement;
 /// How a copy from host to device may be staged.
 #[derive(Clone, Copy, Debug)]
 pub struct Staging {
-    /// The way that is forced, if any.
+    /// Route that the configuration forces, if any.
     pub path: SwapInPath,
-    /// Bytes of one ring buffer, should the copy go through the ring.
+    /// Size of one ring buffer in bytes, if the copy goes through the ring.
     pub buffer_bytes: u64,
 }
 
 impl Staging {
-    /// For copies that name no block size: buffers of 1 MiB, and no forced way.
+    /// For copies without a block size: buffers of 1 MiB, and no forced route.
     pub const DEFAULT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 }
 
-/// Memory at one end of a copy, and where it is placed.
+/// Memory at one end of a copy, and its placement.
 pub type End<'a> = (&'a Arc<Tensors>, Placement);
 
-/// The way of a copy.
+/// Route of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// Source to destination.
+    /// From the source to the destination in one copy.
     Direct,
-    /// Host to a ring buffer of the device, and from there to its place.
+    /// From host memory to a ring buffer of the device, and from there to the destination.
     Ring,
 }
 
-/// The way from `src` to `dst`. Only host to device has a choice.
+/// Returns the route from `src` to `dst`. Only copies from host to device have a choice. Returns
+/// `Err(System)` if the destination is memory of another process, and `Err(NotEnabled)` if the device does
+/// not support the route.
 pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: SwapInPath) -> Result<Route> {
     if !dst.0.reach().writable() {
         return Err(Error::new(ErrorKind::System, "memory of another process is read, never written"));
@@ -60,8 +62,8 @@ pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: Sw
     }
 }
 
-/// Memory of another process goes straight or not at all: the ring's rule is for swap-ins, and its stages would copy the
-/// bytes a second time before it is known whether they are still current
+/// Memory of another process is copied directly or not at all. The ring is for swap-ins: its stages would
+/// copy the bytes a second time before it is known whether they are still current
 /// (`what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used`).
 fn foreign(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
     let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
@@ -73,7 +75,8 @@ fn foreign(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
     Err(Error::new(ErrorKind::NotEnabled, text).with("source", format_args!("{:?}", src.0.reach())))
 }
 
-/// Who copies between two ends: the kernel of the system if another process must be asked, else the device.
+/// Returns the copier for two ends: the system's kernel if the source is read by process id, otherwise the
+/// device.
 pub(super) fn copier(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Arc<dyn Copier> {
     match src.0.process() {
         Some(process) => Arc::new(ProcessReader::new(process.clone())),
@@ -81,7 +84,8 @@ pub(super) fn copier(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Arc<dyn
     }
 }
 
-/// The CPU where it can address both ends, else the device.
+/// Returns the device for a copy: the CPU if it can address both ends, otherwise the device of the device
+/// placement.
 pub(super) fn device<'a>(devices: &'a DeviceSet, src: End<'_>, dst: End<'_>) -> &'a Arc<dyn Device> {
     let host = src.0.host_addressable() && dst.0.host_addressable();
     devices.at(if host { Placement::Host } else { Placement::Device })

@@ -1,7 +1,7 @@
-//! One copy under way: its plan, its two ends, and the units it is cut into.
+//! One copy in progress: its plan, its two ends, and the units into which it is cut.
 //!
-//! Units are equal stretches of bytes along "all spans of tensor 0, all spans of tensor 1, …", found by arithmetic, so
-//! nothing is stored per unit, block or tensor. Not for: choosing the way (`route`) or the workers.
+//! Units are equal shares of the bytes in the order "all spans of tensor 0, all spans of tensor 1, …". They
+//! are found by arithmetic, so nothing is stored per unit, block or tensor.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,16 +17,16 @@ use crate::memory::{Tensors, Window, faulted};
 use crate::model::Deadline;
 use crate::plan::{CopyPlan, Piece};
 
-/// Copies of at most this many bytes run on the calling thread. A worker that sleeps comes after some 50 µs, in which the
-/// caller copies half a MiB that is not cached, and a whole one that is.
+/// Copies of at most this many bytes run on the calling thread. A sleeping worker needs about 50 µs to start.
+/// In that time the caller copies half a MiB that is not cached, or a whole MiB that is.
 const INLINE: u64 = 512 << 10;
-/// Units per worker when the copy is small enough that this decides.
+/// Units per worker, unless the copier's limits on the size of a unit decide.
 const UNITS_PER_WORKER: u64 = 8;
 
-/// What must stay as long as the bytes of a copy may be touched: the pins of its rows.
+/// What must stay alive as long as the bytes of a copy may be touched: the pins of its rows.
 pub type Held = Arc<dyn std::any::Any + Send + Sync>;
 
-/// A copy under way.
+/// A copy in progress.
 #[derive(Clone)]
 pub(super) struct Copying {
     pub(super) plan: Arc<CopyPlan>,
@@ -34,7 +34,7 @@ pub(super) struct Copying {
     pub(super) dst: Arc<Tensors>,
     pub(super) copier: Arc<dyn Copier>,
     pub(super) tuner: Arc<Tuner>,
-    /// What is in place.
+    /// Records which bytes are in place.
     pub(super) progress: Arc<Progress>,
     /// Kept until nothing touches the memory any more.
     #[expect(dead_code, reason = "held, not read")]
@@ -42,7 +42,7 @@ pub(super) struct Copying {
 }
 
 impl Copying {
-    /// Straight from source to destination, wave after wave.
+    /// Copies directly from the source to the destination, one wave after the other.
     pub(super) fn direct(&self, workers: &Workers, limit: Limit) -> Result<()> {
         limit.begin()?;
         let mut start = 0;
@@ -62,14 +62,15 @@ impl Copying {
         Ok(())
     }
 
-    /// The same out of process `pid`, by threads that the caller leaves at its deadline.
+    /// Does the same from the memory of process `pid`, on reader threads, which the caller leaves at its
+    /// deadline.
     pub(super) fn read(&self, readers: &Readers, pid: i32, workers: usize, deadline: Deadline) -> Result<()> {
         let limits = (deadline, self.progress.silence);
         let small = self.plan.bytes() <= INLINE;
         if small && self.plan.waves().len() > 1 {
             return readers.run(pid, Arc::new(Whole { copying: self.clone(), workers }), 1, 1, limits);
         }
-        // A thread that reads little does it alone: what it shares with others costs as much as a block.
+        // One thread does a small read alone, because sharing it costs as much as copying a block.
         let most = if small { 1 } else { workers };
         let mut start = 0;
         for index in 0..self.plan.waves().len() {
@@ -81,12 +82,12 @@ impl Copying {
         Ok(())
     }
 
-    /// What a piece of the `index`-th tensor of the plan reads.
+    /// Returns the window that a piece of the `index`-th tensor of the plan reads.
     pub(super) fn source(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         source(&self.plan, &self.src, index, piece)
     }
 
-    /// What it writes.
+    /// Returns the window that a piece of the `index`-th tensor of the plan writes.
     pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
         target(&self.plan, &self.dst, index, piece)
     }
@@ -110,7 +111,7 @@ impl Work for Whole {
     }
 }
 
-/// What a piece of the `index`-th tensor of `plan` reads of `src`.
+/// Returns the window of `src` that a piece of the `index`-th tensor of `plan` reads.
 pub(super) fn source<'a>(
     plan: &CopyPlan,
     src: &'a Tensors,
@@ -120,7 +121,7 @@ pub(super) fn source<'a>(
     src.window(index.saturating_add(plan.src_tensor() as usize), piece.src, piece.len)
 }
 
-/// What it writes of `dst`.
+/// Returns the window of `dst` that a piece of the `index`-th tensor of `plan` writes.
 pub(super) fn target<'a>(
     plan: &CopyPlan,
     dst: &'a Tensors,
@@ -134,11 +135,11 @@ pub(super) fn target<'a>(
 struct DirectWave {
     copying: Copying,
     wave: usize,
-    /// Where it starts along the bytes of the whole plan.
+    /// Position of its first byte in the whole plan.
     start: u64,
     total: u64,
     unit: u64,
-    /// Typical bytes of one piece, for the choice of kernel.
+    /// Average size of a piece in bytes, for the choice of the kernel.
     piece: u64,
 }
 
@@ -166,12 +167,13 @@ impl Work for DirectWave {
         let learns = copier.uses_kernels();
         let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
         let most = copier.batch();
-        // A mapping of another process is filled page by page at the first touch, which says nothing about kernels. What
-        // is too small to learn from is not asked about: that takes longer than copying a block.
+        // The first touch fills a mapping of another process page by page, which says nothing about kernels.
+        // Copies that are too small to learn from skip the check for page faults, because it takes longer
+        // than copying a block.
         let mapped = self.copying.src.reach().foreign();
         let asks = learns && mapped && tuner.learns(self.total);
         let started = Instant::now();
-        // The first and the last may be cut.
+        // Two more, because the first and the last piece may be cut.
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
         let mut batch = Vec::with_capacity(most.min(about));
         plan.waves()[self.wave].across_tensors(from, to).try_for_each(|(tensor, piece)| {

@@ -1,8 +1,9 @@
-//! A stretch of a plan over a socket: the sender's windows go out in the order of the plan, the receiver's take them in.
+//! Moves a range of a plan through a socket: the sender reads its windows in the order of the plan, and the
+//! receiver writes its own.
 //!
-//! Both sides count along the same plan, so nothing travels but the bytes, and zeros at places that follow from their number
-//! alone (`transport::LEAD`); nothing is copied in between (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). Not for:
-//! agreeing on the plan (`wire`, `peer`).
+//! Both sides count along the same plan, so only the bytes travel, and zeros at positions that follow from
+//! the byte count alone ([`LEAD`](crate::net::LEAD)). The bytes are not copied in between
+//! (`a_plan_through_a_stream_ends_like_a_plan_in_memory`). `protocol` and `session` agree on the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,23 +17,26 @@ use crate::model::Deadline;
 use crate::net::{STRETCH, Stream, leads};
 use crate::plan::{CopyPlan, Piece};
 
-/// Windows of one call of the stream.
+/// Most windows in one call of the stream.
 const WINDOWS: usize = 256;
 
 impl CopyEngine {
-    /// Whether tensors can be read into a socket, asked before anything is promised.
+    /// Checks that `src` can be sent through a socket, before anything is promised to the peer. Returns
+    /// `Err(NotEnabled)` if the CPU cannot address the memory.
     pub fn can_send(src: &Tensors) -> Result<()> {
         src.check_mapped(Access::Read)?;
         if src.host_addressable() { Ok(()) } else { Err(unreachable(src.reach(), "read")) }
     }
 
-    /// Whether tensors can be written from a socket, asked before anything is promised.
+    /// Checks that `dst` can be received through a socket, before anything is promised to the peer. Returns
+    /// `Err(NotEnabled)` if the CPU cannot write the memory.
     pub fn can_receive(dst: &Tensors) -> Result<()> {
         dst.check_mapped(Access::Write)?;
         if dst.reach() == Reach::Host { Ok(()) } else { Err(unreachable(dst.reach(), "written")) }
     }
 
-    /// Sends the bytes at positions `range` of `plan`, read from `src`. An error says how far it got.
+    /// Sends the bytes at positions `range` of `plan`, read from `src`. An error carries how many bytes were
+    /// sent.
     pub fn send(
         &self,
         plan: &CopyPlan,
@@ -49,7 +53,8 @@ impl CopyEngine {
         in_batches(plan, range, &sent, deadline, window, lead, moved)
     }
 
-    /// Receives the bytes at positions `range` of `plan` into `dst`, and reports what is in place to `progress`.
+    /// Receives the bytes at positions `range` of `plan` into `dst`, and records in `progress` what is in
+    /// place.
     pub fn receive(
         &self,
         plan: &CopyPlan,
@@ -67,8 +72,9 @@ impl CopyEngine {
     }
 }
 
-/// Cuts `range` into batches of windows, none across the end of a stretch, moves one after the other, and reports each: what a
-/// failure makes doubtful. `lead` comes before each stretch that has one.
+/// Cuts `range` into batches of windows, moves them one after the other, and reports each, so that a failure
+/// makes at most one batch doubtful. No batch crosses a multiple of [`STRETCH`] bytes, counted from the start
+/// of `range`. `lead` is called at each such multiple that has a lead.
 fn in_batches<'a>(
     plan: &CopyPlan,
     range: Range<u64>,
@@ -98,7 +104,7 @@ fn in_batches<'a>(
         if end == at {
             return Err(Error::new(ErrorKind::System, "a plan without pieces for its bytes").with("at", at));
         }
-        // A socket that always has bytes, or room for them, never waits: the question is asked here.
+        // A socket that always has bytes, or room for them, never waits. So the deadline is checked here.
         let in_time =
             if at == range.start { Ok(()) } else { deadline.waiting("moving bytes through a socket") };
         let begun = in_time.and_then(|()| if leads(into, range.end - at) { lead() } else { Ok(()) });

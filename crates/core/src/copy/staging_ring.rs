@@ -1,9 +1,9 @@
-//! The swap-in pipeline: a ring of block buffers on the device between a filling and a draining stage.
+//! The swap-in pipeline: a ring of block buffers on the device between a filling stage and a draining stage.
 //!
-//! As the seed describes it (`deprecated.md`, `swap_blocks`): the calling thread fills buffers from host memory, one
-//! thread of the ring drains them into place, and both run at the same time. Buffers and thread are made by the first
-//! swap-in that needs them and kept. Swap-ins that share the ring take turns; pieces leave it in the order they entered, so the waves
-//! of a plan need no barrier. Not for: deciding whether to go this way (`route`).
+//! It follows the original's documentation (`deprecated.md`, `swap_blocks`): the calling thread fills buffers
+//! from host memory, while a thread of the ring drains them into place. The first swap-in that needs the
+//! buffers and the thread creates them; later ones reuse them. Swap-ins that share the ring take turns.
+//! Pieces leave the ring in the order in which they entered it, so the waves of a plan need no barrier.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -18,10 +18,10 @@ use crate::memory::Tensors;
 use crate::model::Deadline;
 use crate::plan::Piece;
 
-/// Buffers in the ring.
+/// Number of buffers in the ring.
 const BUFFERS: usize = 4;
 
-/// Keeps the ring between swap-ins and lends it to one at a time.
+/// Keeps the ring between swap-ins and lends it to one swap-in at a time.
 #[derive(Debug, Default)]
 pub(super) struct RingOwner {
     state: Mutex<State>,
@@ -33,17 +33,17 @@ struct State {
     lent: bool,
     kept: Option<Arc<Tensors>>,
     bytes: u64,
-    /// The thread that drains. Its own, so that no other copy can keep a swap-in waiting for it.
+    /// The thread that drains. It belongs to the ring, so no other copy can delay a swap-in.
     drainer: Option<Arc<Workers>>,
 }
 
 impl RingOwner {
-    /// Bytes of device memory held.
+    /// Bytes of device memory that the ring holds.
     pub(super) fn bytes(&self) -> u64 {
         self.locked().bytes
     }
 
-    /// Moves a copy through the ring, in pieces of at most `block_bytes`.
+    /// Moves a copy through the ring, in pieces of at most `block_bytes` bytes.
     pub(super) fn run(
         &self,
         copying: &Copying,
@@ -59,9 +59,9 @@ impl RingOwner {
         let mut draining = Draining::start(copying, &loan, block_bytes);
         let fed = fill(copying, &loan.buffers, block_bytes, &draining, limit);
         let drained = draining.finish();
-        // The reason that the draining stage gives tells more than that it ended.
+        // The error of the draining stage explains more than the fact that it ended.
         let outcome = drained.and(fed);
-        // A draining stage that died leaves no failure: only bytes that were counted in place are in place.
+        // A draining stage that panicked leaves no error, so the bytes that were counted as in place decide.
         let missing = copying.plan.bytes().saturating_sub(copying.progress.bytes());
         if outcome.is_ok() && missing > 0 { Err(ended_early()) } else { outcome }
     }
@@ -113,27 +113,30 @@ impl Drop for Loan<'_> {
     }
 }
 
-/// The draining stage, as the filling stage sees it. Dropped, also by a panic, it has ended and holds nothing.
+/// The draining stage as the filling stage sees it. After drop, even during a panic, the stage has ended and
+/// holds nothing.
 struct Draining {
-    /// Buffers that were filled, in the order of the pieces; `None` once nothing follows.
+    /// Sends filled buffers in the order of the pieces; `None` once no buffer follows.
     full: Option<SyncSender<usize>>,
-    /// Buffers that are free, or why there will be no more. Closed once the stage has let go of the copy.
+    /// Receives free buffers, or the error after which there are none. Closed once the stage has released the
+    /// copy.
     free: Receiver<Result<usize>>,
 }
 
-/// What the draining stage works with. Dropped, also by a panic or unused, it lets go of the copy and then says so.
+/// What the draining stage works with. Drop, even during a panic or before the stage ran, releases the copy
+/// and then closes `free`.
 struct Stage {
     copying: Copying,
     buffers: Arc<Tensors>,
     full: Receiver<usize>,
-    // Last, because fields drop in order.
+    // Last, because fields are dropped in order.
     free: SyncSender<Result<usize>>,
 }
 
 impl Draining {
     fn start(copying: &Copying, loan: &Loan<'_>, block_bytes: u64) -> Self {
         let (to_stage, full) = sync_channel(BUFFERS);
-        // Room for every buffer and a failure: the draining stage never waits to say something.
+        // Room for every buffer and one error, so the draining stage never blocks when it sends.
         let (to_fill, free) = sync_channel(BUFFERS + 1);
         for buffer in 0..BUFFERS {
             let _ = to_fill.send(Ok(buffer));
@@ -147,7 +150,7 @@ impl Draining {
         Draining { full: Some(to_stage), free }
     }
 
-    /// The next free buffer. A limit on the whole copy holds also while buffers come back at once.
+    /// Returns the next free buffer. A limit on the whole copy is checked even if buffers return at once.
     fn free(&self, limit: Limit) -> Result<usize> {
         let doing = "copying through the swap-in ring";
         limit.go_on(doing)?;
@@ -161,17 +164,17 @@ impl Draining {
         free?
     }
 
-    /// Hands a buffer over.
+    /// Passes a filled buffer to the draining stage.
     fn filled(&self, buffer: usize) -> Result<()> {
         let sent = self.full.as_ref().map(|full| full.send(buffer));
         if matches!(sent, Some(Ok(()))) { Ok(()) } else { Err(ended_early()) }
     }
 
-    /// Says that nothing follows, waits for the end, and returns the failure that was not returned yet.
+    /// Closes the input, waits until the stage has ended, and returns its error if that was not returned yet.
     fn finish(&mut self) -> Result<()> {
         self.full = None;
         let mut outcome = Ok(());
-        // Ends once the stage has let go of the copy, not at its failure.
+        // The loop ends once the stage has released the copy, not when it reports an error.
         for free in &self.free {
             outcome = outcome.and(free.map(drop));
         }
@@ -185,13 +188,14 @@ impl Drop for Draining {
     }
 }
 
-/// The pieces that go through the ring, in its order: each with its tensor, none above `block_bytes`.
+/// Returns the pieces in the order in which they pass the ring: each with its tensor, and of at most
+/// `block_bytes` bytes.
 fn pieces(copying: &Copying, block_bytes: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
     let whole = copying.plan.pieces(0, copying.plan.bytes());
     whole.flat_map(move |(tensor, whole)| blocks_of(whole, block_bytes).map(move |piece| (tensor, piece)))
 }
 
-/// The filling stage: host memory into the next free buffer.
+/// The filling stage: copies host memory into the next free buffer.
 fn fill(
     copying: &Copying,
     buffers: &Tensors,
@@ -203,7 +207,7 @@ fn fill(
         let buffer = draining.free(limit)?;
         let src = copying.source(tensor, piece)?;
         let dst = buffers.window(buffer, 0, piece.len)?;
-        // The draining stage reads the buffer next, so it belongs in the caches.
+        // The draining stage reads the buffer next, so its bytes should stay in the CPU caches.
         copying.copier.copy(&[Copy { src, dst }], copying.tuner.cached())?;
         draining.filled(buffer)?;
     }
@@ -211,11 +215,11 @@ fn fill(
 }
 
 impl Stage {
-    /// The draining stage: buffers into place, each then free again; ends after the first failure.
+    /// The draining stage: copies buffers into place and frees them. It ends after the first failure.
     fn drain(&self, block_bytes: u64) -> Result<()> {
         let Stage { copying, buffers, full, free } = self;
         let total = copying.plan.bytes();
-        // Pieces leave the ring in the order they entered, which is that of the plan.
+        // Pieces leave the ring in the order in which they entered it, which is the order of the plan.
         let mut at = 0;
         for ((tensor, piece), buffer) in pieces(copying, block_bytes).zip(full) {
             let src = buffers.window(buffer, 0, piece.len)?;
@@ -226,7 +230,7 @@ impl Stage {
             copying.tuner.learn(total, piece.len, kernel, piece.len, started.elapsed());
             copying.progress.done(at, at + piece.len);
             at += piece.len;
-            // Whoever fills may have given up.
+            // Fails if the filling stage has given up.
             let _ = free.send(Ok(buffer));
         }
         Ok(())

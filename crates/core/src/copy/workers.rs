@@ -1,8 +1,8 @@
-//! The workers that copy: the calling thread and rayon threads that live as long as the engine.
+//! The copy workers: the calling thread, and rayon threads that live as long as the engine.
 //!
-//! A job is cut into units of equal bytes; every worker takes the next unit until none is left, so tensors and blocks
-//! of any size keep all of them busy. Nobody ever waits for a worker that has not started: the caller works too, closes
-//! the job when no unit is left, and waits only for those still inside. Not for: what a unit does (`wave`, `ring`).
+//! A job is cut into units of equal bytes. Every worker takes the next unit until none is left, so tensors
+//! and blocks of any size keep all workers busy. A call never waits for a worker that has not started: the
+//! calling thread works too, closes the job when no unit is left, and then waits only for the workers inside.
 
 use std::sync::{Arc, PoisonError};
 use std::thread::{Builder, JoinHandle, current};
@@ -14,30 +14,32 @@ use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
 
-/// Work that can be cut into units which may run in any order and at the same time.
+/// Work that is cut into units, which may run in any order and at the same time.
 pub trait Work: Send + Sync + 'static {
-    /// Does unit `index`.
+    /// Runs unit `index`.
     fn unit(&self, index: usize) -> Result<()>;
 }
 
-/// Persistent workers. Dropped, they have ended: their threads are joined.
+/// Persistent workers. Drop joins their threads.
 #[derive(Debug)]
 pub struct Workers {
-    /// `None` only while dropping.
+    /// `None` only during drop.
     pool: Option<ThreadPool>,
     threads: Vec<JoinHandle<()>>,
     count: usize,
 }
 
 impl Workers {
-    /// `count` workers, the calling thread among them; [`Config::DEFAULT_WORKERS`] if none is given. `role` and a number name
-    /// each thread; the kernel shows 15 bytes (`every_thread_of_an_engine_is_named_after_its_role`).
+    /// Starts `count` workers, including the calling thread, or [`Config::DEFAULT_WORKERS`] if `count` is
+    /// `None`. Each thread is named `role` and a number, of which the kernel shows 15 bytes
+    /// (`test_workers_are_named_and_sleep_while_an_engine_is_idle`). Returns `Err(System)` if a thread cannot
+    /// be started.
     pub fn new(role: &str, count: Option<usize>) -> Result<Self> {
         let count = count.unwrap_or(Config::DEFAULT_WORKERS);
         let refused =
             |error| Error::new(ErrorKind::System, "the copy workers could not be started").because(error);
         let mut threads = Vec::new();
-        // One at least, for tasks that are spawned: the ring drains on a set of its own.
+        // At least one, for spawned tasks: the ring drains on a set of workers of its own.
         let helpers = count.saturating_sub(1).max(1);
         let pool = ThreadPoolBuilder::new()
             .num_threads(helpers)
@@ -46,28 +48,28 @@ impl Workers {
                 threads.push(named.spawn(|| thread.run())?);
                 Ok(())
             })
-            // A panic inside a job is recorded by the job (`Inside`), which fails its caller; the pool lives on.
+            // The job records a panic (`Inside`) and fails its caller. The pool survives.
             .panic_handler(|_| {})
             .build()
             .map_err(refused)?;
         Ok(Workers { pool: Some(pool), threads, count })
     }
 
-    /// How many work at most on one job.
+    /// Most threads that work on one job, including the calling thread.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Runs `task` on a worker, some time soon.
+    /// Queues `task` for a worker thread and returns at once.
     pub fn spawn(&self, task: impl FnOnce() + Send + 'static) {
         if let Some(pool) = &self.pool {
             pool.spawn(task);
         }
     }
 
-    /// Does units `0..units` of `work` and returns when nobody touches it any more. After a failure, or once a limit on
-    /// the whole of it has passed, no further unit is started.
+    /// Runs units `0..units` of `work`, and returns when no thread touches `work` any more. After a failure,
+    /// or once a [`Limit::Whole`] has passed, no further unit starts. Returns the first failure.
     pub fn run(&self, work: Arc<impl Work>, units: usize, limit: impl Into<Limit>) -> Result<()> {
         let job = Arc::new(Job {
             units,
@@ -81,7 +83,8 @@ impl Workers {
             let job = job.clone();
             self.spawn(move || job.help());
         }
-        // Closes also when the work panics on this thread: whoever catches that finds no worker inside any more.
+        // Also closes the job if the work panics on this thread, so that code that catches the panic finds no
+        // worker inside.
         let closing = Closing(&job);
         job.help();
         drop(closing);
@@ -91,10 +94,10 @@ impl Workers {
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        // Tells the threads to end once their queue is empty.
+        // Makes the threads end once their queue is empty.
         drop(self.pool.take());
         for thread in self.threads.drain(..) {
-            // A worker that drops the last handle of its engine cannot wait for itself; it is on its way out.
+            // A worker that drops the last handle of its engine cannot join itself. It is about to end.
             if thread.thread().id() != current().id() {
                 let _ = thread.join();
             }
@@ -112,14 +115,14 @@ struct Job<W> {
 }
 
 struct State<W> {
-    /// Gone once the job is closed, so that a worker that comes late finds nothing and keeps nothing alive.
+    /// `None` once the job is closed, so that a late worker finds no work and keeps nothing alive.
     work: Option<Arc<W>>,
     inside: usize,
     failure: Option<Error>,
 }
 
 impl<W: Work> Job<W> {
-    /// Takes units until there are none, unless the job is already closed.
+    /// Runs units until none is left, unless the job is already closed.
     fn help(&self) {
         let Some(mut inside) = Inside::enter(self) else { return };
         while !self.stop.load(Ordering::Relaxed) {
@@ -127,7 +130,8 @@ impl<W: Work> Job<W> {
             if index >= self.units {
                 break;
             }
-            // The first unit of all runs even if the deadline is very short: a small transfer never times out spuriously.
+            // The first unit runs even if the deadline is very short, so that a small transfer never times
+            // out spuriously.
             let in_time = if index == 0 { Ok(()) } else { self.limit.go_on("copying") };
             if let Err(error) = in_time.and_then(|()| inside.unit(index)) {
                 inside.fail(error);
@@ -138,7 +142,7 @@ impl<W: Work> Job<W> {
 }
 
 impl<W> Job<W> {
-    /// Lets nobody in any more and waits for those inside.
+    /// Lets no further worker in, and waits for those inside.
     fn close(&self) {
         let mut state = self.locked();
         state.work = None;
@@ -147,7 +151,7 @@ impl<W> Job<W> {
         }
     }
 
-    /// The first failure.
+    /// Returns the first failure, if there is one.
     fn outcome(&self) -> Result<()> {
         self.locked().failure.take().map_or(Ok(()), Err)
     }
@@ -165,7 +169,8 @@ impl<W> Drop for Closing<'_, W> {
     }
 }
 
-/// A worker inside a job. Leaves on drop; if it did not say that it is done, its work panicked and the job has failed.
+/// A worker inside a job; it leaves on drop. If `done` is not set by then, its work panicked and the job has
+/// failed.
 struct Inside<'a, W> {
     job: &'a Job<W>,
     work: Option<Arc<W>>,
@@ -198,7 +203,7 @@ impl<W> Drop for Inside<'_, W> {
         if !self.done {
             self.fail(Error::new(ErrorKind::System, "a copy worker panicked"));
         }
-        // Before leaving: once nobody is inside, nothing of the work is held any more.
+        // Before leaving: once no worker is inside, none of them holds the work.
         self.work = None;
         let mut state = self.job.locked();
         state.inside -= 1;

@@ -1,7 +1,8 @@
-//! The calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges with
-//! both ends inclusive, links that name an address of this side.
+//! Calls of the C++ class that differ from the Python ones: blocks of caches that have no kind, layer ranges
+//! with both ends inclusive, and links that name a local address.
 //!
-//! Not for: `PushKvCache` and `CopyKvCache`, which the seeds describe (`transfer`, `mod`), or C structures.
+//! `PushKvCache` is in `transfer` and `CopyKvCache` in `mod`, because the original's documentation describes
+//! both.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::stats::Op;
 use crate::validate::{self, ExtParam, PullRows, PushRows};
 
 impl DataDist {
-    /// Brings one batch slot of a peer here (contract, C++ §4, `PullKvCache`).
+    /// Pulls one batch slot of a peer's cache (contract, C++ §4, `PullKvCache`).
     pub fn pull_kv_cache(
         &self,
         src: CacheIndex,
@@ -34,7 +35,7 @@ impl DataDist {
         self.pull(src.name(), &End::Managed(dst), &PullRows::Slot { local: batch_index, size }, layers)
     }
 
-    /// Brings blocks of a peer here, pair by pair (contract, C++ §4, `PullKvBlocks`).
+    /// Pulls blocks of a peer's cache, pair by pair (contract, C++ §4, `PullKvBlocks`).
     pub fn pull_kv_blocks(
         &self,
         src: CacheIndex,
@@ -53,7 +54,7 @@ impl DataDist {
         self.pull(src.name(), &End::Managed(dst), &rows, layers)
     }
 
-    /// Brings blocks to a peer, pair by pair (contract, C++ §4, `PushKvBlocks`).
+    /// Pushes blocks into a peer's cache, pair by pair (contract, C++ §4, `PushKvBlocks`).
     pub fn push_kv_blocks(
         &self,
         src: CacheId,
@@ -72,7 +73,8 @@ impl DataDist {
         self.push(&End::Managed(src), dst.name(), &rows, layers)
     }
 
-    /// Copies every block of `src_blocks` to its place in each of `dst_blocks_list` (contract, C++ §4, `CopyKvBlocks`).
+    /// Copies every block of `src_blocks` to its counterpart in each list of `dst_blocks_list` (contract, C++
+    /// §4, `CopyKvBlocks`).
     pub fn copy_kv_blocks(
         &self,
         src: &End,
@@ -90,8 +92,8 @@ impl DataDist {
         })
     }
 
-    /// As [`link_clusters`](Self::link_clusters), where every peer must name exactly one address of this side
-    /// (contract §6.8).
+    /// Does the same as [`link_clusters`](Self::link_clusters), but every peer must name exactly one local
+    /// address (contract §6.8).
     #[must_use]
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
@@ -104,14 +106,15 @@ impl DataDist {
         })
     }
 
-    /// The role that pushes are judged by: with links that go both ways it is a label (contract, C++ §7).
+    /// Returns the role by which pushes are checked. If links work in both directions, the role is only a
+    /// label (contract, C++ §7).
     pub(super) fn pushing_role(&self) -> Role {
         if self.cluster.config.links.both_ways { Role::Mix } else { self.role() }
     }
 }
 
 impl CacheIndex {
-    /// What the core calls it.
+    /// Returns the same slot as a [`RemoteName`].
     #[must_use]
     pub fn name(self) -> RemoteName {
         RemoteName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }

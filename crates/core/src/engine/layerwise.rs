@@ -1,8 +1,7 @@
-//! The layer-wise transfer: what finds a destination, and brings it one layer after the other.
+//! Starts layer-wise transfers, and ends them with the engine.
 //!
-//! A layer is a push like any other, of the same plan in other tensors: planned once, resolved once, and from then on
-//! the remote cache is named by its id, so that a transfer never spreads over two caches. Not for: which layers are ready
-//! (`task`), or how bytes get there (`transfer`).
+//! `transfer::layerwise` pushes the layers to their destinations, and the [`Task`] records which layers are
+//! ready.
 
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
@@ -13,12 +12,13 @@ use crate::transfer::{Carrier, LayerPush, Leg, Refused, Task};
 use crate::validate::{self, Destination, LayerwiseArgs};
 
 impl DataDist {
-    /// Starts to bring layers of a cache to peers, each as soon as it is ready (contract §8, seed
-    /// `transfer_cache_async.md`). `Err` for what the arguments alone decide; all else is an outcome of the task. Layers
-    /// that keep a destination waiting for longer than `patience` fail it.
+    /// Starts to push layers of a cache to peers, each as soon as it is ready (contract §8).
     ///
-    /// The task holds the cache: to deallocate it takes effect once the task has ended. Each layer has `sync_kv_timeout`
-    /// for itself, from the moment it is begun.
+    /// Returns `Err` for what the arguments alone decide; everything else is an outcome of the task. A
+    /// destination fails if it waits for a layer longer than `patience`.
+    ///
+    /// The task holds the cache, so a deallocation takes effect only once the task has ended. Each layer has
+    /// the limit `sync_kv_timeout` for itself, from the moment at which its push begins.
     pub fn transfer_async(
         &self,
         from: &End,
@@ -49,7 +49,7 @@ impl DataDist {
         let with_layers = |to: Destination| {
             let mut layers = to.src_layers;
             if source.is_err() {
-                // Nobody could say whether these are layers of it.
+                // Without the source, it is unknown whether these are its layers.
                 layers.end = layers.first;
             }
             let refused = |error| -> Arc<dyn Carrier> { Arc::new(Refused::new(error)) };
@@ -63,7 +63,7 @@ impl DataDist {
         Ok(task)
     }
 
-    /// Ends the transfers under way.
+    /// Ends the transfers in progress.
     pub(super) fn close_tasks(&self) {
         let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
         for task in tasks.iter().filter_map(Weak::upgrade) {

@@ -1,6 +1,4 @@
-//! Links: who this engine is linked with, and as what.
-//!
-//! Not for: what travels over them (`transfer`).
+//! Creates, ends and checks the links of this engine, and switches its role.
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -20,14 +18,14 @@ use crate::stats::Op;
 use crate::validate;
 
 impl DataDist {
-    /// Where peers are listened for, with the port that was chosen; `None` without a listener.
+    /// Returns the address at which the engine listens, with the actual port; `None` without a listener.
     #[must_use]
     pub fn listening(&self) -> Option<SocketAddr> {
         self.links.listening()
     }
 
     #[must_use]
-    /// Links to each of `peers`, in parallel; one result for each, in order (contract §6.8).
+    /// Links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
@@ -37,7 +35,7 @@ impl DataDist {
     }
 
     #[must_use]
-    /// Ends the links to each of `peers`, in parallel; one result for each, in order (contract §6.8).
+    /// Ends the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
         each(peers, deadline, |peer, deadline| {
@@ -46,7 +44,8 @@ impl DataDist {
         })
     }
 
-    /// Enters a communicator (contract §6.5): its number at once, links to its members in the background.
+    /// Enters a communicator (contract §6.5). Returns its number at once; the links to its members are made
+    /// in the background.
     pub fn link(&self, name: &str, clusters: &[(ClusterId, u32)], rank_table: &str) -> Result<u64> {
         let config = &self.cluster.config;
         validate::rank_table::members(name, clusters, config.cluster)?;
@@ -60,31 +59,33 @@ impl DataDist {
         self.links.leave(comm)
     }
 
-    /// How far a communicator is (contract §6.7).
+    /// Returns the state of a communicator (contract §6.7).
     pub fn comm_status(&self, comm: u64) -> Result<CommStatus> {
         self.links.comm_status(comm)
     }
 
-    /// What this engine does for others now.
+    /// Returns the current role of this engine.
     #[must_use]
     pub fn role(&self) -> Role {
         *self.role.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes another role, and listens at `listen` from now on, or nowhere (contract §6.9). Only without links.
+    /// Takes another role, and from now on listens at `listen`, or nowhere (contract §6.9). Returns
+    /// `Err(LinksExist)` if there is a link, or if one is being made.
     pub fn switch_role(&self, role: Role, listen: Option<SocketAddr>) -> Result<()> {
         self.links.listen(listen)?;
         *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
         Ok(())
     }
 
-    /// Whether the link to `cluster` works: the peer answers within `sync_kv_timeout` (contract §6.11).
+    /// Checks the link to `cluster`: the peer must answer within `sync_kv_timeout` (contract §6.11).
     pub fn check_link(&self, cluster: ClusterId) -> Result<()> {
         let deadline = self.deadline();
         self.links.find(cluster, deadline)?.ping(deadline)
     }
 
-    /// Nothing to do for memory that peers read in place; refused without a link (contract §7.17).
+    /// Does nothing, because peers read memory in place. Returns `Err(NotLinked)` without a link (contract
+    /// §7.17).
     pub fn remap(&self) -> Result<()> {
         if self.links.any() { Ok(()) } else { Err(Error::new(ErrorKind::NotLinked, "there is no link")) }
     }
@@ -94,8 +95,9 @@ impl DataDist {
     }
 }
 
-/// Does `call` for each of `peers`: here for one, in parallel for more. The limit is that of the whole call, so as many
-/// as possible are tried at once. Only the thread of the caller is asked whether to go on, while it waits for the others.
+/// Runs `call` for each of `peers`: on this thread for one peer, in parallel for more. The deadline is that
+/// of the whole call, so as many as possible run at once. Only the caller's thread checks for interruption,
+/// while it waits for the others.
 pub(super) fn each(
     peers: &[PeerAddress],
     deadline: Deadline,
@@ -112,12 +114,12 @@ pub(super) fn each(
             peers.get(index).map(|peer| (index, peer))
         } {
             let on = deadline.interruption("waiting for its turn");
-            // Fails only if nobody listens, and somebody does until all is said.
+            // Fails only without a receiver, and the receiver lives until all results are sent.
             let _ = telling.send((index, on.and_then(|()| call(peer, deadline))));
         }
     };
     let mut results = Vec::with_capacity(peers.len());
-    // Links are made a few times in the life of a process: threads for the length of the call are no cost there.
+    // A process makes links only a few times, so threads for the duration of the call cost little.
     std::thread::scope(|scope| {
         let work = &work;
         let mut started = 0;
@@ -151,11 +153,11 @@ pub(super) fn each(
 
 /// Clusters of one call that are linked at the same time.
 const AT_ONCE: usize = 64;
-/// How often the caller is asked whether to go on.
+/// How often the caller's thread checks for interruption.
 const NAP: Duration = Duration::from_millis(100);
 
 thread_local! {
-    /// Says that the call this thread works for was interrupted.
+    /// Set once the call for which this thread works was interrupted.
     static STOP: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
@@ -163,7 +165,8 @@ fn stopped() -> bool {
     STOP.with_borrow(|stop| stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)))
 }
 
-/// The error of a link that was not made: what a peer that refused calls not linked is a failed link here.
+/// Error of a link that was not made. `NotLinked`, for example from a peer that refuses, `System` and
+/// `NotEnabled` become `LinkFailed`.
 #[cold]
 pub(super) fn link_failed(error: Error) -> Error {
     match error.kind() {

@@ -1,6 +1,7 @@
-//! The engine as its users see it: every operation, each a few lines over the rooms below.
+//! The engine as its users see it. Each operation takes a few lines over the modules below.
 //!
-//! Not for: decisions. What is legal is decided in `check`, where bytes go in `plan`, how they move in `engine`.
+//! Decisions are made elsewhere: `validate` decides what is legal, `plan` where bytes go, and `copy` how they
+//! move.
 
 mod cpp;
 mod layerwise;
@@ -28,29 +29,31 @@ use crate::token_file;
 use crate::transfer::{Executor, Task};
 use crate::validate::{self, CopyArgs, Pools};
 
-/// Calls that name fewer blocks do not ask whether there is memory for their lists.
+/// Calls with fewer blocks skip the check whether there is memory for their lists.
 const MANY_BLOCKS: usize = 1 << 20;
-/// Bytes that the lists of a call take for each block, while it runs: the request, the plan and the rows to pin
+/// Bytes per block that the lists of a call take while it runs: the request, the plan and the rows to pin
 /// (`lists_of_a_call_take_what_is_asked_for`).
 const BYTES_OF_A_BLOCK: u64 = 128;
 
-/// One end of a copy as the caller names it.
+/// One end of a copy, as the caller names it.
 #[derive(Clone, Debug)]
 pub enum End {
-    /// A cache of this engine.
+    /// A cache of this engine, by its id.
     Managed(CacheId),
-    /// A handle: a cache over the caller's memory that no engine knows, or, of a copy, one that was looked up already.
+    /// A handle: a cache over the caller's memory that is not registered with an engine. For a copy, it may
+    /// also be a cache that was already looked up.
     Loose(Arc<Cache>),
 }
 
-/// An open engine. Shared by any number of threads; dropped, its links end, and it gives everything back once the last
-/// copy has ended.
+/// An open engine. Any number of threads may share it. Drop ends its links; its memory is released once the
+/// last copy has ended.
 #[derive(Debug)]
 pub struct DataDist {
-    // First, so that links end before what they answer with goes, and lanes with what they carry over them.
+    // Fields are dropped in order: the links end before the state with which they answer, and the lanes end
+    // with the layers that they push over the links.
     links: Links,
     lanes: Executor,
-    /// Transfers that may be under way.
+    /// Transfers that may be in progress.
     tasks: Mutex<Vec<Weak<Task>>>,
     cluster: Arc<Cluster>,
     role: Mutex<Role>,
@@ -60,8 +63,8 @@ pub struct DataDist {
 }
 
 impl DataDist {
-    /// Opens an engine over host memory, and a listener if the configuration names an address. The pools of `config`
-    /// cost address space only until they are touched.
+    /// Opens an engine over host memory, and a listener if `config` names an address. The pools of `config`
+    /// use only address space until they are touched.
     pub fn open(config: Config) -> Result<Self> {
         Self::open_on(config, DeviceSet::host_only())
     }
@@ -71,7 +74,7 @@ impl DataDist {
         Self::open_with(config, devices, Transports::default())
     }
 
-    /// Opens an engine over `devices` whose streams are those of `transports`.
+    /// Opens an engine over `devices` whose streams come from `transports`.
     #[cfg(feature = "testing")]
     pub fn open_over(config: Config, devices: DeviceSet, transports: Transports) -> Result<Self> {
         Self::open_with(config, devices, transports)
@@ -94,15 +97,15 @@ impl DataDist {
         })
     }
 
-    /// The same engine, whose calls ask `interrupted` now and then while they wait, on their own thread, whether they
-    /// shall end early.
+    /// Sets `interrupted`, which calls check on their own thread now and then while they wait. A call ends
+    /// early once it returns `true`.
     #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
         self.interrupted = Some(interrupted);
         self
     }
 
-    /// The same engine, whose calls find their limit passed once `over` is set, and before that never early.
+    /// Sets `over`: the deadline of every call passes when it becomes `true`, and not earlier.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn over_when(mut self, over: &'static std::sync::atomic::AtomicBool) -> Self {
@@ -110,14 +113,16 @@ impl DataDist {
         self
     }
 
-    /// What it was opened with.
+    /// Returns the configuration with which the engine was opened.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.cluster.config
     }
 
-    /// Takes memory for a cache from the pool of its placement, and binds `keys`, one per row; `None` leaves a row
-    /// without a key (seed `deprecated.md`, `allocate_cache`).
+    /// Allocates a cache from the pool of its placement, and binds `keys`, one per row (contract §7.1, §7.3).
+    /// `None` leaves a row without a key.
+    ///
+    /// Returns `Err(OutOfMemory)` if the pool has no room, and `Err(KeyTaken)` if a key names another cache.
     pub fn allocate(
         &self,
         desc: &CacheDesc,
@@ -131,13 +136,14 @@ impl DataDist {
             };
             let request = validate::allocate(desc, kind, keys, pools)?;
             let tensors = self.cluster.arena(desc.placement)?.allocate(&request.side.geometry)?;
-            // What was allocated before has been touched since, perhaps by the caller's own code.
+            // Caches that were allocated before may have been touched since, perhaps by the caller's own
+            // code.
             self.cluster.merger.moved(request.side.geometry.bytes());
             self.cluster.table.allocate(desc, request.side, tensors, &request.keys)
         })
     }
 
-    /// Lets go of a cache by id (seed `deprecated.md`, `deallocate_cache`). Never fails for what is not there.
+    /// Releases a cache by its id (contract §7.2, §7.4). An unknown id is no error.
     pub fn deallocate(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Deallocate, || {
             self.cluster.table.deallocate(id);
@@ -145,7 +151,7 @@ impl DataDist {
         })
     }
 
-    /// Unbinds a key (seed `deprecated.md`, `remove_cache_key`). Never fails for what is not there.
+    /// Unbinds a key (contract §7.5). An unknown key is no error.
     pub fn remove_key(&self, key: CacheKey) -> Result<()> {
         self.cluster.stats.timed(Op::RemoveKey, || {
             self.cluster.table.remove_key(key);
@@ -153,8 +159,8 @@ impl DataDist {
         })
     }
 
-    /// Enters the caller's memory as a cache (contract §7.6, §7.7). Whether peers may reach it follows from the mode
-    /// where `remote_accessible` does not say.
+    /// Registers the caller's memory as a cache (contract §7.6, §7.7). If `remote_accessible` is `None`, the
+    /// mode, the placement and earlier calls of [`link`](Self::link) decide whether peers may use the cache.
     pub fn register(
         &self,
         adopted: Adopted,
@@ -172,9 +178,11 @@ impl DataDist {
         })
     }
 
-    /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process that use
-    /// it: its memory may go away once this succeeds. After a timeout it has left for all other calls, and the same call
-    /// waits again (`a_cache_that_is_still_used_is_waited_for_again`). Never fails for what is not there.
+    /// Removes a registered cache (contract §7.8), and waits for the copies and transfers of this process
+    /// that use it. The caller may free the memory once this succeeds. An unknown id is no error.
+    ///
+    /// After `Err(Timeout)`, no other call finds the cache, and the same call waits again
+    /// (`a_cache_that_is_still_used_is_waited_for_again`).
     pub fn unregister(&self, id: CacheId) -> Result<()> {
         self.cluster.stats.timed(Op::Register, || {
             let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
@@ -185,17 +193,17 @@ impl DataDist {
         })
     }
 
-    /// The cache of an id.
+    /// Returns the cache with this id.
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
         self.cluster.table.find(id)
     }
 
-    /// The cache and the row a key names.
+    /// Returns the cache and the row that a key names.
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         self.cluster.table.find_key(key)
     }
 
-    /// Copies one range of one batch slot, the same in every tensor (seed `copy_cache.md`).
+    /// Copies one range of one batch slot, the same range in every tensor (contract §7.9).
     pub fn copy_cache(&self, dst: &End, src: &End, args: CopyArgs) -> Result<()> {
         let checked = match self.mode() {
             Mode::CacheManager => validate::copy_cache,
@@ -204,14 +212,15 @@ impl DataDist {
         self.copy_range(src, dst, args, checked)
     }
 
-    /// The seed's `CopyKvCache`: as [`copy_cache`](Self::copy_cache), device to device and device to host only, and the
-    /// source first (seed `CopyKvCache.md`).
+    /// Does `CopyKvCache` of the original's documentation (`CopyKvCache.md`): as
+    /// [`copy_cache`](Self::copy_cache), but only from device to device or host, and with the source as the
+    /// first argument.
     pub fn copy_kv_cache(&self, src: &End, dst: &End, args: CopyArgs) -> Result<()> {
         self.copy_range(src, dst, args, validate::copy_kv_cache)
     }
 
-    /// Copies blocks inside one cache, with the result of copying the pairs in the order given (seed `deprecated.md`,
-    /// `copy_blocks`). No pairs: nothing to do.
+    /// Copies blocks within one cache, with the result of copying the pairs in the given order (contract
+    /// §7.10). Without pairs, it does nothing.
     pub fn copy_blocks(&self, cache: &End, pairs: &[(i64, i64)]) -> Result<()> {
         self.cluster.stats.timed(Op::CopyBlocks, || {
             let deadline = self.deadline();
@@ -226,8 +235,8 @@ impl DataDist {
         })
     }
 
-    /// Moves blocks between a host and a device cache; the placements give the direction (seed `deprecated.md`,
-    /// `swap_blocks`). No pairs: nothing to do.
+    /// Copies blocks between a host cache and a device cache; the placements give the direction (contract
+    /// §7.11). Without pairs, it does nothing.
     pub fn swap_blocks(&self, src: &End, dst: &End, pairs: &[(i64, i64)]) -> Result<()> {
         let deadline = self.deadline();
         let (src, dst) = (self.resolve(src), self.resolve(dst));
@@ -251,7 +260,7 @@ impl DataDist {
         })
     }
 
-    /// Every counter, and the state of pools and table.
+    /// Returns every counter, and the state of the pools, the table and the links.
     #[must_use]
     pub fn stats(&self) -> Snapshot {
         let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
@@ -272,8 +281,8 @@ impl DataDist {
         }
     }
 
-    /// Bytes of the pool of a placement that lie in huge pages, measured now; 0 without such a pool. Slow: see
-    /// [`Region::huge_bytes`](crate::memory::Region::huge_bytes).
+    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow:
+    /// see [`Region::huge_bytes`](crate::memory::Region::huge_bytes).
     #[must_use]
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
         self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
@@ -296,7 +305,7 @@ impl DataDist {
         })
     }
 
-    /// Pins both ends, moves the bytes, counts them.
+    /// Pins both ends, moves the bytes, and counts them.
     fn run(
         &self,
         op: Op,
@@ -363,15 +372,15 @@ impl DataDist {
 
 impl Drop for DataDist {
     fn drop(&mut self) {
-        // Before anything is given back: no peer that still sees this memory trusts it any more.
+        // Before anything is released, so that no peer that still maps this memory trusts it any more.
         self.cluster.table.retire();
         self.close_tasks();
         self.cluster.merger.close();
     }
 }
 
-/// `Err` if a call that names so many blocks would take more memory for its lists than this process may use now. Few are
-/// not asked about: the question takes longer than copying them.
+/// Returns `Err(OutOfMemory)` if the lists of a call with this many blocks need more memory than this process
+/// may use now. Calls with few blocks skip the check, because it takes longer than copying them.
 fn room_for_lists(blocks: usize) -> Result<()> {
     if blocks < MANY_BLOCKS {
         return Ok(());

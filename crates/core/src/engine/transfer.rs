@@ -1,8 +1,8 @@
 //! Pull and push.
 //!
-//! Both resolve their two ends, check, plan, and let the side that receives read: from memory it can see of the other,
-//! else through a socket. What is known of a remote cache may be out of date; then its owner says so, or its generation
-//! does, and the call starts over within its deadline. Not for: links (`remote`), or moving bytes (`engine`).
+//! Both resolve their two ends, validate, plan, and let the receiving side read: from memory of the other
+//! side that it can access, otherwise through a socket. What this side knows of a remote cache may be out of
+//! date. Then its owner or its generation number shows it, and the call starts over within its deadline.
 
 use std::sync::Arc;
 
@@ -17,28 +17,29 @@ use crate::stats::Op;
 use crate::transfer::{Call, Moved};
 use crate::validate::{self, ExtParam, Layers, PullRows, PushRows, RemoteCache};
 
-/// A cache of a peer: whose, and which.
+/// Name of a peer's cache or slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteName {
-    /// Who owns it.
+    /// The cluster that owns it.
     pub cluster: ClusterId,
-    /// What it is called there.
+    /// Its name at the owner.
     pub name: Name,
 }
 
-/// The seed's `CacheIndex`: one batch slot of a peer's cache (seed `PushKvCache.md`).
+/// One batch slot of a peer's cache: `CacheIndex` of the original's documentation (`PushKvCache.md`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheIndex {
-    /// Who owns it.
+    /// The cluster that owns it.
     pub cluster: ClusterId,
-    /// Its id there.
+    /// Its cache id at the owner.
     pub cache: CacheId,
     /// The batch slot.
     pub row: u32,
 }
 
 impl DataDist {
-    /// Brings rows of a peer's cache here (contract §7.12, §7.13). An error says what arrived.
+    /// Pulls rows of a peer's cache into a cache of this engine (contract §7.12, §7.13). An error lists the
+    /// rows that arrived.
     pub fn pull(&self, from: RemoteName, to: &End, rows: &PullRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Pull, || {
             let deadline = self.deadline();
@@ -59,8 +60,9 @@ impl DataDist {
         })
     }
 
-    /// Brings rows of a cache of this engine to a peer's (contract §7.14, §7.15): they are in place there when this
-    /// returns. All layers are one submission under one deadline. An error says how far it got.
+    /// Pushes rows of a cache of this engine into a peer's cache (contract §7.14, §7.15). The bytes are in
+    /// place there when this returns. All layers are one submission under one deadline. An error reports how
+    /// far the push got.
     pub fn push(&self, from: &End, to: RemoteName, rows: &PushRows, layers: Layers) -> Result<()> {
         self.cluster.stats.timed(Op::Push, || {
             let deadline = self.deadline();
@@ -68,7 +70,8 @@ impl DataDist {
             super::room_for_lists(pushed_blocks(rows))?;
             validate::push_local(local.side(), rows, layers)?;
             let link = self.links.find_other(to.cluster, deadline)?;
-            // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
+            // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
+            // argument (contract §7.14).
             let (name, row) = match to.name {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
                 name @ Name::Key(_) => (name, None),
@@ -84,8 +87,8 @@ impl DataDist {
                     if let (PushRows::Slot { local: row }, Moved::Bytes(1..), true) =
                         (rows, &outcome, moves.whole)
                     {
-                        // Seed `deprecated.md`: a push ends the reference by key as a pull does (contract §17,
-                        // further rulings).
+                        // A push releases the key of its slot, as a pull does (the original's
+                        // `deprecated.md`; contract §17, further rulings).
                         self.cluster.table.release_row(call.local.id(), *row);
                     }
                     Ok(outcome)
@@ -97,7 +100,8 @@ impl DataDist {
         })
     }
 
-    /// The seed's `PushKvCache`: not the decoder role, only whole slots, layer ranges with both ends inclusive.
+    /// Does `PushKvCache` of the original's documentation: not in the decoder role, only whole slots, and
+    /// layer ranges with both ends inclusive.
     pub fn push_kv_cache(
         &self,
         src: CacheId,
@@ -113,14 +117,14 @@ impl DataDist {
         self.push(&End::Managed(src), dst.name(), &PushRows::Slot { local: src_batch_index }, layers)
     }
 
-    /// The cache of this engine at one end of a transfer with `cluster`.
+    /// Returns the cache of this engine at one end of a transfer with `cluster`.
     fn local(&self, cluster: ClusterId, end: &End) -> Result<Arc<Cache>> {
         self.other(cluster)?;
         self.source(end)
     }
 
-    /// `cluster` must not be this engine. Without the cache manager another may go by the same id: there the link says
-    /// who it is.
+    /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same
+    /// id; then the link identifies it.
     pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
         if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
             return Err(session::own(cluster));
@@ -128,7 +132,8 @@ impl DataDist {
         Ok(())
     }
 
-    /// A cache of this engine that may take part in a transfer.
+    /// Returns a cache of this engine that may take part in a transfer. Returns `Err(CacheNotFound)` for a
+    /// handle, because its cache was never registered.
     pub(super) fn source(&self, end: &End) -> Result<Arc<Cache>> {
         match end {
             End::Managed(id) => self.cluster.table.find(*id),
@@ -140,7 +145,7 @@ impl DataDist {
     }
 }
 
-/// How many blocks a pull names.
+/// Returns how many blocks a pull names.
 fn pulled_blocks(rows: &PullRows) -> usize {
     match rows {
         PullRows::Slot { .. } | PullRows::Part { .. } => 0,
@@ -150,7 +155,7 @@ fn pulled_blocks(rows: &PullRows) -> usize {
     }
 }
 
-/// How many blocks a push names.
+/// Returns how many blocks a push names.
 fn pushed_blocks(rows: &PushRows) -> usize {
     match rows {
         PushRows::Slot { .. } => 0,

@@ -1,6 +1,5 @@
-//! A listening socket: what `tcp` and `unix` listen with.
-//!
-//! Not for: names and options of sockets (`tcp`, `unix`), or waiting for connections (`links::control`).
+//! A listening socket, which `tcp` and `unix` use as their [`Listener`]. The control thread of `session`
+//! waits for its connections.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,12 +12,13 @@ use super::{Accepted, Address, Listener, Stream, unavailable};
 use crate::error::Result;
 use crate::memory::Kept;
 
-/// Connections that wait to be accepted; the kernel cuts it to what the administrator allows.
+/// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
 const BACKLOG: i32 = 1024;
 
-/// Makes a stream of a socket that was accepted; `None` if the peer is gone already.
+/// Makes a stream of an accepted socket; `None` if the peer is already gone.
 type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
 
+/// A listening socket and what it needs to accept connections.
 pub(super) struct Door {
     _kept: Kept,
     socket: OwnedFd,
@@ -28,7 +28,7 @@ pub(super) struct Door {
 }
 
 impl Door {
-    /// Listens with a socket that is bound to `address` and does not block.
+    /// Starts to listen with a non-blocking socket that is bound to `address`.
     pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
         listen(&socket, BACKLOG).map_err(|errno| unavailable(&address, "listen at", errno))?;
         Ok(Door { _kept: Kept::new(&socket), socket, address, closed: AtomicBool::new(false), welcome })
@@ -48,7 +48,7 @@ impl Listener for Door {
                 Err(errno @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
                     return Ok(Accepted::NoRoom(errno));
                 }
-                // That one left before it was accepted, or its network did; the next may not.
+                // This peer left before it was accepted, or its network failed. The next one may be fine.
                 Err(
                     Errno::INTR
                     | Errno::CONNABORTED
@@ -79,8 +79,8 @@ impl Listener for Door {
 
     fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        // Refuses whoever dials from now on, even while this value lives. It cannot fail on a descriptor of this process
-        // in a way that matters.
+        // Refuses further connections, even while this value lives. On a descriptor of this process, the call
+        // cannot fail in a way that matters.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
 }

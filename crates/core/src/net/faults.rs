@@ -1,7 +1,8 @@
-//! Streams that misbehave on purpose, for the tests of everything above; without the feature `testing` nothing is left.
+//! Streams that misbehave on purpose, to test the modules above. Without the feature `testing`, all of this
+//! does nothing.
 //!
-//! Faults act on the bytes inside [`Stream`](super::Stream), so they look to both sides like a peer or a network that
-//! does so. Not for: faults of memory or devices (`device::sim`).
+//! Faults act on the bytes inside [`Stream`](super::Stream), so both sides see a peer or a network that
+//! misbehaves. `device::sim` has the faults of memory and devices.
 
 use std::borrow::Cow;
 use std::io;
@@ -11,7 +12,7 @@ use super::step::{Moved, Way};
 #[cfg(feature = "testing")]
 pub use self::testing::{Fault, Faults};
 
-/// The faults of one stream, with how far its bytes have come.
+/// The faults of one stream, and how many of its bytes have passed.
 #[derive(Debug, Default)]
 pub(super) struct Running {
     #[cfg(feature = "testing")]
@@ -64,12 +65,14 @@ impl Running {
         self.ways.as_ref().map(|ways| &ways[usize::from(way == Way::Out)])
     }
 
-    /// How many of `len` bytes may go now; `None` while the stream stalls, an error where it is cut.
+    /// Returns how many of `len` bytes may pass now: `None` while the stream stalls, an error where it is
+    /// cut.
     pub(super) fn allow(&self, way: Way, len: usize) -> io::Result<Option<usize>> {
         self.way(way).map_or(Ok(Some(len)), |running| running.allow(len))
     }
 
-    /// How many windows of `lens` may go now, the first of them without `skip` bytes.
+    /// Returns how many of the windows with lengths `lens` may pass now. `skip` bytes of the first one have
+    /// passed already.
     pub(super) fn allow_windows(
         &self,
         way: Way,
@@ -80,7 +83,7 @@ impl Running {
         self.way(way).map_or(Ok(Some(count)), |running| running.allow_windows(lens, skip))
     }
 
-    /// `bytes` as they are sent.
+    /// Returns `bytes` as they are sent.
     pub(super) fn garbled<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
         let mut bytes = Cow::Borrowed(bytes);
         if let Some(at) = self.way(Way::Out).and_then(|running| running.garble_at(bytes.len())) {
@@ -89,7 +92,7 @@ impl Running {
         bytes
     }
 
-    /// Garbles what was received, if it is its turn.
+    /// Inverts the byte at the position of the fault, if it is among the received bytes.
     pub(super) fn garble(&self, bytes: &mut [u8], got: &rustix::io::Result<usize>) {
         let at = |&len| self.way(Way::In).and_then(|running| running.garble_at(len));
         if let Some(at) = got.as_ref().ok().and_then(at) {
@@ -97,7 +100,7 @@ impl Running {
         }
     }
 
-    /// Counts what went.
+    /// Counts the bytes that have passed.
     pub(super) fn passed(&self, way: Way, moved: Moved) -> Moved {
         if let (Some(running), &Moved::Bytes(bytes)) = (self.way(way), &moved) {
             running.count(bytes);
@@ -105,7 +108,7 @@ impl Running {
         moved
     }
 
-    /// Whether nothing goes any more.
+    /// Whether no bytes pass any more.
     pub(super) fn stalled(&self, way: Way) -> bool {
         self.way(way).is_some_and(testing::Running::stalled)
     }
@@ -118,25 +121,26 @@ mod testing {
 
     use rustix::io::Errno;
 
-    /// What goes wrong in one direction. Bytes count from the start of the stream.
+    /// A fault in one direction. Bytes count from the start of the stream.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Fault {
-        /// The stream breaks once so many bytes have gone; inside a window, before it.
+        /// The stream breaks after this many bytes. If the position is inside a window, it breaks before that
+        /// window.
         Cut(u64),
-        /// Nothing goes any more once so many bytes have gone; inside a window, before it.
+        /// No bytes pass after this many. If the position is inside a window, none of that window passes.
         Stall(u64),
-        /// The byte at this position arrives inverted. Bytes of windows are left alone.
+        /// The byte at this position arrives inverted. Bytes of windows are not changed.
         Garble(u64),
     }
 
-    /// What goes wrong with one stream.
+    /// The faults of one stream.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct Faults {
-        /// With what is sent.
+        /// Fault in the bytes that are sent.
         pub sending: Option<Fault>,
-        /// With what is received.
+        /// Fault in the bytes that are received.
         pub receiving: Option<Fault>,
-        /// Dialling itself is refused.
+        /// Whether dialing itself is refused.
         pub refuse: bool,
     }
 
@@ -151,7 +155,7 @@ mod testing {
             Running { fault, gone: AtomicU64::new(0) }
         }
 
-        /// Bytes until the fault stops the stream.
+        /// Returns the bytes until the fault stops the stream.
         fn left(&self) -> Option<u64> {
             match self.fault {
                 Some(Fault::Cut(at) | Fault::Stall(at)) => {

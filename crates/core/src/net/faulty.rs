@@ -12,7 +12,7 @@ use super::{Address, Listener, Transport, unreachable};
 use crate::error::Result;
 use crate::model::Deadline;
 
-/// A transport whose dialled streams misbehave.
+/// A transport whose dialed streams misbehave.
 pub struct Faulty {
     under: Arc<dyn Transport>,
     faults: Box<dyn Fn(usize) -> Faults + Send + Sync>,
@@ -20,7 +20,7 @@ pub struct Faulty {
 }
 
 impl Faulty {
-    /// `under`, with the faults that `faults` gives the first dial (0), the second, and so on.
+    /// Wraps `under`. `faults` returns the faults of each dial, which it gets as a number from 0.
     pub fn new(under: Arc<dyn Transport>, faults: impl Fn(usize) -> Faults + Send + Sync + 'static) -> Self {
         Faulty { under, faults: Box::new(faults), dials: AtomicUsize::new(0) }
     }

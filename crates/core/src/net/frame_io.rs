@@ -1,8 +1,8 @@
-//! Frames, with the descriptors they carry, over a stream.
+//! Sends and receives frames, with the descriptors that they carry, over a stream.
 //!
-//! Every call tries the socket first and sleeps in `poll` only when it must. A reply that is due soon may be awaited for a
-//! bounded time without sleeping (`patience`). One thread sends and one receives at a time; the owner of the stream
-//! ensures it.
+//! Every call tries the socket first, and sleeps in `poll` only if it must. A call that expects a reply soon
+//! may poll for a limited time without sleeping (`patience`). At most one thread sends and one receives at a
+//! time; the owner of the stream ensures this.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -23,27 +23,29 @@ use crate::fallible;
 use crate::model::Deadline;
 use crate::protocol::{HEADER, Header};
 
-/// Most descriptors that travel with one frame.
+/// Most descriptors that one frame carries.
 pub const MAX_DESCRIPTORS: usize = 8;
 
-/// What a body is given before any of it has arrived; later steps grow with what has.
+/// Bytes allocated for a body before any of it has arrived. Later steps grow with what has arrived.
 const FIRST_STEP: usize = 64 << 10;
 
 /// Kind, body and descriptors of one frame.
 pub type Received = (u8, Vec<u8>, Vec<OwnedFd>);
 
 impl Stream {
-    /// Sends one frame.
+    /// Sends one frame. Returns `Err(Timeout)` at the deadline, and `Err(NotLinked)` if the connection
+    /// breaks.
     pub fn send(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
         self.send_from(frame, 0, SendFlags::empty(), deadline)
     }
 
-    /// Sends one frame behind which windows follow at once: both may leave together.
+    /// Sends one frame that is followed by windows at once, so that both may leave together.
     pub fn send_before(&self, frame: &[u8], deadline: Deadline) -> Result<()> {
         self.send_from(frame, 0, SendFlags::MORE, deadline)
     }
 
-    /// Sends one frame with copies of `descriptors`.
+    /// Sends one frame with copies of `descriptors`. Returns `Err(System)` if there are more than
+    /// [`MAX_DESCRIPTORS`], or if this stream carries none.
     pub fn send_with(&self, frame: &[u8], descriptors: &[BorrowedFd<'_>], deadline: Deadline) -> Result<()> {
         if descriptors.is_empty() {
             return self.send(frame, deadline);
@@ -54,13 +56,14 @@ impl Stream {
             let text = format!("{count} descriptors cannot travel with one frame to {peer}");
             return Err(Error::new(ErrorKind::System, text).with("limit", limit));
         }
-        // The first bytes that leave take them along; what is left of the frame follows on its own.
+        // The first bytes carry the descriptors. The rest of the frame follows without any.
         let mut transfer = Transfer::new(self, Way::Out, deadline);
         let first = transfer.next(0, || self.push_with(frame, descriptors))?;
         self.send_from(frame, first, SendFlags::empty(), deadline)
     }
 
-    /// Sends one frame at once, with copies of `descriptors`; what the socket does not take at once breaks the stream.
+    /// Sends one frame with copies of `descriptors`, without waiting. If the socket does not take all of it
+    /// at once, this breaks the stream and returns `Err(NotLinked)`.
     pub fn send_now(&self, frame: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
         let mut sent = 0;
         while sent < frame.len() {
@@ -80,8 +83,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Whether there is something to receive, or the end of the stream, within `patience`, which is spent looking again
-    /// and again and giving way to other threads.
+    /// Returns whether there is something to receive, or the end of the stream, within `patience`. Meanwhile
+    /// the thread polls and yields to other threads.
     #[must_use]
     pub fn readable_within(&self, patience: Duration) -> bool {
         let since = Instant::now();
@@ -112,23 +115,26 @@ impl Stream {
         Ok(())
     }
 
-    /// The next frame: its kind and body. `None` if the stream ended between two frames, or this side closed it.
-    /// `patience` is how long to look for it again and again, giving way to other threads, before sleeping. Descriptors
-    /// that come along are closed. After a header that cannot be read, a refusal may be sent and nothing received
-    /// (`a_refusal_answers_another_version`).
+    /// Receives the next frame, of at most `limit` body bytes: its kind and body. Returns `None` if the
+    /// stream ended between two frames, or if this side closed it.
+    ///
+    /// The thread polls for `patience` and yields to other threads before it sleeps. Descriptors of the frame
+    /// are closed. After a header that cannot be read, a refusal may still be sent but nothing can be
+    /// received (`a_refusal_answers_another_version`).
     pub fn receive(
         &self,
         limit: usize,
         patience: Duration,
         deadline: Deadline,
     ) -> Result<Option<(u8, Vec<u8>)>> {
-        // The kernel closes what comes along where no room is given for it.
+        // The kernel closes descriptors for which the call provides no room.
         self.frame(limit, patience, deadline, |rest| self.pull(rest), |_| Ok(((), deadline)))
             .map(|frame| frame.map(|(kind, body, ())| (kind, body)))
     }
 
-    /// As [`receive`](Self::receive), for requests of a peer: `admit` is asked once the length of the body is known, and
-    /// gives what is held while the body is, and the moment at which all of it must have arrived.
+    /// As [`receive`](Self::receive), for requests of a peer. Once the length of the body is known, `admit`
+    /// is called with it. `admit` returns a value to hold for as long as the body exists, and the deadline by
+    /// which all of the body must have arrived.
     pub fn receive_admitted<T>(
         &self,
         limit: usize,
@@ -138,16 +144,16 @@ impl Stream {
         self.frame(limit, Duration::ZERO, deadline, |rest| self.pull(rest), admit)
     }
 
-    /// The next frame with the descriptors that came along, at most [`MAX_DESCRIPTORS`].
+    /// Receives the next frame with its descriptors, at most [`MAX_DESCRIPTORS`].
     pub fn receive_with(&self, limit: usize, deadline: Deadline) -> Result<Option<Received>> {
         let mut descriptors = Vec::new();
-        // They are attached to the first byte of a frame, so none can come with the body.
+        // Descriptors are attached to the first byte of a frame, so the body has none.
         let step = |rest: &mut [u8]| self.pull_with(rest, &mut descriptors);
         let frame = self.frame(limit, Duration::ZERO, deadline, step, |_| Ok(((), deadline)))?;
         Ok(frame.map(|(kind, body, ())| (kind, body, descriptors)))
     }
 
-    /// One frame whose header is read by `step`.
+    /// Receives one frame whose header is read by `step`.
     fn frame<T>(
         &self,
         limit: usize,
@@ -170,17 +176,18 @@ impl Stream {
             }
         }
         let header = Header::parse(&header, limit).map_err(|error| {
-            // Where its body ends is not known, so nothing more is received; but a refusal may still be sent.
+            // The end of the body is unknown, so nothing more is received. But a refusal may still be sent.
             self.unreadable();
             error.with("peer", &self.about.peer)
         })?;
-        // Where the body ends is not worth waiting for; a reply may still be sent.
+        // The rest of a refused body is not awaited, so nothing more is received. But a reply may still be
+        // sent.
         let (held, deadline) = admit(header.length).inspect_err(|_| self.unreadable())?;
         let mut transfer = Transfer::new(self, Way::In, deadline);
         let (mut body, mut got) = (Vec::new(), 0);
         while got < header.length {
             if got == body.len() {
-                // Memory grows with what has arrived: a length alone is given `FIRST_STEP` at most.
+                // Memory grows with what has arrived: the length alone gets at most `FIRST_STEP` bytes.
                 let next = header.length.min(got + got.max(FIRST_STEP));
                 if body.try_reserve_exact(next - got).is_err() {
                     drop(body);
@@ -193,8 +200,9 @@ impl Stream {
         Ok(Some((header.kind, body, held)))
     }
 
-    /// `Err(OutOfMemory)` in place of a body of which `got` bytes were read. The rest is read away, so that the stream can go
-    /// on; but for a short body, behind which bytes of a cache may follow that nobody would know of.
+    /// Returns `Err(OutOfMemory)` for a body of which `got` bytes were read. The rest is read and discarded,
+    /// so that the stream remains usable. A short body ends the stream instead, because bytes of a cache may
+    /// follow it that no call would expect.
     #[cold]
     fn passed_by<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
         let error = fallible::short("a frame of the peer", length).with("peer", &self.about.peer);
@@ -211,7 +219,7 @@ impl Stream {
     }
 }
 
-/// The system calls, none of which sleeps.
+/// The system calls. None of them sleeps.
 impl Stream {
     fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<Moved> {
         let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
@@ -253,7 +261,8 @@ impl Stream {
         }
         let cut = message.as_ref().is_ok_and(|message| message.flags.contains(ReturnFlags::CTRUNC));
         if cut || descriptors.len() > MAX_DESCRIPTORS {
-            // This process may open no more, or the peer sent more than agreed: the frame means nothing without them.
+            // This process cannot open more descriptors, or the peer sent too many. Without them the frame
+            // has no meaning.
             return Err(Errno::MFILE.into());
         }
         let got = message.map(|message| message.bytes);

@@ -1,6 +1,6 @@
-//! Inside one process: listeners by name, and a pair of sockets for each connection.
+//! Connections within one process: listeners by name, and a pair of sockets for each connection.
 //!
-//! The streams are as real as those of `unix`; only the way to each other is shorter. Not for: other processes.
+//! The streams are real sockets, as those of `unix`. Only dialing is different.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -17,19 +17,19 @@ use crate::error::Result;
 use crate::memory::peer_credentials;
 use crate::model::Deadline;
 
-/// Connections that wait to be accepted; one more is refused.
+/// Connections that may wait to be accepted. Further ones are refused.
 const BACKLOG: usize = 1024;
 
-/// Streams inside one process. Copies know the same listeners; a new value knows none.
+/// Streams within one process. Clones share their listeners; a new value has none.
 #[derive(Clone, Default)]
 pub struct Local {
     listeners: Arc<Mutex<HashMap<String, Weak<Queue>>>>,
 }
 
-/// What waits at one name.
+/// Connections that wait at one name.
 struct Queue {
     arrived: Mutex<Arrived>,
-    /// Counts the streams that wait: readable while there is one.
+    /// Counts the waiting streams, so it is readable while there is one.
     waiting: OwnedFd,
 }
 
@@ -68,7 +68,8 @@ impl Transport for Local {
             return Err(refused(Errno::CONNREFUSED));
         }
         arrived.streams.push_back(remote);
-        // Under the lock, so that the count is that of the streams. It cannot fail: the counter is far from full.
+        // Under the lock, so that the counter matches the queue. The write cannot fail, because the counter
+        // is far from its maximum.
         let _ = rustix::io::write(&queue.waiting, &1u64.to_ne_bytes());
         drop(arrived);
         let about = about();
@@ -113,7 +114,7 @@ impl Listener for Queued {
     fn close(&self) {
         let mut arrived = lock(&self.queue.arrived);
         arrived.closed = true;
-        // Who waits to be accepted finds the stream ended.
+        // Peers that still wait to be accepted see the end of their streams.
         let left = std::mem::take(&mut arrived.streams);
         drop(arrived);
         drop(left);

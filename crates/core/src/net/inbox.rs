@@ -1,6 +1,5 @@
-//! Frames that arrive piece by piece, for a thread that serves many streams and may wait for none.
-//!
-//! Not for: threads that have a stream to themselves (`Stream::receive`).
+//! Assembles frames that arrive piece by piece, for a thread that serves many streams and must not wait for
+//! any of them. A thread with a stream of its own uses `Stream::receive`.
 
 use std::os::fd::OwnedFd;
 
@@ -10,36 +9,36 @@ use super::stream::Stream;
 use crate::error::Result;
 use crate::protocol::{HEADER, Header};
 
-/// What there is of the next frame.
+/// The part of the next frame that has arrived.
 #[derive(Debug, Default)]
 pub struct Inbox {
     header: [u8; HEADER],
     body: Vec<u8>,
-    /// Bytes of header and body that are there.
+    /// Number of header and body bytes that have arrived.
     filled: usize,
     descriptors: Vec<OwnedFd>,
 }
 
-/// What a look at a stream came to.
+/// Result of [`Inbox::take`].
 #[derive(Debug)]
 pub enum Arrival {
-    /// A whole frame: kind, body, and the descriptors that came with it.
+    /// A whole frame: its kind, its body, and the descriptors that it carried.
     Frame(Received),
-    /// Not yet.
+    /// The frame is not complete yet.
     Partial,
     /// The peer closed the stream between two frames.
     Ended,
 }
 
 impl Inbox {
-    /// Whether part of a frame is there.
+    /// Whether part of a frame has arrived.
     #[must_use]
     pub fn begun(&self) -> bool {
         self.filled > 0
     }
 
-    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Descriptors that come with it
-    /// are kept only if they are `expected`; the kernel closes others.
+    /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Its
+    /// descriptors are kept only if they are `expected`; otherwise the kernel closes them.
     pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {
         while self.filled < HEADER {
             let rest = &mut self.header[self.filled..];
@@ -54,11 +53,11 @@ impl Inbox {
             }
         }
         let header = Header::parse(&self.header, limit).map_err(|error| {
-            // Where the body ends is not known, so nothing more is received; but a refusal may still be sent.
+            // The end of the body is unknown, so nothing more is received. But a refusal may still be sent.
             stream.unreadable();
             error.with("peer", stream.peer())
         })?;
-        // A greeting or a control message: a few KiB at most, which `limit` sees to.
+        // A handshake or control message: a few KiB at most, which `limit` ensures.
         self.body.resize(header.length, 0);
         while self.filled < HEADER + header.length {
             let rest = &mut self.body[self.filled - HEADER..];

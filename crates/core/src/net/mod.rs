@@ -1,14 +1,14 @@
-//! Ways to another engine: dial an address or listen at one, and get a [`Stream`] either way.
+//! Transports to another engine. Each can dial an address and listen at one, and both give a [`Stream`].
 //!
 //! ```text
-//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   local (one process)
+//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   in_process (one process)
 //!      │ dial, accept
 //!      ▼
 //!   Stream    frames, descriptors, windows; one socket, whichever transport made it
 //! ```
 //!
-//! One runner judges all transports (`tests/integration/transport.rs`). Not for: what the frames say (`wire`), or who may
-//! connect (`links`).
+//! The same tests check all transports (`tests/integration/transport.rs`). `protocol` defines the frames, and
+//! `session` decides which peers may connect.
 
 mod acceptor;
 mod faults;
@@ -45,14 +45,14 @@ use std::os::fd::BorrowedFd;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// Where an engine listens.
+/// Address at which an engine listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Address {
-    /// A port of a host.
+    /// An IP address and a port.
     Tcp(SocketAddr),
-    /// An abstract name, known to the processes of one network namespace.
+    /// An abstract socket name, visible in one network namespace.
     Unix(String),
-    /// A name known to this process.
+    /// A name that is valid in this process.
     Local(String),
 }
 
@@ -66,47 +66,49 @@ impl fmt::Display for Address {
     }
 }
 
-/// One way to reach others.
+/// A way to connect to other engines.
 pub trait Transport: fmt::Debug + Send + Sync {
-    /// Its name, for reports and messages.
+    /// Name of the transport, for reports and messages.
     fn name(&self) -> &'static str;
 
-    /// A stream to whoever listens at `to`. `Err(LinkFailed)` at once if nobody does, `Err(Timeout)` at the deadline.
+    /// Connects to the listener at `to`. Returns `Err(LinkFailed)` at once if there is no listener, and
+    /// `Err(Timeout)` at the deadline.
     fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream>;
 
-    /// Listens at `at`.
+    /// Listens at `at`. Returns `Err(System)` if the system refuses, and `Err(LinkFailed)` for an address of
+    /// another transport.
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>>;
 }
 
-/// What a listener has for whoever asks.
+/// Result of [`Listener::accept`].
 #[derive(Debug)]
 pub enum Accepted {
     /// A connection.
     Stream(Box<Stream>),
-    /// Nobody is waiting; the descriptor becomes readable when that changes.
+    /// No connection is waiting. The descriptor of [`Listener::readiness`] becomes readable when one is.
     Nobody,
-    /// A connection waits, but this process or the system has no descriptor or memory for it.
+    /// A connection is waiting, but this process or the system has no descriptor or memory for it.
     NoRoom(rustix::io::Errno),
     /// The listener is closed.
     Closed,
 }
 
-/// Where others arrive. Asking never waits: the control thread of an engine watches the descriptor.
+/// Accepts connections. No call waits: the control thread of an engine polls the descriptor.
 pub trait Listener: fmt::Debug + Send + Sync {
-    /// The next connection that is waiting, if any.
+    /// Accepts the next waiting connection, if there is one.
     fn accept(&self) -> Result<Accepted>;
 
-    /// Readable while a connection may be waiting.
+    /// Returns a descriptor that is readable while a connection may be waiting.
     fn readiness(&self) -> BorrowedFd<'_>;
 
-    /// Where it listens, with the port it was given.
+    /// Returns the address at which it listens, with the actual port.
     fn address(&self) -> Address;
 
-    /// Stops listening. More than once is fine.
+    /// Stops listening. Further calls have no effect.
     fn close(&self);
 }
 
-/// A socket call that went wrong at an address of this side.
+/// Error of a socket call at a local address.
 #[cold]
 fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, format!("cannot {doing} {address}"))
@@ -114,7 +116,7 @@ fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Erro
         .because(std::io::Error::from(errno))
 }
 
-/// A socket call that went wrong on the way to `address`.
+/// Error of a socket call on the way to `address`.
 #[cold]
 fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}"))
@@ -122,7 +124,7 @@ fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Erro
         .because(std::io::Error::from(errno))
 }
 
-/// An address of another transport.
+/// Error for an address of another transport.
 #[cold]
 fn foreign(transport: &dyn Transport, address: &Address) -> Error {
     let text = format!("{} cannot reach {address}: an address of another transport", transport.name());

@@ -1,10 +1,9 @@
-//! The least pace at which a peer has to move bytes, so that one that stalls does not hold rows and threads for long.
-//!
-//! Not for: deadlines of calls, which apply besides (`id::Deadline`).
+//! The minimum pace at which a peer must move bytes, so that a stalled peer does not hold rows and threads
+//! for long. It applies in addition to the deadlines of calls.
 
 use std::time::{Duration, Instant};
 
-/// How far the peer of one stream has come since its pace was last found good.
+/// Progress of the peer of one stream since its pace was last sufficient.
 #[derive(Debug)]
 pub struct Pace {
     limit: Duration,
@@ -13,19 +12,19 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Bytes that have to move within the limit, unless fewer remain.
+    /// Bytes that must move within the limit, unless fewer remain.
     pub const LEAST: u64 = 64 << 10;
 
     pub(super) fn new(limit: Duration) -> Self {
         Pace { limit, since: Instant::now(), moved: 0 }
     }
 
-    /// A transfer begins: the peer has all of its time again.
+    /// Gives the peer its full time again, because a transfer begins.
     pub(super) fn begin(&mut self) {
         (self.since, self.moved) = (Instant::now(), 0);
     }
 
-    /// Notes bytes that moved.
+    /// Counts bytes that moved. [`LEAST`](Self::LEAST) of them give the peer its full time again.
     pub(super) fn moved(&mut self, bytes: u64) {
         self.moved = self.moved.saturating_add(bytes);
         if self.moved >= Self::LEAST {
@@ -33,12 +32,12 @@ impl Pace {
         }
     }
 
-    /// How long the peer still has.
+    /// Returns the time that the peer still has.
     pub(super) fn left(&self) -> Duration {
         self.limit.saturating_sub(self.since.elapsed())
     }
 
-    /// Bytes that moved since the pace was last good, and the time they were given.
+    /// Returns the bytes that moved since the pace was last sufficient, and the limit.
     pub(super) fn facts(&self) -> (u64, Duration) {
         (self.moved, self.limit)
     }

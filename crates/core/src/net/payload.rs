@@ -1,6 +1,4 @@
-//! Bytes of caches through a socket: windows of memory, one after the other, from and to where they lie.
-//!
-//! Not for: frames (`stream`), or which windows (`engine::stream`).
+//! Moves bytes of caches through a socket, directly from and to windows of memory.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -16,61 +14,64 @@ use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
 use crate::protocol::MOST_AHEAD;
 
-/// Zeros before each [`STRETCH`] of a transfer ([`leads`]), part of what [`VERSION`](crate::protocol::VERSION) stands for. The
-/// kernel copies into pages of its own, and some processors do that at a fifth of their speed where the copy lies a few
-/// bytes further into its page than the original (benches/results/log.md): a line of the cache keeps page-aligned blocks
-/// out of that, and brings what has drifted into it out of it again.
+/// Number of zero bytes before each [`STRETCH`] of a transfer (see [`leads`]), which is part of what
+/// [`VERSION`](crate::protocol::VERSION) stands for.
+///
+/// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
+/// copy lies a few bytes further into its page than the original (benches/results/log.md). One cache line of
+/// zeros keeps page-aligned blocks out of this case, and moves blocks that have drifted into it out again.
 pub const LEAD: usize = 64;
 /// Bytes of a transfer from one [`LEAD`] to the next.
 pub const STRETCH: u64 = 4 << 20;
 
-/// Whether a [`LEAD`] stands before byte `into` of a transfer of which `left` bytes are still to come.
+/// Whether a [`LEAD`] precedes byte `into` of a transfer of which `left` bytes remain.
 #[must_use]
 pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(STRETCH) && left > MOST_AHEAD
 }
 
-/// Windows handed to one system call; the kernel takes no more, and the rest need not be looked at.
+/// Most windows of one system call. The kernel takes no more, so the others need not be examined.
 const MOST_WINDOWS: usize = 1024;
 
-/// Bytes of windows that are waited for together over a network: one wake-up for each segment that arrives would cost more
-/// than copying it (docs/performance.md).
+/// Bytes that a receiver waits for at once over a network. One wake-up for each segment that arrives would
+/// cost more than copying it (docs/performance.md).
 const TOGETHER: u32 = 256 << 10;
 
-/// Bytes that nobody wants, received at once.
+/// Bytes that are received and discarded at once.
 const FORGOTTEN: usize = 4 << 10;
 
-/// So few bytes of windows are looked for as long as [`PATIENCE`] before the thread sleeps, wherever they come from.
+/// For at most this many bytes, the receiver polls for [`PATIENCE`] before it sleeps, whatever the transport.
 const FEW: u64 = 48 << 10;
 
-/// About one hand-over between two processes.
+/// How long to poll: about one hand-over between two processes.
 const PATIENCE: Duration = Duration::from_micros(60);
-/// Inside one host the next bytes are always looked for, until so many looks of one transfer were in vain: pushes gain
-/// by it (benches/results/log.md).
+/// Within one host, a transfer polls for its next bytes until this many of its polls have failed. Pushes
+/// benefit from it (benches/results/log.md).
 const LOOKS: u8 = 8;
 
 impl Stream {
-    /// Sends the bytes of `windows`, one after the other, from where they are.
+    /// Sends the bytes of `windows`, one window after the other, directly from their memory.
     pub fn send_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
         self.windows(windows, Way::Out, deadline, &mut 0)
     }
 
-    /// Receives as many bytes as `windows` hold, one after the other, to where they belong.
+    /// Receives as many bytes as `windows` hold, one window after the other, directly into their memory.
     pub fn receive_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
         self.windows(windows, Way::In, deadline, &mut 0)
     }
 
-    /// As [`receive_windows`](Self::receive_windows); `done` says how many bytes are in place, also after a failure.
+    /// As [`receive_windows`](Self::receive_windows). `done` is set to the number of bytes in place, also
+    /// after a failure.
     pub fn receive_counted(&self, windows: &[Window<'_>], deadline: Deadline, done: &mut u64) -> Result<()> {
         self.windows(windows, Way::In, deadline, done)
     }
 
-    /// Sends a [`LEAD`], together with the windows that follow.
+    /// Sends a [`LEAD`], which may leave together with the windows that follow.
     pub fn send_lead(&self, deadline: Deadline) -> Result<()> {
         self.send_from(&[0; LEAD], 0, SendFlags::MORE, deadline)
     }
 
-    /// Takes a [`LEAD`] away; what is none ends the stream.
+    /// Receives and discards a [`LEAD`]. Bytes other than zeros end the stream with `Err(NotLinked)`.
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         if self.about.same_host {
@@ -83,11 +84,11 @@ impl Stream {
         if lead == [0; LEAD] {
             return Ok(());
         }
-        // Whoever counts otherwise has sent bytes of a cache here.
+        // A peer that counts differently has sent bytes of a cache here.
         Err(self.over("the peer sent other bytes where zeros belong").with("peer", self.peer()))
     }
 
-    /// Receives `bytes` and forgets them.
+    /// Receives `bytes` bytes and discards them.
     pub fn pass_over(&self, bytes: u64, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         let (mut scratch, mut done) = ([0; FORGOTTEN], 0);
@@ -106,7 +107,7 @@ impl Stream {
         if looks > 0 || (way == Way::In && left <= FEW) {
             transfer.patience = PATIENCE.min(deadline.left());
         }
-        // Windows that are done leave the list, so that no step walks over them again.
+        // Finished windows leave the list, so that no step iterates over them again.
         let (mut windows, mut skip) = (windows, 0);
         *done = 0;
         while let Some(first) = windows.first() {
@@ -146,7 +147,7 @@ impl Stream {
     }
 }
 
-/// After how many bytes a thread that waits to receive is woken; after the first again when this drops.
+/// The number of received bytes after which a waiting thread wakes. Drop resets it to one.
 struct Wakes<'a> {
     stream: &'a Stream,
     at: u32,
@@ -154,7 +155,7 @@ struct Wakes<'a> {
 
 impl Wakes<'_> {
     fn set(&mut self, bytes: u32) {
-        // Refused, whoever waits is woken more often.
+        // If this is refused, the waiting thread only wakes more often.
         if bytes != self.at && socket_io::wake_at(self.stream.socket.as_fd(), bytes).is_ok() {
             self.at = bytes;
         }

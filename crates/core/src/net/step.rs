@@ -1,25 +1,25 @@
-//! One attempt to move bytes through a socket, and what came of it.
+//! One attempt to move bytes through a socket, and its result.
 
 use std::time::Duration;
 
 use rustix::event::Timespec;
 
-/// What a step of a transfer came to.
+/// Result of one attempt.
 pub(super) enum Moved {
     Bytes(usize),
-    /// The other side sends no more.
+    /// The peer sends no more bytes.
     Ended,
     NotYet,
 }
 
-/// Which way bytes go.
+/// Direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     In,
     Out,
 }
 
-/// A limit as `poll` takes it.
+/// Converts a limit to the form that `poll` takes.
 pub(super) fn timespec(limit: Duration) -> Timespec {
     Timespec {
         tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),

@@ -1,7 +1,7 @@
-//! One connected socket: who is at the other end, whether it still works, and how it ends.
+//! One connected socket: the peer at the other end, whether the connection still works, and how it ends.
 //!
-//! A call that fails in the middle of a frame ends the stream, because what follows would be read as something else
-//! (`half_a_frame_ends_the_stream`).
+//! A call that fails in the middle of a frame ends the stream, because what follows would be read as
+//! something else (`half_a_frame_ends_the_stream`).
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -32,11 +32,11 @@ pub struct Stream {
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
     pub(super) faults: Running,
-    /// How slow the peer may be, if there is a limit.
+    /// The minimum pace of the peer, if there is one.
     pub(super) pace: Mutex<Option<Pace>>,
 }
 
-/// What a transport knows about a connection it made.
+/// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
 pub(super) struct About {
     pub(super) peer: String,
@@ -57,7 +57,7 @@ impl Stream {
         }
     }
 
-    /// The same stream, misbehaving.
+    /// Returns the same stream with `faults`.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn with_faults(mut self, faults: super::Faults) -> Stream {
@@ -65,68 +65,70 @@ impl Stream {
         self
     }
 
-    /// Who is at the other end, for messages.
+    /// Describes the peer, for messages.
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.about.peer
     }
 
-    /// Whether the peer is on this host, as far as the addresses tell.
+    /// Whether the peer is on this host, as far as the addresses show.
     #[must_use]
     pub fn same_host(&self) -> bool {
         self.about.same_host
     }
 
-    /// Whether descriptors can be sent.
+    /// Whether this stream can carry descriptors.
     #[must_use]
     pub fn carries_descriptors(&self) -> bool {
         self.about.carries_descriptors
     }
 
-    /// Process of the peer, where the kernel says so.
+    /// Returns the process id of the peer, if the kernel reports it.
     #[must_use]
     pub fn peer_pid(&self) -> Option<i32> {
         self.about.credentials.and_then(|peer| peer.pid)
     }
 
-    /// Process and user of the peer, where the kernel says so.
+    /// Returns the process and the user of the peer, if the kernel reports them.
     #[must_use]
     pub fn credentials(&self) -> Option<Credentials> {
         self.about.credentials
     }
 
-    /// Says whether the peer may send descriptors now; where the kernel does not know this, it always may.
+    /// Sets whether the peer may send descriptors now. Kernels without this setting always allow it.
     pub fn expect_descriptors(&self, expected: bool) {
         if self.about.carries_descriptors {
             take_descriptors(self.socket.as_fd(), expected);
         }
     }
 
-    /// From now on a peer that moves less than [`Pace::LEAST`], or what remains, within `limit` ends the stream.
+    /// From now on, a peer that moves less than [`Pace::LEAST`], or less than what remains, within `limit`
+    /// ends the stream.
     pub fn demand_pace(&self, limit: Duration) {
         *self.pace.lock().unwrap_or_else(PoisonError::into_inner) = Some(Pace::new(limit));
     }
 
-    /// Gives the peer all of its time again: what went before was not its doing.
+    /// Gives the peer its full time again, because it did not cause the delay before.
     pub fn restart_pace(&self) {
         if let Some(pace) = self.pace.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
             pace.begin();
         }
     }
 
-    /// Ends the stream in both directions and wakes whoever waits on it. More than once is fine.
+    /// Ends the stream in both directions, and wakes all threads that wait on it. Further calls have no
+    /// effect.
     pub fn close(&self) {
         self.end(CLOSED);
     }
 
-    /// Whether it is of no use any more: this side closed it, or a call found it broken or left half a frame.
+    /// Whether the stream is unusable: this side closed it, or a call found it broken or left half a frame.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
-    /// Whether the peer has closed its end: nobody waits for an answer any more, whatever is still unread
-    /// (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
+    /// Whether the peer has closed its end. It then no longer waits for an answer, even if bytes of it are
+    /// still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
     #[must_use]
     pub fn abandoned(&self) -> bool {
         let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
@@ -136,7 +138,7 @@ impl Stream {
         }
     }
 
-    /// Ends it after half a frame: what follows would be read as something else.
+    /// Ends the stream after half a frame, because what follows would be read as something else.
     pub(super) fn spoilt(&self) {
         self.end(BROKEN);
     }
@@ -152,11 +154,12 @@ impl Stream {
     }
 
     fn mark(&self, state: u8) {
-        // The first reason stays: it is the one to tell.
+        // Only the first reason is kept, because it is the one to report.
         let _ = self.state.compare_exchange(OPEN, state, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Whether it is open; `false` if this side closed it, an error if it broke.
+    /// Returns `Ok(true)` if the stream is open, `Ok(false)` if this side closed it, and `Err(NotLinked)` if
+    /// it broke.
     pub(super) fn usable(&self) -> Result<bool> {
         match self.state.load(Ordering::Acquire) {
             OPEN => Ok(true),
@@ -165,7 +168,7 @@ impl Stream {
         }
     }
 
-    /// One step that does not sleep; an error of the socket breaks the stream.
+    /// Runs one step that does not sleep. An error of the socket breaks the stream.
     pub(super) fn step(&self, mut step: impl FnMut(&Stream) -> io::Result<Moved>) -> Result<Moved> {
         if !self.usable()? {
             return Ok(Moved::Ended);
@@ -179,24 +182,25 @@ impl Stream {
         }
     }
 
-    /// What follows cannot be read; a refusal may still be sent.
+    /// Prevents further receives, because what follows cannot be read. A refusal may still be sent.
     pub(super) fn unreadable(&self) {
         self.mark(BROKEN);
     }
 
-    /// The stream ended where more had to come.
+    /// Error for a stream that ended before all bytes had arrived.
     #[cold]
     pub(super) fn ended(&self, done: u64) -> Error {
         self.over("the peer closed the connection").with("peer", &self.about.peer).with("bytes_before", done)
     }
 
-    /// The socket reported an error.
+    /// Error that the socket reported.
     #[cold]
     pub(super) fn broken(&self, error: io::Error) -> Error {
         let told = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
         told.because(error)
     }
 
+    /// Ends the stream, and returns the error for that: `how`, unless this side closed the stream before.
     pub(super) fn over(&self, how: &str) -> Error {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;

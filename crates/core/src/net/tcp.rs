@@ -1,7 +1,7 @@
-//! Between hosts: TCP over IPv4 and IPv6.
+//! Connections between hosts: TCP over IPv4 and IPv6.
 //!
-//! The sizes of the buffers are left to the kernel, which grows them with the connection beyond what a process may ask
-//! for. Not for: anything after the connection is there (`stream`), or accepting (`door`).
+//! Between hosts, the kernel chooses the buffer sizes, because it grows them with the connection beyond what
+//! a process may request.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -18,7 +18,8 @@ use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreacha
 use crate::error::{Error, Result};
 use crate::model::Deadline;
 
-/// Bytes that a connection inside one host may hold for its receiver, and for its sender (benches/results/log.md).
+/// Buffers of a connection within one host, in bytes: for the receiver, and for the sender
+/// (benches/results/log.md).
 const LOOPBACK_RECEIVES: usize = 1 << 20;
 const LOOPBACK_SENDS: usize = 256 << 10;
 
@@ -37,13 +38,14 @@ impl Transport for Tcp {
         let socket = open(*address).map_err(refused)?;
         match connect(&socket, address) {
             Ok(()) => {}
-            // Interrupted, it goes on in the background all the same.
+            // An interrupted call continues in the background.
             Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, to, deadline)?,
             Err(errno) => return Err(refused(errno)),
         }
         let (local, remote) = ends(&socket).map_err(refused)?;
         if local == remote {
-            // Nobody listens: the kernel took that port for this end and joined it to itself.
+            // There is no listener: the kernel gave that port to this end, and connected the socket to
+            // itself.
             return Err(refused(Errno::CONNREFUSED));
         }
         stream(socket, local, remote).map_err(refused)
@@ -53,7 +55,7 @@ impl Transport for Tcp {
         let Address::Tcp(address) = at else { return Err(foreign(self, at)) };
         let bound = || {
             let socket = open(*address)?;
-            // A port whose last connections still linger may be listened at again; one with a listener may not.
+            // Allows a port on which old connections still linger, but not one that has a listener.
             sockopt::set_socket_reuseaddr(&socket, true)?;
             bind(&socket, address)?;
             let local = SocketAddr::try_from(getsockname(&socket)?)?;
@@ -73,7 +75,7 @@ fn open(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
     socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
 }
 
-/// Waits for a connection in the making.
+/// Waits until a pending connection is established.
 fn finish(socket: &OwnedFd, to: &Address, deadline: Deadline) -> Result<()> {
     let refused = |errno| unreachable(to, "connect to", errno);
     loop {
@@ -94,12 +96,12 @@ fn ends(socket: &OwnedFd) -> rustix::io::Result<(SocketAddr, SocketAddr)> {
 }
 
 fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Stream> {
-    // Frames are written whole: waiting for more to send with them would only delay them.
+    // Frames are written whole, so waiting for more bytes to send with them would only delay them.
     sockopt::set_tcp_nodelay(&socket, true)?;
     let same_host = same_host(local.ip(), remote.ip());
     if same_host {
-        // Over the loopback the kernel's own choice grows until neither side finds the bytes in a cache any more, and
-        // packets are dropped. Between hosts it knows best.
+        // Over loopback, the kernel's own buffers grow until neither side finds the bytes in a CPU cache, and
+        // packets are dropped. Between hosts, the kernel's choice is best.
         sockopt::set_socket_recv_buffer_size(&socket, LOOPBACK_RECEIVES)?;
         sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
     }
@@ -112,7 +114,8 @@ fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io:
     Ok(Stream::new(socket, about))
 }
 
-/// Whether the two ends of a connection are one host: a loopback address, or the same one on both sides.
+/// Whether both ends of a connection are on one host: the remote address is a loopback address, or both are
+/// equal.
 fn same_host(local: IpAddr, remote: IpAddr) -> bool {
     let (local, remote) = (local.to_canonical(), remote.to_canonical());
     remote.is_loopback() || local == remote

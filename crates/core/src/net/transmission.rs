@@ -1,4 +1,4 @@
-//! One frame, or one list of windows, on its way: tries, waits and gives up.
+//! Moves one frame or one list of windows through a socket: tries, waits and gives up.
 
 use std::io;
 use std::sync::PoisonError;
@@ -12,25 +12,25 @@ use super::stream::Stream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// One frame, or one list of windows, on its way.
+/// One frame or one list of windows in transit.
 pub(super) struct Transfer<'a> {
     stream: &'a Stream,
     way: Way,
     deadline: Deadline,
-    /// How long its first bytes are looked for without sleeping.
+    /// How long to poll for its first bytes without sleeping.
     pub(super) patience: Duration,
-    /// It has slept since it was last asked whether it had to.
+    /// Whether it has slept since [`Transfer::looked_in_vain`] was last called.
     slept: bool,
-    /// When it first found nothing.
+    /// When it first found nothing to move.
     since: Option<Instant>,
-    /// When it last asked whether to go on.
+    /// When it last checked the deadline between two steps.
     asked: Option<Instant>,
-    /// Bytes that moved since the pace of the peer was last looked at.
+    /// Bytes that moved since the peer's pace was last updated.
     unpaced: u64,
 }
 
 impl<'a> Transfer<'a> {
-    /// How long a transfer that never waits in vain goes on without asking whether to.
+    /// Interval at which a transfer that never has to wait checks its deadline.
     const ASK: Duration = Duration::from_millis(100);
 
     pub(super) fn new(stream: &'a Stream, way: Way, deadline: Deadline) -> Self {
@@ -46,13 +46,13 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// How many bytes the next step moves; the end of the stream is an error.
+    /// Returns how many bytes the next step moves. The end of the stream is an error.
     pub(super) fn next(&mut self, done: u64, step: impl FnMut() -> io::Result<Moved>) -> Result<usize> {
         self.attempt(done, step)?.ok_or_else(|| self.stream.ended(done))
     }
 
-    /// Repeats `step` until it moves bytes, waiting in between; `None` at the end of the stream. An error after `done`
-    /// bytes ends the stream.
+    /// Repeats `step` until it moves bytes, and waits in between. Returns `None` at the end of the stream. An
+    /// error after at least one byte (`done`) ends the stream.
     pub(super) fn attempt(
         &mut self,
         done: u64,
@@ -83,8 +83,9 @@ impl<'a> Transfer<'a> {
         Err(failed.with("peer", self.stream.peer()).with("bytes_before", done))
     }
 
-    /// Between two steps that moved bytes: now and then whether to go on, because a peer that always has bytes, or room
-    /// for them, would never let this sleep. What is there already is received even when no time is left.
+    /// Checks the deadline now and then between two steps that moved bytes, because a peer that always has
+    /// bytes, or room for them, would never let this thread sleep. Bytes that are already there are received
+    /// even if no time is left.
     fn still_on(&mut self) -> Result<()> {
         let now = Instant::now();
         if now.duration_since(*self.asked.get_or_insert(now)) < Self::ASK {
@@ -94,7 +95,8 @@ impl<'a> Transfer<'a> {
         self.deadline.waiting(self.doing())
     }
 
-    /// Whether it slept for the last step, although it looked for it first. The next one is looked for again.
+    /// Returns whether it slept for the last step, although it polled first. Polling starts again for the
+    /// next step.
     pub(super) fn looked_in_vain(&mut self) -> bool {
         self.since = None;
         std::mem::take(&mut self.slept)
@@ -107,7 +109,7 @@ impl<'a> Transfer<'a> {
         }
     }
 
-    /// How long the peer may still stand still; an error if it has been too slow.
+    /// Returns how long the peer may still pause. Returns `Err(NotLinked)` if the peer has been too slow.
     fn paced(&mut self) -> Result<Duration> {
         let mut pace = self.stream.pace.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(pace) = pace.as_mut() else { return Ok(Duration::MAX) };
@@ -123,7 +125,8 @@ impl<'a> Transfer<'a> {
             .with("limit_ms", limit.as_millis()))
     }
 
-    /// Sleeps until the socket may be ready and says so; does not sleep while patience is left.
+    /// Sleeps until the socket may be ready, and returns `true`. Returns `false` without sleeping while
+    /// patience is left.
     fn wait(&mut self, slept: bool) -> Result<bool> {
         if !self.patience.is_zero() {
             let since = *self.since.get_or_insert_with(Instant::now);
@@ -143,7 +146,7 @@ impl<'a> Transfer<'a> {
         let mut socket = [PollFd::new(self.stream, events)];
         let nap = self.deadline.nap().min(self.paced()?);
         match poll(&mut socket, Some(&timespec(nap))) {
-            // A stalled stream would find the same again and again.
+            // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(errno) => Err(self.stream.broken(errno.into())),
@@ -151,7 +154,7 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Whether the fault is with the memory, not with the connection.
+/// Whether the cause is the memory, not the connection.
 fn memory_refused(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::InvalidInput || error.raw_os_error() == Some(Errno::FAULT.raw_os_error())
 }

@@ -1,6 +1,5 @@
-//! Between processes of one host: sockets with abstract names, which carry descriptors and vanish with their owner.
-//!
-//! Not for: anything after the connection is there (`stream`), or accepting (`door`).
+//! Connections between processes of one host: sockets with abstract names, which carry descriptors and
+//! disappear with their owner.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -31,8 +30,8 @@ impl Transport for Unix {
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(refused)?;
         let socket = open(SocketFlags::empty()).map_err(refused)?;
         loop {
-            // The kernel can wait for room in the queue of the listener, but tells nobody who polls. No limit at all
-            // would be zero.
+            // The kernel can wait for room in the listener's queue, but it does not report room to `poll`. A
+            // limit of zero would mean no limit.
             let limit = deadline.nap().max(Duration::from_millis(1));
             set_socket_timeout(&socket, Timeout::Send, Some(limit)).map_err(refused)?;
             match connect(&socket, &address) {
@@ -57,7 +56,8 @@ impl Transport for Unix {
     }
 }
 
-/// A socket that takes no descriptors until it is asked to; those that a listener accepts are the same.
+/// Creates a socket that receives no descriptors until it is asked to. So do the sockets that a listener
+/// accepts.
 fn open(flags: SocketFlags) -> rustix::io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | flags, None)?;
     take_descriptors(socket.as_fd(), false);

@@ -1,15 +1,14 @@
-//! For tests and benches (feature `testing`), never for a release build: the naive twin that judges the engine.
-//!
-//! The fake device is `device::sim`. Not for: fixtures of one test file (`tests/integration/bed.rs`).
+//! Test support for tests and benchmarks (feature `testing`), never part of a release build: a plain
+//! reference model of the engine. The simulated device is `device::sim`.
 //!
 //! # What must not compile
 //!
-//! Each promise of `mem` that is a type is held here by a program that breaks it. The first one compiles, so that the
-//! others fail for what they break and not for a misspelt name.
+//! Types enforce the promises of the module `memory`. For each promise, a program here breaks it. The first
+//! program compiles, so the others fail for what they break and not for a misspelled name.
 //!
 //! ```
-//! use llm_datadist_core::mem::kernel::Kernel;
-//! use llm_datadist_core::mem::{Adopted, Tensors, Window};
+//! use llm_datadist_core::memory::kernels::Kernel;
+//! use llm_datadist_core::memory::{Adopted, Tensors, Window};
 //! use llm_datadist_core::{CacheDesc, CacheKind, DataType, Placement};
 //! let bytes = vec![0u8; 4];
 //! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host };
@@ -21,7 +20,7 @@
 //! let _: (Kernel, &[Kernel]) = (Kernel::PLAIN, Kernel::all());
 //! ```
 //!
-//! Foreign memory needs the word `unsafe`:
+//! Adopting the caller's memory needs `unsafe`:
 //!
 //! ```compile_fail,E0133
 //! use llm_datadist_core::{Adopted, CacheDesc, CacheKind, DataType, Placement};
@@ -29,10 +28,10 @@
 //! let _ = Adopted::new(&desc, CacheKind::Batch, &[4096]);
 //! ```
 //!
-//! A window does not outlive what it was cut from:
+//! A window does not outlive the tensors from which it was cut:
 //!
 //! ```compile_fail,E0505
-//! use llm_datadist_core::mem::{Tensors, Window};
+//! use llm_datadist_core::memory::{Tensors, Window};
 //! fn keep(tensors: Tensors) -> u64 {
 //!     let window: Window<'_> = tensors.window(0, 0, 1).unwrap();
 //!     drop(tensors);
@@ -40,24 +39,24 @@
 //! }
 //! ```
 //!
-//! The bounds of a window cannot be written, and none can be made of numbers:
+//! The bounds of a window cannot be changed, and no window can be made from plain numbers:
 //!
 //! ```compile_fail,E0616
-//! use llm_datadist_core::mem::Window;
+//! use llm_datadist_core::memory::Window;
 //! fn widen(mut window: Window<'_>) {
 //!     window.len = u64::MAX;
 //! }
 //! ```
 //!
 //! ```compile_fail,E0451
-//! use llm_datadist_core::mem::Window;
-//! let _ = Window { addr: 0, len: 8, reach: llm_datadist_core::mem::Reach::Host, tensors: std::marker::PhantomData };
+//! use llm_datadist_core::memory::Window;
+//! let _ = Window { addr: 0, len: 8, reach: llm_datadist_core::memory::Reach::Host, tensors: std::marker::PhantomData };
 //! ```
 //!
-//! The streaming kernel is only had from the CPU that has it:
+//! The streaming kernel is available only from the CPU that has it:
 //!
 //! ```compile_fail,E0423
-//! use llm_datadist_core::mem::kernel::Kernel;
+//! use llm_datadist_core::memory::kernels::Kernel;
 //! let _ = Kernel(0);
 //! ```
 //!
@@ -71,13 +70,13 @@
 //! ```
 //!
 //! ```compile_fail,E0308
-//! use llm_datadist_core::table::Pin;
+//! use llm_datadist_core::cache::Pin;
 //! fn twice(pin: &Pin) -> Pin {
 //!     pin.clone()
 //! }
 //! ```
 //!
-//! A checked geometry cannot be made up:
+//! A checked geometry cannot be constructed directly:
 //!
 //! ```compile_fail,E0451
 //! use llm_datadist_core::Geometry;

@@ -1,23 +1,24 @@
-//! The naive twin: what every operation means, in the slowest and plainest code that says it.
+//! The twin: a plain reference model of every operation, against which tests check the engine.
 //!
-//! Bytes are vectors, keys are lists, sums are 128 bits wide, pairs are copied one after the other. Nothing here is
-//! shared with the engine but words. It is run through the same cases as the engine (`tests/integration/engine.rs`), so the
-//! judge is judged too. Not for: speed, threads, deadlines.
+//! Bytes are vectors, keys are lists, sums have 128 bits, and pairs are copied one after the other. The model
+//! shares only basic types with the engine. It runs the same cases as the engine
+//! (`tests/integration/engine.rs`), so these cases check the model too. It ignores speed, threads and
+//! deadlines.
 
 use crate::error::ErrorKind;
 use crate::model::{CacheKey, CacheKind, Placement};
 use crate::validate::CopyArgs;
 
-/// A cache as its bytes, one vector per tensor.
+/// A cache as its bytes, with one vector per tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TwinCache {
-    /// Which pool.
+    /// Placement, and so the pool.
     pub placement: Placement,
-    /// How rows are read.
+    /// What a row is: a batch slot or a block.
     pub kind: CacheKind,
-    /// Rows of each tensor.
+    /// Number of rows of each tensor.
     pub rows: usize,
-    /// The bytes.
+    /// Bytes of each tensor.
     pub tensors: Vec<Vec<u8>>,
 }
 
@@ -27,7 +28,7 @@ impl TwinCache {
     }
 }
 
-/// Caches by number, and the operations that move bytes between them.
+/// Numbered caches, and the operations that move bytes between them.
 #[derive(Clone, Debug, Default)]
 pub struct Twin {
     /// The caches, numbered from 0.
@@ -35,7 +36,7 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// The range of one slot, in every tensor (contract §7.9).
+    /// Copies a range of one slot in every tensor (contract §7.9).
     pub fn copy_cache(&mut self, dst: usize, src: usize, args: CopyArgs) -> Result<(), ErrorKind> {
         let (from, to) = (self.caches[src].clone(), &mut self.caches[dst]);
         let (offset, size) = (i128::from(args.offset), i128::from(args.size));
@@ -62,7 +63,7 @@ impl Twin {
         Ok(())
     }
 
-    /// The seed's `CopyKvCache`: from a device only.
+    /// Does `CopyKvCache` of the original's documentation: only from a device cache.
     pub fn copy_kv_cache(&mut self, src: usize, dst: usize, args: CopyArgs) -> Result<(), ErrorKind> {
         match self.caches[src].placement {
             Placement::Host => Err(ErrorKind::InvalidArgument),
@@ -70,7 +71,7 @@ impl Twin {
         }
     }
 
-    /// Pairs of blocks of one cache, one after the other (contract §7.10).
+    /// Copies pairs of blocks of one cache, one after the other (contract §7.10).
     pub fn copy_blocks(&mut self, cache: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
         if self.caches[cache].kind != CacheKind::Blocks {
             return Err(ErrorKind::InvalidArgument);
@@ -78,7 +79,7 @@ impl Twin {
         self.pairs(cache, cache, pairs)
     }
 
-    /// Pairs of blocks of two caches, one after the other (contract §7.11).
+    /// Copies pairs of blocks between two caches, one after the other (contract §7.11).
     pub fn swap_blocks(&mut self, src: usize, dst: usize, pairs: &[(i64, i64)]) -> Result<(), ErrorKind> {
         let (from, to) = (&self.caches[src], &self.caches[dst]);
         if from.kind != CacheKind::Blocks || to.kind != CacheKind::Blocks {
@@ -123,7 +124,7 @@ fn narrow(value: i128) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
 }
 
-/// A cache as the table sees it: who holds it, by what names.
+/// A cache as the table sees it: what holds it, and its keys.
 #[derive(Clone, Debug)]
 pub struct TwinEntry {
     /// The caller's number for it.
@@ -135,41 +136,41 @@ pub struct TwinEntry {
     keys: Vec<(CacheKey, u32)>,
 }
 
-/// Which caches live and which key finds which row, as lists that are searched from the front.
+/// Model of the cache table: live caches and their keys, as lists that are searched from the front.
 #[derive(Clone, Debug, Default)]
 pub struct TwinTable {
-    /// Bytes of the only pool.
+    /// Size of the only pool in bytes.
     capacity: u64,
     entries: Vec<TwinEntry>,
     names: usize,
 }
 
 impl TwinTable {
-    /// A table beside a pool of `capacity` bytes.
+    /// Creates a table with a pool of `capacity` bytes.
     #[must_use]
     pub fn new(capacity: u64) -> Self {
         TwinTable { capacity, ..TwinTable::default() }
     }
 
-    /// Bytes taken from the pool.
+    /// Bytes allocated from the pool.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.entries.iter().map(|entry| entry.pool_bytes).sum()
     }
 
-    /// Names of all that live.
+    /// Numbers of all live caches.
     #[must_use]
     pub fn alive(&self) -> Vec<usize> {
         self.entries.iter().map(|entry| entry.name).collect()
     }
 
-    /// How many keys there are.
+    /// Number of keys.
     #[must_use]
     pub fn keys(&self) -> usize {
         self.entries.iter().map(|entry| entry.keys.len()).sum()
     }
 
-    /// Cache and row of a key.
+    /// Returns the cache and the row that a key names.
     #[must_use]
     pub fn find_key(&self, key: CacheKey) -> Option<(usize, u32)> {
         self.entries.iter().find_map(|entry| {
@@ -178,7 +179,8 @@ impl TwinTable {
         })
     }
 
-    /// contract §7.1, §7.3, §12.2: memory, then keys; nothing of a refused one stays.
+    /// Allocates a cache: first the memory, then the keys. A refused call leaves nothing behind (contract
+    /// §7.1, §7.3, §12.2).
     pub fn allocate(
         &mut self,
         kind: CacheKind,
@@ -198,7 +200,8 @@ impl TwinTable {
         Ok(self.enter(kind, false, pool_bytes, keys))
     }
 
-    /// contract §7.6, §7.7: no conflict; a key that named another cache names this one.
+    /// Registers a cache. This never conflicts: a key that named another cache now names this one (contract
+    /// §7.6, §7.7).
     pub fn register(&mut self, kind: CacheKind, keys: &[Option<CacheKey>]) -> usize {
         for key in keys.iter().flatten() {
             for entry in &mut self.entries {
@@ -230,7 +233,7 @@ impl TwinTable {
         name
     }
 
-    /// contract §7.2, §7.4.
+    /// Releases an allocated cache by its number (contract §7.2, §7.4).
     pub fn deallocate(&mut self, name: usize) {
         for entry in &mut self.entries {
             if entry.name == name && !entry.registered {
@@ -243,7 +246,7 @@ impl TwinTable {
         self.sweep();
     }
 
-    /// contract §7.5.
+    /// Unbinds a key of an allocated cache (contract §7.5).
     pub fn remove_key(&mut self, key: CacheKey) {
         for entry in &mut self.entries {
             if !entry.registered {
@@ -253,7 +256,7 @@ impl TwinTable {
         self.sweep();
     }
 
-    /// contract §7.8.
+    /// Removes a registered cache (contract §7.8).
     pub fn unregister(&mut self, name: usize) {
         self.entries.retain(|entry| entry.name != name || !entry.registered);
     }

@@ -1,7 +1,7 @@
-//! One pull, push or layer under way, with the attempts it takes.
+//! One pull, push or layer in progress, with its attempts.
 //!
-//! What this process knows of a remote cache may be out of date. Its owner says so, or its generation does, and the call
-//! starts over within its deadline.
+//! What this process knows of a remote cache may be out of date. Then its owner or its generation number
+//! shows it, and the call starts over within its deadline.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,29 +13,29 @@ use crate::model::{Deadline, Name};
 use crate::session::{Known, Link};
 use crate::validate;
 
-/// How often a call starts over because the remote cache changed under it; each time costs a request and the deadline goes
-/// on.
+/// Most attempts of a call whose remote cache keeps changing. Each attempt costs a request, and the deadline
+/// keeps running.
 const MOST_ROUNDS: usize = 8;
-/// What became of an attempt that did not fail.
+/// Result of an attempt that did not fail.
 pub(crate) enum Moved {
-    /// Every byte is in place: so many.
+    /// All bytes are in place; this is their number.
     Bytes(u64),
-    /// The remote cache is not what it was: describe it again.
+    /// The remote cache has changed and must be described again.
     Stale,
 }
 
-/// One pull, push or layer under way.
+/// One pull, push or layer in progress.
 pub(crate) struct Call<'a> {
     pub(crate) cluster: &'a Arc<Cluster>,
     pub(crate) link: Arc<Link>,
-    /// The remote cache.
+    /// Name of the remote cache.
     pub(crate) name: Name,
     pub(crate) local: Arc<Cache>,
     pub(crate) deadline: Deadline,
 }
 
 impl Call<'_> {
-    /// Counts the call with its link, which does not go away under it by an unlink.
+    /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let result = self.link.begin().and_then(|_active| call());
@@ -46,7 +46,8 @@ impl Call<'_> {
         result
     }
 
-    /// Finds the remote cache and attempts the transfer; once more if the remote cache was not what it was thought to be.
+    /// Finds the remote cache and attempts the transfer, again for as long as the remote cache turns out to
+    /// have changed. Returns `Err(CacheNotFound)` after [`MOST_ROUNDS`] attempts.
     pub(crate) fn rounds(&self, mut attempt: impl FnMut(&Arc<Known>) -> Result<Moved>) -> Result<u64> {
         let Call { link, name, deadline, .. } = self;
         self.one_sided()?;
@@ -57,7 +58,7 @@ impl Call<'_> {
             match outcome {
                 Ok(Moved::Bytes(bytes)) => return Ok(bytes),
                 Ok(Moved::Stale) => deadline.waiting("finding a cache of the peer that keeps changing")?,
-                // An argument that does not fit what was known may fit what is there now.
+                // An argument that does not fit the known description may fit the cache that is there now.
                 Err(error) if error.kind() == ErrorKind::InvalidArgument => {
                     let now = link.describe(*name, *deadline)?;
                     if now.at == known.at && now.cache == known.cache {
@@ -74,7 +75,8 @@ impl Call<'_> {
         Err(self.named(Error::new(ErrorKind::CacheNotFound, text)))
     }
 
-    /// In remote-accessible mode both caches must be (contract §12.4).
+    /// Checks the local cache: in remote-accessible mode both caches must be remotely accessible (contract
+    /// §12.4).
     pub(crate) fn one_sided(&self) -> Result<()> {
         if self.cluster.config.remote_accessible {
             validate::reachable("the cache of this side", self.local.remote_accessible())?;
@@ -82,7 +84,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// The same error with what the call was about.
+    /// Adds to an error which peer and which cache the call was for.
     pub(crate) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
         error.with("name", self.name)

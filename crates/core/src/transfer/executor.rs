@@ -1,10 +1,10 @@
-//! Executor: threads that carry what is ready to go, started when there is work and kept a while for the next; and one that
-//! wakes what waits for a moment.
+//! Lanes: threads that run the jobs of transfers and stay for a while when idle. One more thread, the clock,
+//! runs jobs at a set time.
 //!
-//! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers on the way,
-//! not as transfers (`tasks_that_wait_take_no_threads`). Nor does one place take all of them: what is carried to a peer
-//! that stands still waits behind its own kind only (`one_place_does_not_take_all_lanes`). Not for: what is carried (`task`,
-//! `datadist`), or copying (`engine::workers`).
+//! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
+//! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One place, that is one destination
+//! cluster, cannot take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
+//! (`one_place_does_not_take_all_lanes`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -18,77 +18,77 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
 
-/// How long a lane without work is kept.
+/// How long an idle lane is kept.
 const KEEP: Duration = Duration::from_secs(30);
-/// Most lanes of one engine; more work waits its turn.
+/// Most lanes of one engine. Further jobs wait, except the first one of a place.
 const MOST: usize = 512;
-/// Most lanes at work for one place: half of the streams a link has.
+/// Most lanes at work for one place: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
-/// Enough for a request and its plan, which live on the heap.
+/// Stack size in bytes: enough for a request and its plan, which are on the heap.
 const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for lanes whose links it has closed.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// Something to be done by a lane: it is run or refused, once.
+/// Work for a lane. It is run or refused, exactly once.
 pub(crate) trait Job: Send {
-    /// Does it.
+    /// Does the work.
     fn run(self: Box<Self>);
 
-    /// No lane ever will.
+    /// Called instead of [`run`](Self::run) if no lane will ever do the work.
     fn refused(self: Box<Self>, why: Error);
 }
 
-/// The lanes of one engine, and their end: dropped, none takes work any more, and those at work have ended.
+/// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
 #[derive(Debug, Default)]
 pub(crate) struct Executor {
     porter: ExecutorHandle,
 }
 
-/// Hands work to lanes, for whoever may outlive the engine: it keeps no lane.
+/// Hands jobs to lanes. It may outlive the engine, and keeps no lane alive.
 #[derive(Clone, Default)]
 pub(crate) struct ExecutorHandle(pub(crate) Arc<Shared>);
 
-/// Names what was to be done at a moment.
+/// Identifies a job that runs at a set time.
 pub(crate) type Alarm = (Instant, u64);
 
 #[derive(Default)]
 pub(crate) struct Shared {
     state: Mutex<State>,
-    /// There is work, a thread ended, or all is closed.
+    /// Notified when there is a job, when a thread ends, and when the executor closes.
     changed: Condvar,
-    /// There is one alarm more, or all is closed.
+    /// Notified when the alarms change and when the executor closes.
     rung: Condvar,
-    /// As if the system had no thread to give.
+    /// Test only: behave as if the system had no thread to give.
     #[cfg(all(test, not(loom)))]
     pub(crate) no_threads: std::sync::atomic::AtomicBool,
 }
 
 #[derive(Default)]
 struct State {
-    /// What may be done now, and where it goes.
+    /// Jobs that may run now, each with its place.
     jobs: VecDeque<(ClusterId, Box<dyn Job>)>,
     places: HashMap<ClusterId, Place>,
-    /// Executor that wait for work, those that are only starting among them.
+    /// Lanes that wait for jobs, including those that are only starting.
     idle: usize,
     lanes: usize,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
     alarms_ever: u64,
-    /// A thread looks after the alarms.
+    /// Whether the clock thread runs.
     clock: bool,
     closed: bool,
 }
 
-/// Where work goes.
+/// A destination of jobs.
 #[derive(Default)]
 struct Place {
     /// Jobs at work, or about to be.
     taken: usize,
-    /// Those that wait for one of these to end.
+    /// Jobs that wait until one of the others ends.
     waiting: VecDeque<Box<dyn Job>>,
 }
 
 impl State {
-    /// Lets the job that waited longest for its place be done, now that one is over.
+    /// Notes that a job for `place` has ended, and queues the job that has waited longest for this place.
     fn over(&mut self, place: ClusterId) {
         let Some(at) = self.places.get_mut(&place) else { return };
         match at.waiting.pop_front() {
@@ -100,8 +100,8 @@ impl State {
         }
     }
 
-    /// What the lane that did a job for `last` does next: another for it if no other lane is there, so that a place keeps
-    /// the lane it was given for as long as it has work (`a_place_keeps_its_lane`).
+    /// Takes the next job for the lane whose last job was for `last`: another one for that place if no other
+    /// lane works for it. So a place keeps its lane as long as it has work (`a_place_keeps_its_lane`).
     fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
         let alone = |place: &ClusterId| {
             let queued = self.jobs.iter().filter(|(to, _)| to == place).count();
@@ -111,7 +111,7 @@ impl State {
         self.jobs.remove(own.unwrap_or(0))
     }
 
-    /// Every job that is not at work.
+    /// Takes every job that is not at work.
     fn all(&mut self) -> Vec<Box<dyn Job>> {
         let ready: Vec<_> = self.jobs.drain(..).collect();
         let waiting: Vec<_> = self.places.values_mut().flat_map(|place| place.waiting.drain(..)).collect();
@@ -123,15 +123,16 @@ impl State {
 }
 
 impl Executor {
-    /// What hands work to them.
+    /// Returns the handle that hands jobs to the lanes.
     pub(crate) fn porter(&self) -> &ExecutorHandle {
         &self.porter
     }
 }
 
 impl ExecutorHandle {
-    /// Has `job`, which goes to `place`, done by the next lane that is free. Never waits for one. Where no thread can be
-    /// started, those that there are do it (`a_lane_that_cannot_be_started`).
+    /// Has the next free lane run `job`, which is for `place`. Never waits for a lane. If no thread can be
+    /// started, the existing lanes run the job; without any lane, it is refused
+    /// (`a_lane_that_cannot_be_started`).
     pub(crate) fn carry(&self, place: ClusterId, job: Box<dyn Job>) {
         let mut state = self.0.locked();
         if state.closed {
@@ -143,7 +144,7 @@ impl ExecutorHandle {
             return at.waiting.push_back(job);
         }
         at.taken += 1;
-        // A place that has no lane gets one, however many others stand still (`a_place_without_a_lane_gets_one`).
+        // A place without a lane gets one, however many others stall (`a_place_without_a_lane_gets_one`).
         let first = at.taken == 1;
         if first {
             state.jobs.push_front((place, job));
@@ -151,7 +152,7 @@ impl ExecutorHandle {
             state.jobs.push_back((place, job));
         }
         if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
-            // Under the lock: whoever sees a lane counted may rely on it.
+            // Under the lock, so that a lane that is counted does exist.
             match self.start(Shared::work) {
                 Ok(()) => (state.lanes, state.idle) = (state.lanes + 1, state.idle + 1),
                 Err(error) if state.lanes == 0 => {
@@ -169,8 +170,8 @@ impl ExecutorHandle {
         self.0.changed.notify_one();
     }
 
-    /// Has `job` run at `when`, unless it is [forgotten](Self::forget) before or the engine closes: then it is dropped. It
-    /// must be short.
+    /// Runs `job` at `when`. The job must be short. It is dropped if it is [forgotten](Self::forget) before,
+    /// or if the engine closes. Returns `Err` if the engine has closed or no thread can be started.
     pub(crate) fn at(&self, when: Instant, job: Box<dyn Job>) -> Result<Alarm> {
         let mut state = self.0.locked();
         if state.closed {
@@ -188,28 +189,28 @@ impl ExecutorHandle {
         Ok(alarm)
     }
 
-    /// Takes back what was to be done at a moment, if it has not come.
+    /// Takes back the job of an alarm that has not run yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
         let forgotten = self.0.locked().alarms.remove(&alarm);
         drop(forgotten);
-        // The clock sleeps until the next, or goes when there is none for a while.
+        // The clock then sleeps until the next alarm, or ends if there is none for a while.
         self.0.rung.notify_one();
     }
 
-    /// How many threads there are.
+    /// Number of threads.
     #[cfg(test)]
     pub(crate) fn threads(&self) -> usize {
         let state = self.0.locked();
         state.lanes + usize::from(state.clock)
     }
 
-    /// How many alarms are set.
+    /// Number of alarms that are set.
     #[cfg(test)]
     pub(crate) fn alarms(&self) -> usize {
         self.0.locked().alarms.len()
     }
 
-    /// A thread that has the life of `body`.
+    /// Starts a thread that runs `body`.
     fn start(&self, body: fn(&Shared)) -> io::Result<()> {
         #[cfg(all(test, not(loom)))]
         if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
@@ -229,7 +230,7 @@ impl Drop for Executor {
         drop(state);
         shared.changed.notify_all();
         shared.rung.notify_all();
-        // Not under the lock: they have something to say about their end.
+        // Without the lock, because the jobs report their end.
         for job in jobs {
             job.refused(closed());
         }
@@ -247,7 +248,7 @@ impl Drop for Executor {
 }
 
 impl Shared {
-    /// A lane: does jobs until none has come for a while.
+    /// Body of a lane: runs jobs until there has been none for a while.
     fn work(&self) {
         let mut state = self.locked();
         state.idle -= 1;
@@ -272,13 +273,13 @@ impl Shared {
                 }
             }
         }
-        // Under the lock under which it found no work.
+        // Under the same lock under which it found no work.
         state.lanes -= 1;
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Runs what was to be run at a moment, until there has been nothing for a while.
+    /// Body of the clock: runs jobs at their time, until there has been none for a while.
     fn tell_time(&self) {
         let mut state = self.locked();
         while !state.closed {
@@ -310,7 +311,7 @@ impl Shared {
     }
 }
 
-/// A job that panics says so by what it drops, and takes no lane with it.
+/// Runs a job. A job that panics reports it when it is dropped, and does not end its lane.
 fn run(job: Box<dyn Job>) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }

@@ -1,7 +1,7 @@
 //! Pushes the layers of a layer-wise transfer to one destination, each as soon as it is ready.
 //!
-//! A layer is a push like any other, of the same plan in other tensors. It is planned once and resolved once; after that
-//! the remote cache is named by its id, so that a transfer never spreads over two caches.
+//! A layer is an ordinary push of the same plan in other tensors. It is planned once and resolved once. After
+//! that the remote cache is named by its id, so a transfer never spreads over two caches.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -21,7 +21,7 @@ use crate::validate::{self, Destination, Landing, LayerRows, RemoteCache, Target
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
 
-/// A destination that cannot be reached, whatever happens.
+/// A destination that can never be reached, and why.
 pub(crate) struct Refused(Mutex<Option<Error>>);
 
 impl Refused {
@@ -40,7 +40,7 @@ impl Carrier for Refused {
     }
 }
 
-/// Brings layers to one destination.
+/// Pushes layers to one destination.
 pub(crate) struct LayerPush {
     cluster: Arc<Cluster>,
     finder: Finder,
@@ -56,7 +56,7 @@ struct Route {
     link: Arc<Link>,
     /// Rows of the local cache that are read.
     local_rows: Vec<u64>,
-    /// Of each layer of the range.
+    /// Parts of each layer of the range.
     layers: Vec<Vec<Part>>,
 }
 
@@ -72,7 +72,7 @@ impl Carrier for LayerPush {
         let found = self.finder.find(self.to.cluster, deadline);
         let link = found.map_err(|error| error.with("cluster", self.to.cluster))?;
         let route = self.route(link.clone(), deadline).map_err(|error| link.named(error))?;
-        // Called once, so nobody else has set it.
+        // Called once, so the route cannot be set already.
         let _ = self.route.set(route);
         Ok(())
     }
@@ -137,7 +137,8 @@ impl LayerPush {
     }
 
     fn to_cache(&self, link: Arc<Link>, name: Name, first_layer: u32, deadline: Deadline) -> Result<Route> {
-        // The slot is an argument here, not part of the name: one that is not there is a wrong argument (§7.14).
+        // Here the slot is an argument, not part of the name, so a slot that does not exist is an invalid
+        // argument (contract §7.14).
         let (name, row) = match name {
             Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
             name @ Name::Key(_) => (name, None),
@@ -180,7 +181,7 @@ impl LayerPush {
     }
 }
 
-/// The remote cache as its owner describes it now; from here on it goes by its id.
+/// Asks the owner for the current description of a remote cache, and remembers it by the id of the cache.
 fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
     let known = link.describe(name, deadline)?;
     if known.remote.row == 0 {
@@ -189,27 +190,28 @@ fn ask(link: &Link, name: Name, deadline: Deadline) -> Result<Arc<Known>> {
     Ok(known)
 }
 
-/// A cache by its id; the row is only there because names have one.
+/// Returns the name of a cache by its id. The row is there only because such a name has one.
 fn by_id(cache: CacheId) -> Name {
     Name::Row { cache, row: 0 }
 }
 
-/// Whether two tensors of a layer go to neighbouring tensors of one cache, at one offset.
+/// Whether two tensors of a layer go to neighboring tensors of one cache, at the same offset.
 fn neighbours(a: &Spot, b: &Spot) -> bool {
     (a.cache, a.offset, a.tensor.checked_add(1)) == (b.cache, b.offset, Some(b.tensor))
 }
 
-/// What the tensors of one destination have in common: mostly all lie alike, in one cache, and one plan serves them.
+/// What the tensors of one destination have in common. Usually all lie at the same offset in one cache, and
+/// one plan serves them all.
 struct Alike<'a> {
     push: &'a LayerPush,
     known: Vec<Arc<Known>>,
-    /// By offset in a tensor, and bytes of the tensor.
+    /// Plans by offset in a tensor and size of the tensor, both in bytes.
     plans: Vec<((u64, u64), CopyPlan)>,
     local_rows: Vec<u64>,
 }
 
 impl Alike<'_> {
-    /// The plan for a tensor that goes to `spot`.
+    /// Returns the plan for a tensor that goes to `spot`.
     fn plan(&mut self, link: &Link, spot: Spot, deadline: Deadline) -> Result<CopyPlan> {
         let tensor_bytes =
             self.known(link, CacheId(spot.cache), deadline)?.remote.side.geometry.tensor_bytes();

@@ -1,4 +1,4 @@
-//! Transfers between clusters: pulls, pushes and layer-wise transfers under way.
+//! Transfers between clusters: pulls, pushes and layer-wise transfers in progress.
 
 mod call;
 mod executor;

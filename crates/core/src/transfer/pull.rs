@@ -1,4 +1,4 @@
-//! Pulls: reads the peer's memory where this process can see it, and asks for a stream otherwise.
+//! Pulls: this process reads the peer's memory if it can; otherwise it asks for a stream.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use crate::plan::{CopyPlan, Moves};
 use crate::session::Known;
 
 impl Call<'_> {
-    /// Pulls: reads memory of the peer that this process can see, else asks for a stream. The key goes last.
+    /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
+    /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
         let plan = Arc::new(CopyPlan::moves(moves)?);
         if plan.waves().is_empty() {
@@ -40,8 +41,8 @@ impl Call<'_> {
         Ok(outcome)
     }
 
-    /// The bytes of a pull, by the way that is open. `progress` ends empty if nobody knows whether what was read was the
-    /// cache.
+    /// Moves the bytes of a pull by the available path. `progress` ends empty if it is unknown whether the
+    /// bytes that were read belonged to the cache.
     fn pull_bytes(
         &self,
         known: &Arc<Known>,
@@ -57,25 +58,25 @@ impl Call<'_> {
             let (engine, held) = (&self.cluster.engine, pinned.clone());
             let run =
                 engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
-            // The kernel may still write to the rows: nothing else may be brought there.
+            // The kernel may still write to the rows, so no other bytes may be brought there.
             if run.as_ref().is_err_and(|error| error.fact(STILL_READING).is_some()) {
                 if !self.link.writes().still_unwritten(known.cache, unwritten) || !self.link.current(known) {
                     *progress = Arc::default();
                 }
                 return run.map(|outcome| Moved::Bytes(outcome.bytes));
             }
-            // The kernel allowed it when the link was made, and does not now: the sockets always work.
+            // The kernel allowed the read when the link was made, but does not now. Sockets always work.
             let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
             if !refused && self.link.writes().still_unwritten(known.cache, unwritten) {
                 return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
             }
             *progress = Arc::default();
         }
-        // Here the owner reads, behind its pins.
+        // On this path the owner reads, under its own pins.
         stream::receive(self.streams(known, plan), progress.clone())
     }
 
-    /// After a read from memory of the peer: whether what was read was the cache all the time.
+    /// Checks, after a read from memory of the peer, that the memory belonged to the cache the whole time.
     fn confirm(&self, known: &Known, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
         let unchanged = self.link.current(known);
         if unchanged {
@@ -83,8 +84,8 @@ impl Call<'_> {
             return read.map(Moved::Bytes);
         }
         let unconfirmed = std::mem::take(progress);
-        // Something about the cache changed, perhaps only one of its keys: its id is never used again, so the same id
-        // means the same memory.
+        // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
+        // same id means the same memory.
         let now = self.link.describe(self.name, self.deadline)?;
         if now.cache == known.cache && now.remote == known.remote {
             *progress = unconfirmed;

@@ -1,4 +1,4 @@
-//! Pushes: has the peer read this process's memory where it can, and sends the bytes otherwise.
+//! Pushes: the peer reads this process's memory if it can; otherwise this process sends the bytes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,8 @@ use crate::protocol::{Reply, Request, WirePlan};
 use crate::session::{Known, SAID_BY, limit_ms, location};
 
 impl Call<'_> {
-    /// Pushes: the peer reads this process's memory if it can, else the bytes are sent.
+    /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
+    /// sent.
     pub(crate) fn push(
         &self,
         known: &Arc<Known>,
@@ -22,7 +23,8 @@ impl Call<'_> {
         if plan.waves().is_empty() {
             return Ok(Moved::Bytes(0));
         }
-        // Before the rows are pinned: a read of the peer that comes meanwhile must know that this side may hold them.
+        // Before the rows are pinned: a read request of the peer that arrives meanwhile must know that this
+        // side may hold them (`a_pull_meets_a_transfer_and_a_writer`).
         let writing = self.link.writes().begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
         self.cluster.kept(&self.local)?;
@@ -34,7 +36,7 @@ impl Call<'_> {
         taken
     }
 
-    /// The bytes of a push, by the way that is open.
+    /// Moves the bytes of a push by the available path.
     fn push_bytes(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Result<Moved> {
         let memory_location = self.cluster.memory_location(&self.local)?;
         if self.link.reach().is_some_and(|reach| reach.seen(&memory_location)) {
@@ -52,7 +54,8 @@ impl Call<'_> {
             match self.link.ask(&request, self.deadline)? {
                 Reply::Done { bytes } => return Ok(Moved::Bytes(bytes)),
                 Reply::Stale => return Ok(Moved::Stale),
-                // The peer could see it when the link was made, and cannot now: the sockets always work.
+                // The peer could read this memory when the link was made, but cannot now. Sockets always
+                // work.
                 Reply::Unreachable { .. } => {}
                 reply => return Err(self.link.unexpected(&reply)),
             }

@@ -1,7 +1,7 @@
-//! Transfers through sockets: one request and one stream of bytes, or a large transfer cut into as many as configured.
+//! Transfers through sockets: one request and one stream of bytes, or a large pull cut into as many as
+//! configured.
 //!
-//! Every part names the whole plan and the stretch of it that it carries, so that parts need nothing of each other. Not
-//! for: sending and receiving bytes (`engine`).
+//! Every part names the whole plan and the range of it that it carries, so no part depends on another.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +17,11 @@ use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
 use crate::session::{Known, Lease, Link, limit_ms, reply, say_before};
 
-/// Below this one part is as fast: what a stream moves while another is being asked for.
+/// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
 const PART: u64 = 8 << 20;
 
-/// Most pieces in one tensor of a plan behind which bytes follow unasked: its request takes a few KiB.
+/// Most pieces in one tensor of a plan whose bytes follow the request without waiting for a reply. Such a
+/// request takes a few KiB.
 const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
@@ -35,7 +36,7 @@ pub(super) struct Streams {
 }
 
 impl Call<'_> {
-    /// The transfer through sockets.
+    /// Returns the transfer through sockets for this call.
     pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
         Streams {
             cluster: self.cluster.clone(),
@@ -49,19 +50,19 @@ impl Call<'_> {
     }
 }
 
-/// Brings the bytes of the plan into the local cache.
+/// Receives the bytes of the plan into the local cache.
 pub(super) fn receive(streams: Streams, progress: Arc<Progress>) -> Result<Moved> {
     streams.in_parts(move |streams, range| streams.receive(range, &progress))
 }
 
-/// Takes the bytes of the plan out of the local cache; they are in place when this returns. One stream: parts of a push
-/// would write the same rows of other tensors, and rows are what the owner pins.
+/// Sends the bytes of the plan from the local cache; they are in place when this returns. It uses one stream,
+/// because parts of a push would write the same rows of other tensors, and the owner pins whole rows.
 pub(super) fn send(streams: &Streams) -> Result<Moved> {
     streams.send(0..streams.plan.bytes())
 }
 
 impl Streams {
-    /// Does `part` for the whole plan, or for several stretches of it at the same time.
+    /// Runs `part` for the whole plan, or for several ranges of it at the same time.
     fn in_parts(
         self,
         part: impl Fn(&Streams, Range<u64>) -> Result<Moved> + Send + Sync + 'static,
@@ -81,7 +82,7 @@ impl Streams {
         Ok(if parts.stale.load(Ordering::Acquire) { Moved::Stale } else { Moved::Bytes(bytes) })
     }
 
-    /// One request, and its bytes into place.
+    /// Sends one request and receives its bytes into place.
     fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
         let request = Request::Read {
@@ -104,8 +105,9 @@ impl Streams {
         Ok(Moved::Bytes(bytes))
     }
 
-    /// One request, the bytes, and the word that they are in place. Few bytes follow the request unasked: one way there
-    /// and back instead of two (`few_bytes_follow_their_request`).
+    /// Sends one request and the bytes, and receives the reply that they are in place. Few bytes follow the
+    /// request without waiting for a reply, which takes one round trip instead of two
+    /// (`few_bytes_follow_their_request`).
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
         let mut lease = self.link.lease(self.deadline)?;
@@ -141,12 +143,13 @@ impl Streams {
         }
     }
 
-    /// Whether `bytes` of the plan may follow their request unasked.
+    /// Whether `bytes` bytes of the plan may follow their request without waiting for a reply.
     fn ahead(&self, bytes: u64) -> bool {
         bytes <= MOST_AHEAD && self.plan.waves().iter().map(Wave::count).sum::<u64>() <= MOST_PIECES
     }
 
-    /// Asks, and moves the `bytes` once the peer is ready for them; `false` if its cache is not what it was.
+    /// Sends the request, and moves the `bytes` once the peer is ready for them. Returns `false` if the
+    /// remote cache has changed.
     fn ready(
         &self,
         lease: &mut Lease<'_>,
@@ -162,16 +165,17 @@ impl Streams {
         Ok(true)
     }
 
-    /// The error of a stream that failed: that time was up, if the peer was only the first to notice.
+    /// Error of a stream that failed: a timeout if the deadline has passed and the peer only noticed it
+    /// first.
     fn late_or(&self, error: Error) -> Error {
         let late = error.kind() == ErrorKind::NotLinked && self.deadline.passed() && self.link.alive();
         let error = self.link.why_or(error);
         if late { self.deadline.error("moving bytes through a socket").because(error) } else { error }
     }
 
-    /// A reply in place of the one that was waited for: that the cache is not what it was, or an error.
+    /// Handles a reply other than the expected one: `Ok` if the remote cache has changed, otherwise an error.
     fn stale(&self, lease: &mut Lease<'_>, reply: Reply) -> Result<()> {
-        // The peer waits for the next request: the stream is as good as before.
+        // The peer waits for the next request, so the stream remains usable.
         lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
         match self.link.refusal(reply)? {
             Reply::Stale => Ok(()),
@@ -186,7 +190,7 @@ struct Parts<F> {
     each: u64,
     bytes: u64,
     part: F,
-    /// The owner said of some part that the cache is not what it was.
+    /// Whether the owner reported, for any part, that the cache has changed.
     stale: AtomicBool,
 }
 

@@ -1,9 +1,10 @@
-//! A layer-wise transfer under way: which layers are ready, how far each destination is, and what became of it.
+//! A layer-wise transfer in progress: which layers are ready, how far each destination is, and its outcome.
 //!
-//! Pure bookkeeping: whoever computes says that layers are ready, lanes bring ready layers to each destination, and
-//! nobody waits for anybody else. A destination has a result only once it has ended, and a carrier that ends without one
-//! leaves a failure (`a_carrier_that_panics_is_a_failure`): no result is never success. Not for: bringing a layer
-//! anywhere (`datadist::layerwise`).
+//! This module only keeps records. The code that computes layers reports which ones are ready, and lanes push
+//! ready layers to each destination. Neither waits for the other, and no destination waits for another. A
+//! destination has a result only once it has ended. A carrier that ends without a result leaves a failure
+//! (`a_carrier_that_panics_is_a_failure`), so a missing result never counts as success. `transfer::layerwise`
+//! pushes the layers.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError, Weak};
@@ -17,107 +18,107 @@ use crate::model::{ClusterId, Deadline};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::validate::LayerRange;
 
-/// Brings layers to one destination.
+/// Pushes layers to one destination.
 pub(crate) trait Carrier: Send + Sync {
-    /// Finds the destination. Called once, before the first layer, mostly before that layer is ready.
+    /// Finds the destination. Called once, before the first layer, and usually before that layer is ready.
     fn find(&self) -> Result<()>;
 
-    /// Brings one layer; bytes moved. They are in place when it returns.
+    /// Pushes one layer and returns the number of its bytes, which are in place then.
     fn layer(&self, layer: u32) -> Result<u64>;
 }
 
 /// One destination of a task that is to start.
 pub(crate) struct Leg {
-    /// Who is there.
+    /// Cluster of the destination.
     pub(crate) cluster: ClusterId,
-    /// What it is to get.
+    /// Layers that it receives.
     pub(crate) layers: LayerRange,
-    /// Who brings it.
+    /// Carrier that pushes them.
     pub(crate) carrier: Arc<dyn Carrier>,
 }
 
-/// What became of a destination.
+/// Outcome of a destination.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// The transfer ended before a layer of it was ready.
+    /// The transfer ended before any layer for it was ready.
     Unreached,
-    /// Layers are to come, or on the way.
+    /// Layers are still to be pushed, or in transit.
     UnderWay,
     /// Every layer is in place.
     Done,
-    /// It ended early; what came before is in place.
+    /// It ended early. Layers that were pushed before are in place.
     Failed(Arc<Error>),
 }
 
-/// How far a destination is.
+/// Progress of a destination.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Carried {
     /// Layers in place.
     pub layers: u32,
-    /// Layers in all.
+    /// Layers in total.
     pub of_layers: u32,
     /// Bytes in place.
     pub bytes: u64,
 }
 
-/// One transfer, to any number of destinations.
+/// One transfer to any number of destinations.
 #[derive(Debug)]
 pub struct Task {
     lanes: ExecutorHandle,
-    /// How long one layer may be waited for.
+    /// How long the transfer may wait for one layer.
     patience: Option<Duration>,
     state: Mutex<State>,
-    /// It ended.
+    /// Notified when the transfer has ended.
     changed: Condvar,
-    /// Readable once it has ended.
+    /// Readable once the transfer has ended.
     ended: OwnedFd,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Layers below are ready.
+    /// Layers below this number are ready.
     ready: u32,
-    /// No further layer will be.
+    /// No further layer will be ready.
     over: bool,
-    /// What is being waited for.
+    /// The layer that the transfer waits for.
     awaited: Option<Awaited>,
-    /// What looks whether that is over; at most one.
+    /// Alarm that checks whether that wait is too long; at most one.
     alarm: Option<Alarm>,
     slots: Vec<Slot>,
-    /// Calls that are letting go of destinations.
+    /// Number of calls that are dropping the carriers of destinations.
     letting_go: usize,
     ended: bool,
 }
 
-/// A layer that somebody was asked for.
+/// A layer that was asked for.
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
     layer: u32,
     since: Instant,
-    /// When that is too long.
+    /// When the wait is too long.
     patience: Option<Deadline>,
 }
 
 /// One destination.
 struct Slot {
-    /// Gone once it has ended, and the memory it held with it.
+    /// `None` once the destination has ended; the memory that the carrier held is released with it.
     carrier: Option<Arc<dyn Carrier>>,
     cluster: ClusterId,
     range: LayerRange,
-    /// The next layer to bring.
+    /// The next layer to push.
     next: u32,
     found: bool,
-    /// Given to the lanes, none of which has begun.
+    /// Handed to the lanes, none of which has begun.
     queued: bool,
-    /// A lane is at it.
+    /// A lane works on it.
     busy: bool,
     outcome: Option<Result<(), Arc<Error>>>,
     bytes: u64,
 }
 
 impl Task {
-    /// A transfer of the layers of each leg by its carrier. With `patience`, destinations whose next layer is waited for
-    /// longer than that fail.
+    /// Starts a transfer of the layers of each leg by its carrier. With `patience`, a destination fails if
+    /// the wait for its next layer takes longer. Returns `Err(System)` if there is no file descriptor left.
     pub(crate) fn start(
         lanes: ExecutorHandle,
         legs: Vec<Leg>,
@@ -149,7 +150,7 @@ impl Task {
         Ok(task)
     }
 
-    /// The layers that a destination needs, ascending.
+    /// Returns the layers that any destination needs, ascending.
     #[must_use]
     pub fn layers(&self) -> Vec<u32> {
         let state = self.locked();
@@ -157,8 +158,8 @@ impl Task {
         needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
     }
 
-    /// Whether a destination that has not ended needs `layer`. If so, and it is not ready, it is being waited for from now
-    /// on.
+    /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
+    /// the wait for it starts now.
     #[must_use]
     pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
         let mut state = self.locked();
@@ -170,7 +171,7 @@ impl Task {
         wanted
     }
 
-    /// `layer` and all before it may be brought. Returns at once.
+    /// Reports that `layer` and all layers before it may be pushed. Returns at once.
     pub fn ready(self: &Arc<Self>, layer: u32) {
         let mut state = self.locked();
         if state.over {
@@ -190,42 +191,46 @@ impl Task {
         self.send(moving);
     }
 
-    /// Neither `layer` nor any after it will be ready, nor one before it that is not: destinations that need one of those
-    /// fail with `error`, later ones are never reached, and those that have all their layers go on.
+    /// Reports that neither `layer`, nor any later one, nor an earlier one that is not ready yet will be
+    /// ready. Destinations that need one of those up to `layer` fail with `error`. Destinations that begin
+    /// after `layer` are never reached. Destinations whose layers are all ready continue.
     pub fn refuse(&self, layer: u32, error: &Error) {
         self.refused(self.locked(), layer, error);
     }
 
-    /// [Refuses](Self::refuse) a layer that will not be ready, as whoever computes it says (contract §8.3).
+    /// [Refuses](Self::refuse) a layer because the code that computes it reports that it will not be ready
+    /// (contract §8.3).
     pub fn not_ready(&self, layer: u32) {
         let text = format!("layer {layer} is not ready: synchronize_layer returned a false value");
         self.refuse(layer, &Error::new(ErrorKind::InvalidArgument, text));
     }
 
-    /// [Refuses](Self::refuse) a layer of which nobody knows any more, because of `why` (contract §8.3, ruling for
-    /// exceptions).
+    /// [Refuses](Self::refuse) a layer that nobody can report on any more, because of `why` (contract §8.3,
+    /// ruling for exceptions).
     pub fn broken(&self, layer: u32, why: &str) {
         let text = format!("layer {layer} does not come: {why}");
         self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
-    /// Ends what has not ended; layers on the way are still brought. `false` if there was nothing to end.
+    /// Ends all destinations that have not ended. Layers in transit are still pushed. Returns `false` if
+    /// there was nothing to end.
     pub fn cancel(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Cancelled, "the transfer was cancelled"))
     }
 
-    /// Ends what has not ended because the engine goes.
+    /// Ends all destinations that have not ended, because the engine closes.
     pub(crate) fn close(&self) -> bool {
         self.end(|| Error::new(ErrorKind::Closed, "the engine was finalized during the transfer"))
     }
 
-    /// Whether nothing of it moves, or ever will.
+    /// Whether the transfer has ended: nothing of it moves, or ever will.
     #[must_use]
     pub fn done(&self) -> bool {
         self.locked().ended
     }
 
-    /// Waits until it is [`done`](Self::done); `false` once `deadline` has passed. `Err` only if interrupted.
+    /// Waits until the transfer is [`done`](Self::done). Returns `Ok(false)` once `deadline` has passed, and
+    /// `Err` only if interrupted.
     pub fn wait(&self, deadline: Deadline) -> Result<bool> {
         let mut state = self.locked();
         while !state.ended {
@@ -239,7 +244,7 @@ impl Task {
         Ok(state.ended)
     }
 
-    /// What became of each destination.
+    /// Returns the outcome of each destination.
     #[must_use]
     pub fn outcomes(&self) -> Vec<Outcome> {
         let state = self.locked();
@@ -252,8 +257,8 @@ impl Task {
         state.slots.iter().map(outcome).collect()
     }
 
-    /// Why each destination is not done: why it failed, or what it waits for. `None` for those that are, and those that were
-    /// never reached.
+    /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
+    /// that are done, and for those that were never reached.
     #[must_use]
     pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
         let state = self.locked();
@@ -265,13 +270,13 @@ impl Task {
         state.slots.iter().map(reason).collect()
     }
 
-    /// How long one layer may be waited for, if there is a limit.
+    /// How long the transfer may wait for one layer, if there is a limit.
     #[must_use]
     pub fn patience(&self) -> Option<Duration> {
         self.patience
     }
 
-    /// How far each destination is.
+    /// Returns the progress of each destination.
     #[must_use]
     pub fn progress(&self) -> Vec<Carried> {
         let carried = |slot: &Slot| Carried {
@@ -282,7 +287,8 @@ impl Task {
         self.locked().slots.iter().map(carried).collect()
     }
 
-    /// A descriptor of the caller's own that is readable once the transfer is [`done`](Self::done); it is never to be read.
+    /// Returns a new descriptor that is readable once the transfer is [`done`](Self::done). The caller owns
+    /// it and must not read from it. Returns `Err(System)` if there is no file descriptor left.
     pub fn descriptor(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.ended, 0).map_err(|errno| {
             Error::new(ErrorKind::System, "no descriptor that says that a transfer has ended").because(errno)
@@ -293,7 +299,7 @@ impl Task {
         let mut state = self.locked();
         let mut any = false;
         state.over = true;
-        // One that is at rest after a refusal has ended too: it was never reached.
+        // A destination that idles after a refusal has ended too: it was never reached.
         let open = |slot: &&mut Slot| slot.outcome.is_none() && slot.carrier.is_some();
         for slot in state.slots.iter_mut().filter(open) {
             slot.outcome = Some(Err(Arc::new(error().with("cluster", slot.cluster))));
@@ -303,7 +309,7 @@ impl Task {
         any
     }
 
-    /// Gives the destinations at `indices`, which are marked queued, to lanes.
+    /// Hands the destinations at `indices`, which are marked as queued, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
             let place = self.locked().slots[index].cluster;
@@ -312,7 +318,8 @@ impl Task {
         }
     }
 
-    /// Fails the destinations of a layer that was waited for too long, or has that looked at once it could be.
+    /// Fails the destinations of a layer whose wait took too long, or sets an alarm for the time when it
+    /// would.
     fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let open = !state.over && !state.ended;
         let awaited = state.awaited.filter(|_| open);
@@ -325,7 +332,7 @@ impl Task {
         }
         match self.lanes.at(Instant::now() + patience.left(), Box::new(Late(Arc::downgrade(self)))) {
             Ok(alarm) => state.alarm = Some(alarm),
-            // Nobody would notice that it does not come.
+            // Without the alarm, nothing would notice that the layer is late.
             Err(error) => self.refused(state, layer, &error),
         }
     }
@@ -343,18 +350,19 @@ impl Task {
         self.settle(state);
     }
 
-    /// Lets go of the destinations that have ended, and notes that all have, if they have.
+    /// Drops the carriers of destinations that have ended, and records the end of the transfer once all have
+    /// ended.
     fn settle(&self, mut state: MutexGuard<'_, State>) {
         let (over, ready) = (state.over, state.ready);
-        // One that is queued and has layers that are ready is over once they are brought, or it has failed.
+        // A queued destination with ready layers ends once they are pushed, or once it has failed.
         let waits = |slot: &Slot| slot.queued && slot.next < ready;
         let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !waits(slot));
         let gone: Vec<_> =
             state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
         state.letting_go += 1;
         drop(state);
-        // Perhaps the last owner of a cache, whose memory goes back to a pool: not under the lock, and before anybody hears
-        // that all has ended.
+        // A carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped
+        // without the lock, and before anything reports that the transfer has ended.
         drop(gone);
         let mut state = self.locked();
         state.letting_go -= 1;
@@ -362,7 +370,7 @@ impl Task {
             return;
         }
         state.ended = true;
-        // Fails only if the counter were full, and it is written once.
+        // Fails only if the counter is full, and it is written once.
         let _ = rustix::io::write(&self.ended, &1u64.to_ne_bytes());
         self.changed.notify_all();
         let alarm = state.alarm.take();
@@ -386,7 +394,7 @@ impl Drop for Task {
     }
 }
 
-/// Looks whether a layer comes too late.
+/// Checks whether a layer is late.
 struct Late(Weak<Task>);
 
 impl Job for Late {
@@ -405,7 +413,7 @@ impl Slot {
         self.outcome.is_none() && (self.range.first..self.range.end).contains(&layer)
     }
 
-    /// Why it has no result yet.
+    /// Returns why it has no result yet.
     #[cold]
     fn unfinished(&self, awaited: Option<Awaited>, ready: u32) -> Error {
         let error = |text: &str| {
@@ -422,24 +430,24 @@ impl Slot {
         }
     }
 
-    /// Whether it needs `layer`, or one before that is not ready.
+    /// Whether it needs `layer`, or an earlier layer that is not ready.
     fn lacks(&self, layer: u32, ready: u32) -> bool {
         let LayerRange { first, end } = self.range;
         self.outcome.is_none() && first < end && first <= layer && end > ready.min(layer)
     }
 }
 
-/// A lane at work for one destination: brings what is ready.
+/// The work of a lane for one destination: pushes what is ready.
 struct Trip {
     task: Arc<Task>,
     index: usize,
-    /// Why nothing was done.
+    /// Why the work was refused, if it was.
     why: Option<Error>,
-    /// It left nothing undone.
+    /// Whether it ended with nothing left undone.
     over: bool,
 }
 
-/// What a trip does next.
+/// Next step of a trip.
 enum Step {
     Find(Arc<dyn Carrier>),
     Layer(Arc<dyn Carrier>, u32),

@@ -1,4 +1,4 @@
-//! The rules of what only the C++ class says (`core::check::cpp`), and its calls among three engines of one process.
+//! The rules of what only the C++ class says (`core::validate::cpp`), and its calls among three engines of one process.
 //!
 //! Not for: pointers (`crates/capi/src/tests`), or programs (`tests/test_cpp.py`).
 

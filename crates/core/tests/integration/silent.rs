@@ -1,7 +1,7 @@
 //! Memory of another process that does not answer the kernel: a read by process id leaves at its deadline, keeps what the
 //! kernel may still write to, and costs a bounded number of threads.
 //!
-//! Most tests stall reads of addresses of this process (`mem::stall`); one has a peer with real userfaultfd memory. Not for:
+//! Most tests stall reads of addresses of this process (`memory::stalled`); one has a peer with real userfaultfd memory. Not for:
 //! links (`links/silent`).
 #![allow(unsafe_code, reason = "memory behind userfaultfd")]
 

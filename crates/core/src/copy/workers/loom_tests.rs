@@ -1,7 +1,8 @@
-//! The job of `engine::workers` under loom: every order in which workers come, take units, fail and leave.
+//! Checks the job of `copy::workers` with loom: every order in which workers start, take units, fail and
+//! leave.
 //!
-//! Part of the library's own tests (the job is private). `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p
-//! llm-datadist-core --lib --target-dir target/loom`.
+//! Part of the library's own tests, because the job is private. To run it: `RUSTFLAGS="--cfg loom"
+//! LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --lib --target-dir target/loom`.
 
 use std::sync::Arc as Shared;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
@@ -13,7 +14,7 @@ use loom::thread;
 use super::*;
 use crate::model::Deadline;
 
-/// Counts its units; fails at one of them; must not run once its caller was told of the end.
+/// Counts its units and fails at one of them. No unit may run after the caller has seen the end.
 struct Units {
     done: [Counter; 3],
     fails_at: Option<usize>,
