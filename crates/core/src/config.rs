@@ -33,7 +33,7 @@ impl Role {
         }
     }
 
-    /// Returns the name of the role as the original writes it.
+    /// Returns the name of the role in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -107,7 +107,7 @@ impl PoolConfig {
 /// Route of a swap-in (host to device).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SwapInPath {
-    /// Straight where the device allows it, else through the ring.
+    /// Straight to the destination if the device can read host memory directly, else through the ring.
     #[default]
     Auto,
     /// Straight to the destination blocks.

@@ -118,8 +118,8 @@ impl From<ErrorKind> for StatusCode {
 }
 
 impl StatusCode {
-    /// Returns the code in KvCacheManager mode, in which some failures have codes of their own (contract
-    /// §9.2, §9.3, §17.14).
+    /// Returns the code in KvCacheManager mode, in which some failures have codes of their own
+    /// (contract §9.2, §9.3, §17.14).
     #[must_use]
     pub fn of_first_generation(kind: ErrorKind) -> StatusCode {
         match kind {

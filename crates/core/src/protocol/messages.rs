@@ -62,7 +62,7 @@ pub enum Purpose {
         /// The communicator to which the link belongs, if any.
         comm: Option<Comm>,
         /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
-        /// with it and ends the stream, if both are on one host.
+        /// with it and ends the stream, if both are on one host and it has such a socket.
         probe_local: bool,
     },
     /// A further stream of a link, for calls.
@@ -102,20 +102,21 @@ pub struct Challenge {
     pub nonce: [u8; 16],
 }
 
-/// Third frame, from the dialing side: the proof that it knows the token.
+/// Third frame, from the dialing side: the proof that it knows the key of the handshake, which is the token
+/// or the secret of [`Purpose::Meet`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proof {
-    /// HMAC-SHA256, with the token as key, of `dialer`, the hello and the challenge.
+    /// HMAC-SHA256, with the key of the handshake, of `dialer`, the hello and the challenge.
     pub mac: [u8; 32],
 }
 
-/// Fourth frame, from the accepting side: its identity, and the proof that it knows the token.
+/// Fourth frame, from the accepting side: its identity, and the proof that it knows the key of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// The side that accepted.
     pub from: Party,
-    /// HMAC-SHA256, with the token as key, of `acceptor`, the hello, the challenge and this message with
-    /// zeros in this field.
+    /// HMAC-SHA256, with the key of the handshake, of `acceptor`, the hello, the challenge and this message
+    /// with zeros in this field.
     pub mac: [u8; 32],
     /// Abstract name of its local socket, if the dialing side is on the same host and asked for it.
     pub local: Option<String>,

@@ -45,7 +45,7 @@ pub enum Op {
     Push,
     /// One layer of `transfer_cache_async`, sent to one destination.
     Layer,
-    /// Requests of peers that were served. The bytes are those that this process moved.
+    /// Requests of peers that were served. The bytes are those that passed through this process.
     Served,
 }
 

@@ -81,8 +81,8 @@ pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> 
     push_kv_layers(local.geometry, ext)
 }
 
-/// Checks the arguments of a push that do not depend on its cache, before a cache is looked up (contract, C++
-/// §4).
+/// Checks the arguments of a push that do not depend on its cache, before a cache is looked up
+/// (contract, C++ §4).
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());

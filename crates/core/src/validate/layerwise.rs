@@ -1,5 +1,5 @@
-//! Checks the arguments of a layer-wise transfer, and returns what moves of each layer and to where (contract
-//! §8.1).
+//! Checks the arguments of a layer-wise transfer, and returns what moves of each layer and to where
+//! (contract §8.1).
 //!
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.

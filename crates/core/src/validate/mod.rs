@@ -247,8 +247,8 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     }
 }
 
-/// Checks a copy in `KvCacheManager` mode: like [`copy_cache`], but from device to device only (contract
-/// §9.2).
+/// Checks a copy in `KvCacheManager` mode: like [`copy_cache`], but from device to device only
+/// (contract §9.2).
 pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     on_device("dst", dst.placement)?;
     on_device("src", src.placement)?;

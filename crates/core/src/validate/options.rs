@@ -161,7 +161,7 @@ fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) ->
 }
 
 /// Returns the address to listen on: from `llm.ListenIp` and `llm.ListenPort`, into which the Python package
-/// splits it, else from the option that has both.
+/// splits `llm.listenIpInfo`, else from `llm.listenIpInfo` or `llm.ListenIpInfo` itself.
 fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAddr>> {
     let given = |key: &str| text(key).filter(|value| !value.is_empty());
     match (given("llm.ListenIp"), given("llm.ListenPort")) {
