@@ -1,7 +1,5 @@
-//! What one cluster owns: its pools, its table, its copy engine, its counters. Shared by its own calls and by those that
-//! answer its peers.
-//!
-//! Not for: the operations users call (`datadist`) or peers ask for (`peer`).
+//! The state of one cluster: its pools, cache table, copy engine and counters. The calls of the local program
+//! and the threads that serve its peers share it.
 
 use std::sync::Arc;
 
@@ -20,36 +18,37 @@ use crate::stats::Stats;
 /// The state of one cluster.
 #[derive(Debug)]
 pub struct Cluster {
-    /// What it was opened with.
+    /// Configuration with which the engine was opened.
     pub config: Config,
-    /// Its caches and keys.
+    /// Caches and keys.
     pub table: Table,
-    /// What moves its bytes.
+    /// Engine that copies bytes.
     pub engine: CopyEngine,
-    /// What it counts.
+    /// Counters.
     pub stats: Stats,
-    /// What puts its pools into huge pages.
+    /// Puts the pools, and registered memory, into huge pages.
     pub merger: Merger,
-    /// What may be mapped of the memory of peers.
+    /// Limit on the address space for memory of peers that is mapped here.
     pub remote_memory: Arc<MapBudget>,
     host: Option<Arc<Arena>>,
     device: Option<Arc<Arena>>,
     generations: Arc<Generations>,
 }
 
-/// Where the tensors of a cache lie, as far as another process can make use of it.
+/// Where the tensors of a cache are, as far as another process can use it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryLocation {
-    /// At these offsets of the pool of this placement.
+    /// At these offsets, in bytes, of the pool with this placement.
     Pool(Placement, Vec<u64>),
     /// At these addresses of this process.
     Process(Vec<u64>),
-    /// Nowhere another process could look: memory of a device that the CPU cannot address.
+    /// In memory that another process cannot read: device memory that the CPU cannot address.
     Hidden,
 }
 
 impl Cluster {
-    /// Pools, table and workers of `config`, over `devices`. A device pool that is only a share gets its size here.
+    /// Opens pools, table and workers for `config` on `devices`. If the device pool is given as a share, this
+    /// computes its size.
     pub fn open(mut config: Config, devices: DeviceSet) -> Result<Self> {
         if let (None, Some(share)) = (config.device_pool, config.device_share) {
             config.device_pool = Some(PoolConfig::about(share.of_bytes(memory::usable_bytes())));
@@ -84,7 +83,7 @@ impl Cluster {
         })
     }
 
-    /// The pool of a placement, if there is one.
+    /// Returns the pool with a placement, if there is one.
     #[must_use]
     pub fn pool(&self, placement: Placement) -> Option<&Arc<Arena>> {
         match placement {
@@ -93,26 +92,29 @@ impl Cluster {
         }
     }
 
-    /// The pool of a placement.
+    /// Returns the pool with a placement; `Err(NotEnabled)` if there is none.
     pub fn arena(&self, placement: Placement) -> Result<&Arc<Arena>> {
         let missing = || Error::new(ErrorKind::NotEnabled, format!("there is no {placement} pool"));
         self.pool(placement).ok_or_else(missing)
     }
 
-    /// The generation of every place of the table.
+    /// Returns the generation numbers of all places of the table.
     #[must_use]
     pub fn generations(&self) -> &Generations {
         &self.generations
     }
 
-    /// `Err` if the memory of `cache` may have gone back to the caller, who has unregistered it meanwhile. Asked with its
-    /// rows pinned, which `unregister` waits for.
+    /// Checks that the memory of `cache` still belongs to the engine. `Err` if the cache is registered memory
+    /// that the program has unregistered in the meantime. The caller must hold pins on the rows, for which
+    /// `unregister` waits.
     pub fn kept(&self, cache: &Cache) -> Result<()> {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Notes that a peer which can read what lies at `place` is told of it. If it reads through the kernel, and the memory
-    /// is registered, huge pages double its speed: they are made, or hinted at, as `huge_pages` says.
+    /// Notes that a peer which can read `place` receives its description.
+    ///
+    /// If the peer reads registered memory by process id, huge pages double its speed. The engine then merges
+    /// that memory or logs a hint, according to `huge_pages`.
     pub fn described_to_peer(&self, cache: &Cache, place: &MemoryLocation) {
         let through_kernel =
             cache.origin() == Origin::Registered && matches!(place, MemoryLocation::Process(_));
@@ -121,9 +123,10 @@ impl Cluster {
         }
     }
 
-    /// Where another process finds the tensors of `cache`.
+    /// Returns where another process finds the tensors of `cache`. `Err(OutOfMemory)` if the list cannot be
+    /// allocated.
     pub fn memory_location(&self, cache: &Cache) -> Result<MemoryLocation> {
-        /// What the list is for, should there be no memory for it.
+        /// Name of the list in out-of-memory errors.
         const TENSORS: &str = "the places of the tensors of a cache";
         if !cache.tensors().host_addressable() {
             return Ok(MemoryLocation::Hidden);

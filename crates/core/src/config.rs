@@ -1,6 +1,6 @@
-//! The engine's configuration as plain values. Reading option texts is `check`'s work.
+//! The configuration of the engine as plain values.
 //!
-//! Not for: parsing, defaults that depend on the machine (`engine::workers` reads those).
+//! `validate` reads them from option texts.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,19 +10,19 @@ use std::time::Duration;
 
 use crate::model::ClusterId;
 
-/// What the cluster does for others. Informational in cache-manager mode.
+/// The role of a cluster. In CacheManager mode it is informational.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Prefill.
     Prompt = 1,
     /// Decode.
     Decoder = 2,
-    /// Both.
+    /// Both prefill and decode.
     Mix = 3,
 }
 
 impl Role {
-    /// The role of a public number.
+    /// Returns the role with a public number; `None` for any other number.
     #[must_use]
     pub const fn from_value(value: i64) -> Option<Role> {
         match value {
@@ -33,7 +33,7 @@ impl Role {
         }
     }
 
-    /// The text other programs of this kind use for it.
+    /// Returns the name of the role in messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -44,36 +44,36 @@ impl Role {
     }
 }
 
-/// Which manager the engine serves. The modes differ in a few rules and codes (contract §9).
+/// The manager that the engine serves. The modes differ in a few rules and status codes (contract §9).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// `CacheManager`: roles are informational, pools are configured.
+    /// `CacheManager`: roles are informational, and pools exist only if they are configured.
     #[default]
     CacheManager,
-    /// `KvCacheManager`: memory of the device alone, from a pool that is there unasked.
+    /// `KvCacheManager`: device memory only, from a pool that exists without being configured.
     KvCacheManager,
 }
 
-/// Parts per million of the memory this process may use.
+/// A share of the memory that this process may use, in parts per million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share(u32);
 
 impl Share {
-    /// All of it.
+    /// Parts per million of the whole.
     const WHOLE: u32 = 1_000_000;
-    /// The share where no option says otherwise.
+    /// The share if no option gives one: 95 %.
     pub const DEFAULT: Share = Share(950_000);
 
-    /// The share of a number from 0.0 to 1.0; what is outside counts as the nearest end.
+    /// Returns the share for a number from 0.0 to 1.0. Numbers outside that range count as its nearest end.
     #[must_use]
     pub fn of(part: f64) -> Share {
-        // Between 0 and a million, whatever was given: the cast of a float saturates, and no number becomes 0.
+        // The result is 0 to one million for any input: the cast of a float saturates, and NaN becomes 0.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within 0 to a million")]
         let parts = (part.clamp(0.0, 1.0) * f64::from(Self::WHOLE)).round() as u32;
         Share(parts)
     }
 
-    /// So much of `bytes`.
+    /// Returns this share of `bytes`.
     #[must_use]
     pub fn of_bytes(self, bytes: u64) -> u64 {
         let part = u128::from(bytes) * u128::from(self.0) / u128::from(Self::WHOLE);
@@ -81,20 +81,21 @@ impl Share {
     }
 }
 
-/// One memory pool: bytes, and the binary logarithm of its page size.
+/// Size of a memory pool and of its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolConfig {
     /// Capacity in bytes.
     pub memory_size: u64,
-    /// Page size is `1 << page_shift` bytes; 10 to 30.
+    /// Binary logarithm of the page size in bytes; 10 to 30.
     pub page_shift: u32,
 }
 
 impl PoolConfig {
-    /// Page size where no option says otherwise (seed `deprecated.md`, `mem_pool_cfg`).
+    /// Binary logarithm of the page size if no option gives one (contract §5.1).
     pub const DEFAULT_PAGE_SHIFT: u32 = 16;
 
-    /// A pool of about `bytes` in pages of the default size: at least one page, at most as many as a pool can have.
+    /// Returns a pool of about `bytes` bytes with pages of the default size: at least one page, and at most
+    /// as many as a pool can have.
     #[must_use]
     pub fn about(bytes: u64) -> PoolConfig {
         let page_shift = Self::DEFAULT_PAGE_SHIFT;
@@ -103,70 +104,73 @@ impl PoolConfig {
     }
 }
 
-/// How a swap-in (host to device) travels.
+/// Route of a swap-in (host to device).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SwapInPath {
-    /// Directly where the copy can go straight to its place, else through the ring.
+    /// Straight to the destination if the device can read host memory directly, else through the ring.
     #[default]
     Auto,
-    /// Straight to its place.
+    /// Straight to the destination blocks.
     Direct,
-    /// Through the ring of block buffers (seed `deprecated.md`, `swap_blocks`).
+    /// Through the staging ring, a ring of buffers of whole blocks (contract §7.11).
     Ring,
 }
 
-/// Which host copy kernel runs.
+/// Kernel for copies in host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// The one that measures faster for the size at hand.
+    /// The kernel that was measured to be faster for the size of the copy.
     #[default]
     Auto,
-    /// Ordinary stores, through the caches.
+    /// Ordinary stores, through the CPU caches.
     Plain,
-    /// Stores that bypass the caches, where the CPU has them.
+    /// Streaming stores, which bypass the CPU caches, if the CPU has them.
     Streaming,
 }
 
-/// Whether memory is put into huge pages.
+/// How memory is put into huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugeChoice {
-    /// What the kernel gives by itself. One hint in the log if peers read registered memory slowly because of small pages.
+    /// Only huge pages that the kernel gives by itself. The engine logs one hint if peers read registered
+    /// memory slowly because of small pages.
     #[default]
     Auto,
-    /// What the kernel gives by itself, without the hint.
+    /// Only huge pages that the kernel gives by itself, without the hint.
     Off,
-    /// What pools have touched, in the background. Calls that meet a page being merged wait for it, up to milliseconds.
+    /// Pool memory that has been touched is merged in the background. A call that uses a page while it is
+    /// merged waits, up to milliseconds.
     Merge,
-    /// As `Merge`, and registered memory that peers read through the kernel.
+    /// Like `Merge`, and also registered memory that peers read by process id.
     MergeRegistered,
-    /// Pools before the engine is open, all of them committed, and registered memory when it is registered.
+    /// Pools are committed and merged completely before the engine is open, and registered memory when it is
+    /// registered.
     Eager,
 }
 
 /// How the bytes of a link travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Shared memory between processes of one host, sockets otherwise.
+    /// Through shared memory between processes of one host, otherwise over sockets.
     #[default]
     Auto,
-    /// Shared memory, or no link.
+    /// Through shared memory; linking fails if that is not possible.
     Shm,
-    /// Sockets, on one host as well.
+    /// Over sockets, also on one host.
     Tcp,
 }
 
-/// What both ends of a link must know. Never shown.
+/// The secret that both ends of a link must know. Never part of any output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Box<[u8]>);
 
 impl Token {
-    /// The token of a text.
+    /// Returns the token for a text.
     #[must_use]
     pub fn new(text: &str) -> Self {
         Token(text.as_bytes().into())
     }
 
-    /// Its bytes, to compute proofs with.
+    /// Returns the bytes of the token, as the key of proofs.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.0
@@ -182,39 +186,43 @@ impl fmt::Debug for Token {
 /// How links are made and kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkConfig {
-    /// Where to listen for peers, if anywhere; port 0 for any free one.
+    /// Address on which to listen for peers, if any. Port 0 means any free port.
     pub listen: Option<SocketAddr>,
-    /// What a peer must prove to know, and this side proves.
+    /// Token with which both sides authenticate.
     pub token: Option<Token>,
-    /// A file that holds the token instead. `DataDist::open` reads it, once; the rules are those of [`token_file`].
+    /// File that contains the token, instead of `token`. `DataDist::open` reads it once, by the rules of
+    /// [`token_file`].
     ///
     /// [`token_file`]: crate::token_file
     pub token_file: Option<PathBuf>,
-    /// Whether peers are admitted without any proof where no token is set: everybody who can reach a listener.
+    /// Whether to admit unauthenticated peers if no token is set. Then everybody who can reach a listener may
+    /// link.
     pub accept_remote: bool,
-    /// How often a link that is silent is tried.
+    /// Interval of heartbeats on a silent link.
     pub heartbeat: Duration,
-    /// How long a peer may be silent before its link breaks.
+    /// Time for which a peer may be silent before its link breaks.
     pub silence: Duration,
-    /// For how long at most a peer may keep rows of this side pinned for one transfer, whatever deadline it announced.
+    /// Longest time for which a peer may keep rows of this process pinned for one transfer, whatever deadline
+    /// it announced.
     pub pin_limit: Duration,
-    /// Limit of a rank-table link, all its tries together.
+    /// Time limit of a rank-table link, for all attempts together.
     pub total: Duration,
-    /// How many tries of a rank-table link fit into that limit at least: one takes its share of it at most. There are
-    /// more, because a try that is refused ends at once.
+    /// Number of attempts of a rank-table link that fit into its limit: an attempt may take at most this
+    /// fraction of the limit. There may be more attempts, because an attempt that is refused ends at once.
     pub retries: u32,
     /// How bytes travel.
     pub transport: TransportChoice,
-    /// Streams of one large transfer between hosts.
+    /// Number of connections that share one large transfer between hosts.
     pub streams: usize,
-    /// Port of device 0 for rank-table links; device `n` has the `n`-th after it.
+    /// Port of device 0 for rank-table links. Device `n` uses this port plus `n`.
     pub rank_port: u16,
-    /// Where ends of rank-table links really are, by `device_ip` or cluster id.
+    /// Real addresses of the members of rank-table links, by `device_ip` or cluster id.
     pub rank_hosts: BTreeMap<String, SocketAddr>,
     /// Whether both sides may link to each other (`llm.TransferBackend = hixl`).
     pub both_ways: bool,
-    /// Bytes of address space that the memory of all peers may take in this process, half of it for one link; `None` for
-    /// four times the memory of the machine. What does not fit is read through sockets.
+    /// Bytes of address space that the memory of all peers may take in this process; one link may take half
+    /// of it. `None` means four times the memory of the machine. Memory that does not fit is read over
+    /// sockets.
     pub remote_memory: Option<u64>,
 }
 
@@ -240,46 +248,47 @@ impl Default for LinkConfig {
     }
 }
 
-/// Everything an engine is opened with.
+/// The configuration with which an engine is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// What it does for others.
+    /// Role of the cluster.
     pub role: Role,
-    /// Its own name.
+    /// Cluster id of the engine.
     pub cluster: ClusterId,
-    /// Which manager it serves.
+    /// The manager that the engine serves.
     pub mode: Mode,
-    /// Device pool, if any.
+    /// Device pool, if one is configured.
     pub device_pool: Option<PoolConfig>,
-    /// How large a device pool is made where `device_pool` names none; `None` for no pool.
+    /// Share of memory for a device pool if `device_pool` is `None`; `None` for no such pool.
     pub device_share: Option<Share>,
-    /// Host pool, if any.
+    /// Host pool, if one is configured.
     pub host_pool: Option<PoolConfig>,
-    /// Limit of every call that waits or moves bytes (`sync_kv_timeout`).
+    /// Time limit of every call that waits or moves bytes (`sync_kv_timeout`).
     pub sync_timeout: Duration,
-    /// Physical device number; informational on host-memory devices.
+    /// Physical device number. Informational for devices in host memory.
     pub device_id: u32,
-    /// Whether transfers are one-sided.
+    /// Whether the engine is in remote-accessible mode, in which transfers are one-sided.
     pub remote_accessible: bool,
-    /// Workers that copy, the calling thread among them; `None` is [`Config::DEFAULT_WORKERS`].
+    /// Number of threads that copy, including the calling thread; `None` for [`Config::DEFAULT_WORKERS`].
     pub copy_workers: Option<usize>,
-    /// How swap-ins travel.
+    /// Route of swap-ins.
     pub swap_in: SwapInPath,
-    /// Which copy kernel runs.
+    /// Kernel for copies in host memory.
     pub kernel: KernelChoice,
-    /// Whether memory is put into huge pages.
+    /// How memory is put into huge pages.
     pub huge_pages: HugeChoice,
     /// How links are made and kept.
     pub links: LinkConfig,
 }
 
 impl Config {
-    /// Limit of a call when no option says otherwise.
+    /// Time limit of a call if no option gives one.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1);
-    /// Workers when no option says otherwise: what the seed names for swap-out.
+    /// Number of threads that copy if no option gives one: the number that the original's documentation
+    /// states for swap-out (contract §7.11).
     pub const DEFAULT_WORKERS: usize = 4;
 
-    /// A configuration without pools and with every default.
+    /// Returns a configuration without pools and with every other value at its default.
     #[must_use]
     pub fn new(role: Role, cluster: ClusterId) -> Self {
         Config {

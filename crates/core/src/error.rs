@@ -1,54 +1,55 @@
-//! What went wrong, as a value: one closed list of kinds, one message, and the facts around it.
+//! The error type of the crate: one closed list of kinds, a message, named facts and a cause.
 //!
-//! Not for: numbers that users compare (`status`) or Python classes (the binding).
+//! `status` maps the kinds to the status codes that users compare.
 
 use std::error::Error as StdError;
 use std::fmt;
 
-/// Shorthand used by every fallible function of the crate.
+/// Result type of every fallible function in the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The closed list of reasons. A new kind does not compile until `status` gives it a code.
+/// The closed list of error kinds. A new kind does not compile until `status` gives it a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// An argument has the right type and width but no meaning here: outside its range, or against a rule.
+    /// An argument is out of range or breaks a rule, although its type and width are right.
     InvalidArgument,
-    /// No cache, or no key, of that name.
+    /// There is no cache or key with that name.
     CacheNotFound,
-    /// A memory pool cannot serve the request, or the system gave no memory for one.
+    /// A memory pool is full, or the system could not allocate memory.
     OutOfMemory,
     /// The deadline of the call passed.
     Timeout,
     /// The engine was closed before the call.
     Closed,
-    /// The process forked after the engine was opened; its memory belongs to the parent.
+    /// The process forked after the engine was opened; the engine's memory belongs to the parent.
     Forked,
-    /// The call needs an option that was not given.
+    /// The call needs an option that is not set.
     NotEnabled,
-    /// There is no live link to that cluster: never made, unlinked, or broken; the message says which.
+    /// There is no live link to that cluster: it was never made, was unlinked, or broke. The message states
+    /// which.
     NotLinked,
-    /// The link is there already.
+    /// The link exists already.
     AlreadyLinked,
     /// A link could not be made.
     LinkFailed,
-    /// The peer could not be told that the link ends; this side has dropped it.
+    /// The peer could not be notified that the link ends. This process has dropped the link.
     UnlinkFailed,
-    /// Links remain that the call cannot work with.
+    /// Links exist with which the call is not possible.
     LinksExist,
     /// The caller was interrupted while it waited (Ctrl-C).
     Interrupted,
-    /// The system refused something the engine needed; the source says what.
+    /// The system refused something that the engine needed; the source of the error states what.
     System,
-    /// The caller cancelled it.
+    /// The caller cancelled the operation.
     Cancelled,
-    /// A key that should name a new cache names another one already.
+    /// A key for a new cache already names another cache.
     KeyTaken,
-    /// The two caches of a copy have unlike numbers of tensors.
+    /// The two caches of a copy have different numbers of tensors.
     UnlikeTensors,
 }
 
 impl ErrorKind {
-    /// Every kind, for tables and for the test that each has a code, a cause and a line in the documentation.
+    /// All kinds, for tables and for the test that each has a code, a cause and a line in the documentation.
     pub const ALL: [ErrorKind; 17] = [
         ErrorKind::InvalidArgument,
         ErrorKind::CacheNotFound,
@@ -70,9 +71,9 @@ impl ErrorKind {
     ];
 }
 
-/// An error: kind, message, named facts, and what caused it.
+/// An error: a kind, a message, named facts and a cause.
 ///
-/// One word wide, so `Result<u32>` stays small on the paths that succeed.
+/// It is one word wide, so that `Result<u32>` stays small on paths that succeed.
 ///
 /// ```
 /// use llm_datadist_core::{Error, ErrorKind};
@@ -83,7 +84,8 @@ impl ErrorKind {
 /// ```
 pub struct Error(Box<Report>);
 
-/// What a transfer that failed had put in place: tensors of the destination, and in each the rows that are whole.
+/// The complete rows that a failed transfer had written: pairs of a destination tensor and ranges of its
+/// rows.
 pub type Arrived = Vec<(u32, Vec<std::ops::Range<u64>>)>;
 
 struct Report {
@@ -95,7 +97,7 @@ struct Report {
 }
 
 impl Error {
-    /// An error of `kind` that says `message`.
+    /// Returns an error of `kind` with the text `message`.
     #[cold]
     #[must_use]
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
@@ -108,14 +110,14 @@ impl Error {
         }))
     }
 
-    /// The error for an argument without meaning: its name, what was given, and what is allowed.
+    /// Returns the error for an invalid argument: its name, its value and the allowed values.
     #[cold]
     #[must_use]
     pub fn argument(name: &str, value: impl fmt::Display, allowed: impl fmt::Display) -> Self {
         Error::new(ErrorKind::InvalidArgument, format!("{name} = {value} is not allowed: {allowed}"))
     }
 
-    /// The same error with one more named fact; one that it carries already is not said twice.
+    /// Adds a named fact. A fact that the error already has is not added twice.
     #[must_use]
     pub fn with(mut self, name: &'static str, value: impl fmt::Display) -> Self {
         let fact = (name, value.to_string());
@@ -125,21 +127,22 @@ impl Error {
         self
     }
 
-    /// The same error with the one that caused it.
+    /// Sets the error that caused this one.
     #[must_use]
     pub fn because(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.0.source = Some(Box::new(source));
         self
     }
 
-    /// The same error with what of the destination is in place nevertheless.
+    /// Sets the complete rows that the failed transfer had written.
     #[must_use]
     pub fn with_arrived(mut self, arrived: Arrived) -> Self {
         self.0.arrived = arrived;
         self
     }
 
-    /// The same error once more, for another who is to be told; what caused it only in words.
+    /// Returns a copy of the error for a second recipient. The cause becomes part of the text, because it
+    /// cannot be copied.
     #[must_use]
     pub(crate) fn again(&self) -> Self {
         let Report { kind, message, context, arrived, source } = &*self.0;
@@ -151,19 +154,20 @@ impl Error {
         Error(Box::new(Report { kind: *kind, message, context, arrived, source: None }))
     }
 
-    /// What of the destination a failed transfer put in place; empty if it is nothing, or the error is of no transfer.
+    /// Returns the complete rows that a failed transfer had written. Empty if there are none, or if the error
+    /// is not from a transfer.
     #[must_use]
     pub fn arrived(&self) -> &[(u32, Vec<std::ops::Range<u64>>)] {
         &self.0.arrived
     }
 
-    /// Which of the closed list it is.
+    /// Returns the kind of the error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The value of a named fact, if the error carries it.
+    /// Returns the value of a named fact, if the error has it.
     #[must_use]
     pub fn fact(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())

@@ -1,7 +1,10 @@
-//! Lists whose length a caller or a peer chooses: a failed allocation is an error of the call, not the end of the process.
+//! Lists whose length a caller or a peer chooses. A failed allocation is an error of the call and does not
+//! end the process.
 //!
-//! Every list of a plan, a message or the table is made here, or reserved before it is filled (`tests/integration/short.rs` fails
-//! each of these allocations in turn). Not for: lists whose length the engine itself bounds, and texts of errors.
+//! Every list of a plan, a message or the cache table is made here, or reserved before it is filled;
+//! `tests/integration/short.rs` fails each of these allocations in turn. Lists whose length the engine
+//! bounds, and the texts of errors, are allocated normally. `what` names the list in the error; a function
+//! here returns `Err(OutOfMemory)` if it cannot allocate.
 
 use std::hash::Hash;
 
@@ -9,35 +12,35 @@ use hashbrown::{HashMap, HashSet};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The error of an allocation that failed: what it was for, and its bytes.
+/// Returns the error for a failed allocation of `bytes` bytes for `what`.
 #[cold]
 #[must_use]
 pub fn short(what: &str, bytes: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("no memory for {what}")).with("asked_bytes", bytes)
 }
 
-/// An empty list with room for `count`.
+/// Returns an empty list with room for `count` items.
 pub fn room<T>(what: &str, count: usize) -> Result<Vec<T>> {
     let mut list = Vec::new();
     list.try_reserve_exact(count).map_err(|_| short(what, count.saturating_mul(size_of::<T>())))?;
     Ok(list)
 }
 
-/// A list of `count` equal values.
+/// Returns a list of `count` equal values.
 pub fn filled<T: Clone>(what: &str, value: T, count: usize) -> Result<Vec<T>> {
     let mut list = room(what, count)?;
     list.resize(count, value);
     Ok(list)
 }
 
-/// A list of items whose number is known.
+/// Collects items whose number is known.
 pub fn collect<T>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut list = room(what, items.len())?;
     list.extend(items);
     Ok(list)
 }
 
-/// A list of items, `count` of them as far as anybody knows.
+/// Collects items of which `count` are expected; the list may become longer.
 pub fn gathered<T>(what: &str, count: usize, items: impl Iterator<Item = T>) -> Result<Vec<T>> {
     let mut list = room(what, count)?;
     for item in items {
@@ -46,7 +49,7 @@ pub fn gathered<T>(what: &str, count: usize, items: impl Iterator<Item = T>) -> 
     Ok(list)
 }
 
-/// The list of what `items` give, or the first error among them.
+/// Collects the values of `items`. Returns the first error among them.
 pub fn tried<T>(what: &str, items: impl ExactSizeIterator<Item = Result<T>>) -> Result<Vec<T>> {
     let mut list = room(what, items.len())?;
     for item in items {
@@ -55,21 +58,21 @@ pub fn tried<T>(what: &str, items: impl ExactSizeIterator<Item = Result<T>>) -> 
     Ok(list)
 }
 
-/// A copy of a list.
+/// Returns a copy of a list.
 pub fn copied<T: Copy>(what: &str, items: &[T]) -> Result<Vec<T>> {
     let mut list = room(what, items.len())?;
     list.extend_from_slice(items);
     Ok(list)
 }
 
-/// Adds one item.
+/// Adds one item to a list.
 pub fn push<T>(what: &str, list: &mut Vec<T>, item: T) -> Result<()> {
     grow(what, list, 1)?;
     list.push(item);
     Ok(())
 }
 
-/// Makes room for `more` items.
+/// Makes room for `more` further items.
 #[inline]
 pub fn grow<T>(what: &str, list: &mut Vec<T>, more: usize) -> Result<()> {
     if list.capacity() - list.len() >= more {
@@ -78,14 +81,14 @@ pub fn grow<T>(what: &str, list: &mut Vec<T>, more: usize) -> Result<()> {
     list.try_reserve(more).map_err(|_| short(what, (list.len() + more).saturating_mul(size_of::<T>())))
 }
 
-/// An empty map with room for `count`.
+/// Returns an empty map with room for `count` entries.
 pub fn map<K: Eq + Hash, V>(what: &str, count: usize) -> Result<HashMap<K, V>> {
     let mut map = HashMap::new();
     map.try_reserve(count).map_err(|_| short(what, count.saturating_mul(size_of::<(K, V)>())))?;
     Ok(map)
 }
 
-/// A set of items.
+/// Collects items into a set.
 pub fn set<T: Eq + Hash>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<HashSet<T>> {
     let mut set = HashSet::new();
     set.try_reserve(items.len()).map_err(|_| short(what, items.len().saturating_mul(size_of::<T>())))?;

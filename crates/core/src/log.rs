@@ -1,7 +1,7 @@
-//! Renders the engine's `tracing` events as lines, for programs that have no `tracing` subscriber of their own.
+//! Renders the engine's `tracing` events as lines, for programs without a `tracing` subscriber of their own.
 //!
-//! The engine emits events with the targets `llm_datadist::*`; a Rust program installs any subscriber to see them. The
-//! Python and C bindings install a [`Sink`] instead. Not for: levels and texts of events, which the modules choose.
+//! The engine emits events with the targets `llm_datadist::*`. A Rust program can install any subscriber to
+//! receive them. The Python and C bindings install a [`Sink`] instead.
 
 use std::fmt::{self, Write};
 
@@ -12,35 +12,36 @@ use tracing::{Event, Metadata};
 
 pub use tracing::Level;
 
-/// Most bytes of a line; the rest is cut off.
+/// Bytes after which a line is cut off.
 const LONGEST: usize = 4096;
 
-/// One event.
+/// One event as a line of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
-    /// How severe it is.
+    /// Severity of the event.
     pub level: Level,
-    /// Which part of the engine emitted it: `llm_datadist::links`, for example.
+    /// Part of the engine that emitted the event, for example `llm_datadist::links`.
     pub target: &'static str,
-    /// The source file of the event; empty if it is not known.
+    /// Source file of the event; empty if it is not known.
     pub file: &'static str,
-    /// The line in that file, or 0.
+    /// Line number in that file, or 0.
     pub line: u32,
-    /// The message, then `name=value` for each field. Control characters are escaped, because part of the text may come
-    /// from a peer (`tests/integration/log.rs`).
+    /// The message, then `name=value` for each field. Control characters are escaped, because parts of the
+    /// text may come from a peer (`tests/integration/log.rs`).
     pub text: String,
 }
 
-/// Where lines go.
+/// Receiver of lines.
 pub trait Sink: Send + Sync + 'static {
-    /// Returns whether lines of `level` are wanted. Called for every event, so that the answer may change at any time.
+    /// Returns whether lines of `level` are wanted. Called for every event, so the answer may change at any
+    /// time.
     fn wants(&self, level: Level) -> bool;
 
     /// Takes a line. Called on the thread of the event, which may be any thread of the engine.
     fn take(&self, line: Line);
 }
 
-/// Sends every event of this process to `sink` from now on. Returns `false` if a subscriber was installed before.
+/// Sends all further events of this process to `sink`. Returns `false` if a subscriber is already installed.
 pub fn install(sink: impl Sink) -> bool {
     set_global_default(Lines(sink)).is_ok()
 }
@@ -98,7 +99,7 @@ struct Words {
 }
 
 impl Words {
-    // Writing to a text cannot fail.
+    // Writing to a string cannot fail.
     fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
         let _ = match field.name() {
             "message" => self.message.write_fmt(value),
@@ -117,7 +118,7 @@ impl Visit for Words {
     }
 }
 
-/// `text` without control characters, and not too long.
+/// Escapes the control characters of `text`, and cuts it off if it is too long.
 fn clean(text: &str) -> String {
     let mut clean = String::with_capacity(text.len().min(LONGEST));
     for character in text.chars() {

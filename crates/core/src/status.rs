@@ -1,10 +1,11 @@
-//! Status codes: the numbers users compare. One exhaustive match from [`ErrorKind`], one table of all names.
+//! The status codes that users compare, and the mapping from [`ErrorKind`] to them.
 //!
-//! Not for: texts. A code without a reason is what this project was started against.
+//! The mapping is an exhaustive match, and all numbers and names are in one table. The text of an error,
+//! which states its cause, is in `error`.
 
 use crate::error::ErrorKind;
 
-/// First number of the engine's own codes.
+/// Base of the engine's own code numbers.
 const BASE: i64 = 0x5010_B000;
 
 macro_rules! status_codes {
@@ -14,16 +15,16 @@ macro_rules! status_codes {
         pub enum StatusCode { $($(#[$doc])* $variant,)* }
 
         impl StatusCode {
-            /// Every code, in the order of the contract.
+            /// All codes, in the order of the contract.
             pub const ALL: &'static [StatusCode] = &[$(StatusCode::$variant,)*];
 
-            /// The number users compare.
+            /// Returns the number that users compare.
             #[must_use]
             pub const fn value(self) -> i64 {
                 match self { $(StatusCode::$variant => $value,)* }
             }
 
-            /// The public name, `LLM_…`.
+            /// Returns the public name, `LLM_…`.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(StatusCode::$variant => $name,)* }
@@ -33,63 +34,63 @@ macro_rules! status_codes {
 }
 
 status_codes! {
-    /// The call did what it was asked.
+    /// The call succeeded.
     Success = 0, "LLM_SUCCESS";
-    /// A failure that no other code names.
+    /// A failure that has no other code.
     Failed = 0xFFFF_FFFF, "LLM_FAILED";
-    /// A wait of the older mode ran out.
+    /// A timeout in KvCacheManager mode.
     WaitProcessTimeout = BASE + 0x01, "LLM_WAIT_PROCESS_TIMEOUT";
-    /// No such cache or key at its owner.
+    /// The owner has no such cache or key.
     KvCacheNotExist = BASE + 0x02, "LLM_KV_CACHE_NOT_EXIST";
-    /// The request is already there.
+    /// The request already exists.
     RepeatRequest = BASE + 0x03, "LLM_REPEAT_REQUEST";
     /// The request has already ended.
     RequestAlreadyCompleted = BASE + 0x04, "LLM_REQUEST_ALREADY_COMPLETED";
-    /// An argument has no meaning here.
+    /// An argument is invalid.
     ParamInvalid = BASE + 0x05, "LLM_PARAM_INVALID";
     /// The engine was finalized.
     EngineFinalized = BASE + 0x06, "LLM_ENGINE_FINALIZED";
-    /// No link to that cluster.
+    /// There is no link to that cluster.
     NotYetLink = BASE + 0x07, "LLM_NOT_YET_LINK";
-    /// The link exists.
+    /// The link exists already.
     AlreadyLink = BASE + 0x08, "LLM_ALREADY_LINK";
-    /// Linking failed on the network.
+    /// A link could not be made.
     LinkFailed = BASE + 0x09, "LLM_LINK_FAILED";
-    /// Unlinking failed on the network.
+    /// A link could not be ended in an orderly way.
     UnlinkFailed = BASE + 0x0A, "LLM_UNLINK_FAILED";
-    /// The peer could not be told of the unlink.
+    /// The peer could not be notified of an unlink.
     NotifyPromptUnlinkFailed = BASE + 0x0B, "LLM_NOTIFY_PROMPT_UNLINK_FAILED";
     /// Too many clusters in one call.
     ClusterNumExceedLimit = BASE + 0x0C, "LLM_CLUSTER_NUM_EXCEED_LIMIT";
-    /// Another link or unlink is running.
+    /// Another link or unlink call is running.
     ProcessingLink = BASE + 0x0D, "LLM_PROCESSING_LINK";
-    /// The device has no memory left.
+    /// The device pool is full.
     DeviceOutOfMemory = BASE + 0x0E, "LLM_DEVICE_OUT_OF_MEMORY";
-    /// The prefix exists.
+    /// The prefix already exists.
     PrefixAlreadyExist = BASE + 0x0F, "LLM_PREFIX_ALREADY_EXIST";
     /// The prefix does not exist.
     PrefixNotExist = BASE + 0x10, "LLM_PREFIX_NOT_EXIST";
     /// The sequence is longer than allowed.
     SeqLenOverLimit = BASE + 0x11, "LLM_SEQ_LENOVERLIMIT";
-    /// No free block.
+    /// There is no free block.
     NoFreeBlock = BASE + 0x12, "LLM_NO_FREE_BLOCK";
-    /// No memory for blocks.
+    /// There is no memory for blocks.
     BlocksOutOfMemory = BASE + 0x13, "LLM_BLOCKS_OUT_OF_MEMORY";
-    /// Links remain.
+    /// Links exist with which the call is not possible.
     ExistLink = BASE + 0x18, "LLM_EXIST_LINK";
-    /// A needed option was not given.
+    /// An option that the call needs is not set.
     FeatureNotEnabled = BASE + 0x19, "LLM_FEATURE_NOT_ENABLED";
     /// The deadline of the call passed.
     Timeout = BASE + 0x1A, "LLM_TIMEOUT";
-    /// The link is in use by a call that excludes this one.
+    /// A conflicting call uses the link.
     LinkBusy = BASE + 0x1B, "LLM_LINK_BUSY";
-    /// A memory pool cannot serve the request.
+    /// A memory pool is full, or the system has no memory.
     OutOfMemory = BASE + 0x1C, "LLM_OUT_OF_MEMORY";
     /// Device memory fault (reserved).
     DeviceMemError = 507_053, "LLM_DEVICE_MEM_ERROR";
     /// Possible memory fault at the peer.
     SuspectRemoteError = 507_057, "LLM_SUSPECT_REMOTE_ERROR";
-    /// Unknown.
+    /// Unknown error.
     UnknownError = -1, "LLM_UNKNOWN_ERROR";
 }
 
@@ -117,8 +118,8 @@ impl From<ErrorKind> for StatusCode {
 }
 
 impl StatusCode {
-    /// The code of an engine without the cache manager, where some failures have one of their own (contract §9.2,
-    /// §9.3, §17.14).
+    /// Returns the code in KvCacheManager mode, in which some failures have codes of their own
+    /// (contract §9.2, §9.3, §17.14).
     #[must_use]
     pub fn of_first_generation(kind: ErrorKind) -> StatusCode {
         match kind {
@@ -130,7 +131,8 @@ impl StatusCode {
         }
     }
 
-    /// The code of the C++ class's `Initialize`, where the pool itself finds no memory (contract, C++ §1).
+    /// Returns the code for a failure of `Initialize` of the C++ class: `OutOfMemory` if there is no memory
+    /// for the pool itself (contract, C++ §1).
     #[must_use]
     pub fn of_cpp_open(kind: ErrorKind) -> Self {
         match kind {
@@ -139,8 +141,9 @@ impl StatusCode {
         }
     }
 
-    /// The code that the C++ class gives (contract, C++ §1, §7): the device pool is its only memory, and an engine that is
-    /// not open has no code of its own.
+    /// Returns the code for a failure of the C++ class (contract, C++ §1, §7). `OutOfMemory` always concerns
+    /// the device pool there, the only memory of the class, and a call on an engine that is not open has no
+    /// code of its own.
     #[must_use]
     pub fn of_cpp(kind: ErrorKind) -> Self {
         match kind {

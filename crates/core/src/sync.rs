@@ -1,7 +1,9 @@
-//! The locks, counters and threads of `table::pin`, `engine::workers`, `task` and `lanes`: the standard ones, or loom's where
-//! its model runs them (`--cfg loom`; `tests/integration/loom_{pin, job, task}.rs`).
+//! Locks, counters and threads of `cache::row_pins`, `copy::workers`, `transfer::task` and
+//! `transfer::executor`.
 //!
-//! Not for: anything else; a lock that no model looks at comes from `std`.
+//! They are those of the standard library. With `--cfg loom` they are those of loom, whose models run that
+//! code (`tests/integration/loom_pin.rs`, `copy/workers/loom_tests.rs`, `transfer/task/loom_tests.rs`). Locks
+//! that no loom model runs are taken from `std` directly.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

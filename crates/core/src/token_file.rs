@@ -1,8 +1,8 @@
 //! Reads the link token from a file that only its owner can read.
 //!
-//! Environment variables leak in containers: into child processes, crash reports and the container's description. The
-//! path may be a symbolic link, as secrets mounted by Kubernetes are; the rules apply to the file that was opened. Not
-//! for: which option names the file (`check`).
+//! A file is safer than an environment variable, which leaks from containers into child processes, crash
+//! reports and the description of the container. The path may be a symbolic link, as for secrets mounted by
+//! Kubernetes; the rules apply to the file that was opened.
 
 use std::fs::File;
 use std::io::Read;
@@ -18,7 +18,8 @@ use crate::validate;
 /// Most bytes of the file.
 const LONGEST: u64 = 4096;
 
-/// The token that `links` gives, itself or by its file.
+/// Returns the token of `links`, which is given directly or in a file. `Err(InvalidArgument)` if both are
+/// given, or if the file breaks the rules of [`read`].
 pub fn token(links: &LinkConfig) -> Result<Option<Token>> {
     match (&links.token, &links.token_file) {
         (Some(_), Some(_)) => {
@@ -30,10 +31,11 @@ pub fn token(links: &LinkConfig) -> Result<Option<Token>> {
     }
 }
 
-/// The token in the file at `path`: a regular file of this user or of root, which nobody else may read or write, of at
-/// most 4096 bytes. One line break at its end does not count.
+/// Returns the token in the file at `path`. `Err(InvalidArgument)` unless it is a regular file of this user
+/// or of root, which no other user may access, with at most 4096 bytes and a valid token. One line break at
+/// its end is ignored.
 pub fn read(path: &Path) -> Result<Token> {
-    // Without waiting: opening a pipe would wait for its writer.
+    // Opened without blocking, because opening a pipe would wait for its writer.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| refused(path, "cannot be opened").because(errno))?);
@@ -49,7 +51,7 @@ pub fn read(path: &Path) -> Result<Token> {
     validate::link_token(text).map_err(|error| error.with("link_token_file", path.display()))
 }
 
-/// Refuses a file that others could have written, or can read.
+/// Refuses a file that other users can read or could have written.
 fn private(path: &Path, file: &File) -> Result<()> {
     let found = fstat(file).map_err(|errno| refused(path, "cannot be examined (fstat)").because(errno))?;
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {

@@ -1,4 +1,4 @@
-//! Plans lists of equal blocks: waves of block pairs, or of spans where neighbouring blocks join.
+//! Plans the copying of equal blocks, as waves of block pairs or, where neighbouring blocks join, of spans.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
 
-/// Fewer blocks than these are spans: there is nothing to gain.
+/// Lists with fewer blocks than this always become spans, because blocks would save nothing.
 const FEW: usize = 64;
-/// Blocks stay blocks if fewer than one in so many joins its neighbour or continues its step.
+/// A list stays blocks if fewer than one block in this many joins its neighbour or continues a stride.
 const JOINED: usize = 8;
 
-/// The waves of `pairs` of blocks, with the result of copying one after the other in the order given. All of them lie
-/// in a tensor.
+/// Returns the waves of `pairs` of blocks. Running them has the same result as copying the pairs one by one
+/// in the order given. Every block must lie inside its tensor.
 pub(super) fn waves(
     len: u64,
     (src, dst): (u64, u64),
@@ -37,8 +37,9 @@ pub(super) fn waves(
     fallible::tried(PLAN, levels.into_iter().map(wave))
 }
 
-/// Whether no block is written twice or, in one cache, read and written, of those that lie near each other; `false` also if
-/// that takes a longer look.
+/// Returns whether no block is written twice and, if source and destination are one cache, no written block
+/// is read. `false` also if the numbers of the written blocks are too sparse for the bitmap that this check
+/// uses.
 fn apart(pairs: &[(u32, u32)], ends: Ends) -> Result<bool> {
     let most = pairs.iter().fold(0, |most, &(_, dst)| dst.max(most));
     let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
@@ -46,7 +47,7 @@ fn apart(pairs: &[(u32, u32)], ends: Ends) -> Result<bool> {
     };
     let (mut bits, mut met) = (fallible::filled(PLAN, 0u64, words + 1)?, 0);
     for &(_, dst) in pairs {
-        // None is above `most`, so every one has its bit.
+        // No block number exceeds `most`, so every one has its bit.
         if let Some(word) = bits.get_mut(dst as usize / 64) {
             let bit = 1 << (dst % 64);
             met |= *word & bit;
@@ -58,11 +59,12 @@ fn apart(pairs: &[(u32, u32)], ends: Ends) -> Result<bool> {
     Ok(clear && (ends == Ends::TwoCaches || !pairs.iter().fold(false, |any, &(src, _)| any | written(src))))
 }
 
-/// Sorts pairs by where they read, those that read the same block by where they write.
+/// Sorts pairs by the block they read, and pairs that read the same block by the block they write.
 fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
-    /// Blocks that one list may leave out for each that it names.
+    /// Largest number of source blocks per pair for which the table below is used.
     const SPARSE: usize = 4;
-    /// No block is written there: such a list is sorted by comparing.
+    /// Marks a place without a destination. A list that writes this block number is sorted by comparison
+    /// instead.
     const NOWHERE: u32 = u32::MAX;
     if pairs.is_sorted() {
         return Ok(());
@@ -71,11 +73,11 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     let Some(room) = usize::try_from(most).ok().filter(|&most| most < SPARSE * pairs.len()) else {
         return order::by_source(pairs);
     };
-    // A place for each block of the source: most lists read no block twice, and then two passes are enough.
+    // One place for each source block. Most lists read no block twice, and then two passes suffice.
     let mut to = fallible::filled(PLAN, NOWHERE, room + 1)?;
     let mut once = true;
     for &(src, dst) in pairs.iter() {
-        // None is above `most`, so every one has its place.
+        // No block number exceeds `most`, so every one has its place.
         if let Some(place) = to.get_mut(src as usize) {
             once &= *place == NOWHERE && dst != NOWHERE;
             *place = dst;
@@ -84,7 +86,8 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     if !once {
         return order::by_source(pairs);
     }
-    // Every place is written, the next over it where nothing was there: no branch on what cannot be guessed.
+    // Every place is stored, and the next store overwrites an empty one. This avoids a branch that the
+    // processor could not predict.
     let mut filled = 0;
     for (src, dst) in (0..).zip(to) {
         if let Some(place) = pairs.get_mut(filled) {
@@ -95,14 +98,14 @@ fn by_source(pairs: &mut Vec<(u32, u32)>) -> Result<()> {
     Ok(())
 }
 
-/// Whether joining would leave nearly as many.
+/// Returns whether joining neighbours would leave nearly as many spans as there are blocks.
 fn scattered(pairs: &[(u32, u32)]) -> bool {
     if pairs.len() < FEW {
         return false;
     }
     let step = |a: (u32, u32), b: (u32, u32)| (b.0.wrapping_sub(a.0), b.1.wrapping_sub(a.1));
     let (first, second, third) = (&pairs[..pairs.len() - 2], &pairs[1..], &pairs[2..]);
-    // A join is a step of one on both sides, three at one distance are a stride.
+    // A step of one on both sides is a join; three blocks at one distance are a stride.
     let counted = first.iter().zip(second).zip(third).fold(0u32, |joined, ((&a, &b), &c)| {
         let (one, two) = (step(a, b), step(b, c));
         joined + u32::from(one == (1, 1) || one == two)

@@ -1,24 +1,24 @@
-//! Equal blocks: a pair of block numbers for each instead of a span.
+//! Equal blocks of a plan, each stored as a pair of block numbers instead of a span.
 //!
-//! Shuffled lists of thousands of blocks have hardly two neighbours to join. Eight bytes a block instead of the 56 of a
-//! span and its end are what makes planning, writing, reading and checking them cheap (docs/performance.md). Not for: lists
-//! whose blocks join (`order`).
+//! In a shuffled list of thousands of blocks, hardly any two neighbours join. A block takes 8 bytes; a span
+//! and its end take 56. This makes such lists cheap to plan, write, read and check (docs/performance.md).
+//! Lists whose blocks join become spans (`order`).
 
 use std::sync::Arc;
 
 use super::order::Pair;
 use super::spans::{Piece, Span};
 
-/// Equal blocks of one tensor: pair `(s, d)` is `len` bytes from `src + len·s` to `dst + len·d`.
+/// Equal blocks of one tensor. Pair `(s, d)` copies `len` bytes from `src + len·s` to `dst + len·d`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocks {
     /// Bytes of one block.
     pub len: u64,
-    /// Where block 0 is read, from the start of the tensor.
+    /// Offset at which source block 0 starts, in bytes from the start of the tensor.
     pub src: u64,
-    /// Where block 0 is written, from the start of the tensor.
+    /// Offset at which destination block 0 starts, in bytes from the start of the tensor.
     pub dst: u64,
-    /// Number read and number written. Shared with the message that carries the plan.
+    /// Source and destination block numbers. Shared with the message that carries the plan.
     pub pairs: Arc<Vec<(u32, u32)>>,
 }
 
@@ -29,7 +29,7 @@ impl Pair for (u32, u32) {
 }
 
 impl Blocks {
-    /// The `at`-th piece, whole.
+    /// Returns the complete piece at index `at`.
     pub(super) fn piece(&self, at: usize) -> Option<Piece> {
         let &(src, dst) = self.pairs.get(at)?;
         let src = self.src + u64::from(src) * self.len;
@@ -37,7 +37,8 @@ impl Blocks {
         Some(Piece { src, dst, len: self.len })
     }
 
-    /// Behind the last byte read and behind the last byte written; `None` beyond 64 bits, or without bytes.
+    /// Returns the ends of the highest source block and of the highest destination block, in bytes from the
+    /// start of the tensor. `None` if an end exceeds 64 bits or there are no bytes.
     pub(super) fn reach(&self) -> Option<(u64, u64)> {
         if self.len == 0 || self.pairs.is_empty() {
             return None;
@@ -50,7 +51,7 @@ impl Blocks {
         Some((end(self.src, src)?, end(self.dst, dst)?))
     }
 
-    /// The pieces, whole.
+    /// Returns the pieces, each complete.
     pub(super) fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
         let one = |&(src, dst): &(u32, u32)| Piece {
             src: self.src + u64::from(src) * self.len,
@@ -60,7 +61,7 @@ impl Blocks {
         self.pairs.iter().map(one)
     }
 
-    /// As spans, one for each block.
+    /// Returns the blocks as spans of one piece each.
     pub(super) fn single_spans(&self) -> impl ExactSizeIterator<Item = Span> + '_ {
         self.pieces().map(|Piece { src, dst, len }| Span::single(src, dst, len))
     }

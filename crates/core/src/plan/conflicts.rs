@@ -1,19 +1,21 @@
-//! Whether a wave of a peer's plan writes a byte twice: then two workers would write it at the same time.
+//! Refuses a peer's plan that writes a byte twice in one wave, because two workers would then write it at the
+//! same time.
 //!
-//! Waves that are planned here never do (`order`), so only plans from a peer are looked at. The memory for it is bounded by
-//! the plan or by what it writes, whichever is less. Not for: bounds (`parts`).
+//! Waves planned in this process never do so (`order`), so only plans from a peer are checked. The check
+//! needs memory in proportion to the plan or to the range it writes, whichever is less. Bounds are checked in
+//! `untrusted`.
 
 use super::blocks::Blocks;
 use super::spans::Span;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// Name of these lists in out-of-memory errors.
+/// Name of the lists of this check in out-of-memory errors.
 const CHECK: &str = "checking a plan";
-/// A wave may always be checked with this much memory.
+/// Bytes of memory with which any wave may be checked, however small its plan.
 const LEAST: u64 = 16 << 20;
 
-/// `Err` if two of `blocks` are written to one place.
+/// Returns `Err(InvalidArgument)` if two of `blocks` are written to the same place.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     let written = || blocks.pairs.iter().map(|&(_, dst)| dst);
     if written().is_sorted_by(|a, b| a < b) {
@@ -22,11 +24,12 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     let (count, most) = (blocks.pairs.len(), written().fold(0, u32::max));
     let again = |block: u32| Err(twice(blocks.dst.saturating_add(blocks.len.saturating_mul(block.into()))));
     let words = most as usize / 64 + 1;
-    // A bit for each block up to the last costs less than sorting, until they are mostly blocks that nobody named.
+    // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
+    // that are not in the list.
     if words <= (count / 2).max(count.saturating_mul(8).min(1 << 17)) {
         let mut bits = fallible::filled(CHECK, 0u64, words)?;
         for block in written() {
-            // None is above `most`, so every one has its bit.
+            // No block number exceeds `most`, so every one has its bit.
             if let Some(word) = bits.get_mut(block as usize / 64) {
                 let bit = 1 << (block % 64);
                 if *word & bit != 0 {
@@ -45,7 +48,8 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     }
 }
 
-/// Where a span writes: `count` pieces of `len` bytes, `step` apart, from the lowest on.
+/// The places that a span writes: `count` pieces of `len` bytes, `step` bytes apart, in ascending order from
+/// `low`.
 #[derive(Clone, Copy)]
 struct Comb {
     low: u64,
@@ -55,7 +59,7 @@ struct Comb {
 }
 
 impl Comb {
-    /// Of a sound span.
+    /// Returns the comb of `span`, which must have passed the checks of `span_limits`.
     fn of(span: &Span) -> Comb {
         let last = span.piece(span.count - 1).1;
         let step = span.dst_step.unsigned_abs();
@@ -66,7 +70,7 @@ impl Comb {
         self.low + self.step * (self.count - 1) + self.len
     }
 
-    /// Each piece, from the lowest on.
+    /// Returns the start and end of each piece, in ascending order.
     fn pieces(self) -> impl Iterator<Item = (u64, u64)> {
         (0..self.count).map(move |k| {
             let start = self.low + k * self.step;
@@ -75,12 +79,13 @@ impl Comb {
     }
 }
 
-/// `Err` if two pieces of `spans`, which are sound, write one byte. `plan_bytes` is what the spans take: a wave that could
-/// only be checked with much more memory than that is refused.
+/// Returns `Err(InvalidArgument)` if two pieces of `spans` write the same byte. The spans must have passed
+/// the checks of `span_limits`. `plan_bytes` is the memory that the spans of the plan take; a wave is refused
+/// if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_bytes: usize) -> Result<()> {
     let combs = || spans.clone().map(|span| Comb::of(&span));
     let Some(first) = combs().next() else { return Ok(()) };
-    // Waves are sorted by where they read, and mostly that is the order of what they write.
+    // Waves are sorted by source, and in most plans this is also the order of the destinations.
     if combs().is_sorted_by(|a, b| a.end() <= b.low) {
         return Ok(());
     }
@@ -109,7 +114,8 @@ pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_byt
     if of_bits <= of_list { by_bits(combs(), low, grid, units) } else { by_sorting(combs(), pieces) }
 }
 
-/// By a bit for each unit of the grid. Every piece starts on the grid, so two that share a unit share its first byte.
+/// Checks with one bit for each unit of the grid. Every piece starts on the grid, so two pieces that share a
+/// unit share its first byte.
 fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -> Result<()> {
     let words = usize::try_from(units.div_ceil(64)).unwrap_or(usize::MAX);
     let mut bits = fallible::filled(CHECK, 0u64, words)?;
@@ -119,7 +125,7 @@ fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -
             let (word, bit) = (unit / 64, unit % 64);
             let count = (64 - bit).min(last - unit + 1);
             let mask = (u64::MAX >> (64 - count)) << bit;
-            // The last unit of the last piece is the last of all, so every one has its word.
+            // The last unit of the last piece has the highest number, so every unit has its word.
             if let Some(word) = usize::try_from(word).ok().and_then(|at| bits.get_mut(at)) {
                 if *word & mask != 0 {
                     return Err(twice(start));
@@ -132,7 +138,7 @@ fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -
     Ok(())
 }
 
-/// By sorting the pieces.
+/// Checks by sorting the pieces.
 fn by_sorting(combs: impl Iterator<Item = Comb>, pieces: u64) -> Result<()> {
     let pieces = usize::try_from(pieces).unwrap_or(usize::MAX);
     let mut list = fallible::gathered(CHECK, pieces, combs.flat_map(Comb::pieces))?;

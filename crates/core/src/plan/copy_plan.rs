@@ -1,4 +1,5 @@
-//! Builds a [`CopyPlan`] from a checked request: which bytes of every tensor go where, and in what order.
+//! Builds a [`CopyPlan`] from a checked request: which bytes of each tensor are copied to where, and in what
+//! order.
 
 use std::sync::Arc;
 
@@ -10,8 +11,10 @@ use super::waves::Wave;
 use crate::error::Result;
 use crate::fallible;
 
-/// Waves of spans, each to be finished before the next, the same in each of `num_tensors` tensors: from tensor
-/// `src_tensor + t` into tensor `dst_tensor + t`.
+/// A plan of waves, each of which must finish before the next begins.
+///
+/// The waves apply to each of `num_tensors` tensors: tensor `src_tensor + t` is copied into tensor
+/// `dst_tensor + t`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyPlan {
     num_tensors: u32,
@@ -22,7 +25,8 @@ pub struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// One range in every tensor. A range onto itself is nothing to do.
+    /// Plans one range in every tensor. The plan is empty if the range is copied onto itself.
+    /// `Err(OutOfMemory)` if the plan cannot be allocated.
     pub fn range(range: &CopyRange, ends: Ends) -> Result<Self> {
         let onto_itself = ends == Ends::OneCache && range.src_offset == range.dst_offset;
         let spans = if onto_itself {
@@ -33,7 +37,8 @@ impl CopyPlan {
         Ok(Self::new(range.num_tensors, vec![Wave::new(spans)?]))
     }
 
-    /// Whole blocks, with the result of copying the pairs one after the other in the order given.
+    /// Plans the copying of whole blocks, with the same result as copying the pairs one by one in the order
+    /// given. `Err(OutOfMemory)` if the plan cannot be allocated.
     pub fn blocks(request: &BlockPairs, ends: Ends) -> Result<Self> {
         let len = request.block_bytes;
         let moved = |&(src, dst): &(u64, u64)| ends == Ends::TwoCaches || src != dst;
@@ -55,10 +60,10 @@ impl CopyPlan {
         Ok(Self::new(request.num_tensors, waves))
     }
 
-    /// What a pull or push moves between two caches, with the result of moving piece after piece in the order given.
-    /// Takes the pieces out of `moves`.
+    /// Plans a pull or push between two caches, with the same result as moving piece after piece in the order
+    /// given. Takes the pieces out of `moves`. `Err(OutOfMemory)` if the plan cannot be allocated.
     pub fn moves(moves: &mut Moves) -> Result<Self> {
-        // Taken, not copied: fresh memory for a long list costs more than planning it.
+        // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
             Pieces::Blocks { len, first, pairs } => block_waves::waves(len, first, pairs, Ends::TwoCaches)?,
             Pieces::Listed(pieces) => in_order(pieces, Ends::TwoCaches, |&piece| piece)?,
@@ -72,47 +77,47 @@ impl CopyPlan {
         CopyPlan { num_tensors, src_tensor: 0, dst_tensor: 0, waves: Arc::new(waves) }
     }
 
-    /// The same spans in other tensors: from tensor `src_tensor + t` into tensor `dst_tensor + t`, for each of
-    /// `num_tensors`. How a plan is cut by layer; nothing is planned again.
+    /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
+    /// t`, for each of `num_tensors` tensors. This cuts a plan by layer without planning again.
     #[must_use]
     pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
         CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
     }
 
-    /// In how many tensors.
+    /// Returns the number of tensors that the plan copies.
     #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
-    /// The first tensor read.
+    /// Returns the index of the first tensor that is read.
     #[must_use]
     pub fn src_tensor(&self) -> u32 {
         self.src_tensor
     }
 
-    /// The first tensor written.
+    /// Returns the index of the first tensor that is written.
     #[must_use]
     pub fn dst_tensor(&self) -> u32 {
         self.dst_tensor
     }
 
-    /// The waves, in the order they must run.
+    /// Returns the waves, in the order in which they must run.
     #[must_use]
     pub fn waves(&self) -> &[Wave] {
         &self.waves
     }
 
-    /// Bytes in all tensors and waves.
+    /// Returns the number of bytes in all tensors and waves.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let one: u64 = self.waves.iter().map(Wave::tensor_bytes).sum();
         one.saturating_mul(u64::from(self.num_tensors))
     }
 
-    /// The pieces of bytes `from..to` of the whole plan, counted wave after wave and in each as
-    /// [`Wave::across_tensors`] does, each with its tensor, counted from [`src_tensor`](Self::src_tensor) and
-    /// [`dst_tensor`](Self::dst_tensor).
+    /// Returns the pieces of bytes `from..to` of the whole plan, each with the index of its tensor. The index
+    /// counts from [`src_tensor`](Self::src_tensor) and [`dst_tensor`](Self::dst_tensor). Bytes are counted
+    /// wave after wave, and within a wave as in [`Wave::across_tensors`].
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let tensors = u64::from(self.num_tensors);
         let starts = self.waves.iter().scan(0u64, move |end, wave| {
@@ -126,7 +131,7 @@ impl CopyPlan {
     }
 }
 
-/// The waves of pieces, merged.
+/// Returns the waves of `pieces`, with neighbours joined.
 fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Piece) -> Result<Vec<Wave>> {
     let levels =
         if order::order_matters(&pieces, ends)? { order::levels(&pieces, ends)? } else { vec![pieces] };

@@ -1,8 +1,10 @@
-//! Plans copies: checked request → [`CopyPlan`], the spans of every tensor and the order in which they must run.
+//! Plans copies: turns a checked request into a [`CopyPlan`], the spans of every tensor and the order in
+//! which they run.
 //!
-//! Planning is pure arithmetic and never sees an address. All tensors of a cache are equal, so one list of spans serves
-//! them all: a plan of 4,096 blocks in 80 tensors has at most 4,096 spans, or as many pairs of block numbers. The bounds
-//! of local requests are checked by `validate`, those of a peer's plan by `untrusted`, and both again by `memory::Window`.
+//! Planning is pure arithmetic and never sees an address. All tensors of a cache are equal, so one list of
+//! spans serves all of them: a plan of 4,096 blocks in 80 tensors has at most 4,096 spans, or as many pairs
+//! of block numbers. `validate` checks the bounds of local requests, `untrusted` those of a peer's plan, and
+//! `memory::Window` checks both again.
 
 mod block_waves;
 mod blocks;

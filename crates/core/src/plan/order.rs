@@ -1,4 +1,4 @@
-//! Which pieces must wait for which others, and how those that need not are joined.
+//! Decides which pieces must wait for others, and joins those that need not wait.
 //!
 //! Pieces that touch the same bytes keep the order in which the request names them.
 
@@ -11,15 +11,15 @@ use crate::fallible;
 /// Whether a plan reads and writes the same cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ends {
-    /// Source and destination are one cache, so a block may be both.
+    /// Source and destination are one cache, so a block may be both read and written.
     OneCache,
-    /// They are two.
+    /// Source and destination are two caches.
     TwoCaches,
 }
 
-/// Something that is read in one place and written in another. Two that share a place share it whole.
+/// Something that is read in one place and written in another. Two places are either equal or do not overlap.
 pub(super) trait Pair: Copy {
-    /// What names the place read, and the place written.
+    /// Returns the numbers that name the place read and the place written.
     fn ends(&self) -> (u64, u64);
 }
 
@@ -35,7 +35,8 @@ impl Pair for Piece {
     }
 }
 
-/// Whether some pair writes a block that another pair writes, or (in one cache) reads.
+/// Returns whether a pair writes a block that another pair writes or, if the ends are one cache, that any
+/// pair reads.
 pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
     if pairs.len() < 2 {
         return Ok(false);
@@ -47,19 +48,19 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
     Ok(ends == Ends::OneCache && pairs.iter().any(|pair| written.has(pair.ends().0)))
 }
 
-/// A set of places: a bit for each where they are dense, as blocks of a cache are, else a hash set.
+/// A set of places: a bitmap if they are dense, as blocks of a cache are, else a hash set.
 enum Places {
     Dense { unit: u32, bits: Vec<u64> },
     Sparse(HashSet<u64>),
 }
 
 impl Places {
-    /// An empty set for places that `pairs` may write.
+    /// Returns an empty set for the places that `pairs` may write.
     fn of<T: Pair>(pairs: &[T]) -> Result<Places> {
         let (any, most) =
             pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.ends().1, pair.ends().1.max(most)));
         let unit = any.trailing_zeros().min(63);
-        // A bit is much cheaper than an entry: up to this many for each place the bits are smaller as well.
+        // A bit is much cheaper than a hash entry. Up to one word for each place, the bitmap is also smaller.
         let words = (most >> unit) / 64 + 1;
         Ok(match usize::try_from(words) {
             Ok(words) if words <= pairs.len() => {
@@ -74,7 +75,7 @@ impl Places {
         })
     }
 
-    /// Adds a place; `false` if it is there already.
+    /// Adds a place. Returns `false` if the set already contains it.
     fn add(&mut self, place: u64) -> bool {
         match self {
             Places::Sparse(set) => set.insert(place),
@@ -88,7 +89,7 @@ impl Places {
         }
     }
 
-    /// Whether a place was added.
+    /// Returns whether the set contains a place.
     fn has(&self, place: u64) -> bool {
         match self {
             Places::Sparse(set) => set.contains(&place),
@@ -106,7 +107,7 @@ impl Places {
     }
 }
 
-/// Sorts pairs by where they read, those that read the same place by where they write.
+/// Sorts pairs by the place they read, and pairs that read the same place by the place they write.
 pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
     sort_by_number(pairs, |pair| pair.ends().0)?;
     for fan in pairs.chunk_by_mut(|a, b| a.ends().0 == b.ends().0) {
@@ -115,8 +116,10 @@ pub(super) fn by_source<T: Pair>(pairs: &mut Vec<T>) -> Result<()> {
     Ok(())
 }
 
-/// Sorts by a number, equal ones in the order they had. Lists of blocks are long and their numbers differ in few bits, so
-/// long lists are dealt out digit by digit: a fraction of the time of comparing (`tests/integration/plan.rs` compares results).
+/// Sorts by a number, stably.
+///
+/// Lists of blocks are long and their numbers differ in few bits. So long lists are sorted by radix, in a
+/// fraction of the time of a comparison sort (`tests/integration/plan.rs` compares the results).
 fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Result<()> {
     const FEW: usize = 512;
     if items.is_sorted_by_key(&number) {
@@ -130,7 +133,8 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
         items.iter().fold((u64::MAX, 0), |(all, any), item| (all & number(item), any | number(item)));
     let differing = all ^ any;
     let (low, high) = (differing.trailing_zeros(), u64::BITS - differing.leading_zeros());
-    // As few digits as can be, without more values of a digit than there are numbers.
+    // As few digits as possible, but no more values of a digit than there are items (at least 8 bits, at most
+    // 16).
     let most = items.len().ilog2().clamp(8, 16);
     let digits = (high - low).div_ceil(most);
     let width = (high - low).div_ceil(digits.max(1));
@@ -157,7 +161,7 @@ fn sort_by_number<T: Copy>(items: &mut Vec<T>, number: impl Fn(&T) -> u64) -> Re
     Ok(())
 }
 
-/// Splits pairs into waves: each pair runs as early as the pairs before it that touch its blocks allow.
+/// Splits pairs into waves. Each pair runs as early as the pairs before it that touch its blocks allow.
 pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
     /// The first wave in which a block may be read, and the first in which it may be written.
     #[derive(Default)]
@@ -166,7 +170,7 @@ pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
         write: usize,
     }
     let mut blocks: HashMap<(bool, u64), Free> = fallible::map(PLAN, 2 * pairs.len())?;
-    // In two caches block 3 read and block 3 written are different blocks.
+    // In two caches, block 3 that is read and block 3 that is written are different blocks.
     let apart = ends == Ends::TwoCaches;
     let mut waves: Vec<Vec<T>> = Vec::new();
     for &pair in pairs {
@@ -175,7 +179,7 @@ pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
         let earliest_write = blocks.entry((false, dst)).or_default().write;
         let level = earliest_read.max(earliest_write);
         if waves.len() <= level {
-            // One more than there are, never two: every wave before it has a pair that this one waits for.
+            // At most one wave is missing, because every wave before it has a pair for which this one waits.
             fallible::push(PLAN, &mut waves, Vec::new())?;
         }
         fallible::push(PLAN, &mut waves[level], pair)?;
@@ -187,7 +191,7 @@ pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
     Ok(waves)
 }
 
-/// Joins neighbours whose source and destination both continue.
+/// Joins neighbours whose source and destination are both contiguous.
 pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec<Span>> {
     let mut runs: Vec<Span> = fallible::room(PLAN, pieces.len())?;
     for Piece { src, dst, len } in pieces {
@@ -209,7 +213,7 @@ pub(super) fn strided(runs: Vec<Span>) -> Result<Vec<Span>> {
         let first = step(&three[0], &three[1]);
         first.is_some() && first == step(&three[1], &three[2])
     };
-    // Shuffled blocks have none, and stay as they are.
+    // Shuffled blocks have no strides and stay as they are.
     if !runs.windows(3).any(even) {
         return Ok(runs);
     }

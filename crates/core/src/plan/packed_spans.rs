@@ -1,8 +1,9 @@
-//! Spans of a peer's plan in the bytes they came in: as few as six each, where a [`Span`] takes 48.
+//! Spans of a long plan from a peer, kept in their encoded form.
 //!
-//! A frame of 60 MiB may carry ten million spans. They are kept packed and unpacked one at a time, so a plan takes about as
-//! much memory as its message (`a_plan_takes_a_bounded_multiple_of_its_bytes`). Not for: short plans, which are lists of
-//! [`Span`], or whether spans make sense (`parts`, `conflicts`).
+//! An encoded span takes as few as 6 bytes, a [`Span`] 48. A frame of 60 MiB may carry ten million spans.
+//! They stay packed and are decoded one at a time, so a plan takes about as much memory as its message
+//! (`a_plan_takes_a_bounded_multiple_of_its_bytes`). Short plans are lists of [`Span`]. Whether the spans are
+//! valid is checked in `untrusted`, `span_limits` and `conflicts`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,12 +17,12 @@ use super::spans::Span;
 use crate::error::{Error, Result};
 use crate::fallible;
 
-/// Most bytes of one packed span: six numbers of 64 bits, seven bits to the byte.
+/// Most bytes of one packed span: six 64-bit numbers, each in up to 10 bytes of 7 bits.
 const LONGEST: usize = 60;
-/// Spans between two marks of a wave.
+/// Number of spans between two marks of a wave.
 const STRIDE: usize = 64;
 
-/// Packed spans, one after the other.
+/// A list of packed spans.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct SpanList {
     bytes: Vec<u8>,
@@ -29,36 +30,36 @@ pub struct SpanList {
 }
 
 impl SpanList {
-    /// The list of `spans`.
+    /// Packs `spans`. `Err(OutOfMemory)` if the list cannot be allocated.
     pub fn pack(spans: impl IntoIterator<Item = Span>) -> Result<SpanList> {
         let mut list = SpanList::default();
         spans.into_iter().try_for_each(|span| list.push(&span))?;
         Ok(list)
     }
 
-    /// How many.
+    /// Returns the number of spans.
     #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there are none.
+    /// Returns whether the list is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Bytes they take.
+    /// Returns the size of the packed spans in bytes.
     pub(super) fn packed_bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// One after the other.
+    /// Returns the spans in order, decoding each when it is reached.
     pub fn iter(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.from(0).map(|(span, _)| span)
     }
 
-    /// The spans from byte `at` on, each with the byte where the next starts.
+    /// Returns the spans from byte `at` on, each with the byte at which the next one starts.
     pub(super) fn from(&self, mut at: usize) -> impl Iterator<Item = (Span, usize)> + Clone + '_ {
         std::iter::from_fn(move || {
             let (span, next) = self.at(at)?;
@@ -67,10 +68,10 @@ impl SpanList {
         })
     }
 
-    /// The span at byte `at`, and where the next starts.
+    /// Returns the span at byte `at` and the byte at which the next one starts.
     pub(super) fn at(&self, at: usize) -> Option<(Span, usize)> {
         let rest = self.bytes.get(at..).filter(|rest| !rest.is_empty())?;
-        // Only whole spans were ever packed, so this is one.
+        // `push` only ever added whole spans, so decoding cannot fail at the start of one.
         let (span, rest) = postcard::take_from_bytes(rest).ok()?;
         Some((span, self.bytes.len() - rest.len()))
     }
@@ -82,7 +83,7 @@ impl SpanList {
         })?;
         let (capacity, len) = (self.bytes.capacity(), self.bytes.len());
         if capacity - len < packed.len() {
-            // A quarter at a time, not twice as much: what is reserved counts as taken.
+            // Grow by a quarter instead of doubling, because reserved memory counts as used.
             let more = (len / 4).max(64 * LONGEST);
             self.bytes.try_reserve_exact(more).map_err(|_| fallible::short("a plan", len + more))?;
         }
@@ -106,8 +107,8 @@ impl Serialize for SpanList {
     }
 }
 
-/// Spans as they are read from a message: packed, or the error that ends the plan. All of them are read either way, so that
-/// what follows in the message is found.
+/// Spans as they are read from a message: the packed list, or the error that makes the plan unusable. All
+/// spans are read in either case, so that the fields after them are found.
 pub struct Received(pub Result<SpanList>);
 
 impl<'de> Deserialize<'de> for Received {
@@ -142,19 +143,20 @@ impl<'de> Visitor<'de> for Spans {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Packed {
     spans: Arc<SpanList>,
-    /// Byte where the first starts, and where the last ends.
+    /// The byte at which the first span starts, and the byte after the last one.
     first: usize,
     end: usize,
     pub(super) count: usize,
-    /// Pieces of all of them.
+    /// Number of pieces in all spans.
     pub(super) pieces: u64,
-    /// Of every `STRIDE`-th span but the first: where it starts, and the bytes of one tensor before it.
+    /// For every `STRIDE`-th span except the first: the byte at which it starts, and the bytes of one tensor
+    /// before it.
     marks: Vec<(usize, u64)>,
 }
 
 impl Packed {
-    /// The wave of `count` spans of `spans` from byte `first` on, its bytes in one tensor, and where the next wave starts.
-    /// `None` if there are not as many.
+    /// Builds the wave of `count` spans from byte `first` of `spans`. Returns the wave, its bytes in one
+    /// tensor, and the byte at which the next wave starts; `None` if the list has fewer spans.
     pub(super) fn new(
         spans: &Arc<SpanList>,
         first: usize,
@@ -176,12 +178,13 @@ impl Packed {
         Ok(Some((wave, bytes, at)))
     }
 
-    /// Its spans.
+    /// Returns the spans of the wave.
     pub(super) fn iter(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.spans.from(self.first).take(self.count).map(|(span, _)| span)
     }
 
-    /// Where the span with byte `from` of one tensor starts, and the bytes of one tensor before it.
+    /// Returns the byte at which the span with byte `from` of one tensor starts, and the bytes of one tensor
+    /// before that span.
     pub(super) fn seek(&self, from: u64) -> (usize, u64) {
         let marked = self.marks.partition_point(|&(_, before)| before <= from);
         let (mut at, mut before) = match marked.checked_sub(1) {
@@ -195,7 +198,7 @@ impl Packed {
         (at, before)
     }
 
-    /// The span at byte `at`, and where the next starts.
+    /// Returns the span at byte `at` and the byte at which the next one starts.
     pub(super) fn at(&self, at: usize) -> Option<(Span, usize)> {
         if at < self.end { self.spans.at(at) } else { None }
     }

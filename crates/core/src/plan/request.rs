@@ -1,72 +1,72 @@
-//! Checked requests: what a copy, swap, pull or push moves of each tensor, before it is planned.
+//! Checked requests: what a copy, swap, pull or push moves in each tensor, before it is planned.
 //!
-//! Lists of blocks are long and are stored several times on their way. Pairs of 32-bit block numbers take eight bytes per
-//! block instead of twenty-four (docs/performance.md).
+//! Block lists are long, and each step of a call stores them again. A pair of 32-bit block numbers takes 8
+//! bytes; a [`Piece`] takes 24 (docs/performance.md).
 
 use super::spans::Piece;
 use crate::error::{Error, Result};
 use crate::fallible;
 
-/// What the lists of a request are for, should there be no memory for one.
+/// Name of the lists of a request in out-of-memory errors.
 pub(crate) const REQUEST: &str = "the lists of a request";
 
-/// One range per tensor, the same in all of them.
+/// One range of bytes to copy, the same in every tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyRange {
-    /// Row read.
+    /// Row that is read.
     pub src_row: u64,
-    /// Row written.
+    /// Row that is written.
     pub dst_row: u64,
     /// First byte read, from the start of the tensor.
     pub src_offset: u64,
     /// First byte written, from the start of the tensor.
     pub dst_offset: u64,
-    /// How many bytes, above zero.
+    /// Number of bytes, above 0.
     pub bytes: u64,
-    /// In how many tensors.
+    /// Number of tensors.
     pub num_tensors: u32,
 }
 
-/// Whole blocks to copy, every index in range, in the order given.
+/// Whole blocks to copy, in the order given. Every block number is in range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockPairs {
-    /// Source block and destination block.
+    /// Source block and destination block of each pair.
     pub pairs: Vec<(u64, u64)>,
     /// Bytes of one block in one tensor.
     pub block_bytes: u64,
-    /// In how many tensors.
+    /// Number of tensors.
     pub num_tensors: u32,
 }
 
-/// What a pull or push moves: the pieces, in the order given, in each of `num_tensors` tensors.
+/// What a pull or push moves: the same pieces, in the order given, in each of `num_tensors` tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// In one tensor.
+    /// The pieces of one tensor.
     pub pieces: Pieces,
-    /// The first tensor read.
+    /// Index of the first tensor that is read.
     pub src_tensor: u32,
-    /// The first tensor written.
+    /// Index of the first tensor that is written.
     pub dst_tensor: u32,
-    /// How many of each.
+    /// Number of tensors read, and written.
     pub num_tensors: u32,
-    /// The rows of the local cache that are used; rows may repeat.
+    /// Rows of the local cache that the call uses. Rows may repeat.
     pub local_rows: Vec<u64>,
     /// Whether every tensor of the source is read.
     pub whole: bool,
 }
 
-/// What moves of one tensor, in the order given.
+/// The pieces that move in one tensor, in the order given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Pieces {
-    /// Any bytes.
+    /// Pieces of any size and position.
     Listed(Vec<Piece>),
     /// Equal blocks.
     Blocks {
-        /// Bytes of one.
+        /// Bytes of one block.
         len: u64,
-        /// Where block 0 is read, and where it is written.
+        /// Offsets in bytes at which source block 0 and destination block 0 start.
         first: (u64, u64),
-        /// Number read and number written, counted in blocks from there.
+        /// Source and destination block numbers, counted from `first`.
         pairs: Vec<(u32, u32)>,
     },
 }
@@ -84,7 +84,8 @@ impl From<Vec<Piece>> for Pieces {
 }
 
 impl Pieces {
-    /// Blocks of `len` bytes by the numbers read and written, each of which lies in a tensor.
+    /// Returns blocks of `len` bytes from pairs of source and destination block numbers, each of which must
+    /// lie inside its tensor. `Err(InvalidArgument)` if they have 2^63 bytes or more in all.
     pub(crate) fn blocks(
         len: u64,
         pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
@@ -100,7 +101,7 @@ impl Pieces {
         fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
     }
 
-    /// How many.
+    /// Returns the number of pieces.
     #[must_use]
     pub fn count(&self) -> usize {
         match self {
@@ -109,7 +110,7 @@ impl Pieces {
         }
     }
 
-    /// One after the other.
+    /// Returns the pieces in order.
     pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
@@ -120,7 +121,7 @@ impl Pieces {
         })
     }
 
-    /// The same, written `by` bytes further on. All of it lies in a tensor there.
+    /// Returns the same pieces, written `by` bytes later. All of them must lie inside the tensor there.
     pub(crate) fn shifted(mut self, by: u64) -> Pieces {
         match &mut self {
             Pieces::Listed(pieces) => pieces.iter_mut().for_each(|piece| piece.dst += by),
@@ -130,7 +131,8 @@ impl Pieces {
     }
 }
 
-/// Lists may repeat blocks, so their bytes are not bounded by a tensor.
+/// Returns `Err(InvalidArgument)` if blocks of a list have 2^63 bytes or more in all. The size of a tensor
+/// does not bound this sum, because a list may repeat blocks.
 pub(crate) fn total_bytes(blocks: usize, block_bytes: u64) -> Result<()> {
     match (blocks as u64).checked_mul(block_bytes) {
         Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),

@@ -1,12 +1,13 @@
-//! Limits on the spans of a peer's plan: how many pieces, how many bytes, and what one span may say.
+//! Limits on the spans of a peer's plan: the number of pieces, the number of bytes, and the fields of each
+//! span.
 
 use super::spans::Span;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Most pieces a plan from a peer may have in one tensor: more than any list of blocks a message can carry becomes.
+/// Most pieces that a peer's plan may have in one tensor. No block list that fits in a message needs more.
 pub(super) const MOST_PIECES: u64 = 1 << 24;
 
-/// What the spans of a peer's plan come to, so far.
+/// Running totals of the spans of a peer's plan.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     pieces: u64,
@@ -14,12 +15,12 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Bytes of one tensor in all spans.
+    /// Returns the bytes of one tensor in all spans so far.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Adds a span. `Err` if it is unsound, or the plan becomes too large by it.
+    /// Adds a span. `Err(InvalidArgument)` if the span is invalid or the plan becomes too large with it.
     pub(super) fn add(&mut self, span: &Span) -> Result<()> {
         let sound = sound(span).then_some(());
         let sums = sound.and_then(|()| {

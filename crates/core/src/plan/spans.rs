@@ -1,16 +1,18 @@
-//! Pieces and spans: where the bytes of one tensor are read and where they are written.
+//! Pieces and spans: which bytes of a tensor are read, and where they are written.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// The name of plan lists in out-of-memory errors.
+/// Name of the lists of a plan in out-of-memory errors.
 pub(super) const PLAN: &str = "a plan";
 
-/// `count` pieces of `len` bytes in one tensor: piece `k` goes from `src + k·src_step` to `dst + k·dst_step`.
+/// `count` pieces of `len` bytes in one tensor. Piece `k` is copied from `src + k·src_step` to `dst +
+/// k·dst_step`.
 ///
-/// One span covers a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th block
-/// (steps above `len`) and one block fanned out to many (`src_step` 0). In a message the fields stand in this order.
+/// One span describes a contiguous run (`count` 1), a run written backwards (`dst_step` below 0), every n-th
+/// block (steps above `len`), or one block copied to many places (`src_step` 0). In a message, the fields are
+/// encoded in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     /// First byte read, from the start of the tensor.
@@ -19,11 +21,11 @@ pub struct Span {
     pub dst: u64,
     /// Bytes of one piece.
     pub len: u64,
-    /// How many pieces.
+    /// Number of pieces.
     pub count: u64,
-    /// Bytes from one piece read to the next.
+    /// Bytes from the start of one piece read to the start of the next.
     pub src_step: i64,
-    /// Bytes from one piece written to the next.
+    /// Bytes from the start of one piece written to the start of the next.
     pub dst_step: i64,
 }
 
@@ -36,37 +38,37 @@ impl Span {
         self.len * self.count
     }
 
-    /// From the first byte read by any piece to the last; `None` beyond 64 bits.
+    /// Returns the smallest range that contains all bytes read; `None` if it exceeds 64 bits.
     pub(super) fn reads(&self) -> Option<Range<u64>> {
         hull(self.src, self.src_step, self.count, self.len)
     }
 
-    /// From the first byte written by any piece to the last; `None` beyond 64 bits.
+    /// Returns the smallest range that contains all bytes written; `None` if it exceeds 64 bits.
     pub(super) fn writes(&self) -> Option<Range<u64>> {
         hull(self.dst, self.dst_step, self.count, self.len)
     }
 
-    /// Source and destination of piece `k`.
+    /// Returns the source and destination offset of piece `k`.
     pub(super) fn piece(&self, k: u64) -> (u64, u64) {
-        // Steps were computed as differences of two offsets in one tensor, so they wrap back into it.
+        // Steps are differences of two offsets in one tensor, so they wrap back into it.
         let at = |start: u64, step: i64| start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()));
         (at(self.src, self.src_step), at(self.dst, self.dst_step))
     }
 }
 
-/// One stretch of bytes to copy in one tensor.
+/// One contiguous range of bytes to copy in one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// First byte read, from the start of the tensor.
     pub src: u64,
     /// First byte written, from the start of the tensor.
     pub dst: u64,
-    /// How many bytes.
+    /// Number of bytes.
     pub len: u64,
 }
 
 pub(super) fn hull(start: u64, step: i64, count: u64, len: u64) -> Option<Range<u64>> {
-    // Positions are linear in the piece, so the outermost are those of the first and the last.
+    // Positions are linear in `k`, so the first and the last piece are the outermost ones.
     let last = i128::from(start) + i128::from(step) * i128::from(count - 1);
     let last = u64::try_from(last).ok()?;
     Some(start.min(last)..start.max(last).checked_add(len)?)

@@ -1,7 +1,7 @@
-//! Plans that come from a peer: numbers that mean nothing until they were checked, and the rows a plan touches.
+//! Checks plans that come from a peer, and lists the rows that a plan touches.
 //!
-//! Nothing here takes longer for a larger count in a span: positions are checked in closed form. Not for: what the
-//! bytes of a message mean (`wire`).
+//! The checks of positions are in closed form, so a larger count in a span does not make them slower.
+//! `protocol` decodes the bytes of a message.
 
 use std::sync::Arc;
 
@@ -15,17 +15,21 @@ use super::waves::Wave;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// Most waves a plan from a peer may have: as many as a list of blocks that all go to one place becomes.
+/// Most waves that a peer's plan may have. A list of blocks with one common destination needs one wave for
+/// each block.
 pub const MOST_WAVES: usize = 1 << 16;
-/// A plan of up to this many spans is unpacked.
+/// A plan with up to this many spans is unpacked.
 const FEW: usize = 4096;
-/// Name of these lists in out-of-memory errors.
+/// Name of the lists of rows in out-of-memory errors.
 const ROWS: &str = "the rows of a plan";
 
 impl CopyPlan {
-    /// The plan of a peer. Refused: spans without bytes or pieces, pieces of one span that are written over each other,
-    /// positions beyond 64 bits, 2^63 bytes or more in all, more than 2^24 pieces. Whether it fits a cache, and its
-    /// waves do not exceed a tensor, is for [`check_ends`](Self::check_ends).
+    /// Builds the plan of a peer from unpacked spans.
+    ///
+    /// Returns `Err(InvalidArgument)` for no tensors, spans without bytes or pieces, pieces of one wave that
+    /// overlap where they are written, positions beyond 64 bits, 2^63 bytes or more in all, more than 2^24
+    /// pieces in one tensor, or more than [`MOST_WAVES`] waves. Whether the plan fits a cache, and whether a
+    /// wave writes more bytes than a tensor has, is checked by [`check_ends`](Self::check_ends).
     pub fn from_parts(
         num_tensors: u32,
         src_tensor: u32,
@@ -43,8 +47,10 @@ impl CopyPlan {
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
-    /// As [`from_parts`](Self::from_parts), of packed spans: `counts` says how many spans each wave has. Refused as well:
-    /// waves without spans, and counts that do not add up to the spans.
+    /// Builds the plan of a peer from packed spans; `counts` is the number of spans in each wave.
+    ///
+    /// Returns `Err` as [`from_parts`](Self::from_parts) does, and `Err(NotLinked)` if a wave has no spans or
+    /// the counts do not add up to the number of spans.
     pub fn from_list(
         num_tensors: u32,
         src_tensor: u32,
@@ -80,8 +86,10 @@ impl CopyPlan {
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
-    /// The plan of a peer that is one wave of equal blocks. Refused: none, blocks without bytes, and what
-    /// [`from_parts`](Self::from_parts) refuses of numbers.
+    /// Builds the plan of a peer that is one wave of equal blocks.
+    ///
+    /// Returns `Err(InvalidArgument)` if there are no blocks, if a block has no bytes, if a block is written
+    /// twice, or if a number exceeds the limits of [`from_parts`](Self::from_parts).
     pub fn from_blocks(
         num_tensors: u32,
         src_tensor: u32,
@@ -104,8 +112,9 @@ impl CopyPlan {
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
-    /// Whether every piece of every span lies inside the tensors read and written: how many there are, and the bytes
-    /// of each. `None` for an end that somebody else checks.
+    /// Checks that every piece lies inside the tensors that are read and written. `src` and `dst` are the
+    /// number of tensors and the bytes of each; `None` for an end that is checked elsewhere. Returns
+    /// `Err(InvalidArgument)` if a piece lies outside.
     pub fn check_ends(&self, src: Option<(u32, u64)>, dst: Option<(u32, u64)>) -> Result<()> {
         for (end, of, first) in [(End::Read, src, self.src_tensor), (End::Written, dst, self.dst_tensor)] {
             let Some((tensors, tensor_bytes)) = of else { continue };
@@ -116,7 +125,8 @@ impl CopyPlan {
                     .with("num_tensors", tensors));
             }
             for wave in self.waves() {
-                // Nothing in a wave is written twice, so a wave that writes more than the tensor holds is not one.
+                // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
+                // has.
                 if end == End::Written && wave.tensor_bytes() > tensor_bytes {
                     return Err(outside(end, tensor_bytes).with("wave_bytes", wave.tensor_bytes()));
                 }
@@ -126,13 +136,13 @@ impl CopyPlan {
         Ok(())
     }
 
-    /// The rows of `row_bytes` bytes that are read, ascending, each once. A plan of a peer must have passed
-    /// [`check_ends`](Self::check_ends): then there are no more than the cache has.
+    /// Returns the rows of `row_bytes` bytes that are read, in ascending order, each once. A peer's plan must
+    /// have passed [`check_ends`](Self::check_ends); then there are at most as many rows as the cache has.
     pub fn src_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
         rows(self.waves(), row_bytes, End::Read)
     }
 
-    /// The rows of `row_bytes` bytes that are written, as [`src_rows`](Self::src_rows).
+    /// Returns the rows of `row_bytes` bytes that are written; otherwise like [`src_rows`](Self::src_rows).
     pub fn dst_rows(&self, row_bytes: u64) -> Result<Vec<u64>> {
         rows(self.waves(), row_bytes, End::Written)
     }
@@ -154,7 +164,7 @@ impl End {
         if self == End::Read { ends.0 } else { ends.1 }
     }
 
-    /// Whether every piece of `wave` lies inside a tensor.
+    /// Checks that every piece of `wave` lies inside a tensor.
     fn check(self, wave: &Wave, tensor_bytes: u64) -> Result<()> {
         if let Some(blocks) = wave.blocks() {
             let inside = blocks.reach().is_some_and(|ends| self.of(ends) <= tensor_bytes);
@@ -172,12 +182,12 @@ impl End {
         }
     }
 
-    /// Where the first piece of `span` starts, and the distance to the next.
+    /// Returns the start of the first piece of `span`, and the distance to the next piece.
     fn start(self, span: &Span) -> (u64, i64) {
         self.of(((span.src, span.src_step), (span.dst, span.dst_step)))
     }
 
-    /// The rows of `blocks`, if they come in ascending order and each is one row.
+    /// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
     fn ascending(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let first = self.of((blocks.src, blocks.dst));
         let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
@@ -190,8 +200,9 @@ impl End {
         fallible::collect(ROWS, numbers().map(|number| first / row_bytes + number)).map(Some)
     }
 
-    /// The rows of `blocks` by a bit for each row, a fraction of the time and the memory of sorting them; `None` where
-    /// there are more words of bits than blocks, or a block may touch more than two rows.
+    /// Returns the rows of `blocks` by marking one bit for each row, which takes a fraction of the time and
+    /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
+    /// more than two rows.
     fn dense(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let reach = blocks.reach().filter(|_| blocks.len <= row_bytes);
         let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
@@ -199,7 +210,7 @@ impl End {
         let Some(words) = words.filter(|&words| words <= blocks.pairs.len()) else { return Ok(None) };
         let mut bits = fallible::filled(ROWS, 0u64, words)?;
         let mut set = |row: u64| {
-            // None is beyond the reach, so every row has its word.
+            // No row lies beyond the reach of the blocks, so every row has its word.
             if let Some(word) = usize::try_from(row / 64).ok().and_then(|at| bits.get_mut(at)) {
                 *word |= 1 << (row % 64);
             }
@@ -225,21 +236,22 @@ impl End {
     }
 }
 
-/// Stretches of rows, first and last of each. Those that touch are joined before there are twice as many as are apart: so
-/// they take what the rows take, however many pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
+/// Ranges of rows, as the first and last row of each. Ranges that touch are joined whenever the list has
+/// grown to twice its size after the previous join. So its memory follows the number of rows, however many
+/// pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
 struct Stretches {
     all: Vec<(u64, u64)>,
-    /// How many there may be before they are joined.
+    /// Number of ranges at which they are joined.
     most: usize,
 }
 
 impl Stretches {
-    /// Fewer are joined at the end.
+    /// Shorter lists are joined only at the end.
     const FEW: usize = 1024;
 
     fn add(&mut self, first: u64, last: u64) -> Result<()> {
         match self.all.last_mut() {
-            // Lists are mostly sorted, and then nothing else is needed.
+            // Most lists are sorted, and then this branch suffices.
             Some(before) if before.0 <= first && first <= before.1.saturating_add(1) => {
                 before.1 = before.1.max(last);
                 Ok(())
@@ -254,9 +266,9 @@ impl Stretches {
         }
     }
 
-    /// Sorts them, and joins those that touch.
+    /// Sorts the ranges and joins those that touch.
     fn join(&mut self) {
-        // In place: sorting by digits takes as much memory again.
+        // Sorted in place, because a radix sort would need as much memory again.
         self.all.sort_unstable_by_key(|&(first, _)| first);
         self.all.dedup_by(|next, before| {
             let touches = next.0 <= before.1.saturating_add(1);
@@ -315,7 +327,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
         }
         for span in wave.spans() {
             let (start, step) = end.start(&span);
-            // Steps of at most a row leave out no row on the way.
+            // Steps of at most one row skip no row in between.
             if step.unsigned_abs() <= row_bytes {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;
@@ -331,7 +343,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
     fallible::gathered(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }
 
-/// Where piece `k` starts; plans keep this inside 64 bits.
+/// Returns the start of piece `k`. The checks of plans keep it within 64 bits.
 fn at(start: u64, step: i64, k: u64) -> u64 {
     start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()))
 }

@@ -18,11 +18,12 @@ pub struct Wave {
 enum Form {
     Spans {
         spans: Vec<Span>,
-        /// Bytes of one tensor in the spans up to and including each: ascending, so a byte position finds its span.
+        /// For each span, the bytes of one tensor up to its end. Ascending, so a byte position finds its
+        /// span.
         ends: Vec<u64>,
     },
     Blocks(Blocks),
-    /// Spans of a long plan of a peer.
+    /// Spans of a long plan from a peer.
     Packed(Packed),
 }
 
@@ -46,7 +47,7 @@ impl Wave {
         Wave { form: Form::Blocks(blocks), bytes }
     }
 
-    /// The spans; blocks are one each.
+    /// Returns the spans. Each block counts as one span.
     pub fn spans(&self) -> impl Iterator<Item = Span> + '_ {
         let (listed, packed) = match &self.form {
             Form::Spans { spans, .. } => (&spans[..], None),
@@ -57,7 +58,7 @@ impl Wave {
         listed.iter().copied().chain(packed.into_iter().flat_map(Packed::iter)).chain(blocks)
     }
 
-    /// How many spans.
+    /// Returns the number of spans.
     #[must_use]
     pub fn num_spans(&self) -> usize {
         match &self.form {
@@ -67,13 +68,13 @@ impl Wave {
         }
     }
 
-    /// The blocks, if that is what it is made of.
+    /// Returns the blocks, if the wave consists of equal blocks.
     #[must_use]
     pub fn blocks(&self) -> Option<&Blocks> {
         if let Form::Blocks(blocks) = &self.form { Some(blocks) } else { None }
     }
 
-    /// Pieces of one tensor.
+    /// Returns the number of pieces in one tensor.
     #[must_use]
     pub fn count(&self) -> u64 {
         match &self.form {
@@ -83,13 +84,14 @@ impl Wave {
         }
     }
 
-    /// Bytes copied in one tensor.
+    /// Returns the number of bytes copied in one tensor.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The pieces of bytes `from..to`, counted along one tensor; the first and last may be cut.
+    /// Returns the pieces of bytes `from..to`, counted along one tensor. The first and the last piece may be
+    /// cut.
     pub fn pieces(&self, from: u64, to: u64) -> impl Iterator<Item = Piece> + '_ {
         let (index, skip) = match &self.form {
             Form::Spans { ends, .. } => (ends.partition_point(|&end| end <= from), 0),
@@ -101,7 +103,8 @@ impl Wave {
         Pieces { form: &self.form, at: from, to, index, skip }
     }
 
-    /// The pieces of bytes `from..to`, counted along tensor 0, then along tensor 1, and so on, each with its tensor.
+    /// Returns the pieces of bytes `from..to`, each with its tensor. Bytes are counted along tensor 0, then
+    /// along tensor 1, and so on.
     pub fn across_tensors(&self, from: u64, to: u64) -> impl Iterator<Item = (usize, Piece)> + '_ {
         let one = self.tensor_bytes().max(1);
         (from / one..to.div_ceil(one)).flat_map(move |tensor| {
@@ -112,14 +115,15 @@ impl Wave {
     }
 }
 
-/// Pieces of one tensor, one after the other.
+/// Iterator over the pieces of one tensor.
 struct Pieces<'a> {
     form: &'a Form,
     at: u64,
     to: u64,
-    /// Of the span, or of the block; of a packed span its first byte.
+    /// Index of the span or block; for packed spans, the byte at which the current span starts.
     index: usize,
-    /// Bytes of the block that come before the first piece; of packed spans, the bytes of all before this one.
+    /// For blocks, the bytes of the current block before the first piece; for packed spans, the bytes of one
+    /// tensor in the spans before the current one.
     skip: u64,
 }
 

@@ -1,7 +1,7 @@
-//! From the words to the messages and back.
+//! Converts between the types of the engine and the protocol messages.
 //!
-//! What arrives is checked as far as it can be without the cache it is about; bounds are `plan` and `check`'s work. Not
-//! for: bytes (`message`).
+//! Received values are checked as far as possible without the cache that they concern. `plan` and `validate`
+//! check the bounds; `messages` defines the bytes.
 
 use std::ops::Range;
 
@@ -13,27 +13,29 @@ use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, DataType, Geometry, 
 use crate::plan::{Blocks, CopyPlan, SpanList, Wave};
 use crate::validate::Side;
 
-/// Tensors of which a failure says what arrived.
+/// Largest number of tensors for which a failure reports the rows that arrived.
 const MOST_ARRIVED: usize = 1 << 12;
-/// What the lists of places are for, should there be no memory for one.
+/// Name of the lists of tensor positions in out-of-memory errors.
 const TENSORS: &str = "the places of the tensors of a cache";
-/// Characters of a peer's text that are kept.
+/// Most characters of a peer's text that are kept.
 const LONGEST: usize = 4 << 10;
 
-/// The number of a kind of error: its position in the closed list, which only grows at its end.
+/// Returns the number of an error kind in messages: its position in [`ErrorKind::ALL`], which may only grow
+/// at its end.
 #[must_use]
 pub fn kind_number(kind: ErrorKind) -> u8 {
     let position = ErrorKind::ALL.iter().position(|&known| known == kind);
     position.and_then(|at| u8::try_from(at).ok()).unwrap_or(u8::MAX)
 }
 
-/// The kind of a number; a kind that only the peer knows is [`ErrorKind::System`].
+/// Returns the kind with a number. A kind that only the peer knows becomes [`ErrorKind::System`].
 #[must_use]
 pub fn kind_of(number: u8) -> ErrorKind {
     ErrorKind::ALL.get(usize::from(number)).copied().unwrap_or(ErrorKind::System)
 }
 
-/// The kind an error of the peer has on this side: some kinds speak about whoever reports them.
+/// Returns the kind that an error reported by the peer has in this process. Some kinds describe the process
+/// that reports them, and must not be taken for a state of this one.
 pub(super) fn told(kind: ErrorKind) -> ErrorKind {
     match kind {
         ErrorKind::Closed | ErrorKind::Interrupted => ErrorKind::NotLinked,
@@ -43,7 +45,8 @@ pub(super) fn told(kind: ErrorKind) -> ErrorKind {
     }
 }
 
-/// A text of a peer as it may stand in a message: not longer than anybody reads, and nothing but text.
+/// Returns a peer's text for use in a message: at most `LONGEST` characters, with control characters replaced
+/// by spaces.
 pub(super) fn printable(text: &str) -> String {
     let shown = text.chars().take(LONGEST).map(|letter| if letter.is_control() { ' ' } else { letter });
     shown.collect()
@@ -81,7 +84,8 @@ impl TryFrom<&CopyPlan> for WirePlan {
         let steps = if let Some(Blocks { len, src, dst, pairs }) = only {
             WireSteps::Blocks { len: *len, src: *src, dst: *dst, pairs: Pairs(pairs.clone()) }
         } else {
-            // More spans than a `u32` counts do not fit a frame: they are refused when it is written.
+            // A plan with more spans than fit in a `u32` does not fit in a frame, and is refused when the
+            // frame is written.
             let count = |wave: &Wave| u32::try_from(wave.num_spans()).unwrap_or(u32::MAX);
             WireSteps::Spans {
                 waves: fallible::collect("a request", plan.waves().iter().map(count))?,
@@ -111,7 +115,8 @@ impl TryFrom<WirePlan> for CopyPlan {
 }
 
 impl Record {
-    /// A record of the row `row` of a cache of these sizes, not yet located and nothing allowed.
+    /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
+    /// use it yet.
     #[must_use]
     pub fn new(at: Place, cache: CacheId, row: u32, side: Side) -> Record {
         Record {
@@ -129,7 +134,7 @@ impl Record {
         }
     }
 
-    /// Sizes, kind and placement of the remote cache. `Err(NotLinked)` if they make no sense.
+    /// Returns sizes, kind and placement of the remote cache. `Err(NotLinked)` if they are invalid.
     pub fn side(&self) -> Result<Side> {
         let nonsense = |what: &str| {
             let text = format!("the peer described cache {} with {what} that make no sense", self.cache);
@@ -151,7 +156,7 @@ impl Record {
 }
 
 impl Run {
-    /// `numbers` in as few runs as neighbours at a constant distance make.
+    /// Packs `numbers` into runs of a constant step. `Err(OutOfMemory)` if the list cannot be allocated.
     pub fn pack(numbers: &[u64]) -> Result<Vec<Run>> {
         let mut runs: Vec<Run> = Vec::new();
         for &number in numbers {
@@ -167,8 +172,8 @@ impl Run {
         Ok(runs)
     }
 
-    /// The numbers of `runs`. `Err(NotLinked)` unless they are `expected`: a count is believed only where something else
-    /// said as much.
+    /// Returns the numbers of `runs`. `Err(NotLinked)` unless there are exactly `expected`, a count that must
+    /// be known from elsewhere. So a peer cannot make this process allocate a longer list.
     pub fn unpack(runs: &[Run], expected: u32) -> Result<Vec<u64>> {
         let count: u64 = runs.iter().fold(0, |sum, run| sum.saturating_add(u64::from(run.count)));
         if count != u64::from(expected) || expected > Geometry::MAX_TENSORS {
@@ -187,10 +192,12 @@ impl Run {
 }
 
 impl Reply {
-    /// The answer that a request failed with `error`; its facts and causes are in the message.
+    /// Returns the reply to a request that failed with `error`. The message contains the facts and causes of
+    /// the error.
     #[must_use]
     pub fn failed(error: &Error) -> Reply {
-        // What is left out is not said to have arrived: nobody relies on it.
+        // Rows beyond the limits are left out. That is safe, because a row that is not listed does not count
+        // as arrived.
         let mut left = MAX_ARRIVED - MOST_ARRIVED;
         let mut rows = |(tensor, rows): &(u32, Vec<Range<u64>>)| {
             let rows = &rows[..rows.len().min(left)];
@@ -205,7 +212,8 @@ impl Reply {
         }
     }
 
-    /// The error of a failure at the peer: facts are appended to the text, because the names of facts are fixed here.
+    /// Returns the error for a failure that the peer reported. Its facts are appended to the text, because an
+    /// [`Error`] can only have facts with fixed names.
     #[must_use]
     pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
         let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
@@ -218,7 +226,7 @@ impl Reply {
         Error::new(told(kind_of(kind)), printable(&text)).with_arrived(arrived)
     }
 
-    /// Which answer it is, for messages.
+    /// Returns the name of the reply, for error messages.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {

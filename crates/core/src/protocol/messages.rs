@@ -1,8 +1,8 @@
-//! The messages, field by field in the order of their bytes.
+//! The messages of the protocol. Their fields are declared in the order of their bytes.
 //!
-//! They are structs of their own, so that a word can change without changing the protocol; `convert` leads from one to
-//! the other. A field that changes place, type or width is a new [`VERSION`](super::VERSION). Not for: what the numbers
-//! mean together (`convert`, `check`).
+//! They are separate from the types of the engine, so that those can change without a change of the protocol;
+//! `convert` converts between the two. A change of the position, type or width of a field requires a new
+//! [`VERSION`](super::VERSION). What the values mean together is checked by `convert` and `validate`.
 
 use std::cell::Cell;
 use std::fmt;
@@ -14,67 +14,71 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::plan_codec::WirePlan;
 use crate::fallible;
 
-/// Most facts of a failure that are read.
+/// Most facts that are read from a failure.
 pub const MAX_FACTS: usize = 64;
-/// Most addresses of one [`Request::Locate`]: one takes a byte on the wire and many more in memory.
+/// Most addresses in one [`Request::Locate`]. An address may take only 1 byte in the message, but takes more
+/// in memory.
 pub const MAX_ADDRS: usize = 1 << 20;
-/// Most runs of one [`Location`]: 24 MiB. Tensors that lie in more places than that are moved through sockets.
+/// Most runs in one [`Location`]: 24 MiB. A cache whose tensors need more runs is moved over sockets.
 pub const MAX_RUNS: usize = 1 << 20;
-/// Most ranges of rows, in all tensors together, that a failure says have arrived.
+/// Most ranges of rows, in all tensors together, that a failure reports as arrived.
 pub const MAX_ARRIVED: usize = 1 << 16;
-/// Bytes of a peer's text that are kept: more than anybody reads.
+/// Most bytes that are kept of each text from a peer.
 const MAX_TEXT: usize = 16 << 10;
 
-/// First frame of a greeting, from the side that dialled: who it is and what the stream is for.
+/// First frame of a handshake, from the dialing side: its identity and the purpose of the stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// What the stream is for.
+    /// Purpose of the stream.
     pub purpose: Purpose,
-    /// Who dials.
+    /// The side that dials.
     pub from: Party,
-    /// The cluster it wants to reach, if it knows.
+    /// The cluster that it wants to reach, if it knows the id.
     pub asked: Option<u64>,
-    /// Names the machine: equal on both sides if they share it, whatever namespaces they live in.
+    /// Identifies the host. Equal on both sides if they share a host, even in different namespaces.
     pub host: String,
-    /// Makes the proofs of this greeting differ from all others.
+    /// Random bytes that make the proofs of this handshake unique.
     pub nonce: [u8; 16],
 }
 
-/// Who greets.
+/// One side of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Party {
-    /// Its cluster.
+    /// Its cluster id.
     pub cluster: u64,
-    /// Drawn when its engine was opened, so that a restart is noticed.
+    /// Random number from the time when its engine was opened. It changes with a restart.
     pub instance: u64,
-    /// Whether its caches may be read and written without asking.
+    /// Whether it is in remote-accessible mode, so that peers may read and write its caches one-sidedly.
     pub remote_accessible: bool,
 }
 
-/// What a stream is for.
+/// Purpose of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Purpose {
     /// The control stream of a link.
     Link {
-        /// Names the link; drawn by the side that dials.
+        /// Identifies the link; drawn by the dialing side.
         link: u64,
-        /// The communicator the link is part of, if any.
+        /// The communicator to which the link belongs, if any.
         comm: Option<Comm>,
-        /// Only asks for the name of the local socket.
+        /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
+        /// with it and ends the stream, if both are on one host and it has such a socket.
         probe_local: bool,
     },
-    /// One more stream of a link, for calls.
+    /// A further stream of a link, for calls.
     Call {
-        /// Which link.
+        /// The link to which the stream belongs.
         link: u64,
-        /// Whether the side that accepts will be the caller.
+        /// Whether the accepting side will be the caller.
         reverse: bool,
     },
-    /// Asks, at the local socket, for the secret by which TCP streams of this engine's own user are known.
+    /// Asks, at the local socket, for the secret that authenticates TCP streams between processes of the same
+    /// user.
     Meet,
-    /// A member of a communicator has just been told of it: the other side, which dials, need not wait any longer.
+    /// Notifies the side that dials in a communicator that this member has now joined it. So the peer need
+    /// not wait until its next attempt.
     Knock {
-        /// Which communicator, as the side that dials describes it.
+        /// The communicator, as the sender describes it.
         comm: Comm,
     },
 }
@@ -82,280 +86,285 @@ pub enum Purpose {
 /// A communicator as its rank table describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Comm {
-    /// Its name.
+    /// Name of the communicator.
     pub name: String,
-    /// Cluster and rank of each member.
+    /// Cluster id and rank of each member.
     pub members: Vec<(u64, u32)>,
-    /// What the table itself says of the member that listens: tells two deployments with equal names and ids apart.
+    /// What the table itself states about the member that listens. It distinguishes two deployments with
+    /// equal names and ids.
     pub listener: String,
 }
 
-/// Second frame, from the side that accepted.
+/// Second frame, from the accepting side.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Challenge {
-    /// Makes the proofs of this greeting differ from all others.
+    /// Random bytes that make the proofs of this handshake unique.
     pub nonce: [u8; 16],
 }
 
-/// Third frame, from the side that dialled: that it knows the token.
+/// Third frame, from the dialing side: the proof that it knows the key of the handshake, which is the token
+/// or the secret of [`Purpose::Meet`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proof {
-    /// HMAC-SHA256 with the token, over `dialer`, the hello and the challenge.
+    /// HMAC-SHA256, with the key of the handshake, of `dialer`, the hello and the challenge.
     pub mac: [u8; 32],
 }
 
-/// Fourth frame, from the side that accepted: that it knows the token as well, and who it is.
+/// Fourth frame, from the accepting side: its identity, and the proof that it knows the key of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// Who accepted.
+    /// The side that accepted.
     pub from: Party,
-    /// HMAC-SHA256 with the token, over `acceptor`, the hello, the challenge and this message with zeros here.
+    /// HMAC-SHA256, with the key of the handshake, of `acceptor`, the hello, the challenge and this message
+    /// with zeros in this field.
     pub mac: [u8; 32],
-    /// Abstract name of its local socket, if the dialler is on its machine.
+    /// Abstract name of its local socket, if the dialing side is on the same host and asked for it.
     pub local: Option<String>,
-    /// To [`Purpose::Meet`]: the key of greetings over TCP, which only processes of the same user get to know.
+    /// In reply to [`Purpose::Meet`]: the key of handshakes over TCP, which is only given to processes of the
+    /// same user.
     pub secret: Option<[u8; 32]>,
 }
 
-/// What one side lets the other map; its descriptors travel with the frame, in the order of the fields.
+/// Offer of memory that the peer may map. Its descriptors are sent with the frame, in the order of the
+/// fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
     /// Whether the descriptor of the generations follows.
     pub generations: bool,
-    /// Bytes of the regions of host and device whose descriptors follow.
+    /// Sizes in bytes of the host and device regions whose descriptors follow.
     pub regions: [Option<u64>; 2],
-    /// Address and bytes of the secret by which a reader finds that it reads the right process.
+    /// Address and bytes of the secret by which a reader verifies that it reads the right process.
     pub probe: Option<(u64, [u8; 16])>,
 }
 
-/// What became of an [`Attach`].
+/// Result of an [`Attach`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attached {
-    /// Whether the regions were mapped, or why not.
+    /// Whether the regions were mapped, or the reason why not.
     #[serde(deserialize_with = "outcome")]
     pub mapped: Result<(), String>,
-    /// Whether the process can be read, or why not.
+    /// Whether the memory of the process can be read, or the reason why not.
     #[serde(deserialize_with = "outcome")]
     pub registered: Result<(), String>,
 }
 
-/// What the control stream carries after the greeting.
+/// Messages on the control stream after the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Control {
-    /// Are you there.
+    /// Asks for a [`Pong`](Control::Pong), as a heartbeat.
     Ping,
-    /// I am.
+    /// Reply to a [`Ping`](Control::Ping).
     Pong,
     /// The link ends.
     Bye {
-        /// Why.
+        /// Reason why it ends.
         #[serde(deserialize_with = "text")]
         reason: String,
-        /// Whether it was unlinked, and is not to be looked for again.
+        /// Whether the sender unlinked it, so that the peer must not try to restore it.
         unlinked: bool,
     },
-    /// Dial one more call stream towards me, to be used by me.
+    /// Asks the peer to dial one more call stream, on which the sender will be the caller.
     Dial,
 }
 
-/// What a caller asks on a call stream. `limit_ms` is what is left of the caller's deadline.
+/// Request of a caller on a call stream. `limit_ms` is the time left until the caller's deadline.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Where and what is that cache.
+    /// Asks what a cache is and where its memory is.
     Describe {
-        /// By which name.
+        /// Name of the cache.
         name: WireName,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// Send me these bytes of it.
+    /// Asks for bytes of a cache.
     Read {
-        /// By which name.
+        /// Name of the cache.
         name: WireName,
-        /// The cache the name led to when it was described.
+        /// Id of the cache that the name referred to when it was described.
         cache: i64,
-        /// Source: the cache; destination: the caller's.
+        /// Plan whose source is the cache and whose destination is the caller's.
         plan: WirePlan,
-        /// First byte position of the plan.
+        /// First byte position in the plan.
         from: u64,
-        /// End of the byte positions.
+        /// End of the byte positions in the plan.
         to: u64,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// Take these bytes into it.
+    /// Sends bytes to be written into a cache.
     Write {
-        /// By which name.
+        /// Name of the cache.
         name: WireName,
-        /// The cache the name led to when it was described.
+        /// Id of the cache that the name referred to when it was described.
         cache: i64,
-        /// Source: the caller's; destination: the cache.
+        /// Plan whose source is the caller's and whose destination is the cache.
         plan: WirePlan,
-        /// First byte position of the plan.
+        /// First byte position in the plan.
         from: u64,
-        /// End of the byte positions.
+        /// End of the byte positions in the plan.
         to: u64,
-        /// Whether the bytes follow at once, at most [`MOST_AHEAD`](super::MOST_AHEAD); else a [`Reply::Ready`] asks for
-        /// them.
+        /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
+        /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// Read these bytes out of my memory into it.
+    /// Asks the peer to read bytes from the caller's memory into a cache.
     Fetch {
-        /// By which name.
+        /// Name of the cache.
         name: WireName,
-        /// The cache the name led to when it was described.
+        /// Id of the cache that the name referred to when it was described.
         cache: i64,
-        /// Source: the caller's memory; destination: the cache.
+        /// Plan whose source is the caller's memory and whose destination is the cache.
         plan: WirePlan,
-        /// Where the caller's memory is.
+        /// Location of the caller's memory.
         source: Location,
-        /// Tensors of the source.
+        /// Number of tensors of the source.
         num_tensors: u32,
-        /// Bytes of each.
+        /// Bytes of each tensor of the source.
         tensor_bytes: u64,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// The tensors of that name have been pulled.
+    /// Reports that the caller has pulled tensors.
     Consume {
-        /// By which name.
+        /// Name of the cache.
         name: WireName,
-        /// The cache the name led to when it was described.
+        /// Id of the cache that the name referred to when it was described.
         cache: i64,
-        /// First tensor.
+        /// Index of the first tensor.
         first: u32,
-        /// How many.
+        /// Number of tensors.
         count: u32,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// The link ends.
+    /// Ends the link.
     Unlink {
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// Are you there.
+    /// Asks for a reply, to find out whether the peer is alive.
     Ping {
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
-    /// Which caches do these addresses lie in.
+    /// Asks in which caches addresses lie.
     Locate {
         /// The addresses.
         #[serde(deserialize_with = "addresses")]
         addrs: Vec<u64>,
-        /// What is left of the deadline.
+        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
 }
 
-/// The answer to a [`Request`].
+/// Reply to a [`Request`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// To describe.
+    /// Reply to [`Request::Describe`].
     Described(Record),
-    /// The bytes follow, or may be sent.
+    /// The bytes of a read follow, or those of a write may be sent.
     Ready {
-        /// How many.
+        /// Number of bytes.
         bytes: u64,
     },
-    /// It is done.
+    /// The request succeeded.
     Done {
-        /// Bytes moved.
+        /// Number of bytes moved.
         bytes: u64,
     },
     /// The cache has changed since it was described.
     Stale,
-    /// The source cannot be read from there.
+    /// The peer cannot read the source.
     Unreachable {
-        /// Why.
+        /// Reason why it cannot.
         #[serde(deserialize_with = "text")]
         reason: String,
     },
-    /// It failed.
+    /// The request failed.
     Failed {
-        /// Position of the kind in the closed list.
+        /// Number of the error kind: its position in [`ErrorKind::ALL`](crate::error::ErrorKind::ALL).
         kind: u8,
-        /// What went wrong.
+        /// Text of the error.
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Facts around it.
+        /// Names and values of the facts.
         #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
-        /// What of the destination is in place nevertheless.
+        /// Rows of the destination that are complete despite the failure.
         #[serde(deserialize_with = "arrived")]
         arrived: Vec<Arrived>,
     },
-    /// To locate: one for each address.
+    /// Reply to [`Request::Locate`]: one spot for each address.
     Located(#[serde(deserialize_with = "addresses")] Vec<Spot>),
 }
 
-/// Where an address lies.
+/// The cache, tensor and offset of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spot {
-    /// In this cache.
+    /// Id of the cache.
     pub cache: i64,
-    /// In this tensor.
+    /// Index of the tensor.
     pub tensor: u32,
-    /// Bytes from its start.
+    /// Bytes from the start of the tensor.
     pub offset: u64,
 }
 
-/// Rows of one tensor of the destination that are whole.
+/// Complete rows of one tensor of the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Arrived {
-    /// Which tensor.
+    /// Index of the tensor.
     pub tensor: u32,
-    /// From row to row, the second not included.
+    /// Ranges of rows: the first row, and the row after the last.
     pub rows: Vec<(u64, u64)>,
 }
 
-/// A place in the owner's table, and what was there.
+/// A place in the owner's cache table, with its generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Which place.
+    /// Number of the place.
     pub place: u32,
-    /// Its generation when the cache was described.
+    /// Generation of the place when the cache was described.
     pub generation: u64,
 }
 
 /// A remote cache as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Where the owner finds it again.
+    /// Place of the cache in the owner's table.
     pub at: Place,
-    /// Its id.
+    /// Id of the cache.
     pub cache: i64,
-    /// The row that the name led to.
+    /// Row that the name refers to.
     pub row: u32,
-    /// Tensors.
+    /// Number of tensors.
     pub num_tensors: u32,
-    /// Batch slots or blocks of one tensor.
+    /// Number of rows, that is batch slots or blocks, in one tensor.
     pub rows: u64,
     /// Bytes of one row in one tensor.
     pub row_bytes: u64,
-    /// Whether rows are blocks.
+    /// Whether the rows are blocks.
     pub blocks: bool,
-    /// Public number of the placement.
+    /// Number of the placement in the public API.
     pub placement: u8,
-    /// Whether a pool of the owner gave its memory.
+    /// Whether the memory was allocated from a pool of the owner.
     pub allocated: bool,
-    /// Whether it may be read and written without asking.
+    /// Whether peers may read and write the cache.
     pub accessible: bool,
-    /// Where its tensors are.
+    /// Location of the tensors.
     pub location: Location,
 }
 
-/// Where the tensors of a cache are, for a peer on the same machine.
+/// Location of the tensors of a cache, for a peer on the same host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Location {
-    /// In a region that was attached.
+    /// In a region that was offered in [`Attach`].
     Region {
-        /// 0 host, 1 device.
+        /// 0 for the host region, 1 for the device region.
         region: u8,
-        /// Offsets of the tensors.
+        /// Offsets of the tensors in bytes.
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
@@ -365,63 +374,66 @@ pub enum Location {
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
-    /// Nowhere a peer could read.
+    /// Not readable by a peer.
     Hidden,
 }
 
-/// Numbers at a constant distance: `start`, `start + step`, … `count` of them, wrapping.
+/// `count` numbers at a constant distance: `start`, `start + step`, and so on, modulo 2^64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// The first.
+    /// First number.
     pub start: u64,
-    /// From one to the next, modulo 2^64.
+    /// Distance from one number to the next, modulo 2^64.
     pub step: u64,
-    /// How many.
+    /// Number of numbers.
     pub count: u32,
 }
 
-/// How a peer names a cache.
+/// Name by which a peer refers to a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WireName {
-    /// By the request in a slot.
+    /// The slot of a request.
     Request {
-        /// Model.
+        /// Model id.
         model: u64,
-        /// Request.
+        /// Request id.
         id: u64,
     },
-    /// By the prefix in a slot.
+    /// The slot of a prefix.
     Prefix {
-        /// Model.
+        /// Model id.
         model: u64,
-        /// Prefix.
+        /// Prefix id.
         id: u64,
     },
     /// The blocks cache of a model.
     Blocks {
-        /// Model.
+        /// Model id.
         model: u64,
     },
     /// One row of a cache.
     Row {
-        /// The cache.
+        /// Id of the cache.
         cache: i64,
-        /// The row.
+        /// Index of the row.
         row: u32,
     },
 }
 
 thread_local! {
-    /// Bytes that a list of the message now being read could not get: postcard's errors carry nothing.
+    /// Number of bytes that could not be allocated for a list of the message being read. Kept here because
+    /// errors of postcard carry no data.
     static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Bytes that a list of the message just read could not get, if that is why it could not be read.
+/// Returns and clears the number of bytes that could not be allocated for a list of the last message, if that
+/// is why it could not be read.
 pub(super) fn short_of() -> Option<usize> {
     SHORT.take()
 }
 
-/// An empty fact takes two bytes on the wire and many more in memory.
+/// The number of facts is bounded, because an empty fact takes 2 bytes in the message and many more in
+/// memory.
 fn facts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<(String, String)>, D::Error> {
     let facts = from.deserialize_seq(AtMost::<(Text, Text), MAX_FACTS>(PhantomData))?;
     Ok(facts.into_iter().map(|(name, value)| (name.0, value.0)).collect())
@@ -439,7 +451,8 @@ fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error>
     from.deserialize_seq(Stretches(&mut 0))
 }
 
-/// What arrived, at most [`MAX_ARRIVED`] tensors and ranges of rows in all: two bytes each on the wire. Counts them.
+/// Reads what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all, which it counts. The
+/// number is bounded because each may take only 2 bytes in the message.
 struct Stretches<'a>(&'a mut usize);
 
 impl Stretches<'_> {
@@ -468,7 +481,7 @@ impl<'de> Visitor<'de> for Stretches<'_> {
     }
 }
 
-/// What arrived of one tensor.
+/// Reads the rows of one tensor.
 struct OfTensor<'a>(Stretches<'a>);
 
 impl<'de> DeserializeSeed<'de> for OfTensor<'_> {
@@ -494,7 +507,7 @@ impl<'de> Visitor<'de> for OfTensor<'_> {
     }
 }
 
-/// Its ranges of rows.
+/// Reads the ranges of rows of one tensor.
 struct Rows<'a>(Stretches<'a>);
 
 impl<'de> DeserializeSeed<'de> for Rows<'_> {
@@ -521,7 +534,7 @@ impl<'de> Visitor<'de> for Rows<'_> {
     }
 }
 
-/// Adds an item, or notes that there is no memory for it.
+/// Adds an item. If it cannot be allocated, records the bytes in `SHORT` and returns an error.
 fn append<T, E: serde::de::Error>(list: &mut Vec<T>, item: T) -> Result<(), E> {
     if fallible::grow("", list, 1).is_err() {
         SHORT.set(Some(2 * list.len().max(1) * size_of::<T>()));
@@ -540,7 +553,7 @@ fn outcome<'de, D: Deserializer<'de>>(from: D) -> Result<Result<(), String>, D::
     Ok(outcome.map_err(|text| text.0))
 }
 
-/// The first [`MAX_TEXT`] bytes of a text.
+/// The first [`MAX_TEXT`] bytes of a text, cut at a character boundary.
 struct Text(String);
 
 impl<'de> Deserialize<'de> for Text {
@@ -565,7 +578,7 @@ impl Visitor<'_> for Cut {
     }
 }
 
-/// A list of a bounded length.
+/// Reads a list with at most `MOST` items.
 struct AtMost<T, const MOST: usize>(PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for AtMost<T, MOST> {

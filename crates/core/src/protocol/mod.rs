@@ -1,10 +1,11 @@
-//! What two engines say to each other, as bytes: frames, the messages in them, and how the words cross.
+//! The bytes that two engines exchange: frames, the messages in them, and the conversion to and from the
+//! engine's types.
 //!
-//! A frame is a header of eight bytes (`L`, `D`, version, kind, length in little endian) and a body. The body of a
-//! message is postcard; the body of a refusal has a layout of its own that no version may change, so that two versions
-//! that share nothing else can still tell each other why they part (`a_refusal_crosses_versions`). The bytes of every
-//! message are pinned by `tests/integration/wire.rs`. Not for: sockets (`transport`), or what a message makes a peer do
-//! (`peer`, `links`).
+//! A frame is a header of 8 bytes (`L`, `D`, version, kind, and the length in little endian) and a body. The
+//! body of a message is encoded by postcard. The body of a refusal has its own layout, which no version may
+//! change. So two incompatible versions can still report why they do not connect
+//! (`a_refusal_crosses_versions`). `tests/integration/wire.rs` pins the bytes of every message. `net` has the
+//! sockets; `session` and `transfer` act on the messages.
 
 mod convert;
 mod messages;
@@ -23,7 +24,7 @@ use serde::de::DeserializeOwned;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// The version of everything but the header and the refusal.
+/// Version of the whole protocol except the header and the refusal.
 pub const VERSION: u8 = 5;
 /// Bytes of a header.
 pub const HEADER: usize = 8;
@@ -31,18 +32,21 @@ pub const HEADER: usize = 8;
 pub const MESSAGE: u8 = 1;
 /// Kind of a frame whose body is a refusal; the same in every version.
 pub const REFUSAL: u8 = 255;
-/// Longest body of a frame from a peer that has not yet proved who it is.
+/// Longest body, in bytes, of a frame from a peer that is not yet authenticated.
 pub const GREETING_LIMIT: usize = 4 << 10;
-/// Longest body of any frame.
+/// Longest body of any frame, in bytes.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
-/// Most bytes of a cache that follow a [`Request::Write`] unasked. With a short request they fit the least window that Linux
-/// opens: a side that was stopped, and goes on, finds behind them that the caller has gone (`tests/test_peer_faults.py`).
+/// Most bytes of a cache that follow a [`Request::Write`] without a [`Reply::Ready`].
+///
+/// Together with a short request, they fit into the smallest window that Linux opens. So a process that was
+/// stopped and continues finds, after these bytes, that the caller has closed the connection
+/// (`tests/test_peer_faults.py`).
 pub const MOST_AHEAD: u64 = 48 << 10;
 
 const MAGIC: [u8; 2] = *b"LD";
 
-/// What stands before the body of a frame.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// [`MESSAGE`] or [`REFUSAL`].
@@ -52,8 +56,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads a header. `Err(LinkFailed)` if it is none of ours or, unless it announces a refusal, of another version;
-    /// `Err(NotLinked)` if its kind is unknown or its body longer than `limit`.
+    /// Reads a header. `Err(LinkFailed)` if it does not begin with the magic bytes or has another version and
+    /// is not a refusal; `Err(NotLinked)` if its kind is unknown or its body longer than `limit` bytes.
     pub fn parse(bytes: &[u8; HEADER], limit: usize) -> Result<Header> {
         let [first, second, version, kind, length @ ..] = *bytes;
         if [first, second] != MAGIC {
@@ -92,7 +96,8 @@ impl Header {
     }
 }
 
-/// The frame of a message: header and body, ready to send.
+/// Returns the frame of a message, header and body, ready to send. `Err(InvalidArgument)` if the body is
+/// longer than [`MESSAGE_LIMIT`], `Err(OutOfMemory)` if the frame cannot be allocated.
 pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
     let mut frame = Frame(Vec::new());
     frame.reserve(HEADER).map_err(no_room)?;
@@ -103,7 +108,7 @@ pub fn encode<T: Serialize + ?Sized>(message: &T) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// A frame that grows as it is written, or fails to: what it carries has any length.
+/// A frame that grows while it is written. Growing is fallible because messages have any length.
 struct Frame(Vec<u8>);
 
 impl Frame {
@@ -135,7 +140,8 @@ impl postcard::ser_flavors::Flavor for Frame {
     }
 }
 
-/// The error of a message that could not be written. Lists that serialize themselves fail for want of memory only.
+/// Returns the error for a message that could not be encoded. The lists with their own serializer fail only
+/// if they cannot allocate memory.
 #[cold]
 fn no_room(error: postcard::Error) -> Error {
     use postcard::Error::{SerdeSerCustom, SerializeBufferFull};
@@ -147,8 +153,8 @@ fn no_room(error: postcard::Error) -> Error {
     }
 }
 
-/// The message in a body. `Err(OutOfMemory)` if there was no memory for one of its lists, `Err(NotLinked)` unless the body is
-/// that message, all of it and nothing else.
+/// Decodes the message in a body. `Err(OutOfMemory)` if one of its lists could not be allocated,
+/// `Err(NotLinked)` unless the body is exactly one such message.
 pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     let unreadable = |why: &str| {
         let text = format!("the peer sent a message that cannot be read: {why}");
@@ -161,12 +167,13 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
 }
 
-/// The message in a frame that was received, or the error of the refusal that came in its place.
+/// Decodes the message in a received frame. If the frame is a refusal, returns its error.
 pub fn open<T: DeserializeOwned>(kind: u8, body: &[u8]) -> Result<T> {
     if kind == REFUSAL { Err(refused(body)) } else { decode(body) }
 }
 
-/// The frame that refuses: the kind of `error` as a little-endian `u32`, then its text, cut to what a greeting may hold.
+/// Returns the frame of a refusal: the kind of `error` as a little-endian `u32`, then its text. The text is
+/// cut so that the body has at most [`GREETING_LIMIT`] bytes.
 #[must_use]
 pub fn refusal(error: &Error) -> Vec<u8> {
     let text = error.to_string();
@@ -182,7 +189,8 @@ pub fn refusal(error: &Error) -> Vec<u8> {
     frame
 }
 
-/// The error in the body of a refusal, whoever wrote it; never fails, because there is nobody left to complain to.
+/// Returns the error in the body of a refusal. Never fails, because no report could be sent to the peer any
+/// more.
 #[must_use]
 pub fn refused(body: &[u8]) -> Error {
     let Some((number, text)) = body.split_first_chunk() else {

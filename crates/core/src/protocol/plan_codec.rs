@@ -1,7 +1,7 @@
-//! A plan as it travels.
+//! The encoding of a copy plan in messages.
 //!
-//! Scattered blocks are pairs of numbers, all equally wide, as wide as the largest needs: coding number by number costs
-//! more than the bytes it saves (docs/performance.md). Not for: whether a plan makes sense (`plan`).
+//! Scattered blocks are pairs of numbers that all have the width of the largest. A width for each number
+//! would cost more time than its bytes save (docs/performance.md). `plan` checks whether a plan is valid.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,48 +14,49 @@ use crate::fallible;
 pub use crate::plan::Span as WireSpan;
 use crate::plan::{MOST_WAVES, Received, SpanList};
 
-/// A plan.
+/// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePlan {
-    /// Tensors.
+    /// Number of tensors.
     pub num_tensors: u32,
-    /// First tensor read.
+    /// Index of the first tensor read.
     pub src_tensor: u32,
-    /// First tensor written.
+    /// Index of the first tensor written.
     pub dst_tensor: u32,
-    /// What of each tensor.
+    /// What moves in each tensor.
     pub steps: WireSteps,
 }
 
-/// What a plan moves of each tensor.
+/// What a plan moves in each tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Heard")]
 pub enum WireSteps {
-    /// Any waves. Their spans stand in one list, packed, so that what it takes in memory is bounded by its bytes
+    /// Any waves. Their spans are one packed list, so that the size of the message bounds their memory
     /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
     Spans {
-        /// Spans of each wave.
+        /// Number of spans in each wave.
         waves: Vec<u32>,
-        /// The spans of all waves, one wave after the other.
+        /// The spans of all waves, wave after wave.
         spans: SpanList,
     },
     /// One wave of equal blocks.
     Blocks {
         /// Bytes of a block.
         len: u64,
-        /// Where block 0 is read.
+        /// Offset in bytes at which source block 0 starts.
         src: u64,
-        /// Where block 0 is written.
+        /// Offset in bytes at which destination block 0 starts.
         dst: u64,
-        /// Number read and number written.
+        /// Source and destination block numbers.
         pairs: Pairs,
     },
-    /// A plan that was read to its end, and cannot be one, or for which there was no memory. Never sent.
+    /// A plan that was read to its end, but is invalid or could not be allocated. Never sent.
     #[serde(skip)]
     Unusable(Unusable),
 }
 
-/// Why a plan that arrived is none. The rest of its message is as good as any: so the peer gets an answer.
+/// The reason why a received plan cannot be used. The rest of its message can be read, so the peer still gets
+/// a reply.
 pub struct Unusable(pub(super) Error);
 
 impl Clone for Unusable {
@@ -78,7 +79,7 @@ impl fmt::Debug for Unusable {
     }
 }
 
-/// [`WireSteps`] as they are read: each list is checked and bounded before memory is taken for it.
+/// [`WireSteps`] as they are read. Each list is checked and bounded before memory is allocated for it.
 #[derive(Deserialize)]
 enum Heard {
     Spans { waves: HeardCounts, spans: Received },
@@ -99,7 +100,7 @@ impl From<Heard> for WireSteps {
     }
 }
 
-/// How many spans each wave has; an error for more waves than a plan may have.
+/// The number of spans in each wave; an error if there are more waves than [`MOST_WAVES`].
 struct HeardCounts(Result<Vec<u32>>);
 
 impl<'de> Deserialize<'de> for HeardCounts {
@@ -131,19 +132,19 @@ impl<'de> Visitor<'de> for Counts {
     }
 }
 
-/// Pairs of numbers, shared with the plan they are of. In the message they are a byte string: the width in bytes (1, 2
-/// or 4), then for each pair the number read and the number written, in little endian.
+/// Pairs of block numbers, shared with their plan. In the message they are a byte string: the width in bytes
+/// (1, 2 or 4), then the source and the destination number of each pair, in little endian.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pairs(pub Arc<Vec<(u32, u32)>>);
 
 impl Serialize for Pairs {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        // The encoder takes a failure of its own parts for one of memory: nothing else can fail in them.
+        // `no_room` takes this error for a failed allocation, and nothing else can fail in `packed`.
         to.serialize_bytes(&self.packed().map_err(serde::ser::Error::custom)?)
     }
 }
 
-/// Pairs as they are read: an error for more than can have a destination each.
+/// Pairs as they are read; an error if there are more than can have different destinations.
 struct HeardPairs(Result<Vec<(u32, u32)>>);
 
 impl<'de> Deserialize<'de> for HeardPairs {
@@ -196,8 +197,10 @@ impl Visitor<'_> for Bytes {
     }
 }
 
-/// `None` unless there are whole pairs. There are no more of them than destinations, so that narrow numbers, which take up
-/// to eight times as much memory as in the message, are few.
+/// Returns `None` unless there are only whole pairs.
+///
+/// More pairs than numbers of this width are refused, because two would have the same destination. So there
+/// are few pairs of narrow numbers, which take up to four times as much memory as in the message.
 fn unpacked<const WIDTH: usize>(
     bytes: &[u8],
     number: impl Fn([u8; WIDTH]) -> u32,

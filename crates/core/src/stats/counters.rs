@@ -1,15 +1,15 @@
-//! Counters of one kind of call, with a histogram of how long the calls took.
+//! Counters for calls of one kind, with a histogram of their durations.
 //!
-//! Writing costs a few relaxed additions and takes no lock. Not for: which calls there are (`stats`, `links`).
+//! Counting costs a few relaxed additions and takes no lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Buckets of the histogram: bucket `i` counts calls of less than `2^i` nanoseconds that no earlier bucket counts; the
-/// last takes the rest, those of `2^38` nanoseconds (about 275 seconds) and more.
+/// Number of buckets of the histogram. Bucket `i` counts calls of at least `2^(i-1)` and less than `2^i`
+/// nanoseconds. The last bucket counts calls of `2^38` nanoseconds (about 275 seconds) and more.
 pub const BUCKETS: usize = 40;
 
-/// The counters.
+/// The counters of one kind of call.
 #[derive(Debug)]
 pub struct Counters {
     calls: AtomicU64,
@@ -33,24 +33,24 @@ impl Default for Counters {
     }
 }
 
-/// The counters of one operation, as they were when read.
+/// The values of [`Counters`] when they were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpState {
-    /// Calls that ended, failures included.
+    /// Number of calls that ended, failures included.
     pub calls: u64,
-    /// Calls that failed.
+    /// Number of calls that failed.
     pub failures: u64,
     /// Bytes moved by calls that succeeded.
     pub bytes: u64,
-    /// Nanoseconds in all calls.
+    /// Nanoseconds that all calls took together.
     pub total_nanos: u64,
-    /// The longest call in nanoseconds.
+    /// Nanoseconds of the longest call.
     pub max_nanos: u64,
-    /// An upper bound in nanoseconds of the fastest half: the next power of two, and never above `max_nanos`.
+    /// Upper bound of the 50th percentile in nanoseconds: the next power of two, but at most `max_nanos`.
     pub p50_nanos: u64,
-    /// An upper bound in nanoseconds of the fastest 99 %: the next power of two, and never above `max_nanos`.
+    /// Upper bound of the 99th percentile in nanoseconds: the next power of two, but at most `max_nanos`.
     pub p99_nanos: u64,
-    /// How many calls took how long: see [`BUCKETS`].
+    /// Number of calls by duration; see [`BUCKETS`].
     pub buckets: [u64; BUCKETS],
 }
 
@@ -70,7 +70,7 @@ impl Default for OpState {
 }
 
 impl Counters {
-    /// Counts one call.
+    /// Counts one call that took `took`; `ok` is whether it succeeded.
     pub fn count(&self, took: Duration, ok: bool) {
         let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let bucket = (u64::BITS - nanos.leading_zeros()) as usize;
@@ -81,17 +81,19 @@ impl Counters {
         self.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts bytes moved.
+    /// Counts bytes that a call moved.
     pub fn moved(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// As they are now.
+    /// Returns the current values. They are read one by one while calls are running, so a call may be counted
+    /// in one field and not yet in another.
     #[must_use]
     pub fn state(&self) -> OpState {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let buckets = std::array::from_fn(|bucket| load(&self.histogram[bucket]));
-        // After the buckets: a call enters its time here first, so the longest one in a bucket is known.
+        // Read after the buckets. A call updates `max_nanos` before its bucket, so the maximum covers every
+        // counted call.
         let max_nanos = load(&self.max_nanos);
         OpState {
             calls: load(&self.calls),
@@ -106,7 +108,7 @@ impl Counters {
     }
 }
 
-/// The upper bound of the bucket that holds the call below which `percent` of all lie.
+/// Returns the upper bound of the bucket that contains the given percentile; 0 if nothing was counted.
 fn percentile(histogram: &[u64], percent: u64) -> u64 {
     let total: u64 = histogram.iter().sum();
     let wanted = (total * percent).div_ceil(100);

@@ -1,7 +1,7 @@
-//! Counters and latency histograms, read as one structure.
+//! Counters and latency histograms of an engine, read as one structure.
 //!
-//! Writing costs a few relaxed additions and takes no lock. Not for: logs, or state that somebody owns (pools, table):
-//! those are asked when the structure is read.
+//! Counting costs a few relaxed additions and takes no lock. The state of pools, table and links is not
+//! counted here; it is read from its owner when a [`Snapshot`] is made.
 
 mod counters;
 
@@ -16,41 +16,41 @@ use crate::error::Result;
 use crate::model::ClusterId;
 use crate::pool::PoolState;
 
-/// The operations that are counted.
+/// The kinds of calls that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// `allocate_cache`, `allocate_blocks_cache`.
+    /// `allocate_cache` and `allocate_blocks_cache`.
     Allocate,
-    /// `deallocate_cache`, `deallocate_blocks_cache`.
+    /// `deallocate_cache` and `deallocate_blocks_cache`.
     Deallocate,
     /// `remove_cache_key`.
     RemoveKey,
-    /// `register_cache`, `register_blocks_cache`, `unregister_cache`.
+    /// `register_cache`, `register_blocks_cache` and `unregister_cache`.
     Register,
-    /// `copy_cache` and the seed's `CopyKvCache`.
+    /// `copy_cache`, and `CopyKvCache` of the C++ class.
     CopyCache,
     /// `copy_blocks`.
     CopyBlocks,
-    /// `swap_blocks`, host to device.
+    /// `swap_blocks` from host to device.
     SwapIn,
-    /// `swap_blocks`, device to host.
+    /// `swap_blocks` from device to host.
     SwapOut,
-    /// `link_clusters`, each cluster of the list for itself.
+    /// `link_clusters`; each cluster of the list counts as one call.
     Link,
-    /// `unlink_clusters`, each cluster of the list for itself.
+    /// `unlink_clusters`; each cluster of the list counts as one call.
     Unlink,
-    /// `pull_cache`, `pull_blocks`.
+    /// `pull_cache` and `pull_blocks`.
     Pull,
-    /// `push_cache`, `push_blocks`, and the seed's `PushKvCache`.
+    /// `push_cache` and `push_blocks`, and `PushKvCache` of the C++ class.
     Push,
-    /// One layer of `transfer_cache_async`, brought to one destination.
+    /// One layer of `transfer_cache_async`, sent to one destination.
     Layer,
-    /// Requests of peers answered; bytes are those that went through this process.
+    /// Requests of peers that were served. The bytes are those that passed through this process.
     Served,
 }
 
 impl Op {
-    /// Every operation, with its name in reports.
+    /// Every kind of call, with its name in reports.
     pub const ALL: [(Op, &'static str); 14] = [
         (Op::Allocate, "allocate"),
         (Op::Deallocate, "deallocate"),
@@ -77,7 +77,7 @@ pub struct Stats {
     ring: AtomicU64,
 }
 
-/// Everything an engine counts, in one structure.
+/// All counters of one engine and the state of its pools, table and links, as they were when read.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     /// The device pool, if there is one.
@@ -86,69 +86,72 @@ pub struct Snapshot {
     pub host_pool: Option<PoolReport>,
     /// Caches and keys.
     pub table: TableState,
-    /// Each operation with its name.
+    /// The counters of each kind of call, with its name.
     pub ops: Vec<(&'static str, OpState)>,
-    /// Swap-ins that went straight to their place.
+    /// Number of swap-ins that were copied straight to their blocks.
     pub swap_in_direct: u64,
-    /// Swap-ins that went through the ring.
+    /// Number of swap-ins that were copied through the staging ring.
     pub swap_in_ring: u64,
-    /// Bytes of device memory the swap-in ring holds.
+    /// Bytes of device memory that the staging ring holds.
     pub ring_bytes: u64,
-    /// Bytes of registered memory that were put into huge pages for peers, or found there; also of what was unregistered
-    /// since.
+    /// Bytes of registered memory that the engine put into huge pages for peers, or found in huge pages.
+    /// Memory that was unregistered later is still counted.
     pub registered_merged_bytes: u64,
     /// Bytes copied with ordinary stores.
     pub plain_bytes: u64,
     /// Bytes copied with streaming stores.
     pub streaming_bytes: u64,
-    /// Workers that copy, the calling thread among them.
+    /// Number of threads that copy, including the calling thread.
     pub copy_workers: u64,
-    /// Every link that lives.
+    /// All live links.
     pub links: Vec<LinkState>,
 }
 
-/// A link as it is now.
+/// The state of a link when it was read.
 #[derive(Clone, Debug)]
 pub struct LinkState {
-    /// Who is at the other end.
+    /// Cluster id of the peer.
     pub cluster: ClusterId,
-    /// Where.
+    /// Address of the peer.
     pub address: String,
     /// How messages travel: `shm`, `tcp` or `local`.
     pub transport: &'static str,
-    /// How the memory of its pools travels: `mapped` or `stream`; `none` if it has no pool that could be mapped.
+    /// How the memory of the peer's pools is read: `mapped` or `stream`; `none` if the peer has no pool that
+    /// could be mapped.
     pub pools: &'static str,
-    /// How its registered memory travels: `process` or `stream`.
+    /// How the peer's registered memory is read: `process` or `stream`.
     pub registered: &'static str,
-    /// Why pools are not mapped, or else why registered memory is not read by process id, between processes of one host.
+    /// The reason why pools are not mapped, else the reason why registered memory is not read by process id.
+    /// Only between processes of one host.
     pub refusal: Option<String>,
-    /// Whether this side made the link.
+    /// Whether this process made the link.
     pub outgoing: bool,
-    /// Milliseconds since the last sign of life.
+    /// Milliseconds since the last control message of the peer.
     pub silent_ms: u64,
-    /// Requests to the peer: calls, failures, bytes and times.
+    /// Requests sent to the peer: calls, failures, bytes and times.
     pub requests: OpState,
-    /// Pulls and pushes: calls, failures, bytes and times.
+    /// Pulls from and pushes to the peer: calls, failures, bytes and times.
     pub transfers: OpState,
 }
 
 /// A pool and the memory under it.
 #[derive(Clone, Copy, Debug)]
 pub struct PoolReport {
-    /// The pool as numbers.
+    /// Sizes and counters of the pool.
     pub pool: PoolState,
-    /// What the kernel was asked for in huge pages.
+    /// How the engine asked the kernel for huge pages.
     pub huge_pages: &'static str,
-    /// Bytes committed by touching.
+    /// Bytes that the engine committed by touching them.
     pub committed_bytes: u64,
     /// Bytes that the engine had the kernel put into huge pages.
     pub merged_bytes: u64,
-    /// The kernel's error number, if it refused to: it is too old, or may not.
+    /// The error number with which the kernel refused to put memory into huge pages, because it is too old or
+    /// does not permit it; `None` if it never refused.
     pub merge_errno: Option<i32>,
 }
 
 impl Stats {
-    /// Runs one operation and counts it.
+    /// Runs a call, and counts it with its duration.
     pub fn timed<T>(&self, op: Op, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let started = Instant::now();
         let result = call();
@@ -156,17 +159,17 @@ impl Stats {
         result
     }
 
-    /// Counts a call that ended.
+    /// Counts a call that ended after `took`; `ok` is whether it succeeded.
     pub fn counted(&self, op: Op, took: Duration, ok: bool) {
         self.ops[op as usize].count(took, ok);
     }
 
-    /// Counts bytes that travelled over a link.
+    /// Counts bytes that a call moved over a link.
     pub fn travelled(&self, op: Op, bytes: u64) {
         self.ops[op as usize].moved(bytes);
     }
 
-    /// Counts what a copy moved.
+    /// Counts the bytes that a copy moved and, for a swap-in, its route.
     pub fn moved(&self, op: Op, outcome: &Outcome) {
         self.ops[op as usize].moved(outcome.bytes);
         if op == Op::SwapIn {
@@ -175,13 +178,14 @@ impl Stats {
         }
     }
 
-    /// Swap-ins that went straight, and through the ring.
+    /// Returns the number of swap-ins that were copied straight to their blocks, and through the staging
+    /// ring.
     #[must_use]
     pub fn swap_ins(&self) -> (u64, u64) {
         (self.direct.load(Ordering::Relaxed), self.ring.load(Ordering::Relaxed))
     }
 
-    /// Every operation as it is now.
+    /// Returns the current counters of every kind of call, with its name.
     #[must_use]
     pub fn ops(&self) -> Vec<(&'static str, OpState)> {
         Op::ALL.iter().map(|&(op, name)| (name, self.ops[op as usize].state())).collect()

@@ -1,6 +1,9 @@
-//! What only the C++ class says: its options, its structures, and lists of blocks (contract, C++ §2 to §4).
+//! Checks what exists only in the C++ class: its options, its structures and its lists of blocks
+//! (contract, C++ §2 to §4).
 //!
-//! Not for: rules it shares with the Python calls (the rest of `check`), or pointers (the C interface).
+//! The other modules of `validate` have the rules that the class shares with the Python calls. The C
+//! interface handles pointers. Unless stated otherwise, the functions return `Err(InvalidArgument)` for a
+//! value that breaks their rule.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -22,27 +25,28 @@ const LISTEN: &str = "llm.ListenIpInfo";
 const BUFFERS: &str = "llm.BufPoolCfg";
 const SWITCH: &str = "llm.EnableSwitchRole";
 const ONE_SIDED: &str = "llm.EnableRemoteCacheAccessible";
-/// `total_size` is a multiple of it, and `blk_size` is not larger.
+/// `total_size` must be a multiple of this number of bytes, and `blk_size` must not exceed it.
 const STEP: u64 = 2 << 20;
 
 /// The options of `Initialize`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// What the engine is opened with.
+    /// Configuration with which the engine is opened.
     pub config: Config,
-    /// Whether `SetRole` is allowed: unless `llm.EnableSwitchRole` is 0.
+    /// Whether `SetRole` is allowed. `false` if `llm.EnableSwitchRole` is 0.
     pub may_switch: bool,
-    /// Whether a link needs exactly one address of this side: unless `llm.LocalCommRes` is given.
+    /// Whether a link needs exactly one local address. `false` if `llm.LocalCommRes` is given.
     pub one_local: bool,
 }
 
-/// The role of a public number.
+/// Returns the role with a public number.
 pub fn role(number: i32) -> Result<Role> {
     let allowed = "kPrompt (1), kDecoder (2) or kMix (3)";
     Role::from_value(i64::from(number)).ok_or_else(|| Error::argument("role", number, allowed))
 }
 
-/// Reads the options of `Initialize` (contract, C++ §2, §4).
+/// Reads the options of `Initialize` (contract, C++ §2, §4). `Err(NotEnabled)` if `llm.DeviceId` names
+/// several devices; `Err(InvalidArgument)` for any other option that breaks a rule.
 pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>) -> Result<Options> {
     let text = |key: &str| given.get(key).map(String::as_str);
     let filled = |key: &str| text(key).filter(|text| !text.is_empty());
@@ -61,13 +65,15 @@ pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>)
     match buffers {
         _ if config.device_pool.is_some() => {}
         Some(bytes) => config.device_pool = Some(PoolConfig::about(bytes)),
-        // Programs of the class configure no pool: as in the mode of the `KvCacheManager`, there is one nevertheless.
+        // Programs that use the class configure no pool, so the engine provides one, as in `KvCacheManager`
+        // mode.
         None => config.device_share = Some(Share::DEFAULT),
     }
     Ok(Options { config, may_switch, one_local: filled("llm.LocalCommRes").is_none() })
 }
 
-/// `llm.DeviceId`: one device number. A list of several is understood, and not served.
+/// Returns the device number of `llm.DeviceId`. A list of several devices is parsed but not supported:
+/// `Err(NotEnabled)`.
 fn device_id(text: Option<&str>) -> Result<String> {
     let Some(text) = text else {
         let text = format!("{DEVICE_ID} is missing");
@@ -89,8 +95,8 @@ fn device_id(text: Option<&str>) -> Result<String> {
     Err(Error::new(ErrorKind::NotEnabled, text))
 }
 
-/// `llm.BufPoolCfg`: the bytes of the device pool. Its size classes are checked, and not needed: the pool serves every
-/// size from one stretch.
+/// Returns the bytes of the device pool from `llm.BufPoolCfg`. The size classes are checked but not used,
+/// because the pool serves every size from one region.
 pub fn buffer_pool(text: &str) -> Result<u64> {
     let invalid = |reason: String| {
         Error::new(ErrorKind::InvalidArgument, format!("{BUFFERS}: {reason}")).with("text", clipped(text))
@@ -143,7 +149,9 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
     }
 }
 
-/// Where to listen after `SetRole(to)`, for an engine that listens at `now`.
+/// Returns the address to listen on after `SetRole(to)`, for an engine that listens on `now`.
+/// `Err(NotEnabled)` if the options do not allow `SetRole`, or if another address is given with
+/// `llm.TransferBackend = hixl`; `Err(InvalidArgument)` for an invalid address, or for a prompt without one.
 pub fn set_role(
     options: &Options,
     to: Role,
@@ -175,7 +183,7 @@ fn text_of(address: Option<SocketAddr>) -> String {
     address.map_or_else(|| "none".into(), |address| address.to_string())
 }
 
-/// The limit of a link call: milliseconds above 0.
+/// Returns the timeout of a link call, which must be above 0 milliseconds.
 pub fn link_timeout(millis: i32) -> Result<Duration> {
     match u64::try_from(millis) {
         Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
@@ -183,12 +191,12 @@ pub fn link_timeout(millis: i32) -> Result<Duration> {
     }
 }
 
-/// A link call names at least one cluster.
+/// Checks that a link call names at least one cluster.
 pub fn clusters(count: usize) -> Result<()> {
     if count > 0 { Ok(()) } else { Err(Error::argument("clusters", "[]", "at least one cluster")) }
 }
 
-/// The address of one end: IPv4, no host name.
+/// Returns the address of one end of a link. It must be IPv4; host names are not accepted.
 pub fn ip_info(ip: &str, port: u16) -> Result<SocketAddr> {
     match ip.parse::<Ipv4Addr>() {
         Ok(ip) => Ok(SocketAddr::new(ip.into(), port)),
@@ -196,8 +204,8 @@ pub fn ip_info(ip: &str, port: u16) -> Result<SocketAddr> {
     }
 }
 
-/// A descriptor as the class gives it. Only the size of an element matters here, so types of the same size that the
-/// Python API does not have are read as one that it has.
+/// Returns a descriptor from the fields of the C++ structure. Only the size of an element matters here. So a
+/// type that the Python API does not have is read as a type of the same size.
 pub fn desc(placement: u32, num_tensors: u32, data_type: i32, shape: &[i64]) -> Result<CacheDesc> {
     let placement = self::placement(placement)?;
     Ok(CacheDesc { num_tensors, shape: shape.to_vec(), data_type: element(data_type)?, placement })
@@ -229,7 +237,8 @@ fn element(number: i32) -> Result<DataType> {
     Ok(alike)
 }
 
-/// `AllocateCache` serves device memory only, and there must be room for the addresses of all tensors.
+/// Checks that `AllocateCache` is asked for device memory, and that `room` suffices for the addresses of all
+/// tensors.
 pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
     if desc.placement == Placement::Host {
         return Err(Error::argument("placement", "kHost", "kDevice; RegisterKvCache takes host memory"));
@@ -241,23 +250,23 @@ pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
     Err(Error::argument("num_addrs", room, format_args!("room for {tensors} addresses")))
 }
 
-/// What a structure says of the cache whose id it has.
+/// The fields of a C++ structure that names a cache by its id.
 #[derive(Clone, Copy, Debug)]
 pub struct Stated<'a> {
-    /// Where it is; the default, device, where only the id counts.
+    /// Number of the placement. It has its default, device, if the structure has only an id.
     pub placement: u32,
-    /// Its addresses; none where only the id counts.
+    /// Addresses of the tensors. Empty if the structure has only an id.
     pub addrs: &'a [u64],
-    /// Its tensors; 0 where only the id counts.
+    /// Number of tensors. 0 if the structure has only an id.
     pub num_tensors: u32,
-    /// Its element type.
+    /// Number of the element type.
     pub data_type: i32,
-    /// Its dimensions.
+    /// Dimensions of each tensor.
     pub shape: &'a [i64],
 }
 
-/// A structure that names a cache of this engine must not say something else of it: its addresses and sizes, where
-/// given, are those of the cache (`tests/test_cpp.py`).
+/// Checks that a structure does not contradict the cache of this engine that it names: its placement and,
+/// where given, its addresses and sizes must be those of the cache (`tests/test_cpp.py`).
 pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
     if !given.addrs.is_empty() && given.addrs != addrs {
         let text = "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address";
@@ -286,18 +295,19 @@ pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
         .with("cache", sizes(of.num_tensors(), of.rows(), of.tensor_bytes())))
 }
 
-/// A structure that says where its memory is: the source of a push is in device memory.
+/// Checks the placement in a structure that states where its memory is: the source of a push must be in
+/// device memory.
 pub fn pushed(call: &str, number: u32) -> Result<()> {
     super::layer_ranges::pushes_from(call, placement(number)?)
 }
 
-/// What `CopyKvCache` refuses whatever its caches are: before one is looked for.
+/// Checks the arguments of `CopyKvCache` that do not depend on its caches, before a cache is looked up.
 pub fn copied(src_placement: u32, size: i64) -> Result<()> {
     super::copied_from(placement(src_placement)?)?;
     super::copy_size(size)
 }
 
-/// A call that names blocks names no slot.
+/// Checks that a call with block lists names no slot.
 pub fn no_slot(name: &str, batch_index: u32) -> Result<()> {
     if batch_index == 0 {
         Ok(())
@@ -306,7 +316,8 @@ pub fn no_slot(name: &str, batch_index: u32) -> Result<()> {
     }
 }
 
-/// A list of blocks as the core counts them.
+/// Converts a list of block numbers to the signed numbers that the other checks take. The list must not be
+/// empty.
 pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
     let block = |(at, &block): (usize, &u64)| {
         i64::try_from(block)
@@ -317,7 +328,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
     Ok(blocks)
 }
 
-/// The pairs of `CopyKvBlocks`: every list of destinations is one for all sources.
+/// Returns the block pairs of `CopyKvBlocks`. Each list of destinations has one block for each source block.
 pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     let src = blocks("src_blocks", src)?;
     if lists.is_empty() {
@@ -333,7 +344,7 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     Ok(pairs)
 }
 
-/// Layer ranges as the class gives them.
+/// Returns the layer ranges from the fields of the C++ structure.
 #[must_use]
 pub fn ext_param(src: (i32, i32), dst: (i32, i32), tensor_num_per_layer: u8) -> ExtParam {
     ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer }

@@ -1,14 +1,12 @@
-//! JSON texts of options and rank tables, with a bound on how deep they may be nested.
-//!
-//! Not for: what the values mean.
+//! Parses the JSON texts of options and rank tables, and limits how deeply they are nested.
 
 use serde::de::Error;
 use serde_json::Value;
 
-/// How deep objects and lists may be nested (contract §17). No option needs more than four levels.
+/// Deepest nesting of objects and lists (contract §17). No option needs more than four levels.
 const DEEPEST: usize = 64;
 
-/// Reads `text`.
+/// Parses `text`. Returns `Err` if it is not JSON or is nested too deeply.
 pub(super) fn json(text: &str) -> serde_json::Result<Value> {
     if deeper_than(text, DEEPEST) {
         return Err(Error::custom(format_args!("it is nested deeper than {DEEPEST} levels")));
@@ -16,7 +14,7 @@ pub(super) fn json(text: &str) -> serde_json::Result<Value> {
     serde_json::from_str(text)
 }
 
-/// Whether more than `levels` brackets are open at once, brackets inside of strings not counted.
+/// Returns whether more than `levels` brackets are open at once. Brackets inside strings do not count.
 fn deeper_than(text: &str, levels: usize) -> bool {
     let (mut depth, mut inside, mut escaped) = (0_usize, false, false);
     for byte in text.bytes() {

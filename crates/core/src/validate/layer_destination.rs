@@ -1,6 +1,7 @@
-//! Where the bytes of a layer land at a peer, once it has said what is there: contract §8.2.
+//! Checks where the bytes of a layer are written at a peer, once the peer has described the destination
+//! (contract §8.2).
 //!
-//! Not for: what this side alone decides of a layer-wise transfer (`layerwise`), or which tensors are a layer.
+//! `layerwise` has the checks that need only local data.
 
 use super::layerwise::LayerRows;
 use super::transfer::{RemoteCache, cut, equal_blocks, reachable, remote_row};
@@ -10,10 +11,10 @@ use crate::fallible;
 use crate::model::{CacheKind, Geometry};
 use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
-/// RemoteCache memory that a tensor of this side goes to.
+/// Memory of a peer into which a tensor of the local cache is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Landing {
-    /// A tensor of a cache: the slot or blocks that are named.
+    /// A tensor of a cache: the slot named by the key, or the blocks named by the call.
     Cache(RemoteCache),
     /// An address inside a tensor of a cache.
     Memory {
@@ -24,7 +25,8 @@ pub enum Landing {
     },
 }
 
-/// What moves of one tensor of the local cache: the same for every tensor that lands alike.
+/// Returns what moves of one tensor of the local cache. The result holds for every tensor with an equal
+/// destination. `Err(InvalidArgument)` if the destination does not fit the source.
 pub fn landing(local: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Result<Moves> {
     let here = local.geometry;
     if let Landing::Cache(remote) = to {
@@ -65,7 +67,8 @@ pub fn landing(local: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resu
     Ok(Moves { pieces, src_tensor: 0, dst_tensor: 0, num_tensors: 1, local_rows, whole: false })
 }
 
-/// The layers written must be in the remote cache: `layers` of `per_layer` tensors each, from layer `first`.
+/// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,
+/// from layer `first`. `Err(InvalidArgument)` if they are not.
 pub fn landed_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
     let tensors = remote.side.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
@@ -77,7 +80,8 @@ pub fn landed_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u3
     Err(Error::argument("dst_layer_range", value, allowed).with("far_num_tensors", tensors))
 }
 
-/// What is read, and where it goes counted from the start of the far memory.
+/// Returns the pieces, with destinations counted from the start of the remote memory, and the local rows they
+/// read.
 fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec<u64>)> {
     let slot = u64::from(src_row);
     match rows {
@@ -124,7 +128,7 @@ fn whole_blocks(block_bytes: u64, remote: Geometry) -> Result<()> {
     Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
 }
 
-/// The `at`-th piece does not fit the `room` that the peer has.
+/// Returns the error for piece `at`, which does not fit into the `room` bytes that the peer has.
 #[cold]
 fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
     let error = match rows {

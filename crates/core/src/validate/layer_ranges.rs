@@ -1,6 +1,8 @@
-//! Ranges of layers → tensors, for pull, push and the seed's `PushKvCache`: three entrances with rules of their own.
+//! Converts ranges of layers to tensors, for pull, push and the original's `PushKvCache`, each of which has
+//! its own rules.
 //!
-//! Not for: which rows of the tensors move (`transfer`).
+//! `transfer` determines which rows of these tensors move. The functions return `Err(InvalidArgument)` for a
+//! range that breaks a rule.
 
 use super::{Side, batch_cache};
 use crate::config::Role;
@@ -8,39 +10,39 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Geometry, Placement};
 use crate::plan::{Moves, Pieces};
 
-/// Layers `first..end`; none at all if `end` is not above `first`.
+/// The layers `first..end`. The range is empty if `end` is not above `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerRange {
-    /// The first layer.
+    /// Index of the first layer.
     pub first: u32,
-    /// The first layer after it.
+    /// Index after the last layer.
     pub end: u32,
 }
 
-/// Which layers go where. The source is the remote side of a pull and the local side of a push.
+/// The layers of a transfer. The source is the remote cache in a pull and the local cache in a push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layers {
-    /// Read; `None` for all.
+    /// Layers that are read; `None` for all.
     pub src: Option<LayerRange>,
-    /// Written; `None` for all.
+    /// Layers that are written; `None` for all.
     pub dst: Option<LayerRange>,
-    /// Tensors of one layer.
+    /// Number of tensors in one layer.
     pub tensors_per_layer: u32,
 }
 
 impl Layers {
-    /// Every layer.
+    /// All layers.
     pub const ALL: Layers = Layers { src: None, dst: None, tensors_per_layer: 1 };
 }
 
-/// The seed's `KvCacheExtParam`: both ends of a range belong to it, (−1, −1) is all layers.
+/// The original's `KvCacheExtParam`. Both ends of a range are included; (−1, −1) means all layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExtParam {
-    /// Layers read.
+    /// Layers that are read.
     pub src_layer_range: (i32, i32),
-    /// Layers written.
+    /// Layers that are written.
     pub dst_layer_range: (i32, i32),
-    /// Tensors of one layer.
+    /// Number of tensors in one layer.
     pub tensor_num_per_layer: u8,
 }
 
@@ -51,20 +53,20 @@ impl Default for ExtParam {
 }
 
 impl ExtParam {
-    /// Whether it names all layers of both sides.
+    /// Returns whether it names all layers of both caches.
     fn all(self) -> bool {
         self.src_layer_range == (-1, -1) && self.dst_layer_range == (-1, -1)
     }
 }
 
-/// `size` of a push must be −1 (all).
+/// Checks that the `size` of a push is −1 (all bytes).
 pub fn push_size(size: i64) -> Result<()> {
     if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
 }
 
-/// The seed's `PushKvCache`: its own rules for role, source, size and layers (seed `PushKvCache.md`; contract
-/// §13.3). The role mix is a prompt as well (contract, C++ §7). The layers it returns go to
-/// [`push_local`](super::push_local) and [`push`](super::push).
+/// Checks the arguments of the original's `PushKvCache`, which has its own rules for role, source, size and
+/// layers (contract §13.3). The role mix may push as well as prompt (contract, C++ §7). The layers it returns
+/// are an argument of [`push_local`](super::push_local) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
     pushes_from("PushKvCache", local.placement)?;
@@ -72,14 +74,15 @@ pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Resul
     push_kv_layers(local.geometry, ext)
 }
 
-/// The C++ class's `PushKvBlocks`: role, source and layers as for [`push_kv_cache`].
+/// Checks the arguments of `PushKvBlocks` of the C++ class: role, source and layers as in [`push_kv_cache`].
 pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvBlocks", role, -1, ext)?;
     pushes_from("PushKvBlocks", local.placement)?;
     push_kv_layers(local.geometry, ext)
 }
 
-/// What a push refuses whatever its cache is: before a cache is looked for (contract, C++ §4).
+/// Checks the arguments of a push that do not depend on its cache, before a cache is looked up
+/// (contract, C++ §4).
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
@@ -91,8 +94,8 @@ pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result
     same_spans(layers(ext.src_layer_range), layers(ext.dst_layer_range))
 }
 
-/// What no cache makes right: the order of the ends of a range, one range without the other, layers without tensors
-/// (contract, C++ §5).
+/// Checks the rules that do not depend on a cache: the order of the two ends of a range, one range without
+/// the other, and layers without tensors (contract, C++ §5).
 pub fn ext_alone(ext: ExtParam) -> Result<()> {
     if !ext.all() {
         for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
@@ -109,7 +112,7 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
     tensors_per_layer(u32::from(ext.tensor_num_per_layer))
 }
 
-/// A push of the class reads device memory.
+/// Checks that a push of the C++ class reads device memory.
 pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
     if from == Placement::Device {
         return Ok(());
@@ -120,14 +123,15 @@ pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
 
 fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() && ext.tensor_num_per_layer == ExtParam::default().tensor_num_per_layer {
-        // Nothing was asked for, of a cache of one tensor as of any other.
+        // The caller gave no layer arguments, so the default holds even for a cache of one tensor.
         return Ok(Layers::ALL);
     }
     layer_of(local, ext)?;
     if ext.all() { Ok(Layers::ALL) } else { ext_layers(local, ext, (local.num_tensors(), u32::MAX)) }
 }
 
-/// The C++ class's pulls: the same ranges, of which the destination is this side's (contract, C++ §5).
+/// Checks the layers of the C++ class's pulls. The ranges have the same form, and the destination is the
+/// local cache (contract, C++ §5).
 pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     if ext.all() {
         return tensors_per_layer(u32::from(ext.tensor_num_per_layer)).map(|()| Layers::ALL);
@@ -136,7 +140,7 @@ pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
     ext_layers(local, ext, (u32::MAX, local.num_tensors()))
 }
 
-/// `tensor_num_per_layer` must be 1 to all tensors.
+/// Checks that `tensor_num_per_layer` is 1 to the number of tensors.
 fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
     let (tensors, per_layer) = (local.num_tensors(), u32::from(ext.tensor_num_per_layer));
     if (1..=tensors).contains(&per_layer) {
@@ -145,8 +149,9 @@ fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
     Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
 }
 
-/// Both ranges, within as many tensors as the two sides are known to have. The seed lets the default of
-/// `tensor_num_per_layer` stay where it does not divide them: then the last tensors belong to no layer.
+/// Returns both ranges, checked against the known numbers of source and destination tensors (`u32::MAX` if
+/// unknown). The default of `tensor_num_per_layer` need not divide the number of tensors; the last tensors
+/// then belong to no layer (contract, C++ §5).
 fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<Layers> {
     let per_layer = u32::from(ext.tensor_num_per_layer);
     let whole = local.num_tensors().is_multiple_of(per_layer);
@@ -160,7 +165,7 @@ fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<
         return Ok(Layers { src: Some(src), dst: Some(dst), tensors_per_layer: per_layer });
     }
     same_spans(span(src), span(dst))?;
-    // The same tensors, as layers of one each.
+    // The same tensors, as layers of one tensor each.
     let tensors = |range: LayerRange| LayerRange {
         first: range.first.saturating_mul(per_layer),
         end: range.end.saturating_mul(per_layer),
@@ -168,7 +173,7 @@ fn ext_layers(local: Geometry, ext: ExtParam, (src, dst): (u32, u32)) -> Result<
     Ok(Layers { src: Some(tensors(src)), dst: Some(tensors(dst)), tensors_per_layer: 1 })
 }
 
-/// Layers `first` to `last` of `layers`, both included.
+/// Converts `first` and `last`, both included, to a range within `layers` layers.
 fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<LayerRange> {
     match (u32::try_from(first), u32::try_from(last)) {
         (Ok(first), Ok(last)) if first <= last && last < layers => Ok(LayerRange { first, end: last + 1 }),
@@ -180,7 +185,7 @@ fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<Layer
     }
 }
 
-/// `count` tensors, from `src` of the one cache into `dst` of the other.
+/// `count` tensors, copied from tensor `src` of one cache into tensor `dst` of the other.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tensors {
     pub(super) src: u64,
@@ -190,14 +195,14 @@ pub(super) struct Tensors {
 
 impl Tensors {
     pub(super) fn moves(self, pieces: Pieces, local_rows: Vec<u64>, whole: bool) -> Moves {
-        // Both were found inside a cache, whose tensors 32 bits count.
+        // Both were found to be inside a cache, whose number of tensors fits in 32 bits.
         let first = |tensor: u64| u32::try_from(tensor).unwrap_or(u32::MAX);
         let (src_tensor, dst_tensor) = (first(self.src), first(self.dst));
         Moves { pieces, src_tensor, dst_tensor, num_tensors: self.count, local_rows, whole }
     }
 }
 
-/// The tensors of a range of layers: the first, and how many.
+/// Returns the first tensor of a range of layers, and the number of its tensors.
 fn tensors(range: LayerRange, per_layer: u32) -> (u64, u64) {
     let layers = u64::from(range.end.saturating_sub(range.first));
     (u64::from(range.first) * u64::from(per_layer), layers * u64::from(per_layer))
@@ -207,7 +212,8 @@ pub(super) fn layers_given(range: Option<LayerRange>) -> Option<LayerRange> {
     range.filter(|range| range.end > range.first)
 }
 
-/// §7.12: an empty range is all; a source alone must be as long as everything written here.
+/// Returns the tensors of a pull (contract §7.12). An empty range means all layers. A source range without a
+/// destination range must have as many tensors as the local cache.
 pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     let per_layer = layers.tensors_per_layer;
     let all = (0, u64::from(local.num_tensors()));
@@ -228,7 +234,8 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     Ok(Tensors { src: src_first, dst: first, count })
 }
 
-/// §7.14: without ranges, all whole layers of this side on both; fewer tensors than one layer are no layer at all.
+/// Returns the tensors of a push (contract §7.14). Without ranges, these are all complete layers of the local
+/// cache, in both caches. There are none if the local cache has fewer tensors than one layer.
 pub(super) fn push_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     per_layer(layers)?;
     push_spans(layers)?;
@@ -252,12 +259,13 @@ pub(super) fn per_layer(layers: Layers) -> Result<()> {
     tensors_per_layer(layers.tensors_per_layer)
 }
 
-/// `tensor_num_per_layer`: above 0.
+/// Checks that `tensor_num_per_layer` is above 0.
 pub fn tensors_per_layer(count: u32) -> Result<()> {
     if count > 0 { Ok(()) } else { Err(Error::argument("tensor_num_per_layer", 0, "above 0")) }
 }
 
-/// The ranges of a push, apart from any cache: both or none, each with a layer, equally long.
+/// Checks the ranges of a push without regard to a cache: both or none are given, each has at least one
+/// layer, and both have the same length.
 pub fn push_spans(layers: Layers) -> Result<()> {
     let (src, dst) = match (layers.src, layers.dst) {
         (None, None) => return Ok(()),

@@ -1,77 +1,80 @@
-//! The layer-wise asynchronous transfer: arguments → what of each layer moves, and where to (contract §8.1, seed
-//! `transfer_cache_async.md`).
+//! Checks the arguments of a layer-wise transfer, and returns what moves of each layer and to where
+//! (contract §8.1).
 //!
-//! Not for: waiting for layers (`task`), or what only the peer knows of its caches (`landing`).
+//! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
+//! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
 use super::{LayerRange, Side};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, ClusterId, Geometry, Name, Placement};
 
-/// The lists of a transfer, as given; an empty one was not given.
+/// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LayerwiseArgs {
-    /// Blocks read.
+    /// Blocks that are read.
     pub src_blocks: Vec<u64>,
-    /// Blocks written.
+    /// Blocks that are written.
     pub dst_blocks: Vec<u64>,
-    /// Bytes of a block that is written, in one tensor.
+    /// Bytes of a written block in one tensor.
     pub dst_block_bytes: Option<u64>,
-    /// Tensors of one layer.
+    /// Number of tensors in one layer.
     pub tensors_per_layer: u32,
 }
 
-/// What of each layer moves.
+/// The rows of a layer that move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayerRows {
-    /// The batch slot that the destination names. A blocks cache is one slot of one block here, its first
+    /// The batch slot that the destination names. A blocks cache counts as one slot of one block, its first
     /// (contract §17).
     Slot,
     /// Blocks into blocks, pair by pair.
     Blocks {
-        /// Read.
+        /// Blocks that are read.
         src: Vec<u64>,
-        /// Written.
+        /// Blocks that are written.
         dst: Vec<u64>,
     },
-    /// That batch slot, cut into blocks from its start.
+    /// The batch slot that the destination names, cut into blocks from its start.
     SlotToBlocks {
-        /// Written.
+        /// Blocks that are written.
         dst: Vec<u64>,
-        /// Bytes of each, in one tensor.
+        /// Bytes of each block in one tensor.
         block_bytes: u64,
     },
 }
 
-/// One destination: a config of the public API.
+/// One destination of a transfer: a config of the public API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Destination {
-    /// Who owns it.
+    /// Cluster that owns the destination.
     pub cluster: ClusterId,
-    /// What of its memory is written.
+    /// Memory of the peer that is written.
     pub target: Target,
-    /// Layers read.
+    /// Layers that are read.
     pub src_layers: LayerRange,
-    /// The batch slot read.
+    /// Batch slot that is read.
     pub src_row: u32,
 }
 
-/// Memory of a peer that layers go to.
+/// Memory of a peer into which layers are written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Where each tensor starts, in the peer's process: those of the first layer first.
+    /// Address of each tensor in the peer's process, starting with the tensors of the first layer.
     Addresses(Vec<u64>),
     /// A cache of the peer.
     Cache {
-        /// By this name.
+        /// Name of the cache.
         name: Name,
-        /// Where the first layer goes; the others follow.
+        /// Layer into which the first layer is written; the others follow it.
         first_layer: u32,
     },
 }
 
-/// What of each layer moves (contract §8.1, rows 2, 6 to 8, 11 and 12, in this order; each is a function of its own
-/// besides, for those who have other checks in between).
+/// Returns which rows of each layer move.
+///
+/// The checks are rows 2, 6 to 8, 11 and 12 of contract §8.1, in this order. Each is also a function of its
+/// own, for callers that make other checks in between.
 pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     source_placement(local.placement)?;
     block_lists(args)?;
@@ -93,7 +96,7 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     }
 }
 
-/// Row 2: layers are sent from device memory.
+/// Row 2: checks that the source is in device memory.
 pub fn source_placement(placement: Placement) -> Result<()> {
     if placement == Placement::Device {
         return Ok(());
@@ -102,7 +105,7 @@ pub fn source_placement(placement: Placement) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// Rows 6 to 8: which of the lists go together, and with a block size.
+/// Rows 6 to 8: checks that the lists and the block size can be combined.
 pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
     let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
     match (args.src_blocks.len(), args.dst_blocks.len()) {
@@ -119,7 +122,7 @@ pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
     }
 }
 
-/// Row 11: a block size says nothing without blocks; 0 is none (seed `transfer_cache_async.md`).
+/// Row 11: checks that no block size is given without destination blocks; 0 counts as not given.
 pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
     match args.dst_block_bytes {
         Some(bytes @ 1..) if args.dst_blocks.is_empty() => {
@@ -129,7 +132,7 @@ pub fn block_bytes_alone(args: &LayerwiseArgs) -> Result<()> {
     }
 }
 
-/// Row 12: every tensor belongs to a layer. How many layers that are.
+/// Row 12: checks that every tensor belongs to a layer, and returns the number of layers.
 pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
     super::tensors_per_layer(tensors_per_layer)?;
     let tensors = local.num_tensors();
@@ -140,7 +143,8 @@ pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
     Err(Error::argument("num_tensors", tensors, allowed))
 }
 
-/// §8.2: blocks go into blocks of their own size; 0 or nothing stands for it.
+/// Checks that blocks are copied into blocks of the same size (contract §8.1). 0 or no size stands for that
+/// size.
 fn equal_blocks(local: Geometry, given: Option<u64>) -> Result<()> {
     match given {
         Some(bytes @ 1..) if bytes != local.row_bytes() => {
@@ -151,7 +155,8 @@ fn equal_blocks(local: Geometry, given: Option<u64>) -> Result<()> {
     }
 }
 
-/// A blocks cache without lists is one slot of one block, and goes to the first slot or block of the remote cache.
+/// Checks that a blocks cache without lists, which is one slot of one block, goes to the first slot or block
+/// of the remote cache.
 fn one_block(to: &Destination) -> Result<()> {
     match to.target {
         Target::Cache { name: Name::Row { row: row @ 1.., .. }, .. } => {
@@ -165,7 +170,7 @@ fn one_block(to: &Destination) -> Result<()> {
     }
 }
 
-/// Rows 13 and 13a: what one destination reads, and whether there are as many addresses as tensors.
+/// Rows 13 and 13a: checks what one destination reads, and that it has one address for each tensor.
 pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Result<()> {
     let (row, range) = (to.src_row, to.src_layers);
     let blocks = !args.src_blocks.is_empty();

@@ -1,8 +1,9 @@
-//! Raw arguments → checked requests: the only place that knows what an argument may be.
+//! Turns raw arguments into checked requests. Only this module has the rules for arguments.
 //!
-//! What is refused elsewhere is refused for the state things are in (a key that is taken, an address that is not mapped).
-//! Handed descriptions ([`Side`]), never the table, so it stays pure: no memory, no I/O, no clock. Not for: types and
-//! widths of Python values (the binding) or where bytes go (`plan`).
+//! Other modules refuse a call only because of the current state: for example, a key is already bound, or an
+//! address is not mapped. The checks receive descriptions ([`Side`]) and never the cache table, so they are
+//! pure: no memory, no I/O, no clock. The Python binding checks types and integer widths; `plan` computes
+//! which bytes are copied to where.
 
 pub mod cpp;
 mod json;
@@ -40,49 +41,50 @@ use crate::fallible;
 use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
 use crate::plan::{BlockPairs, CopyRange};
 
-/// What `check` needs to know of one end of a copy.
+/// One end of a copy, as far as the checks need it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Side {
-    /// Its sizes.
+    /// Sizes of the cache.
     pub geometry: Geometry,
-    /// How its rows are read.
+    /// What a row of the cache is.
     pub kind: CacheKind,
-    /// Which pool it belongs to.
+    /// Placement of the cache.
     pub placement: Placement,
 }
 
-/// Whether a pool is there for each placement.
+/// Which placements have a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pools {
-    /// `host_mem_pool_cfg` was given.
+    /// Whether `host_mem_pool_cfg` was given.
     pub host: bool,
-    /// `mem_pool_cfg` was given.
+    /// Whether `mem_pool_cfg` was given.
     pub device: bool,
 }
 
-/// A request for memory that makes sense.
+/// A checked request for memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocate {
-    /// Sizes, kind and placement.
+    /// Sizes, kind and placement of the cache.
     pub side: Side,
-    /// Which key names which row; placeholders and overwritten duplicates are gone.
+    /// The row that each key names. Placeholders and overwritten duplicates are removed.
     pub keys: Vec<(u64, CacheKey)>,
 }
 
-/// `copy_cache` as the caller gave it.
+/// The arguments of `copy_cache` as the caller gave them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyArgs {
-    /// Batch slot written.
+    /// Batch slot that is written.
     pub dst_batch_index: u32,
-    /// Batch slot read.
+    /// Batch slot that is read.
     pub src_batch_index: u32,
-    /// Bytes skipped at the start of both slots.
+    /// Bytes to skip at the start of both slots.
     pub offset: u64,
-    /// Bytes copied in every tensor; −1 for the rest of the source slot.
+    /// Bytes to copy in every tensor; −1 for the rest of the source slot.
     pub size: i64,
 }
 
-/// A cache to take from a pool (contract §7.1, §7.3, §12.2).
+/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2). `Err(InvalidArgument)` for an
+/// invalid descriptor, a placement without a pool, or more keys than rows.
 pub fn allocate(
     desc: &CacheDesc,
     kind: CacheKind,
@@ -109,9 +111,10 @@ pub fn allocate(
     Ok(Allocate { side, keys: bindings(keys)? })
 }
 
-/// The row each key names: position in the list; placeholders bind nothing; of duplicates the last takes effect.
+/// Returns the row that each key names, which is its position in the list. A placeholder (`None`) binds
+/// nothing. Of equal keys, the last one takes effect. `Err(OutOfMemory)` if the list cannot be allocated.
 pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
-    /// What the lists are for, should there be no memory for one.
+    /// Name of the lists in out-of-memory errors.
     const KEYS: &str = "the keys of a cache";
     if let [only] = keys {
         return Ok(only.iter().map(|&key| (0, key)).collect());
@@ -127,7 +130,8 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
     Ok(bound)
 }
 
-/// Addresses of the caller's own memory (contract §7.6, §7.7, §4.3).
+/// Checks the addresses of memory that the caller owns (contract §7.6, §7.7, §4.3). `Err(InvalidArgument)`
+/// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64.
 pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Side> {
     if addrs.is_empty() {
         return Err(Error::argument("addrs", "[]", "one address per tensor"));
@@ -149,7 +153,7 @@ pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Sid
     Ok(Side { geometry, kind, placement: desc.placement })
 }
 
-/// `name` must not be a blocks cache.
+/// Checks that the cache called `name` is not a blocks cache.
 pub fn batch_cache(name: &str, kind: CacheKind) -> Result<()> {
     match kind {
         CacheKind::Batch => Ok(()),
@@ -157,7 +161,7 @@ pub fn batch_cache(name: &str, kind: CacheKind) -> Result<()> {
     }
 }
 
-/// `name` must be a blocks cache.
+/// Checks that the cache called `name` is a blocks cache.
 pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
     match kind {
         CacheKind::Blocks => Ok(()),
@@ -170,7 +174,7 @@ fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, format!("{name} is {is}; this call needs {needed}"))
 }
 
-/// `size` must be −1 (all) or above zero.
+/// Checks that `size` is −1 (all bytes) or above 0.
 pub fn copy_size(size: i64) -> Result<()> {
     if size == -1 || size > 0 {
         Ok(())
@@ -179,7 +183,8 @@ pub fn copy_size(size: i64) -> Result<()> {
     }
 }
 
-/// One range of one slot, in every tensor (contract §7.9).
+/// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(UnlikeTensors)` if the caches
+/// have different numbers of tensors; otherwise `Err(InvalidArgument)`.
 pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
     batch_cache("src", src.kind)?;
@@ -196,7 +201,7 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     if offset > 0 && offset >= room {
         return Err(Error::argument("offset", offset, format_args!("below the slot size, {room} bytes")));
     }
-    // −1 means the rest of the *source* slot, so it does not fit a smaller destination.
+    // −1 means the rest of the *source* slot, so it fails if the destination slot is smaller.
     let bytes = if size == -1 { from.row_bytes() - offset } else { size.unsigned_abs() };
     if bytes > room - offset {
         let allowed = format!(
@@ -217,7 +222,7 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     })
 }
 
-/// The seed's `CopyKvCache`: the same ranges, but only device to device and device to host.
+/// Checks a copy of the original's `CopyKvCache`: the same ranges, but only from device memory.
 pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     copied_from(src.placement)?;
     copy_cache(src, dst, args)
@@ -231,7 +236,7 @@ fn copied_from(placement: Placement) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// The cache called `name` must be in memory of the device (contract §9.1).
+/// Checks that the cache called `name` is in device memory (contract §9.1).
 pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     match placement {
         Placement::Device => Ok(()),
@@ -242,33 +247,36 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     }
 }
 
-/// As [`copy_cache`], for the mode of the `KvCacheManager`: device to device only (contract §9.2).
+/// Checks a copy in `KvCacheManager` mode: like [`copy_cache`], but from device to device only
+/// (contract §9.2).
 pub fn copy_on_device(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     on_device("dst", dst.placement)?;
     on_device("src", src.placement)?;
     copy_cache(src, dst, args)
 }
 
-/// Blocks copied inside one cache (contract §7.10).
+/// Checks a copy of blocks within one cache (contract §7.10).
 pub fn copy_blocks(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("cache", cache.kind)?;
     block_pairs(pairs, cache.geometry, cache.geometry)
 }
 
-/// As [`copy_blocks`], for the mode of the `KvCacheManager`: rows of a device cache of either kind (contract §9.1).
+/// Checks a copy of blocks in `KvCacheManager` mode: like [`copy_blocks`], but for rows of a device cache of
+/// either kind (contract §9.1).
 pub fn copy_rows(cache: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     on_device("cache", cache.placement)?;
     block_pairs(pairs, cache.geometry, cache.geometry)
 }
 
-/// Blocks moved between a host and a device cache (contract §7.11).
+/// Checks a swap of blocks between a host cache and a device cache (contract §7.11).
 pub fn swap_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     blocks_cache("src_cache", src.kind)?;
     blocks_cache("dst_cache", dst.kind)?;
     swap_rows(src, dst, pairs)
 }
 
-/// As [`swap_blocks`], for the mode of the `KvCacheManager`: rows of caches of either kind (contract §9.1).
+/// Checks a swap in `KvCacheManager` mode: like [`swap_blocks`], but for rows of caches of either kind
+/// (contract §9.1).
 pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     let checked = equal_pairs(src, dst, pairs)?;
     if src.placement == dst.placement {
@@ -281,7 +289,8 @@ pub fn swap_rows(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPair
     Ok(checked)
 }
 
-/// The C++ class's `CopyKvBlocks`: rows of caches of either kind, and not from host to host (contract, C++ §4).
+/// Checks a copy of the C++ class's `CopyKvBlocks`: rows of caches of either kind, but not from host to host
+/// (contract, C++ §4).
 pub fn copy_kv_blocks(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs> {
     let checked = equal_pairs(src, dst, pairs)?;
     if (src.placement, dst.placement) == (Placement::Host, Placement::Host) {

@@ -1,6 +1,8 @@
-//! Option texts → [`Config`]: everything `init` refuses, refused before anything is allocated or opened.
+//! Turns option texts into a [`Config`], so that `init` refuses every invalid option before it allocates or
+//! opens anything.
 //!
-//! Not for: the Python-side rules of `LLMDataDist.init` (which options imply which), or single values (`values`).
+//! Rules about which options imply others in `LLMDataDist.init` are in the Python package; rules for single
+//! values are in `values`.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,10 +17,11 @@ use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 
-/// Most a host pool may have (seed `deprecated.md`, `host_mem_pool_cfg`: 20 G).
+/// Most bytes of a host pool (contract §5.1).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 
-/// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored, unusable values are not.
+/// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored. `Err(InvalidArgument)` for an
+/// invalid value.
 pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
     let text = |key: &str| options.get(key).map(String::as_str);
     let mut config = Config::new(role, cluster);
@@ -52,7 +55,8 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     Ok(config)
 }
 
-/// What goes without saying in this mode: a device pool.
+/// Applies the options of `KvCacheManager` mode, in which there is a device pool even if no option asks for
+/// one.
 fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     config.mode = Mode::KvCacheManager;
     let mut share = Share::DEFAULT;
@@ -75,7 +79,7 @@ fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a 
     Ok(())
 }
 
-/// The options this engine adds to the original's.
+/// Reads the options that this engine adds to those of the original.
 fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     if let Some(workers) = text("llm.CopyWorkers") {
         let count = number("llm.CopyWorkers", workers, "1 to 256")?;
@@ -94,7 +98,7 @@ fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>)
     Ok(())
 }
 
-/// How links are made and kept: the original's options first, then this engine's.
+/// Reads the options of links: those of the original first, then those that this engine adds.
 fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     let mut links = LinkConfig { listen: listen(text)?, ..LinkConfig::default() };
     if let Some(seconds) = total_time(text)? {
@@ -144,7 +148,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     Ok(links)
 }
 
-/// The token, or the file that holds it: one of the two.
+/// Reads the token or the path of the file that holds it. Only one of the two may be given.
 fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
     if token.is_some() && file.is_some() {
@@ -156,7 +160,8 @@ fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) ->
     Ok(())
 }
 
-/// Where to listen: `llm.ListenIp` and `llm.ListenPort` as the Python front splits them, else the text it splits.
+/// Returns the address to listen on: from `llm.ListenIp` and `llm.ListenPort`, into which the Python package
+/// splits `llm.listenIpInfo`, else from `llm.listenIpInfo` or `llm.ListenIpInfo` itself.
 fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAddr>> {
     let given = |key: &str| text(key).filter(|value| !value.is_empty());
     match (given("llm.ListenIp"), given("llm.ListenPort")) {
@@ -186,7 +191,8 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
     }
 }
 
-/// Seconds a rank-table link may take, if an option says: 0 is what the environment says (contract §5).
+/// Returns the time limit of a rank-table link in seconds, if one is given. 0 means the value of the
+/// environment variable (contract §5).
 fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
     let seconds = |key: &str| {
         let Some(seconds) = text(key) else { return Ok(None) };
@@ -196,13 +202,14 @@ fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>
     };
     match seconds("llm.LinkTotalTime")? {
         Some(given) => Ok(Some(given)),
-        // A variable set to nothing is as good as not set.
+        // An empty environment variable counts as not set.
         None if text("env.HCCL_CONNECT_TIMEOUT").is_some_and(str::is_empty) => Ok(None),
         None => seconds("env.HCCL_CONNECT_TIMEOUT"),
     }
 }
 
-/// Heartbeat and silence. A heartbeat given alone keeps the silence at two heartbeats at least.
+/// Reads the heartbeat and the silence limit. A heartbeat without a silence limit raises the limit to at
+/// least two heartbeats.
 fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     let millis = |key: &str| {
         text(key).map(|value| number(key, value, "a whole number of milliseconds above 0")).transpose()
@@ -219,7 +226,7 @@ fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) 
     Ok(())
 }
 
-/// One memory pool: a JSON object with `memory_size` and, optionally, `page_shift`.
+/// Reads one memory pool: a JSON object with `memory_size` and, optionally, `page_shift`.
 fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfig>> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     pool_config(text, limit)

@@ -1,7 +1,9 @@
-//! The rank table of `link()` → where each end of a communicator is, and why there.
+//! Reads the rank table of `link()`: the address of each member of a communicator, and the rule that
+//! determined it.
 //!
-//! Written for what clients send: numbers may be texts, unknown fields are ignored, missing ones do without. Not for:
-//! resolving names, or knowing which addresses are this host's (`links`).
+//! The rules are lenient, to accept the tables that clients send: numbers may be strings, unknown fields are
+//! ignored, and missing fields have substitutes. Host names are not resolved. `session` finds out which
+//! addresses belong to this host.
 
 use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -16,29 +18,31 @@ use crate::model::ClusterId;
 
 /// Most members of a communicator.
 const MEMBERS: usize = 4;
-/// Ports above the first that an end may have had to take instead.
+/// Number of ports after the first on which a member may listen if that one is in use.
 const MORE_PORTS: u16 = 8;
 
 /// One member of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankEnd {
-    /// Its name.
+    /// Cluster id of the member.
     pub cluster: ClusterId,
-    /// Its rank.
+    /// Rank of the member.
     pub rank: u32,
-    /// Where it may listen, best first: one address, and the ports it may have taken.
+    /// Addresses on which the member may listen, best first: one IP address, with each port that it may use.
     pub host: Vec<SocketAddr>,
-    /// Which rule chose the address.
+    /// The rule that determined the address.
     pub why: &'static str,
-    /// Where it binds its own listener: the host's address where the table names it, any address where it does not.
+    /// Address to which the member binds its own listener: the host's address if the table has it, else any
+    /// address.
     pub bind: SocketAddr,
-    /// What the table itself says of it, whatever this side's configuration adds: the same on both sides.
+    /// What the table itself states about the member, without the local configuration. Equal in both
+    /// processes.
     pub told: String,
-    /// Whether the configuration of this side says where it is, and not the table.
+    /// Whether the address is from the local configuration instead of the table.
     pub given: bool,
 }
 
-/// The name of a communicator: 1 to 127 characters.
+/// Checks that the name of a communicator has 1 to 127 characters.
 pub fn comm_name(name: &str) -> Result<()> {
     let characters = name.chars().count();
     if (1..128).contains(&characters) {
@@ -47,7 +51,7 @@ pub fn comm_name(name: &str) -> Result<()> {
     Err(Error::argument("len(comm_name)", characters, "1 to 127 characters"))
 }
 
-/// Not more members than a communicator may have.
+/// Checks that a communicator has at most 4 members.
 pub fn most_members(count: usize) -> Result<()> {
     if count <= MEMBERS {
         return Ok(());
@@ -55,7 +59,7 @@ pub fn most_members(count: usize) -> Result<()> {
     Err(Error::argument("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
-/// The rules for the other arguments of `link()` (contract §6.5).
+/// Checks the other arguments of `link()` (contract §6.5).
 pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Result<()> {
     comm_name(name)?;
     most_members(clusters.len())?;
@@ -87,7 +91,8 @@ pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Res
     Ok(())
 }
 
-/// The ends of a communicator, in the order of `clusters`; `own` must be one of them.
+/// Returns the members of a communicator in the order of `clusters`, one of which must be `own`.
+/// `Err(InvalidArgument)` if the table is invalid or gives no address for a member.
 pub fn ends(
     rank_table: &str,
     clusters: &[(ClusterId, u32)],
@@ -108,10 +113,10 @@ pub fn ends(
     clusters.iter().zip(&entries).map(end).collect()
 }
 
-/// What the table says of one rank. Texts are never empty.
+/// The fields of the table for one rank. Strings are never empty.
 #[derive(Clone, Debug, Default)]
 struct Entry {
-    /// Position of its server, to compare only.
+    /// Position of the server in the list, for comparison only.
     server: Option<usize>,
     server_id: Option<String>,
     host_ip: Option<String>,
@@ -122,7 +127,7 @@ struct Entry {
 }
 
 struct Table {
-    /// Of every device, and of every server without one.
+    /// One entry for each device, and one for each server without devices.
     entries: Vec<Entry>,
     one_server: bool,
     servers: usize,
@@ -166,7 +171,8 @@ impl Table {
         Ok(Table { entries, one_server, servers: servers.len(), shown })
     }
 
-    /// The device of a rank. Without one, what holds for every device of the only server; nothing by position.
+    /// Returns the entry of the device with this rank. If there is none and the table has one server, returns
+    /// the fields that hold for all its devices. Positions in the list are not used.
     fn entry(&self, rank: u32) -> Result<Entry> {
         let mut of_rank = self.entries.iter().filter(|entry| entry.rank == Some(u64::from(rank)));
         let found = of_rank.next();
@@ -186,7 +192,8 @@ impl Table {
     }
 }
 
-/// Whether all ends are on one server: the same entry of the list, or entries with the same id.
+/// Returns whether all members are on one server: in the same entry of the list, or in entries with the same
+/// id.
 fn one_server(entries: &[Entry]) -> bool {
     let same = |a: &Entry, b: &Entry| {
         (a.server.is_some() && a.server == b.server) || (a.server_id.is_some() && a.server_id == b.server_id)
@@ -194,12 +201,12 @@ fn one_server(entries: &[Entry]) -> bool {
     entries.windows(2).all(|two| same(&two[0], &two[1]))
 }
 
-/// One end, and what is known of it.
+/// One member, and what is known about it.
 struct Place<'a> {
     cluster: ClusterId,
     rank: u32,
     entry: &'a Entry,
-    /// Whether all ends are on one server.
+    /// Whether all members are on one server.
     together: bool,
 }
 
@@ -214,7 +221,7 @@ impl Place<'_> {
         let first = self.port(links)?;
         let last = first.saturating_add(MORE_PORTS);
         let host = (first..=last).map(|port| SocketAddr::new(ip, port)).collect();
-        // A device has addresses of its own, which are none of its host's.
+        // A device has addresses of its own, to which its host cannot bind.
         let bind = if why == DEVICE_IP { any(ip) } else { ip };
         Ok(RankEnd {
             cluster,
@@ -227,8 +234,8 @@ impl Place<'_> {
         })
     }
 
-    /// Its own entry, and nothing that depends on the others or on the options of this side. Servers may go by numbers,
-    /// which each side counts for itself: only addresses tell them apart.
+    /// Describes the member by its own entry only, without the other entries and the local options. A server
+    /// id that is not an IP address is left out: it may be a number that each process counts for itself.
     fn told(&self) -> String {
         let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
         let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
@@ -242,7 +249,7 @@ impl Place<'_> {
         format!("host {host} device {device} {ip} port {port}")
     }
 
-    /// What the configuration says of this end.
+    /// Returns the address that the local configuration gives for this member.
     fn given(&self, links: &LinkConfig) -> Option<(SocketAddr, &'static str)> {
         let by_device = self.entry.device_ip.as_ref().and_then(|ip| links.rank_hosts.get(ip));
         let by_cluster = || links.rank_hosts.get(&self.cluster.to_string());
@@ -266,7 +273,8 @@ impl Place<'_> {
         })
     }
 
-    /// The port of its device, or the port of device 0 and the number of this one, which a rank stands in for.
+    /// Returns `device_port`, else the port of device 0 plus the device number. The rank replaces a missing
+    /// device number.
     fn port(&self, links: &LinkConfig) -> Result<u16> {
         let computed = || {
             let device = self.entry.device_id.unwrap_or(u64::from(self.rank));
@@ -282,7 +290,7 @@ impl Place<'_> {
 
 const DEVICE_IP: &str = "device_ip";
 
-/// Any address of the same family.
+/// Returns the unspecified address of the same family.
 fn any(ip: IpAddr) -> IpAddr {
     match ip {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -290,7 +298,7 @@ fn any(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// What the table said of each member, for messages.
+/// Returns what the table contains for each member, for error messages.
 fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
     let mut text = String::new();
     for ((cluster, rank), entry) in clusters.iter().zip(entries) {
@@ -298,7 +306,7 @@ fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
         let (server, host) = (word(&entry.server_id), word(&entry.host_ip));
         let (device, ip) =
             (entry.device_id.map_or("missing".into(), |id| id.to_string()), word(&entry.device_ip));
-        // Writing to a text cannot fail.
+        // Writing to a string cannot fail.
         let _ = write!(
             text,
             "{}rank {rank} (cluster {cluster}): server_id {server}, host_ip {host}, device_id {device}, device_ip {ip}",
@@ -308,7 +316,7 @@ fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
     text
 }
 
-/// A list of objects; empty if it is missing.
+/// Returns a list of objects; an empty list if the field is missing.
 fn list<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Vec<&'a Map<String, Value>>> {
     let refused = |value: &Value| {
         Error::argument(&format!("{name} in rank_table"), clipped(&value.to_string()), "a list of objects")
@@ -322,7 +330,7 @@ fn list<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Vec<&'a Map<St
     }
 }
 
-/// A text or number, as text; `None` if it is missing, empty or anything else.
+/// Returns a string or number as text; `None` if it is missing, empty or of another type.
 fn word(fields: &Map<String, Value>, name: &str) -> Option<String> {
     match fields.get(name)? {
         Value::String(text) => Some(text.trim().to_owned()).filter(|text| !text.is_empty()),
@@ -331,7 +339,7 @@ fn word(fields: &Map<String, Value>, name: &str) -> Option<String> {
     }
 }
 
-/// A whole number, or the text of one; `None` if it is missing or empty.
+/// Returns a whole number, which may be given as a string; `None` if it is missing or empty.
 fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>> {
     let Some(text) = word(fields, name) else { return Ok(None) };
     let refused = || Error::argument(&format!("{name} in rank_table"), clipped(&text), "a whole number");

@@ -1,8 +1,9 @@
-//! Pull and push: arguments → [`Moves`], the bytes that go from one cache to another, in closed form per tensor.
+//! Checks pulls and pushes, and returns the bytes that move between the two caches as [`Moves`].
 //!
-//! Each rule stands once, in the part that has what it needs: what this side alone decides is checked before a peer is
-//! asked ([`pull_local`], [`push_local`]), the rest once the remote cache is known ([`pull`], [`push`]), which check both
-//! again. Order of the rules: contract §7.12 to §7.15. Not for: who is linked, keys and their release (`table`).
+//! [`pull_local`] and [`push_local`] check everything that needs only the local cache, before a request is
+//! sent to the peer. [`pull`] and [`push`] repeat these checks and add those that need the remote cache. Each
+//! rule is written once. The order of the rules is that of contract §7.12 to §7.15. Links are checked in
+//! `session`, keys and their release in `cache`.
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
 use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
@@ -11,85 +12,88 @@ use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
-/// What a pull reads and writes.
+/// The rows that a pull reads and writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PullRows {
-    /// The start of a far batch slot, into the near one.
+    /// The start of a remote batch slot, into a local one.
     Slot {
-        /// The near batch slot.
+        /// Local batch slot.
         local: u32,
-        /// Bytes of every tensor; −1 for the near slot's.
+        /// Bytes of every tensor; −1 for the size of the local slot.
         size: i64,
     },
-    /// Part of a far batch slot, into part of the near one (contract §9.1).
+    /// Part of a remote batch slot, into part of a local one (contract §9.1).
     Part {
-        /// The near batch slot.
+        /// Local batch slot.
         local: u32,
-        /// Bytes skipped at the start of the far slot.
+        /// Bytes to skip at the start of the remote slot.
         far_offset: u64,
-        /// Bytes skipped at the start of the near slot.
+        /// Bytes to skip at the start of the local slot.
         near_offset: u64,
-        /// Bytes of every tensor; −1 for the rest of the near slot.
+        /// Bytes of every tensor; −1 for the rest of the local slot.
         size: i64,
     },
-    /// RemoteCache blocks into near ones, pair by pair.
+    /// Remote blocks into local ones, pair by pair.
     Blocks {
-        /// Read.
+        /// Blocks that are read.
         remote: Vec<i64>,
-        /// Written.
+        /// Blocks that are written.
         local: Vec<i64>,
     },
-    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
     Rows {
-        /// Read.
+        /// Rows that are read.
         remote: Vec<i64>,
-        /// Written.
+        /// Rows that are written.
         local: Vec<i64>,
     },
-    /// A far batch slot, cut into near blocks from its start.
+    /// A remote batch slot, cut into local blocks from its start.
     SlotToBlocks {
-        /// Written.
+        /// Blocks that are written.
         local: Vec<i64>,
     },
 }
 
-/// What a push reads and writes.
+/// The rows that a push reads and writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PushRows {
-    /// A whole near batch slot, into the far one.
+    /// A whole local batch slot, into a remote one.
     Slot {
-        /// The near batch slot.
+        /// Local batch slot.
         local: u32,
     },
-    /// Near blocks into far ones, pair by pair.
+    /// Local blocks into remote ones, pair by pair.
     Blocks {
-        /// Read.
+        /// Blocks that are read.
         local: Vec<i64>,
-        /// Written.
+        /// Blocks that are written.
         remote: Vec<i64>,
     },
-    /// As `Blocks`, in caches of either kind: the C++ class knows none.
+    /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
     Rows {
-        /// Read.
+        /// Rows that are read.
         local: Vec<i64>,
-        /// Written.
+        /// Rows that are written.
         remote: Vec<i64>,
     },
 }
 
-/// The cache of a peer.
+/// The cache of a peer, as its owner describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteCache {
     /// Sizes, kind and placement.
     pub side: Side,
-    /// The batch slot it was found by; 0 for a blocks cache.
+    /// The batch slot that the key names; 0 for a blocks cache.
     pub row: u32,
-    /// Whether its owner lets peers reach it.
+    /// Whether its owner lets peers use it.
     pub accessible: bool,
 }
 
-/// Whether registered memory can be reached by peers (contract §7.6): as `given`, else in one-sided mode by where
-/// it lies, and otherwise always, since there it is only ever served under the key or id it was registered by.
+/// Returns whether peers may use registered memory (contract §7.6).
+///
+/// `given` decides if there is one; `Err(InvalidArgument)` if it is `True` after `link()`. Otherwise,
+/// remote-accessible mode (`one_sided`) allows device memory before `link()`. Without that mode, all memory
+/// may be used, since it is only served under the key or id with which it was registered.
 pub fn accessible(
     given: Option<bool>,
     placement: Placement,
@@ -106,7 +110,7 @@ pub fn accessible(
     }
 }
 
-/// The cache called `name` must be one that peers may reach (contract §12.4).
+/// Checks that peers may use the cache called `name` (contract §12.4).
 pub fn reachable(name: &str, accessible: bool) -> Result<()> {
     if accessible {
         return Ok(());
@@ -115,7 +119,7 @@ pub fn reachable(name: &str, accessible: bool) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// What this side alone decides of a pull.
+/// Checks what needs only the local cache of a pull.
 pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
     let geometry = local.geometry;
     match rows {
@@ -154,7 +158,9 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
     pull_layers(geometry, layers).map(|_| ())
 }
 
-/// A pull, with what its owner says of the remote cache.
+/// Checks a pull against the owner's description of the remote cache, and returns what moves.
+/// `Err(CacheNotFound)` if the remote cache does not have the slot, `Err(InvalidArgument)` if another rule is
+/// broken.
 pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
     pull_local(local, rows, layers)?;
     let (here, there) = (local.geometry, remote.side.geometry);
@@ -208,7 +214,7 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
     Ok(tensors.moves(pieces, local_rows, whole))
 }
 
-/// What this side alone decides of a push.
+/// Checks what needs only the local cache of a push.
 pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     let geometry = local.geometry;
     match rows {
@@ -231,7 +237,8 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     }
 }
 
-/// A push, with what its owner says of the remote cache.
+/// Checks a push against the owner's description of the remote cache, and returns what moves.
+/// `Err(InvalidArgument)` if a rule is broken.
 pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
     push_local(local, rows, layers)?;
     let (here, there) = (local.geometry, remote.side.geometry);
@@ -273,7 +280,7 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
 }
 
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
-    // For whatever names a slot, a blocks cache is one slot (contract §12.1).
+    // To everything that names a slot, a blocks cache is one slot (contract §12.1).
     let rows = if remote.side.kind == CacheKind::Batch { remote.side.geometry.rows() } else { 1 };
     if u64::from(remote.row) < rows {
         return Ok(());
@@ -281,8 +288,8 @@ pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
 }
 
-/// Bytes that `size` stands for, the slot of the local cache by default; they must fit a slot `of` the cache called
-/// `name`.
+/// Returns the bytes for `size`, by default those of a local slot. They must fit into a slot of `of`, the
+/// cache called `name`.
 fn slot_bytes(name: &str, size: i64, local: Geometry, of: Geometry) -> Result<u64> {
     let bytes = if size == -1 { local.row_bytes() } else { size.unsigned_abs() };
     if bytes <= of.row_bytes() {
@@ -292,7 +299,7 @@ fn slot_bytes(name: &str, size: i64, local: Geometry, of: Geometry) -> Result<u6
     Err(Error::argument("size", size, allowed))
 }
 
-/// Bytes of a slot after the offset called `name`, at least one.
+/// Returns the bytes of a slot after the offset called `name`, at least one.
 fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
     let slot = of.row_bytes();
     if offset < slot {
@@ -301,8 +308,8 @@ fn after(name: &str, offset: u64, of: Geometry) -> Result<u64> {
     Err(Error::argument(name, offset, format_args!("below the slot size, {slot} bytes")))
 }
 
-/// Bytes that `size` stands for, `room` of the near slot by default; they must fit what is `left` of a slot of the cache
-/// called `name`.
+/// Returns the bytes for `size`, by default `room`, the rest of the local slot. They must fit into the `left`
+/// bytes that remain of a slot of the cache called `name`.
 fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
     let bytes = if size == -1 { room } else { size.unsigned_abs() };
     if bytes <= left {
@@ -312,12 +319,12 @@ fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
     Err(Error::argument("size", size, allowed))
 }
 
-/// A list of blocks that must not be empty.
+/// Checks that a list of blocks is not empty.
 pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
     if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
 }
 
-/// Two lists that must have as many entries.
+/// Checks that two lists have the same number of entries.
 pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
     if left == right {
         return Ok(());
@@ -326,9 +333,9 @@ pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> 
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// Every entry must be a block of the cache.
+/// Checks that every entry is a block of the cache.
 fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
-    // One pass without a branch: texts are only made where something is wrong.
+    // One pass without a branch. Messages are only built if an entry is out of range.
     if blocks.iter().fold(true, |fits, &index| fits & (index.cast_unsigned() < of.rows())) {
         return Ok(());
     }
@@ -338,7 +345,7 @@ fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
     blocks.iter().enumerate().try_for_each(entry)
 }
 
-/// The entries as numbers of blocks of the cache.
+/// Returns the entries as block numbers of the cache.
 fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
     in_range(name, blocks, of)?;
     fallible::collect(REQUEST, blocks.iter().map(|index| index.cast_unsigned()))
@@ -353,7 +360,7 @@ pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// The slot at `slot`, cut into blocks from its start; the last piece may be shorter.
+/// Cuts the slot at byte `slot` into blocks from its start. The last piece may be shorter.
 pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {

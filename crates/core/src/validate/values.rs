@@ -1,6 +1,7 @@
-//! Single values of the configuration and of descriptors: each rule once, for setters and for option texts alike.
+//! Checks single values of the configuration and of descriptors, for the Python setters and for option texts.
 //!
-//! Not for: option texts (`options`).
+//! Each rule is written once. The checks return `Err(InvalidArgument)` for a value that breaks their rule.
+//! `options` reads the option texts.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -12,18 +13,18 @@ use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Fewest characters of a token: what is shorter can be guessed.
+/// Fewest characters of a token. A shorter token could be guessed.
 const TOKEN_CHARACTERS: usize = 16;
 
-/// Most bytes of a path: the kernel's limit, less the null byte.
+/// Most bytes of a path: the limit of the kernel, without the null byte.
 const PATH_BYTES: usize = 4095;
 
-/// A device number: 0 or above.
+/// Checks `device_id`: 0 or above.
 pub fn device_id(value: i64) -> Result<()> {
     within("device_id", value, 0, i64::from(i32::MAX))
 }
 
-/// `sync_kv_timeout`: milliseconds, above 0.
+/// Checks `sync_kv_timeout`: milliseconds, above 0.
 pub fn sync_kv_timeout(value: i64) -> Result<()> {
     if value > 0 {
         Ok(())
@@ -32,17 +33,17 @@ pub fn sync_kv_timeout(value: i64) -> Result<()> {
     }
 }
 
-/// `link_total_time`: seconds.
+/// Checks `link_total_time`: seconds, 0 to 4294967295.
 pub fn link_total_time(value: i64) -> Result<()> {
     within("link_total_time", value, 0, i64::from(u32::MAX))
 }
 
-/// `link_retry_count`: 1 to 100.
+/// Checks `link_retry_count`: 1 to 100.
 pub fn link_retry_count(value: i64) -> Result<()> {
     within("link_retry_count", value, 1, 100)
 }
 
-/// `mem_utilization`: a share.
+/// Checks `mem_utilization`: a share from 0.0 to 1.0.
 pub fn mem_utilization(value: f64) -> Result<()> {
     if (0.0..=1.0).contains(&value) {
         Ok(())
@@ -51,18 +52,18 @@ pub fn mem_utilization(value: f64) -> Result<()> {
     }
 }
 
-/// `copy_workers`: 1 to 256.
+/// Checks `copy_workers`: 1 to 256.
 pub fn copy_workers(value: i64) -> Result<()> {
     within("copy_workers", value, 1, 256)
 }
 
-/// `swap_in_path`: `auto`, `direct` or `ring`.
+/// Reads `swap_in_path`: `auto`, `direct` or `ring`.
 pub fn swap_in_path(text: &str) -> Result<SwapInPath> {
     let paths = [("auto", SwapInPath::Auto), ("direct", SwapInPath::Direct), ("ring", SwapInPath::Ring)];
     one_of("swap_in_path", text, &paths)
 }
 
-/// `copy_kernel`: `auto`, `plain` or `streaming`.
+/// Reads `copy_kernel`: `auto`, `plain` or `streaming`.
 pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
     let kernels = [
         ("auto", KernelChoice::Auto),
@@ -72,7 +73,7 @@ pub fn copy_kernel(text: &str) -> Result<KernelChoice> {
     one_of("copy_kernel", text, &kernels)
 }
 
-/// `huge_pages`: `auto`, `off`, `merge`, `merge_registered` or `eager`.
+/// Reads `huge_pages`: `auto`, `off`, `merge`, `merge_registered` or `eager`.
 pub fn huge_pages(text: &str) -> Result<HugeChoice> {
     let choices = [
         ("auto", HugeChoice::Auto),
@@ -84,7 +85,7 @@ pub fn huge_pages(text: &str) -> Result<HugeChoice> {
     one_of("huge_pages", text, &choices)
 }
 
-/// `link_token`: at least 16 characters. The value never shows.
+/// Reads `link_token`: at least 16 characters. Error messages never contain the value.
 pub fn link_token(text: &str) -> Result<Token> {
     match text.chars().count() {
         TOKEN_CHARACTERS.. => Ok(Token::new(text)),
@@ -96,8 +97,8 @@ pub fn link_token(text: &str) -> Result<Token> {
     }
 }
 
-/// `link_token_file`: an absolute path. Anything else is not shown, because it may be the token itself, given in the
-/// wrong place.
+/// Reads `link_token_file`: an absolute path. Error messages do not contain the value, because it may be the
+/// token itself, given to the wrong option.
 pub fn link_token_file(text: &str) -> Result<PathBuf> {
     if text.starts_with('/') && !text.contains('\0') && text.len() <= PATH_BYTES {
         return Ok(PathBuf::from(text));
@@ -109,44 +110,45 @@ pub fn link_token_file(text: &str) -> Result<PathBuf> {
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
-/// `link_heartbeat`: milliseconds, up to an hour.
+/// Checks `link_heartbeat`: milliseconds, 1 to 3,600,000 (one hour).
 pub fn link_heartbeat(value: i64) -> Result<()> {
     within("link_heartbeat", value, 1, 3_600_000)
 }
 
-/// `link_silence`: milliseconds, at least two heartbeats (of `heartbeat` milliseconds), up to a day.
+/// Checks `link_silence`: milliseconds, from two heartbeats (of `heartbeat` milliseconds) to 86,400,000 (one
+/// day).
 pub fn link_silence(value: i64, heartbeat: i64) -> Result<()> {
     within("link_silence", value, heartbeat.saturating_mul(2), 86_400_000)
 }
 
-/// `link_pin_limit`: milliseconds, up to a day.
+/// Checks `link_pin_limit`: milliseconds, 1 to 86,400,000 (one day).
 pub fn link_pin_limit(value: i64) -> Result<()> {
     within("link_pin_limit", value, 1, 86_400_000)
 }
 
-/// `link_transport`: `auto`, `shm` or `tcp`.
+/// Reads `link_transport`: `auto`, `shm` or `tcp`.
 pub fn link_transport(text: &str) -> Result<TransportChoice> {
     let choices =
         [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
     one_of("link_transport", text, &choices)
 }
 
-/// `link_streams`: 1 to 16.
+/// Checks `link_streams`: 1 to 16.
 pub fn link_streams(value: i64) -> Result<()> {
     within("link_streams", value, 1, 16)
 }
 
-/// `link_remote_memory`: bytes, 0 or more.
+/// Checks `link_remote_memory`: bytes, 0 or more.
 pub fn link_remote_memory(value: i64) -> Result<()> {
     within("link_remote_memory", value, 0, i64::MAX)
 }
 
-/// `rank_port`: 1 to 65535.
+/// Checks `rank_port`: 1 to 65535.
 pub fn rank_port(value: i64) -> Result<()> {
     within("rank_port", value, 1, i64::from(u16::MAX))
 }
 
-/// `rank_hosts`: a JSON object from a `device_ip` or cluster id to `ip:port`.
+/// Reads `rank_hosts`: a JSON object that maps a `device_ip` or cluster id to `ip:port`. Port 0 is invalid.
 pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
     let invalid = |reason: &str| {
         let value = format!("{:?}", clipped(text));
@@ -163,7 +165,7 @@ pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
     hosts.into_iter().map(host).collect()
 }
 
-/// `ip:port` or `[ipv6]:port`; host names are not resolved.
+/// Reads `ip:port` or `[ipv6]:port`. Host names are not resolved.
 pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
     let parts = text.rsplit_once(':').filter(|(ip, _)| !ip.contains(':') || ip.starts_with('['));
     let read = parts.and_then(|(ip, port)| Some(SocketAddr::new(ip_address(ip)?, decimal(port)?)));
@@ -173,7 +175,8 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
     })
 }
 
-/// A dotted quad or an IPv6 address, with or without brackets. Nothing lenient: "1" is not 0.0.0.1.
+/// Reads an IPv4 address in dotted form or an IPv6 address, with or without brackets. No abbreviations: "1"
+/// is not 0.0.0.1.
 pub(super) fn ip_address(text: &str) -> Option<IpAddr> {
     match text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
         Some(six) => six.parse().ok().map(IpAddr::V6),
@@ -181,13 +184,13 @@ pub(super) fn ip_address(text: &str) -> Option<IpAddr> {
     }
 }
 
-/// Digits only: no sign, no blanks, no underscores, no exponent.
+/// Reads a number of digits only: no sign, spaces, underscores or exponent.
 pub(super) fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
 }
 
-/// `page_shift` of a pool: 10 to 30.
+/// Checks `page_shift` of a pool: 10 to 30.
 pub fn page_shift(value: u64) -> Result<u32> {
     match u32::try_from(value) {
         Ok(shift @ 10..31) => Ok(shift),
@@ -195,7 +198,7 @@ pub fn page_shift(value: u64) -> Result<u32> {
     }
 }
 
-/// The dimension indices of a descriptor of `rank` dimensions (contract §4.2, rows 8 and 9).
+/// Checks the dimension indices of a descriptor with `rank` dimensions (contract §4.2, rows 8 and 9).
 pub fn dimensions(rank: usize, batch_dim_index: i64, seq_len_dim_index: i64) -> Result<()> {
     let rank = i64::try_from(rank).unwrap_or(i64::MAX);
     if rank == 0 {
@@ -213,7 +216,7 @@ fn within(name: &str, value: i64, low: i64, high: i64) -> Result<()> {
     }
 }
 
-/// The value that one of the allowed words stands for.
+/// Returns the value of the allowed text that equals `text`.
 pub(super) fn one_of<T: Copy>(name: &str, text: &str, allowed: &[(&str, T)]) -> Result<T> {
     let refused = || {
         let words: Vec<_> = allowed.iter().map(|&(word, _)| word).collect();
@@ -222,7 +225,7 @@ pub(super) fn one_of<T: Copy>(name: &str, text: &str, allowed: &[(&str, T)]) -> 
     allowed.iter().find(|(word, _)| *word == text).map(|&(_, value)| value).ok_or_else(refused)
 }
 
-/// Enough of a text to recognise it in a message.
+/// Returns the first 120 characters of a text, enough to recognise it in a message.
 pub(super) fn clipped(text: &str) -> String {
     let mut short: String = text.chars().take(120).collect();
     if short.len() < text.len() {
