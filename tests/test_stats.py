@@ -21,9 +21,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "stats.md"
 CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, LinkStats]
 HEAD = """# Statistics
 
-This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where time and memory
-go. `LLMDataDist.stats()` and the method `stats()` of both managers return the same plain dicts. `llm_datadist.stats` has a type
-for each dict. Counters start at 0 when `init` opens the engine. Reading them does not interrupt other calls.
+This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where
+time and memory go. `LLMDataDist.stats()` and the method `stats()` of both managers return the same plain dicts.
+`llm_datadist.stats` has a type for each dict. Counters start at 0 when `init` opens the engine. Reading them does not
+interrupt other calls.
 
 ```python
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
@@ -42,9 +43,9 @@ print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"]
 engine.finalize()
 ```
 
-Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their histograms. For
-percentiles over an interval, subtract the histogram at its start from the one at its end ([example](tuning.md#stats)). `p50_nanos`
-and `p99_nanos` cannot be combined in this way.
+Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their histograms.
+For percentiles over an interval, subtract the histogram at its start from the one at its end
+([example](tuning.md#stats)). `p50_nanos` and `p99_nanos` cannot be combined in this way.
 
 This page is generated from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
 """
