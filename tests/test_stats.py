@@ -43,8 +43,8 @@ print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"]
 engine.finalize()
 ```
 
-Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their histograms.
-For percentiles over an interval, subtract the histogram at its start from the one at its end
+Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their
+histograms. For percentiles over an interval, subtract the histogram at its start from the one at its end
 ([example](tuning.md#stats)). `p50_nanos` and `p99_nanos` cannot be combined in this way.
 
 This page is generated from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
