@@ -1,9 +1,9 @@
 """The items of the API contract, and the witness that notes which test proves which item and how it ended.
 
 An item is something that the original documentation specifies or uses (contract §19), or a line of the acceptance
-checklist (contract §20). A test says `@pytest.mark.contract("19.allocate-cache", "20.16")`; `make conformance` runs all that say
-so and writes `docs/conformance.md`. Not for: the proofs (they are the marked tests), nor whether the table is true
-(`test_conformance.py`).
+checklist (contract §20). A test says `@pytest.mark.contract("19.allocate-cache", "20.16")`; `make conformance` runs
+all that say so and writes `docs/conformance.md`. Not for: the proofs (they are the marked tests), nor whether the
+table is true (`test_conformance.py`).
 """
 
 from __future__ import annotations
