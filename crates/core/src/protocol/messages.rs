@@ -1,8 +1,8 @@
 //! The messages of the protocol. Their fields are declared in the order of their bytes.
 //!
-//! They are separate from the types of the engine, so that those can change without a change of the protocol;
-//! `convert` converts between the two. A change of the position, type or width of a field requires a new
-//! [`VERSION`](super::VERSION). What the values mean together is checked by `convert` and `validate`.
+//! They are separate from the engine's types, which can change without a change of the protocol. `convert` converts
+//! between the two, and checks the values with `validate`. A field that moves, or changes its type or width, requires a
+//! new [`VERSION`](super::VERSION).
 
 use std::cell::Cell;
 use std::fmt;
@@ -75,8 +75,7 @@ pub enum Purpose {
     /// Asks, at the local socket, for the secret that authenticates TCP streams between processes of the same
     /// user.
     Meet,
-    /// Notifies the side that dials in a communicator that this member has now joined it. So the peer need
-    /// not wait until its next attempt.
+    /// Tells the dialing side of a communicator that this member has joined, so that it dials at once.
     Knock {
         /// The communicator, as the sender describes it.
         comm: Comm,
