@@ -11,8 +11,8 @@ thread_local! {
 
 /// Returns whether this thread has had a page fault since the previous call; `true` at the first call.
 ///
-/// It is called once after each unit of a copy, and the unit is measured from the previous call on. A second
-/// call before each unit would cost 1 % of copying a MiB.
+/// It is called once for each unit of a copy, and compares with the previous call. Another call at the start
+/// of each unit would cost 1 % of the time to copy a MiB.
 #[must_use]
 pub fn faulted() -> bool {
     let now = page_faults();

@@ -94,8 +94,8 @@ impl Window<'_> {
         self.reach.host_addressable()
     }
 
-    /// Returns whether the two windows have a byte in common. Unmapped memory of another process never
-    /// overlaps memory that has an address in this one.
+    /// Returns whether the two windows have a byte in common. Memory that only the kernel can read
+    /// ([`Reach::Process`]) overlaps no memory with an address in this process.
     #[must_use]
     pub fn overlaps(&self, other: &Window<'_>) -> bool {
         (self.reach == Reach::Process) == (other.reach == Reach::Process)
