@@ -115,8 +115,8 @@ impl PeerGenerations {
         self.numbers.of(place)
     }
 
-    /// Returns whether `place` still has `generation`. If so, after a read, the memory had not been reused
-    /// when it was read.
+    /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had
+    /// not been reused when it was read.
     #[must_use]
     pub fn still(&self, place: u32, generation: u64) -> bool {
         // Keeps the reads of the data before the read of the number.

@@ -137,7 +137,8 @@ impl Adopted {
     /// Advises the kernel to use huge pages for these addresses, and merges what is present, unit by unit, as
     /// far as possible. Returns the bytes that now lie in huge pages.
     ///
-    /// Calls `go_on` before every 32 units of a contiguous range, and returns its error if it fails.
+    /// Calls `go_on` before the first of every 32 units in a contiguous range, and returns its error if it
+    /// fails.
     pub fn merge(&self, mut go_on: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
         for (start, end) in units_within(stretches(self.addrs(), self.side().geometry.tensor_bytes())) {
