@@ -9,7 +9,7 @@ use crate::memory::{Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
 use crate::validate::Side;
 
-/// Who provided the memory of a cache.
+/// The provider of a cache's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A pool of the engine. The memory returns to it when the last reference is gone.
@@ -90,7 +90,7 @@ impl Cache {
         self.id
     }
 
-    /// Returns who provided the memory.
+    /// Returns the provider of the memory.
     #[must_use]
     pub fn origin(&self) -> Origin {
         self.origin

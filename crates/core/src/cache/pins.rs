@@ -3,7 +3,8 @@
 //! Several calls may read a row at once; a call that writes it must be alone. A call pins all rows it uses
 //! before it moves a byte, or waits until its deadline. Caches are pinned in one global order, and all rows
 //! of one cache at once, so calls never wait for each other in a cycle. Calls that conflict in a row get it
-//! in order of arrival, so neither readers nor writers starve (`tests/integration/pin.rs`).
+//! in order of arrival, so neither readers nor writers starve (`tests/integration/pin.rs`). The one exception
+//! is `ahead` in [`pin_reads_for`].
 //!
 //! A pin also holds an `Arc` of the cache, which keeps its memory alive.
 

@@ -46,7 +46,7 @@ struct State {
     /// One generation for each place. It is raised under the lock when the cache leaves the place or loses a
     /// key, and so before the memory is used again.
     generations: Arc<Generations>,
-    /// The tensors of a key's slot that peers have pulled, as long as some are missing.
+    /// The tensors of a key's slot that peers have pulled, kept until all of them have been pulled.
     pulled: HashMap<CacheKey, Pulled>,
     last_id: i64,
     ids: Shards<CacheId, Place>,
@@ -55,7 +55,7 @@ struct State {
     slots: Vec<Option<Slot>>,
     free: Vec<Place>,
     /// Registered caches that were removed and may still be in use. Only calls that wait for the end of that
-    /// use look here.
+    /// use need this.
     leaving: HashMap<CacheId, Weak<Cache>>,
 }
 

@@ -49,8 +49,8 @@ pub trait Copier: Debug + Send + Sync {
         (128 << 10, 512 << 10)
     }
 
-    /// Returns whether the given kernel makes a difference. If not, the speed of a copy says nothing about
-    /// kernels.
+    /// Returns whether the given kernel makes a difference. If not, the speed of a copy gives no information
+    /// about kernels.
     fn uses_kernels(&self) -> bool {
         true
     }

@@ -32,7 +32,7 @@ pub struct Merged {
 pub(super) enum Walk {
     /// Nothing is left for now.
     Whole,
-    /// Some units were in use.
+    /// At least one unit was in use.
     Some,
     /// The merger was closed.
     Closed,

@@ -147,7 +147,7 @@ impl Merging {
         self.seen.fetch_add(Region::UNIT_BYTES - touched, Ordering::Relaxed);
     }
 
-    /// Returns the next unit, from `next` on, of which some page was touched and that is not done.
+    /// Returns the next unit, from `next` on, of which any page was touched and that is not done.
     fn open_unit(&self, units: &mut Vec<u8>, mut next: usize) -> Option<usize> {
         loop {
             let touched = usize::try_from(self.region.touched_unit(next as u64)?).ok()?;

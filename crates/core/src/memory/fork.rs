@@ -16,7 +16,7 @@ static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 pub struct Kept(RawFd);
 
 impl Kept {
-    /// Lists `socket` until this value drops.
+    /// Adds `socket` to the list until this value drops.
     #[must_use]
     pub fn new(socket: &OwnedFd) -> Kept {
         let socket = socket.as_raw_fd();

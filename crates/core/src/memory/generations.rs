@@ -78,7 +78,7 @@ impl Generations {
     }
 }
 
-/// The generations of a peer, which follow every change.
+/// A read-only view of a peer's generations as they are at each moment.
 #[derive(Debug)]
 pub struct PeerGenerations {
     numbers: Numbers,

@@ -99,7 +99,7 @@ impl Region {
     }
 
     /// Merges `unit` into one huge page, which commits all of it. Succeeds without effect if it already is
-    /// one. The error says why the kernel did not merge it.
+    /// one. The error states why the kernel did not merge it.
     pub fn merge(&self, unit: u64) -> std::result::Result<(), Refusal> {
         let at = self.unit_at(unit).ok_or(Refusal::Unable(libc::EINVAL))?;
         Ok(merge(at, HUGE_PAGE)?)
@@ -107,7 +107,7 @@ impl Region {
 
     /// Commits `unit`, in one huge page if the kernel permits.
     ///
-    /// The inner result says why it is not in one huge page. The outer one is `Err` of kind
+    /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
     /// [`ErrorKind::OutOfMemory`] if the memory cannot be committed.
     pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), Refusal>> {
         let Some(descriptor) = self.behind().filter(|_| unit < self.units()) else {
@@ -210,8 +210,8 @@ impl OwnPages {
     /// present, and they are private memory of this process alone.
     ///
     /// Returns `None` if this is not so. For example, a page that was read and never written is the kernel's
-    /// zero page, and a page from before a fork is shared. Otherwise the inner result says whether the kernel
-    /// merged it.
+    /// zero page, and a page from before a fork is shared. Otherwise the inner result states whether the
+    /// kernel merged it.
     #[must_use]
     pub fn merge(&self, at: u64) -> Option<std::result::Result<(), Refusal>> {
         let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;

@@ -14,8 +14,8 @@ pub struct Deadline {
     limit: Duration,
     /// The option or argument that set it, for error messages.
     name: &'static str,
-    /// Called from time to time while the caller waits, and returns whether the wait must end early (Ctrl-C).
-    /// With the id of the caller's thread.
+    /// A function that is called from time to time while the caller waits, and returns whether the wait must
+    /// end early (Ctrl-C); and the caller's thread.
     interrupted: Option<(fn() -> bool, ThreadId)>,
     #[cfg(feature = "testing")]
     over: Option<&'static AtomicBool>,

@@ -1,4 +1,4 @@
-//! The tensors of a key's slot that peers have pulled, as long as some are missing.
+//! The tensors of a key's slot that peers have pulled, kept until all of them have been pulled.
 
 use std::ops::Range;
 
