@@ -15,7 +15,7 @@
     )
 )]
 
-#[expect(unsafe_code, reason = "unsafe room 4: what C hands over, and the functions that C calls")]
+#[expect(unsafe_code, reason = "what C hands over, and the functions that C calls")]
 pub mod abi;
 mod calls;
 mod door;

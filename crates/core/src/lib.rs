@@ -118,7 +118,7 @@ pub mod error;
 pub mod fallible;
 pub mod huge_pages;
 pub mod log;
-#[expect(unsafe_code, reason = "unsafe room 1: the only place of the core that dereferences addresses")]
+#[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
 pub mod memory;
 pub mod model;
 pub mod net;

@@ -19,7 +19,7 @@ mod local_cache;
 mod log;
 #[expect(
     unsafe_code,
-    reason = "unsafe room 3: DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \
+    reason = "DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \
               read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;

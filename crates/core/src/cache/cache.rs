@@ -1,6 +1,6 @@
-//! One cache: its name, sizes, memory and pins.
+//! One cache: its id, sizes, memory and pins.
 //!
-//! Not for: which keys lead to it (the table above).
+//! The keys of a cache are not stored here but in the table.
 
 use std::sync::Arc;
 
@@ -9,25 +9,25 @@ use crate::memory::{Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
 use crate::validate::Side;
 
-/// Who gave the memory of a cache.
+/// The provider of a cache's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A pool of the engine; returns there when the last reference goes.
+    /// A pool of the engine. The memory returns to it when the last reference is gone.
     Allocated,
-    /// The caller, through a register call; keys are an index only.
+    /// The caller, by a register call. Keys find the cache but do not keep it alive.
     Registered,
-    /// The caller, without the table: a handle over host memory (`Cache.create_cpu_cache`).
+    /// The caller, without an entry in the table: a handle over host memory (`Cache.create_cpu_cache`).
     Loose,
 }
 
-/// Dimensions; the usual few need no memory of their own.
+/// The dimensions of a tensor. Up to [`FEW`] of them need no separate allocation.
 #[derive(Debug)]
 enum Shape {
     Few(u8, [i64; FEW]),
     Many(Box<[i64]>),
 }
 
-/// Most dimensions that are kept with the cache.
+/// Maximum number of dimensions that are stored inside the cache.
 const FEW: usize = 4;
 
 impl Shape {
@@ -43,7 +43,7 @@ impl Shape {
     }
 }
 
-/// A group of equal tensors under one name.
+/// A group of equal tensors under one id.
 #[derive(Debug)]
 pub struct Cache {
     id: CacheId,
@@ -57,7 +57,7 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// A cache over the caller's memory that no table knows; its id is −1.
+    /// Creates a cache over the caller's memory that is in no table; its id is −1.
     #[must_use]
     pub fn loose(adopted: Adopted) -> Arc<Cache> {
         let (desc, side) = (adopted.desc().clone(), adopted.side());
@@ -84,43 +84,43 @@ impl Cache {
         }
     }
 
-    /// Its name; −1 for a loose one.
+    /// Returns the id; −1 for a loose cache.
     #[must_use]
     pub fn id(&self) -> CacheId {
         self.id
     }
 
-    /// Who gave the memory.
+    /// Returns the provider of the memory.
     #[must_use]
     pub fn origin(&self) -> Origin {
         self.origin
     }
 
-    /// Sizes, kind and placement.
+    /// Returns the sizes, kind and placement.
     #[must_use]
     pub fn side(&self) -> Side {
         self.side
     }
 
-    /// Sizes.
+    /// Returns the sizes.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.side.geometry
     }
 
-    /// How its rows are read.
+    /// Returns whether a row is a batch slot or a block.
     #[must_use]
     pub fn kind(&self) -> CacheKind {
         self.side.kind
     }
 
-    /// Which pool it belongs to.
+    /// Returns the placement, which selects the pool.
     #[must_use]
     pub fn placement(&self) -> Placement {
         self.side.placement
     }
 
-    /// Dimensions of one tensor.
+    /// Returns the dimensions of one tensor, outermost first.
     #[must_use]
     pub fn shape(&self) -> &[i64] {
         match &self.shape {
@@ -129,25 +129,25 @@ impl Cache {
         }
     }
 
-    /// Element type.
+    /// Returns the element type.
     #[must_use]
     pub fn data_type(&self) -> DataType {
         self.data_type
     }
 
-    /// Whether peers may reach it.
+    /// Returns whether peers may access it.
     #[must_use]
     pub fn remote_accessible(&self) -> bool {
         self.remote_accessible
     }
 
-    /// The address of every tensor.
+    /// Returns the address of every tensor.
     #[must_use]
     pub fn addrs(&self) -> &[u64] {
         self.tensors.addrs()
     }
 
-    /// Its memory.
+    /// Returns the memory of the cache.
     #[must_use]
     pub fn tensors(&self) -> &Arc<Tensors> {
         &self.tensors

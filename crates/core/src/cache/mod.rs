@@ -1,4 +1,5 @@
-//! Caches: the table that finds them by id and key, the references that keep them, and the pins on their rows.
+//! Caches: the table that finds them by id and key, the references that keep them alive, and the pins on
+//! their rows.
 
 #[allow(clippy::module_inception, reason = "the cache, in the folder of caches")]
 mod cache;

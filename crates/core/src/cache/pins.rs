@@ -1,10 +1,12 @@
-//! Pins: which rows of a cache are being read or written right now.
+//! Pins: which rows of a cache are being read or written at this moment.
 //!
-//! Any number of calls may read a row at once; one that writes it is alone. A call pins everything it uses before it
-//! moves a byte, or waits until its deadline. Caches are pinned in one global order, and the rows of one cache all at
-//! once, so two calls never wait for each other in a circle. Calls that meet in a row get it in the order they came, so
-//! neither readers nor writers starve (`tests/integration/pin.rs`). Not for: keeping the memory alive, which the `Arc` of the
-//! cache in each pin does.
+//! Several calls may read a row at once; a call that writes it must be alone. A call pins all rows it uses
+//! before it moves a byte, or waits until its deadline. Caches are pinned in one global order, and all rows
+//! of one cache at once, so calls never wait for each other in a cycle. Calls that conflict in a row get it
+//! in order of arrival, so neither readers nor writers starve (`tests/integration/pin.rs`). The one exception
+//! is `ahead` in [`pin_reads_for`].
+//!
+//! A pin also holds an `Arc` of the cache, which keeps its memory alive.
 
 use std::sync::Arc;
 
@@ -14,7 +16,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::model::Deadline;
 
-/// Rows held for one call, and their cache with them; given back on drop.
+/// Rows of a cache that are held for one call, together with the cache; released on drop.
 #[derive(Debug)]
 pub struct Pin {
     cache: Arc<Cache>,
@@ -22,14 +24,17 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// The cache that is pinned.
+    /// Returns the pinned cache.
     #[must_use]
     pub fn cache(&self) -> &Arc<Cache> {
         &self.cache
     }
 }
 
-/// Pins the rows read of `src` and written of `dst`, which may be one cache. `Err` once `deadline` has passed.
+/// Pins the rows of `src` that are read and those of `dst` that are written. Both may be the same cache;
+/// there is one pin then. Returns `Err` of kind `Timeout` once `deadline` has passed, of kind `Interrupted`
+/// if the caller was interrupted while it waited, and of kind `OutOfMemory` if there is no memory for the
+/// pins.
 pub fn pin(
     (src, reads): (&Arc<Cache>, Vec<u64>),
     (dst, writes): (&Arc<Cache>, Vec<u64>),
@@ -49,7 +54,7 @@ pub fn pin(
     }
 }
 
-/// Waits until no call uses any row of `cache`. `Err` once `deadline` has passed.
+/// Waits until no call uses any row of `cache`. Returns the same errors as [`pin`].
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     let (count, step) = {
         let rows = cache.pins.locked();
@@ -63,7 +68,8 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     pin_writes(cache, all, deadline).map(|_| ())
 }
 
-/// Rows that share a number of their pins: naming one of them is enough.
+/// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is
+/// enough.
 #[must_use]
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     let mut shift = 0;
@@ -73,19 +79,22 @@ pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     1 << shift
 }
 
-/// Pins rows that are read. `Err` once `deadline` has passed.
+/// Pins rows that are read. Returns the same errors as [`pin`].
 pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
     pin_one(cache, RowUse { reads, writes: vec![], ahead: false }, deadline)
 }
 
-/// Pins rows that a peer reads. With `ahead`, before writers that wait for them, not before one that writes: for a peer that
-/// this side is having written. The peer holds the rows that it reads into, the push may wait for those, and the writer for
-/// the push: each would wait for the next (`a_pull_meets_a_transfer_and_a_writer`). `Err` once `deadline` has passed.
+/// Pins rows that a peer reads. Returns the same errors as [`pin`].
+///
+/// With `ahead`, the reader passes writers that are still waiting, but not one that holds the rows. This is
+/// for a peer that serves a push of this process at the same time. Without it there could be a cycle: the
+/// peer holds the rows into which it reads, the push may wait for these rows, a local writer waits for the
+/// push, and the peer's read waits for the writer (`a_pull_meets_a_transfer_and_a_writer`).
 pub fn pin_reads_for(cache: &Arc<Cache>, reads: Vec<u64>, ahead: bool, deadline: Deadline) -> Result<Pin> {
     pin_one(cache, RowUse { reads, writes: vec![], ahead }, deadline)
 }
 
-/// Pins rows that are written. `Err` once `deadline` has passed.
+/// Pins rows that are written. Returns the same errors as [`pin`].
 pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin> {
     pin_one(cache, RowUse { reads: vec![], writes, ahead: false }, deadline)
 }
@@ -109,7 +118,8 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
                 Err(error) => break Err(error.with("cache_id", cache.id())),
             }
         }
-        // The lock is let go before the caller is asked whether it was interrupted: a signal handler may use the cache.
+        // The lock is released before the check for an interruption, because a signal handler may use the
+        // cache.
         drop(pins.freed.wait_timeout(rows, deadline.nap()));
         let interrupted = deadline.interruption("waiting for blocks that another call is copying");
         rows = pins.locked();
@@ -124,7 +134,7 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
         Ok(()) => rows.take(&used),
         Err(error) => {
             drop(rows);
-            // Those behind this call may go on.
+            // Calls that waited behind this one may continue.
             pins.freed.notify_all();
             return Err(error);
         }

@@ -1,4 +1,4 @@
-//! The pinned rows of one cache: who reads, who writes, and who waits, in order.
+//! The pinned rows of one cache: which are read, which are written, and which calls wait, in order.
 
 use std::sync::PoisonError;
 
@@ -8,13 +8,14 @@ use crate::error::Result;
 use crate::fallible;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// A row held by one writer; any other number counts its readers.
+/// Marks a row that a writer holds; any other number counts its readers.
 const WRITER: u32 = u32::MAX;
 
 /// Name of these lists in out-of-memory errors.
 pub(super) const PINS: &str = "the pins of a cache";
 
-/// Most numbers one cache keeps. Where there are more rows, neighbours share a number and exclude each other too.
+/// Maximum number of counters for one cache. With more rows, neighbouring rows share a counter, and then
+/// exclude each other too.
 pub(super) const MOST: u64 = 1 << 20;
 
 /// The pinned rows of one cache.
@@ -24,17 +25,17 @@ pub(super) struct Pins {
     pub(super) freed: Condvar,
 }
 
-/// Empty until the first pin, then one number per `1 << shift` rows.
+/// Empty until the first pin; then one counter for every `1 << shift` rows.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
     pub(super) held: Vec<u32>,
     pub(super) shift: u32,
-    /// Calls that wait, in the order they came.
+    /// Calls that wait, in order of arrival.
     pub(super) claims: Vec<Claim>,
     last_ticket: u64,
 }
 
-/// What a waiting call will use: whoever came later waits behind it.
+/// The rows that a waiting call will use. Conflicting calls that arrive later wait behind it.
 #[derive(Debug)]
 pub(super) struct Claim {
     pub(super) ticket: u64,
@@ -42,14 +43,14 @@ pub(super) struct Claim {
     writes: HashSet<usize>,
 }
 
-/// The rows one call reads and writes in one cache; rows may repeat.
+/// The rows that one call reads and writes in one cache. A row may occur more than once.
 #[derive(Debug, Default)]
 pub struct RowUse {
-    /// Read.
+    /// Rows that are read.
     pub reads: Vec<u64>,
-    /// Written; a row in both lists is held as written.
+    /// Rows that are written. A row in both lists is held as written.
     pub writes: Vec<u64>,
-    /// Reads before writers that only wait.
+    /// Whether reads pass writers that are only waiting.
     pub ahead: bool,
 }
 
@@ -73,7 +74,7 @@ impl Rows {
         (row >> self.shift) as usize
     }
 
-    /// A row that another call holds, or claimed before this one, in a way that excludes this one.
+    /// Returns a row in which this call must wait, because another call holds it or claimed it earlier.
     pub(super) fn conflict(&self, used: &RowUse, ticket: Option<u64>) -> Option<u64> {
         let written = used.writes.iter().find(|&&row| self.held[self.index(row)] != 0);
         let read = || used.reads.iter().find(|&&row| self.held[self.index(row)] == WRITER);
@@ -104,7 +105,7 @@ impl Rows {
         }
         for &row in &used.reads {
             let at = self.index(row);
-            // A WRITER here is this call's own: conflict() saw none before, under the same lock.
+            // A WRITER here belongs to this call: conflict() found no other one under the same lock.
             if self.held[at] != WRITER {
                 self.held[at] += 1;
             }

@@ -1,8 +1,9 @@
-//! A hash map that grows a little at a time: many small tables, of which each doubles by itself.
+//! A hash map that grows in small steps: it consists of many small tables, each of which doubles by itself.
 //!
-//! One large table moves every entry when it doubles, 48 ms for a million of them, and whoever needs the cache table waits
-//! meanwhile. Here a step is a 64th of that (`cargo bench --bench scale -- --only keys`). A look-up hashes once, as before. Not
-//! for: threads; whoever uses it holds a lock.
+//! One large table moves every entry when it doubles. This takes 48 ms for a million entries, and every call
+//! that needs the cache table waits. Here a step takes a 64th of that
+//! (`cargo bench --bench scale -- --only keys`). A lookup still computes one hash. The map is not
+//! synchronized; its user holds a lock.
 
 use std::hash::{BuildHasher, Hash};
 
@@ -12,12 +13,13 @@ use hashbrown::hash_table::HashTable;
 use crate::error::Result;
 use crate::fallible;
 
-/// Enough that a step is below a millisecond for a million entries.
+/// Enough tables that a step takes less than a millisecond for a million entries.
 const SHARDS: usize = 64;
-/// The small tables look at the lowest bits of a hash, and at the highest seven.
+/// Shift that selects the bits of the hash for the choice of the table. The tables themselves use its lowest
+/// bits and its highest seven.
 const CHOICE: u32 = 48;
 
-/// Keys, each with a value.
+/// A map from keys to values.
 #[derive(Debug)]
 pub(super) struct Shards<K, V> {
     tables: Box<[HashTable<(K, V)>]>,
@@ -40,7 +42,7 @@ impl<K: Eq + Hash, V> Shards<K, V> {
         self.tables[shard(hash)].find(hash, |(found, _)| found == key).map(|(_, value)| value)
     }
 
-    /// Makes room for `keys`, so that to insert them takes no memory. `Err`, and nothing is changed.
+    /// Reserves memory for `keys`, so that inserting them allocates nothing. On `Err` no entry has changed.
     pub(super) fn make_room<'a>(&mut self, keys: impl ExactSizeIterator<Item = &'a K>) -> Result<()>
     where
         K: 'a,
@@ -58,7 +60,7 @@ impl<K: Eq + Hash, V> Shards<K, V> {
         more.into_iter().enumerate().try_for_each(|(shard, more)| reserve(shard, more))
     }
 
-    /// Puts a value in, in place of the one that was there.
+    /// Inserts a value, and replaces the previous one of the key.
     pub(super) fn insert(&mut self, key: K, value: V) {
         let hash = self.hashes.hash_one(&key);
         let table = &mut self.tables[shard(hash)];

@@ -1,9 +1,10 @@
-//! Cache id and keys → cache; references; release when the last one goes.
+//! The cache table: finds caches by id and by key, counts references, and releases a cache when the last one
+//! is gone.
 //!
-//! One lock, held for a handful of hash look-ups and never across a copy: whoever needs a cache takes an [`Arc`] of it
-//! and lets the lock go. Memory returns to its pool when the last `Arc` drops, so a cache that is released during a
-//! copy lives until the copy ends (`tests/integration/table.rs`, `released_during_a_copy`). Not for: memory (`arena`, `mem`)
-//! or which keys make sense (`check`).
+//! It has one lock, held for a few hash lookups and never during a copy. A call that needs a cache takes an
+//! [`Arc`] of it and releases the lock. Memory returns to its pool when the last `Arc` drops, so a cache that
+//! is released during a copy stays until the copy ends (`tests/integration/table.rs`,
+//! `released_during_a_copy`). The keys of a call are checked by `validate` before they get here.
 
 mod pulled;
 mod remote;
@@ -24,10 +25,10 @@ use crate::memory::{Adopted, Generations, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
 use crate::validate::Side;
 
-/// What the lists of the table are for, should there be no memory for one.
+/// Name of the lists of the table in out-of-memory errors.
 const TABLE: &str = "the table of caches";
 
-/// What becomes of a key that already names a cache.
+/// What to do with a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Taken {
     Refuse,
@@ -42,37 +43,40 @@ pub struct Table {
 
 #[derive(Debug)]
 struct State {
-    /// Of each place: raised when its cache leaves or loses a key, under the lock, so before its memory is used again.
+    /// One generation for each place. It is raised under the lock when the cache leaves the place or loses a
+    /// key, and so before the memory is used again.
     generations: Arc<Generations>,
-    /// Which tensors of a key's slot peers have pulled, while some are missing.
+    /// The tensors of a key's slot that peers have pulled, kept until all of them have been pulled.
     pulled: HashMap<CacheKey, Pulled>,
     last_id: i64,
     ids: Shards<CacheId, Place>,
-    /// The place of its cache, and the row in it.
+    /// For each key, the place of its cache and the row in it.
     keys: Shards<CacheKey, (Place, u32)>,
     slots: Vec<Option<Slot>>,
     free: Vec<Place>,
-    /// Registered caches that left and may still be in use: for those that wait for the end of that, and nobody else.
+    /// Registered caches that were removed and may still be in use. Only calls that wait for the end of that
+    /// use need this.
     leaving: HashMap<CacheId, Weak<Cache>>,
 }
 
-/// Index of a slot. Keys and ids lead to a place, not to each other, so a look-up is one hash and one index.
+/// Index of a slot. Ids and keys map to a place and not to each other, so a lookup takes one hash and one
+/// index.
 type Place = u32;
 
 #[derive(Debug)]
 struct Slot {
     cache: Arc<Cache>,
-    /// The reference by id: true until the cache is deallocated.
+    /// The reference by id: `true` until the cache is deallocated.
     held: bool,
-    /// How many keys name it.
+    /// Number of keys that name it.
     bound: u32,
-    /// The key each row was given. Removing a key leaves it here, to save touching this list: an entry counts only if
-    /// `keys` still leads from it to this row.
+    /// The key given to each row. A removed key remains here, so that the removal need not touch this list.
+    /// An entry is valid only if `keys` still maps it to this row.
     keys: RowKeys,
 }
 
-/// The keys of a cache's rows. One is the usual number, and needs no memory of its own: what is visited in random order
-/// costs by the piece.
+/// The keys of a cache's rows. Usually there is only one; it needs no separate allocation, because each extra
+/// memory access costs time when caches are visited in random order.
 #[derive(Debug)]
 enum RowKeys {
     One(Option<CacheKey>),
@@ -103,17 +107,17 @@ impl RowKeys {
     }
 }
 
-/// How many of each a table holds.
+/// Number of caches and keys in a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TableState {
-    /// Caches by id, those waiting for their last key included.
+    /// Number of caches, including those that are held only by their keys.
     pub caches: u64,
-    /// Keys.
+    /// Number of keys.
     pub keys: u64,
 }
 
 impl Table {
-    /// A table without caches, whose changes show in `generations`.
+    /// Creates an empty table that publishes its changes in `generations`.
     #[must_use]
     pub fn new(generations: Arc<Generations>) -> Table {
         let state = State {
@@ -129,8 +133,11 @@ impl Table {
         Table { state: Mutex::new(state) }
     }
 
-    /// Enters an allocated cache under a new id and its keys; refused whole if one of them names another cache. The
-    /// keys are as [`validate::bindings`](crate::validate::bindings) gives them, each once.
+    /// Adds an allocated cache under a new id, and binds its keys.
+    ///
+    /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. Returns
+    /// `Err` of kind [`ErrorKind::KeyTaken`], without any change, if a key already names another cache, and
+    /// of kind [`ErrorKind::OutOfMemory`] if there is no memory for the entries.
     pub fn allocate(
         &self,
         desc: &CacheDesc,
@@ -141,7 +148,9 @@ impl Table {
         self.enter(Taken::Refuse, keys, |id| Cache::new(id, Origin::Allocated, desc, side, tensors, true))
     }
 
-    /// Enters the caller's memory under a new id; a key that names another cache names this one from now on.
+    /// Adds the caller's memory as a cache under a new id, and binds its keys. A key that names another cache
+    /// names this one from now on. Returns `Err` of kind [`ErrorKind::OutOfMemory`], without any change, if
+    /// there is no memory for the entries.
     pub fn register(
         &self,
         adopted: Adopted,
@@ -161,7 +170,8 @@ impl Table {
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
         let by_row = RowKeys::of(keys)?;
-        // Declared before the lock so that caches pushed out by a replaced key drop after it is let go.
+        // Declared before the lock, so that caches released by a replaced key drop after the lock is
+        // released.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
         if taken == Taken::Refuse
@@ -171,7 +181,7 @@ impl Table {
             return Err(Error::new(ErrorKind::KeyTaken, text).with("cache_id", other.cache.id()));
         }
         let replaced = state.replaced(keys);
-        // Everything that takes memory comes before the first change.
+        // Everything that allocates memory happens before the first change.
         state.make_room(keys)?;
         if taken == Taken::Replace {
             fallible::grow(TABLE, &mut released, keys.len())?;
@@ -195,22 +205,23 @@ impl Table {
         Ok(cache)
     }
 
-    /// The cache of an id.
+    /// Returns the cache with this id, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
         let state = self.locked();
         let found = state.ids.get(&id).and_then(|&place| state.slot(place));
         found.map(|slot| slot.cache.clone()).ok_or_else(|| no_cache(id))
     }
 
-    /// The cache and row a key names.
+    /// Returns the cache and row that a key names, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
         let state = self.locked();
         let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
         found.ok_or_else(|| no_key(key))
     }
 
-    /// Lets go of the reference by id. A continuous cache stays until its last key goes; a blocks cache goes at once,
-    /// with its key. Unknown ids and registered caches: nothing to do (contract §7.2, §7.4).
+    /// Releases the reference by id. A continuous cache stays until its last key is removed; a blocks cache
+    /// is removed at once, with its key. Has no effect on unknown ids and registered caches (contract §7.2,
+    /// §7.4).
     pub fn deallocate(&self, id: CacheId) {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else { return };
@@ -226,8 +237,8 @@ impl Table {
         drop(released);
     }
 
-    /// Unbinds a key of an allocated cache; releases the cache if that was its last reference. Unknown keys and keys
-    /// of registered caches: nothing to do (contract §7.5).
+    /// Removes a key of an allocated cache, and releases the cache if that was its last reference. Has no
+    /// effect on unknown keys and keys of registered caches (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
         let mut state = self.locked();
         let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
@@ -236,7 +247,8 @@ impl Table {
         drop(released);
     }
 
-    /// From now on no peer trusts what it was told: the memory may go away.
+    /// Raises the generations of all caches, so that peers no longer accept what they know about them. Called
+    /// when the engine closes, before its memory is released.
     pub fn retire(&self) {
         let state = self.locked();
         for place in state.ids.values() {
@@ -244,12 +256,14 @@ impl Table {
         }
     }
 
-    /// Removes a registered cache and its keys, and hands it out; once more whenever it is asked for, until
-    /// [`left`](Self::left). Unknown and allocated ids: nothing to do (contract §7.8).
+    /// Removes a registered cache and its keys, and returns it. Until [`left`](Self::left) is called, later
+    /// calls with the same id return it again, as long as it is in use. Returns `None` for unknown and
+    /// allocated ids (contract §7.8), and `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory to
+    /// remember the cache.
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else {
-            // A pin keeps its cache alive: one that nobody holds is not in use.
+            // A pin keeps its cache alive, so a cache that is already dropped is not in use.
             return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
         };
         state.leaving.try_reserve(1).map_err(|_| fallible::short(TABLE, state.leaving.len()))?;
@@ -264,12 +278,12 @@ impl Table {
         Ok(cache)
     }
 
-    /// Nothing uses a cache that was unregistered any more.
+    /// Forgets a cache that was unregistered and is no longer in use.
     pub fn left(&self, id: CacheId) {
         self.locked().leaving.remove(&id);
     }
 
-    /// How many caches and keys there are.
+    /// Returns the number of caches and keys.
     #[must_use]
     pub fn state(&self) -> TableState {
         let state = self.locked();
@@ -277,13 +291,14 @@ impl Table {
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
-        // Every change below is a few map operations that cannot panic half-way.
+        // A poisoned lock is harmless: every change is a few map operations that cannot panic half-way.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// Reserves what entering a cache with `keys` takes, and what taking it out again will. `Err`, and nothing is changed.
+    /// Reserves the memory that adding a cache with `keys`, and later removing it, needs. On `Err` nothing
+    /// has changed.
     fn make_room(&mut self, keys: &[(u64, CacheKey)]) -> Result<()> {
         if self.free.is_empty() {
             fallible::grow(TABLE, &mut self.slots, 1)?;
@@ -309,7 +324,7 @@ impl State {
         Some((self.slot(place)?, row))
     }
 
-    /// The caches that `keys` name now: of each, the first such key and how many there are.
+    /// Returns the caches that `keys` name now, each with the first such key and their number.
     fn replaced(&self, keys: &[(u64, CacheKey)]) -> BTreeMap<CacheId, (CacheKey, usize)> {
         let mut replaced = BTreeMap::new();
         for &(_, key) in keys {
@@ -326,11 +341,12 @@ impl State {
             return place;
         }
         self.slots.push(Some(slot));
-        // A slot takes more than 32 bytes, so 2^32 of them do not fit the memory of any machine this runs on.
+        // A slot takes more than 32 bytes, so 2^32 of them do not fit into the memory of any machine that
+        // this runs on.
         Place::try_from(self.slots.len() - 1).unwrap_or(Place::MAX)
     }
 
-    /// Takes a key away; returns the cache if that was its last reference.
+    /// Removes a key, and returns the cache if that was its last reference.
     fn unbind(&mut self, key: CacheKey) -> Option<Slot> {
         let (place, _) = self.keys.remove(&key)?;
         self.forget(place, key);
@@ -338,7 +354,7 @@ impl State {
         self.settle(place)
     }
 
-    /// Removes an allocated cache that nobody refers to any more.
+    /// Removes an allocated cache without references.
     fn settle(&mut self, place: Place) -> Option<Slot> {
         let slot = self.slot(place)?;
         let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
@@ -360,7 +376,7 @@ impl State {
         Some(slot)
     }
 
-    /// Forgets what peers were told of `place` and pulled of `key`, which does not lead there any more.
+    /// Invalidates what peers know about `place` and have pulled of `key`, which no longer names it.
     fn forget(&mut self, place: Place, key: CacheKey) {
         self.pulled.remove(&key);
         self.generations.bump(place);
@@ -375,7 +391,8 @@ impl State {
     }
 }
 
-/// Two caches under one key are nearly always a mistake: peers that ask for the key get the later one.
+/// Two caches under one key are nearly always a mistake, because peers that request the key get the later
+/// one.
 #[cold]
 fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: usize) {
     let more = if count > 1 { format!(" and {} more keys", count - 1) } else { String::new() };

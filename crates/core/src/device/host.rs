@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::memory::Region;
 use crate::memory::kernels::{self, Kernel};
 
-/// Host memory. Has no state of its own.
+/// Host memory. It has no state of its own.
 #[derive(Debug)]
 pub struct HostDevice;
 
@@ -20,7 +20,8 @@ impl Device for HostDevice {
 }
 
 impl Copier for HostDevice {
-    /// A unit of the most bytes in blocks of 4 KiB: what follows a batch is not read ahead of, and each ends with a fence.
+    /// One unit of the maximum size (512 KiB) in blocks of 4 KiB. A smaller batch is slower, because a kernel
+    /// does not prefetch beyond a batch and ends each one with a fence.
     fn batch(&self) -> usize {
         128
     }

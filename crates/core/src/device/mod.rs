@@ -1,7 +1,9 @@
-//! Devices: who owns memory of a kind, and how bytes get in, out and around.
+//! Devices: traits for memory of one kind and for the copies into, out of and inside it, and their
+//! implementations.
 //!
-//! Two traits: a copier copies, a device also owns memory. One file for each; `process` copies out of other processes. Host memory is always there; `sim` is a fake device for tests whose addresses the
-//! CPU must not touch. Not for: which bytes move (`plan`), on which workers and by which way (`engine`).
+//! A [`Copier`] copies; a [`Device`] also owns memory. There is one file for each implementation. Host memory
+//! always exists. `process` copies out of other processes. `sim` is a fake device for tests, whose addresses
+//! the CPU must not dereference.
 
 mod host;
 mod process;
@@ -20,48 +22,50 @@ use crate::memory::Region;
 use crate::memory::kernels::Kernel;
 use crate::model::Placement;
 
-/// How a host-to-device copy may travel on this device.
+/// How data in host memory reaches a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostReach {
-    /// Host memory can be read in place: a swap-in is one copy.
+    /// The device reads host memory in place, so a swap-in is one copy.
     Direct,
-    /// Only through buffers of the device: a swap-in goes through the ring.
+    /// Data must pass through buffers of the device, so a swap-in uses the staging ring.
     Staged,
 }
 
-/// Who copies bytes from window to window.
+/// Copies bytes between windows.
 pub trait Copier: Debug + Send + Sync {
-    /// Does all of `batch`, in any order, and returns when the bytes are in place. The windows stay valid until then
-    /// because the caller holds what they were cut from.
+    /// Makes all copies of `batch`, in any order, and returns when the bytes are in place. The caller holds
+    /// the tensors from which the windows were cut, so these stay valid until then. `kernel` is the copy
+    /// kernel to use, if this copier uses kernels.
     fn copy(&self, batch: &[Copy<'_>], kernel: Kernel) -> Result<()>;
 
-    /// Pieces worth handing over at once.
+    /// Returns how many pieces are worth passing in one batch.
     fn batch(&self) -> usize {
         64
     }
 
-    /// Least and most bytes of the units that a copy is cut into: neither so small that taking one costs, nor so large
-    /// that the last worker to finish keeps the rest waiting.
+    /// Returns the least and the most bytes of the units into which a copy is cut. They are large enough that
+    /// taking a unit costs little, and small enough that the last worker does not keep the others waiting.
     fn unit(&self) -> (u64, u64) {
         (128 << 10, 512 << 10)
     }
 
-    /// Whether the kernel it is told makes a difference; if not, there is nothing to learn from its speed.
+    /// Returns whether the given kernel makes a difference. If not, the speed of a copy gives no information
+    /// about kernels.
     fn uses_kernels(&self) -> bool {
         true
     }
 }
 
-/// A kind of memory and the copies it can do.
+/// A kind of memory, together with the copies that it supports.
 pub trait Device: Copier {
-    /// `len` bytes, named for reports; given back when the region drops.
+    /// Allocates `len` bytes, which are released when the region drops. `name` appears in reports.
     fn allocate(&self, name: &str, len: u64) -> Result<Region>;
 
-    /// How host memory reaches it.
+    /// Returns how host memory reaches this device.
     fn host_reach(&self) -> HostReach;
 }
 
-/// The two devices of one engine: host memory and the device proper.
+/// The two devices of one engine: host memory, and the device for caches placed on the device.
 #[derive(Clone, Debug)]
 pub struct DeviceSet {
     host: Arc<dyn Device>,
@@ -69,19 +73,19 @@ pub struct DeviceSet {
 }
 
 impl DeviceSet {
-    /// Host memory on both sides: what every machine has.
+    /// Returns host memory for both, which every machine supports.
     #[must_use]
     pub fn host_only() -> Self {
         DeviceSet { host: Arc::new(HostDevice), device: Arc::new(HostDevice) }
     }
 
-    /// Host memory, and `device` for what is placed on the device.
+    /// Returns host memory, and `device` for caches placed on the device.
     #[must_use]
     pub fn with_device(device: Arc<dyn Device>) -> Self {
         DeviceSet { host: Arc::new(HostDevice), device }
     }
 
-    /// Who owns memory of `placement`.
+    /// Returns the device that owns memory of `placement`.
     #[must_use]
     pub fn at(&self, placement: Placement) -> &Arc<dyn Device> {
         match placement {

@@ -1,6 +1,6 @@
-//! Copies out of another process's memory, done by the kernel: where it cannot be mapped.
+//! Copies out of another process's memory through the kernel, where that memory cannot be mapped.
 //!
-//! Not for: being allocated from; another process's memory is its own.
+//! This is a copier and no device: nothing is allocated from another process.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::error::Result;
 use crate::memory::PeerProcess;
 use crate::memory::kernels::Kernel;
 
-/// Reads one other process.
+/// A copier that reads the memory of one other process.
 #[derive(Debug)]
 pub struct ProcessReader(Arc<PeerProcess>);
 
 impl ProcessReader {
-    /// Reads `process`.
+    /// Creates a copier that reads `process`.
     #[must_use]
     pub fn new(process: Arc<PeerProcess>) -> Self {
         ProcessReader(process)
@@ -31,12 +31,12 @@ impl Copier for ProcessReader {
     }
 
     fn batch(&self) -> usize {
-        // What fits one call, beside the proof that it is still the same process.
+        // As many as fit one system call, next to the secret that proves it is still the same process.
         PeerProcess::PAIRS
     }
 
     fn unit(&self) -> (u64, u64) {
-        // A call of the kernel costs more than handing a batch to the CPU.
+        // A system call costs more than passing a batch to the CPU, so the units are larger.
         (256 << 10, 4 << 20)
     }
 

@@ -1,8 +1,9 @@
-//! A fake device for tests: its addresses are not host addresses, it counts, it can be slow, it can fail.
+//! A fake device for tests: its addresses are not host addresses, it counts copies, and it can be slow or
+//! fail.
 //!
-//! Anything that dereferences a device address by mistake faults at once, because nothing is mapped there. Not for:
-//! imitating the speed of any hardware. Its memory stays until the device drops, so that a stray late copy hits bytes that
-//! are still there and is seen by the test that looks for it.
+//! Code that dereferences a device address by mistake faults at once, because nothing is mapped there. The
+//! device does not model the speed of any hardware. Its memory stays until the device drops. So a late copy
+//! after the end of a call writes to memory that still exists, where the test that checks for it can see it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,10 +14,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::{self, Kernel};
 use crate::memory::{Region, Tensors, Window};
 
-/// Non-canonical on every 64-bit machine, so a stray access faults.
+/// Not canonical on any 64-bit machine, so an access faults.
 const BASE: u64 = 0xDEAD_0000_0000_0000;
 
-/// A device with memory the CPU cannot address.
+/// A device with memory that the CPU cannot address.
 #[derive(Debug)]
 pub struct SimDevice {
     reach: HostReach,
@@ -26,7 +27,7 @@ pub struct SimDevice {
     memory: Mutex<Vec<Backing>>,
 }
 
-/// Where the bytes of one region really are.
+/// The host memory that holds the bytes of one region.
 #[derive(Debug)]
 struct Backing {
     base: u64,
@@ -34,7 +35,7 @@ struct Backing {
 }
 
 impl SimDevice {
-    /// A device that host memory reaches by `reach`.
+    /// Creates a device that host memory reaches by `reach`.
     #[must_use]
     pub fn new(reach: HostReach) -> Self {
         SimDevice {
@@ -46,19 +47,19 @@ impl SimDevice {
         }
     }
 
-    /// The same device, taking `delay` for every copy.
+    /// Returns the same device, which takes `delay` for every copy.
     #[must_use]
     pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
-    /// Every copy after the next `copies` fails.
+    /// Makes every copy after the next `copies` ones fail.
     pub fn fail_after(&self, copies: u64) {
         self.fail_after.store(copies, Ordering::SeqCst);
     }
 
-    /// How many copies it has done.
+    /// Returns the number of copies made, without those that were made to fail.
     #[must_use]
     pub fn copies(&self) -> u64 {
         self.copies.load(Ordering::SeqCst)
@@ -78,7 +79,7 @@ impl SimDevice {
         kernels::copy(src, dst, kernel)
     }
 
-    /// The memory behind a device address and its offset there; `None` for a host address.
+    /// Returns the memory behind a device address, and the offset in it; `None` for a host address.
     fn backing(&self, window: Window<'_>) -> Option<(Arc<Tensors>, u64)> {
         if window.host_addressable() {
             return None;

@@ -1,6 +1,4 @@
-//! All of a region committed at once, in huge pages as far as the kernel gives them, by the workers of an engine.
-//!
-//! Not for: what is merged in the background (above).
+//! Commits all of a region at once, in huge pages as far as the kernel permits, on the workers of an engine.
 
 use std::sync::Arc;
 
@@ -8,10 +6,10 @@ use super::pool_merge::Merging;
 use crate::copy::Work;
 use crate::error::Result;
 
-/// How many units a worker commits at once.
+/// Number of units that a worker commits in one part of the work.
 pub(super) const UNITS_OF_A_PART: u64 = 16;
 
-/// All of a region, to be committed.
+/// The work of committing all of a region.
 pub(super) struct Commit(pub(super) Arc<Merging>);
 
 impl Work for Commit {
@@ -21,7 +19,8 @@ impl Work for Commit {
         for unit in first..(first + UNITS_OF_A_PART).min(merging.region.units()) {
             match merging.region.commit(unit)? {
                 Ok(()) => merging.committed(unit),
-                // What is reserved for it lies in huge pages as it is.
+                // A region of reserved huge pages needs no merging, so only a region of ordinary pages
+                // records the refusal.
                 Err(refusal) if merging.region.merges() => {
                     merging.refused(refusal);
                 }

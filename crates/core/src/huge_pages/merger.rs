@@ -1,4 +1,5 @@
-//! The merger of one engine: its regions, what is lent to it, and the thread that runs while there is work.
+//! The merger of one engine: its regions, the registered memory lent to it, and a thread that runs while
+//! there is work.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,37 +17,39 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Region, Tensors, usable_under};
 use crate::model::{CacheId, Deadline};
 
-/// Bytes moved, or allocated, after which it looks whether there is work.
+/// Bytes moved or allocated after which the merger checks for work.
 const LOOK_AFTER: u64 = 64 << 20;
-/// Before units that were in use are tried again.
+/// Pause before units whose pages were in use are tried again.
 const BETWEEN_TRIES: Duration = Duration::from_millis(100);
-/// Merges the regions of one engine; by default none. Dropped, its thread has ended.
+/// Merges the regions of one engine into huge pages; the default one merges nothing. Dropping it ends its
+/// thread.
 #[derive(Debug, Default)]
 pub struct Merger {
-    /// None if it merges nothing.
+    /// `None` if it merges nothing.
     shared: Option<Arc<Shared>>,
-    /// Where registered memory is left alone.
+    /// Present if the merger leaves registered memory alone but may log a hint about it.
     hint: Option<Hint>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     regions: Vec<Arc<Merging>>,
-    /// None if registered memory is left alone.
+    /// `None` if registered memory is left alone.
     lending: Option<Lending>,
-    /// Since it last looked.
+    /// Bytes moved or allocated since the last check for work.
     moved: AtomicU64,
     closing: Closing,
 }
 
 impl Merger {
-    /// A merger of `regions`, which leaves registered memory alone. It has no thread until there is work.
+    /// Creates a merger of `regions` that leaves registered memory alone. It has no thread until there is
+    /// work.
     #[must_use]
     pub fn new(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
         Self::over(regions, None)
     }
 
-    /// A merger of `regions`, and of registered memory that is lent to it.
+    /// Creates a merger of `regions` and of the registered memory that is lent to it.
     #[must_use]
     pub fn with_registered(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
         Self::over(regions, Some(Lending::new()))
@@ -57,15 +60,19 @@ impl Merger {
         Merger { shared: Some(Arc::new(Shared::of(regions, lending))), hint: None }
     }
 
-    /// The same merger, which logs one hint if registered memory that peers read through the kernel lies in small pages.
+    /// Returns the same merger, which also logs one hint if registered memory that peers read through the
+    /// kernel lies in small pages.
     #[must_use]
     pub fn hinting(mut self) -> Self {
         self.hint = Some(Hint::default());
         self
     }
 
-    /// Takes registered memory on loan that a peer is told of: what of it is there is merged, until it is given back.
-    /// Not if the cache is not `kept` any more. Whether there is something new to merge.
+    /// Lends the registered memory of `cache` to the merger, because its address is being sent to a peer. The
+    /// merger merges what is present until [`give_back`](Self::give_back). Nothing is lent if `kept` returns
+    /// `false`: the cache was unregistered meanwhile.
+    ///
+    /// Returns whether there is something new to merge.
     pub fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
         if let Some(hint) = &self.hint {
             hint.described_to_peer(cache, tensors);
@@ -73,14 +80,15 @@ impl Merger {
         self.lending().is_some_and(|lending| lending.lend(cache, tensors, kept))
     }
 
-    /// Gives back what was lent, of a cache that is not kept any more: once this returns nothing touches it.
+    /// Takes back what was lent of `cache`, which has been unregistered. Once this returns, the merger does
+    /// not touch that memory.
     pub fn give_back(&self, cache: CacheId) {
         if let Some(lending) = self.lending() {
             lending.give_back(cache);
         }
     }
 
-    /// Bytes of registered memory that were merged.
+    /// Returns the bytes of registered memory that were merged.
     #[must_use]
     pub fn lent_bytes(&self) -> u64 {
         self.lending().map_or(0, Lending::merged)
@@ -90,11 +98,13 @@ impl Merger {
         self.shared.as_ref().and_then(|shared| shared.lending.as_ref())
     }
 
-    /// Commits all of its regions now, in huge pages as far as the kernel gives them, on the workers of `engine`. `Err`,
-    /// before anything is committed, if there is not that much memory.
+    /// Commits all regions now, in huge pages as far as the kernel permits, on the workers of `engine`.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::OutOfMemory`], before anything is committed, if there is not enough
+    /// memory.
     pub fn commit(&self, engine: &CopyEngine) -> Result<()> {
         let bytes = |region: &Arc<Merging>| region.region.units() * Region::UNIT_BYTES;
-        // What is reserved for them is there.
+        // Regions of reserved huge pages are not counted, because their memory is set aside already.
         let Some(shared) = &self.shared else { return Ok(()) };
         let wanted: u64 = shared.regions.iter().filter(|region| region.region.merges()).map(bytes).sum();
         let usable = usable_under(Path::new("/"));
@@ -106,13 +116,13 @@ impl Merger {
         for region in &shared.regions {
             let parts =
                 usize::try_from(region.region.units().div_ceil(UNITS_OF_A_PART)).unwrap_or(usize::MAX);
-            // Work, not a wait: it takes as long as the memory is large.
+            // No deadline: this is work and no wait, and it takes as long as the memory is large.
             engine.spread(Arc::new(Commit(region.clone())), parts, Deadline::after(Duration::MAX))?;
         }
         Ok(())
     }
 
-    /// Notes that `bytes` were moved or allocated; looks for work once it is much.
+    /// Records that `bytes` bytes were moved or allocated, and checks for work after every 64 MiB.
     pub fn moved(&self, bytes: u64) {
         let Some(shared) = &self.shared else { return };
         let before = shared.moved.fetch_add(bytes, Ordering::Relaxed);
@@ -121,7 +131,7 @@ impl Merger {
         }
     }
 
-    /// Looks for work, and starts on it. Never waits for any to be done.
+    /// Checks for work, and starts the thread if there is any. Never waits for merging to finish.
     #[cold]
     pub fn look(&self) {
         let Some(shared) = &self.shared else { return };
@@ -130,17 +140,17 @@ impl Merger {
         if state.closed || state.running || !shared.due() {
             return;
         }
-        // The one before has said that it ends, and does nothing else any more.
+        // The previous thread has recorded its end and does nothing else, so joining it does not block.
         if let Some(ended) = state.thread.take() {
             let _ = ended.join();
         }
         let shared = shared.clone();
-        // Without a thread nothing is merged, and the next look tries again.
+        // If the thread cannot start, nothing is merged, and the next check tries again.
         state.thread = Builder::new().name("llm-merge".into()).spawn(move || shared.work()).ok();
         state.running = state.thread.is_some();
     }
 
-    /// What was merged of `region`.
+    /// Returns what was merged of `region`.
     #[must_use]
     pub fn merged(&self, region: &Region) -> Merged {
         let of = |work: &&Arc<Merging>| std::ptr::eq(&raw const *work.region, region);
@@ -148,13 +158,13 @@ impl Merger {
         work.map_or_else(Merged::default, |work| work.report())
     }
 
-    /// Whether its thread is at work.
+    /// Returns whether the thread is running.
     #[must_use]
     pub fn running(&self) -> bool {
         self.shared.as_ref().is_some_and(|shared| shared.closing.locked().running)
     }
 
-    /// Ends its thread, and starts none any more.
+    /// Ends the thread and prevents another one from starting.
     pub fn close(&self) {
         let Some(shared) = &self.shared else { return };
         let thread = {
@@ -180,7 +190,7 @@ impl Shared {
         Shared { regions, lending, ..Shared::default() }
     }
 
-    /// The thread: merges until nothing is left, or the engine closes.
+    /// Runs on the thread: merges until nothing is left or the merger is closed.
     pub(super) fn work(&self) {
         let mut pace = Pace::new(&self.closing);
         loop {
@@ -194,7 +204,8 @@ impl Shared {
             if left && self.closing.sleep(BETWEEN_TRIES) {
                 continue;
             }
-            // Under the lock: who looks sees it running, or starts another.
+            // Under the lock, a concurrent check for work either sees the thread running, or starts another
+            // one.
             let mut state = self.closing.locked();
             if state.closed || !self.due() {
                 state.running = false;

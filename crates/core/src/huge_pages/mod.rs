@@ -1,14 +1,19 @@
-//! Puts what pools have touched into huge pages, in the background, where `huge_pages` asks for it.
+//! Merges the memory that pools have touched into huge pages, in the background, if the option `huge_pages`
+//! requests it.
 //!
-//! Copies get faster by it, reads of other processes through the kernel twice as fast, and a peer that maps a pool has one
-//! page to map where it had 512. But a call that touches a unit while the kernel merges it waits, up to milliseconds, so
-//! nothing is merged by default, and calls then pay one branch (`a_merger_that_merges_nothing_takes_nothing`). It looks for
-//! work when much was moved or a link was made, on a thread that ends when there is nothing left
-//! (`the_merger_ends_when_there_is_nothing_left`). Only memory that is touched anyway is merged: a unit of which less than
-//! `ENOUGH` is in use stays as it is (`what_nobody_touched_stays_uncommitted`). Registered memory is merged only where that
-//! is asked for by name, as far as it is there, once peers may read it through the kernel (`lent`); otherwise one hint is
-//! logged where it lies in small pages (`hint`). What is to be committed ahead is committed and merged at once (`commit`).
-//! Not for: how (`mem`).
+//! Huge pages make copies faster and double the speed of reads from other processes through the kernel. A
+//! peer that maps a pool maps one page instead of 512. But a call that touches a unit (one huge page) while
+//! the kernel merges it waits, for up to several milliseconds. So nothing is merged by default, and calls
+//! then pay for one branch (`a_merger_that_merges_nothing_takes_nothing`).
+//!
+//! The merger checks for work after much data was moved or when a link is made. Its thread ends when nothing
+//! is left (`the_merger_ends_when_there_is_nothing_left`). It merges only memory that is in use: a unit of
+//! which less than `ENOUGH` was touched stays as it is (`what_nobody_touched_stays_uncommitted`).
+//!
+//! Registered memory is merged only if the option requests that by name. It is merged as far as it is
+//! present, once peers may read it through the kernel (`registered`). Otherwise one hint is logged if it lies
+//! in small pages (`small_page_hint`). Pools that are to be committed in advance are committed and merged at
+//! once (`commit`). The system calls are in `memory`.
 
 mod commit;
 mod merger;

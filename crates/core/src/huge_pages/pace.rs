@@ -1,43 +1,44 @@
-//! How fast the merger works, when it rests, and how it is told to stop.
+//! Controls how fast the merger works, when it rests, and when it stops.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// For each moment of work it pauses so many: it takes a tenth of a core, and holds up a copy seldom.
+/// Pause after each period of work, as a multiple of it. So the merger uses a tenth of a core and seldom
+/// delays a copy.
 const PAUSES: u32 = 9;
-/// Work shorter than this is added up before it pauses.
+/// Shorter periods of work are added up before a pause.
 const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
-/// How often a unit whose pages are in use is tried.
+/// Number of attempts for a unit whose pages are in use.
 pub(super) const TRIES: u8 = 8;
-/// No huge page was free, memory is short, or pages stayed in use: how long it leaves the region alone.
+/// How long a region is left alone after no huge page was free, memory was short, or pages stayed in use.
 pub(super) const REST: Duration = Duration::from_secs(60);
-/// Memory that must be free, to merge at all.
+/// Bytes that must be free; otherwise nothing is merged.
 pub(super) const SPARE: u64 = 256 << 20;
-/// How many units are merged between two looks at what is free.
+/// Number of units that are merged between two checks of the free memory.
 pub(super) const UNITS_A_LOOK: u64 = 64;
 
-/// What was merged of one region, and what keeps it from going on.
+/// What was merged of one region, and the error that prevents more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
-    /// Bytes.
+    /// Bytes that were merged.
     pub bytes: u64,
-    /// The kernel's error number, if it merges nothing.
+    /// The kernel's error number, if the kernel merges nothing.
     pub errno: Option<i32>,
 }
 
-/// How one walk through a region ended.
+/// How one pass over a region ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Walk {
-    /// Nothing is left.
+    /// Nothing is left for now.
     Whole,
-    /// Some units were in use.
+    /// At least one unit was in use.
     Some,
     /// The merger was closed.
     Closed,
 }
 
-/// The thread of a merger, and whether it is to stop.
+/// The thread of a merger, and whether it must stop.
 #[derive(Debug, Default)]
 pub(super) struct Closing {
     state: Mutex<State>,
@@ -52,7 +53,7 @@ pub(super) struct State {
 }
 
 impl Closing {
-    /// Sleeps; `false` if it was closed.
+    /// Sleeps for `time`, or until the merger is closed. Returns `false` if it was closed.
     pub(super) fn sleep(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.locked();
@@ -75,7 +76,7 @@ impl Closing {
     }
 }
 
-/// Keeps the share of work small.
+/// Limits the share of time that the merger works.
 pub(super) struct Pace<'a> {
     closing: &'a Closing,
     spent: Duration,
@@ -86,7 +87,8 @@ impl<'a> Pace<'a> {
         Pace { closing, spent: Duration::ZERO }
     }
 
-    /// Notes work that began at `since`, and pauses for it; `false` if the merger was closed.
+    /// Records work that began at `since`, and pauses in proportion to it. Returns `false` if the merger was
+    /// closed.
     pub(super) fn keep(&mut self, since: Instant) -> bool {
         self.spent += since.elapsed();
         if self.spent < WORTH_A_PAUSE {

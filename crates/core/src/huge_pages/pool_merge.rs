@@ -1,6 +1,6 @@
-//! One region of a pool on its way into huge pages: which of its units were tried, what is left, when it rests.
+//! Merges one region of a pool into huge pages: which units were tried, which are left, and when it rests.
 //!
-//! Not for: threads (above), or memory that is lent (`lent`).
+//! The thread that does this belongs to `merger`; registered memory is merged by `registered`.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,23 +10,25 @@ use std::time::{Duration, Instant};
 use super::pace::{Merged, Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
 use crate::memory::{Refusal, Region, usable_under};
 
-/// Of a unit, what must be touched: merging commits the rest, so at most a seventh more than is in use.
+/// Bytes of a unit that must be touched before it is merged. Merging commits the rest of the unit, so it adds
+/// at most a seventh of what is in use.
 const ENOUGH: u64 = Region::UNIT_BYTES / 8 * 7;
-/// A unit that is not looked at any more: merged, or refused for good.
+/// Marks a unit that needs no more attention: it was merged, or refused permanently.
 const DONE: u8 = u8::MAX;
 
-/// One region and how far it is.
+/// One region and its progress.
 #[derive(Debug)]
 pub(super) struct Merging {
     pub(super) region: Arc<Region>,
-    /// Bytes that were committed when it was last gone through, and those that merging committed since.
+    /// Bytes that were committed at the start of the last pass, plus those that merging has committed since.
     seen: AtomicU64,
     merged: AtomicU64,
     refusal: OnceLock<i32>,
-    /// How often each unit was tried, or [`DONE`]; as far as something was touched. Of one thread at a time.
+    /// Number of attempts for each unit up to the last touched one, or [`DONE`]. Only one thread at a time
+    /// uses it.
     units: Mutex<Vec<u8>>,
     made: Instant,
-    /// Milliseconds after `made` before which it rests ([`REST`]).
+    /// Milliseconds after `made` until which the region rests ([`REST`]).
     rests: AtomicU64,
 }
 
@@ -43,24 +45,24 @@ impl Merging {
         }
     }
 
-    /// Whether its pages can be merged, as far as is known.
+    /// Returns whether the pages can be merged, as far as is known.
     pub(super) fn able(&self) -> bool {
         self.region.merges() && self.refusal.get().is_none()
     }
 
-    /// Whether a unit's worth was touched since the last walk. Asks the kernel one question.
+    /// Returns whether enough for one unit was touched since the last pass. This takes one system call.
     pub(super) fn due(&self) -> bool {
         self.able()
             && self.rested()
             && self.region.committed_bytes() >= self.seen.load(Ordering::Relaxed) + ENOUGH
     }
 
-    /// Whether it is not left alone just now.
+    /// Returns whether the region is not resting.
     pub(super) fn rested(&self) -> bool {
         self.made.elapsed() >= Duration::from_millis(self.rests.load(Ordering::Relaxed))
     }
 
-    /// Merges what is touched.
+    /// Merges the units that are touched.
     pub(super) fn walk(&self, pace: &mut Pace<'_>) -> Walk {
         let locked = || self.units.lock().unwrap_or_else(PoisonError::into_inner);
         self.seen.store(self.region.committed_bytes(), Ordering::Relaxed);
@@ -111,7 +113,9 @@ impl Merging {
         }
     }
 
-    /// Whether a refusal is for good and for all: the kernel cannot, or may not, if that holds for the first it was asked.
+    /// Returns whether `refusal` applies to the whole region permanently, and records it if so. The kernel
+    /// does not support or does not permit merging if this is its answer before anything of the region was
+    /// merged.
     pub(super) fn refused(&self, refusal: Refusal) -> bool {
         match refusal {
             Refusal::Unable(errno) if self.merged.load(Ordering::Relaxed) == 0 => {
@@ -122,7 +126,7 @@ impl Merging {
         }
     }
 
-    /// Notes that all of `unit` was committed in one huge page.
+    /// Records that all of `unit` was committed in one huge page.
     pub(super) fn committed(&self, unit: u64) {
         let index = usize::try_from(unit).unwrap_or(usize::MAX);
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
@@ -132,7 +136,7 @@ impl Merging {
         self.done(&mut units[index], Region::UNIT_BYTES);
     }
 
-    /// What was merged of it.
+    /// Returns what was merged of the region.
     pub(super) fn report(&self) -> Merged {
         Merged { bytes: self.merged.load(Ordering::Relaxed), errno: self.refusal.get().copied() }
     }
@@ -143,14 +147,14 @@ impl Merging {
         self.seen.fetch_add(Region::UNIT_BYTES - touched, Ordering::Relaxed);
     }
 
-    /// The next unit, from `next` on, of which something was touched and that is not done.
+    /// Returns the next unit, from `next` on, of which any page was touched and that is not done.
     fn open_unit(&self, units: &mut Vec<u8>, mut next: usize) -> Option<usize> {
         loop {
             let touched = usize::try_from(self.region.touched_unit(next as u64)?).ok()?;
             if touched >= units.len() {
                 units.resize(touched + 1, 0);
             }
-            // Those that are done lie together: passed over without a question to the kernel for each.
+            // Units that are done are often adjacent, and are skipped without a system call for each.
             match units[touched..].iter().position(|&tried| tried != DONE) {
                 Some(0) => return Some(touched),
                 Some(open) => next = touched + open,
@@ -159,7 +163,8 @@ impl Merging {
         }
     }
 
-    /// Leaves it alone for a while. Then it is gone through again, also if nothing was touched meanwhile.
+    /// Leaves the region alone for a while. Then there is another pass, even if nothing was touched
+    /// meanwhile.
     fn rest(&self) {
         self.seen.store(0, Ordering::Relaxed);
         let until = u64::try_from((self.made.elapsed() + REST).as_millis()).unwrap_or(u64::MAX);
@@ -181,7 +186,7 @@ mod tests {
 
     const UNITS: usize = 3;
 
-    /// Units of which all is touched.
+    /// A region of `UNITS` units, all touched.
     fn touched() -> Arc<Region> {
         let bytes = UNITS as u64 * Region::UNIT_BYTES;
         let [from, to] = [(); 2].map(|()| Arc::new(Region::shared("test", bytes).unwrap()));
@@ -225,7 +230,7 @@ mod tests {
     #[test]
     fn units_whose_pages_stay_in_use_are_tried_again_later() {
         let region = touched();
-        // Pages that lie in a pipe are in use until it is read.
+        // Pages in a pipe are in use until the pipe is read.
         let (reader, writer) = pipe().unwrap();
         let (mut from, file) = (Region::UNIT_BYTES, region.descriptor().unwrap());
         assert_eq!(splice(file, Some(&mut from), writer, None, 4096, SpliceFlags::empty()), Ok(4096));

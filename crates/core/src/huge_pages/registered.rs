@@ -1,10 +1,13 @@
-//! Registered memory that peers were told of, who read it through the kernel: what of it is there is merged while its owner
+//! Merges registered memory that peers read through the kernel, as far as it is present, while its owner
 //! lends it.
 //!
-//! Such reads leave no trace here, so being told of is what counts. Nothing is committed by it, and nothing but the owner's
-//! own pages is touched (`what_is_lent_is_merged_where_it_is_there_and_the_owners_own`). The owner may take the memory away:
-//! each unit is merged under a lock that giving back takes as well, so that it waits for one unit at most and nothing is
-//! touched later (`what_was_given_back_is_left_alone`). Not for: when to look (above).
+//! Such reads leave no trace in this process, so memory is lent when its address is sent to a peer. Merging
+//! commits nothing, and touches only private pages of this process
+//! (`what_is_lent_is_merged_where_it_is_there_and_the_owners_own`).
+//!
+//! The owner may take the memory away. Each unit is merged under a lock that `give_back` also takes. So
+//! `give_back` waits for one unit at most, and nothing is touched later
+//! (`what_was_given_back_is_left_alone`). The module `merger` decides when to run this.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -16,32 +19,32 @@ use super::pace::{Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
 
-/// Not before something is lent.
+/// Value of `next` if there is nothing to do until more memory is lent.
 const NEVER: u64 = u64::MAX;
 
-/// What is lent to one merger.
+/// The registered memory that is lent to one merger.
 #[derive(Debug)]
 pub(super) struct Lending {
     lent: Mutex<HashMap<CacheId, Arc<Lent>>>,
     made: Instant,
     /// Milliseconds after `made` before which there is nothing to do.
     next: AtomicU64,
-    /// Walks one after the other that met pages in use.
+    /// Number of consecutive passes that met pages in use.
     tries: AtomicU8,
     merged: AtomicU64,
 }
 
-/// The memory of one cache: addresses of the units that are left; none once it was given back. The lock is held while one
-/// of them is merged.
+/// The memory of one cache: addresses of the units that are left, or `None` once it was given back. The lock
+/// is held while one of them is merged.
 #[derive(Debug)]
 struct Lent(Mutex<Option<Vec<u64>>>);
 
-/// What a walk left behind.
+/// What a pass left behind.
 #[derive(Default)]
 struct Left {
     units: usize,
     busy: bool,
-    /// It must not go on, with anything.
+    /// The whole pass must stop: memory is short, or the merger was closed.
     stopped: bool,
 }
 
@@ -56,9 +59,11 @@ impl Lending {
         }
     }
 
-    /// Takes the memory of `cache` on loan, unless it has it or it is not `kept` any more. That is asked under the lock that
-    /// giving back takes: whoever takes the cache away first, and then gives its memory back, leaves none here.
-    /// Whether there is something to merge.
+    /// Lends the memory of `cache`, unless it is lent already or `kept` returns `false`. Returns whether
+    /// there is something to merge.
+    ///
+    /// `kept` is called under the lock that [`give_back`](Self::give_back) takes. So if a call first removes
+    /// the cache and then gives its memory back, none of it stays here.
     pub(super) fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
         let mut lent = locked(&self.lent);
         if lent.contains_key(&cache) || !kept() {
@@ -66,7 +71,7 @@ impl Lending {
         }
         let units = tensors.lent_units();
         let some = !units.is_empty();
-        // Also without any: who asks again need not look for units again.
+        // The cache is recorded even if it has no units, so that they need not be searched again.
         lent.insert(cache, Arc::new(Lent(Mutex::new(Some(units)))));
         if some {
             self.tries.store(0, Ordering::Relaxed);
@@ -75,7 +80,7 @@ impl Lending {
         some
     }
 
-    /// Gives the memory of `cache` back: once this returns it is not touched any more.
+    /// Takes the memory of `cache` back. Once this returns, nothing here touches it.
     pub(super) fn give_back(&self, cache: CacheId) {
         let lent = locked(&self.lent).remove(&cache);
         if let Some(lent) = lent {
@@ -88,17 +93,18 @@ impl Lending {
         next != NEVER && self.made.elapsed() >= Duration::from_millis(next)
     }
 
-    /// Bytes that were merged, or lay in huge pages when that was tried, also of what was given back since.
+    /// Returns the bytes that were merged, or already lay in huge pages, including memory that was given back
+    /// since.
     pub(super) fn merged(&self) -> u64 {
         self.merged.load(Ordering::Relaxed)
     }
 
-    /// Merges what is there. What is left is tried again after a while, soon if its pages were in use.
+    /// Merges what is present. What is left is tried again later, and soon if its pages were in use.
     pub(super) fn walk(&self, pace: &mut Pace<'_>) -> Walk {
         if !self.due() {
             return Walk::Whole;
         }
-        // What is lent from here on is due by itself.
+        // Memory that is lent from here on sets `next` itself.
         self.next.store(NEVER, Ordering::Relaxed);
         let all: Vec<_> = locked(&self.lent).values().cloned().collect();
         let Some(pages) = OwnPages::open() else { return Walk::Whole };

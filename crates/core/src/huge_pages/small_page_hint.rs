@@ -1,19 +1,20 @@
-//! One line in the log where peers read registered memory at half speed because it lies in small pages.
+//! Logs one hint if peers read registered memory at half speed because it lies in small pages.
 //!
-//! Reads through the kernel leave no trace at the owner, so being told of the memory is what counts. Not for: changing the
-//! pages, which are the caller's own (`lent`, where that is asked for).
+//! Reads through the kernel leave no trace at the owner, so the check runs when the address of the memory is
+//! sent to a peer. The pages belong to the caller and are not changed here; `registered` merges them if the
+//! option `huge_pages` requests it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::memory::{OwnPages, Tensors};
 use crate::model::CacheId;
 
-/// How often an engine looks: what was not touched yet at the first time may be at a later one.
+/// How often an engine checks. Memory that was not touched at the first check may be at a later one.
 const LOOKS: u32 = 64;
-/// Units of a cache that are looked at, spread over it. Each costs a system call.
+/// Maximum number of units that are checked in a cache, spread over it. Each takes a system call.
 const SAMPLES: usize = 32;
 
-/// Whether the hint was given, and how often pages were looked at.
+/// Whether the hint was logged, and how often pages were checked.
 #[derive(Debug, Default)]
 pub(super) struct Hint {
     given: AtomicBool,
@@ -21,8 +22,9 @@ pub(super) struct Hint {
 }
 
 impl Hint {
-    /// Notes that a peer which reads through the kernel is told of `tensors`. Logs the hint, once, if most of what is there
-    /// lies in small pages. Says nothing where the kernel does not tell (before Linux 6.7).
+    /// Records that the address of `tensors` is sent to a peer which reads through the kernel. Logs the hint,
+    /// once, if most of the pages that are present are small. Logs nothing if the kernel does not report page
+    /// sizes (before Linux 6.7).
     pub(super) fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
         let done = self.given.load(Ordering::Relaxed) || self.looks.load(Ordering::Relaxed) >= LOOKS;
         if done || self.looks.fetch_add(1, Ordering::Relaxed) >= LOOKS {
@@ -39,7 +41,7 @@ impl Hint {
     }
 }
 
-/// Whether most units of registered memory, of those that are there, lie in small pages.
+/// Returns whether most units of registered memory, of those that are present, lie in small pages.
 fn mostly_small(tensors: &Tensors) -> bool {
     let units = tensors.lent_units();
     let Some(pages) = OwnPages::open().filter(|_| !units.is_empty()) else { return false };

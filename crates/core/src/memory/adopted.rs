@@ -1,4 +1,4 @@
-//! Memory of the caller, with the caller's promise about it.
+//! Memory of the caller, together with the caller's promise that it stays valid.
 
 use std::sync::Arc;
 
@@ -7,9 +7,10 @@ use crate::fallible;
 use crate::model::{CacheDesc, CacheKind};
 use crate::validate::{self, Side};
 
-/// Addresses of the caller's own memory, one per tensor, with the caller's promise about them.
+/// Addresses of the caller's own memory, one per tensor.
 ///
-/// The promise is this value: registering takes an `Adopted`, so nothing above this room is unsafe.
+/// This value represents the caller's promise about them. Registration takes an `Adopted`, so no code above
+/// this module is unsafe.
 #[derive(Debug)]
 pub struct Adopted {
     desc: CacheDesc,
@@ -18,37 +19,38 @@ pub struct Adopted {
 }
 
 impl Adopted {
-    /// Takes `addrs`, one per tensor of `desc`, each above zero (contract §4.3, §7.6).
+    /// Adopts `addrs`, one address per tensor of `desc`, each above zero (contract §4.3, §7.6). Returns `Err`
+    /// if the addresses or the description are invalid, or if there is no memory for the list.
     ///
     /// # Safety
     ///
-    /// From every address on, the bytes of one tensor must stay readable and writable as long as this value, or a
-    /// cache made from it, is used in a copy. Tensors that share bytes with other tensors are pinned apart: copies
-    /// between them stay inside the memory given, but their order is undefined.
+    /// The bytes of one tensor from each address on must stay readable and writable as long as this value, or
+    /// a cache made from it, is used in a copy. If tensors share bytes with other tensors, their pins do not
+    /// exclude each other. Copies between them stay inside the given memory, but their order is undefined.
     pub unsafe fn new(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
         let side = validate::addresses(desc, kind, addrs)?;
         let addrs = Arc::new(fallible::copied(super::window::ADDRESSES, addrs)?);
         Ok(Adopted { desc: desc.clone(), side, addrs })
     }
 
-    /// What the caller said it is.
+    /// Returns the description that the caller gave.
     #[must_use]
     pub fn desc(&self) -> &CacheDesc {
         &self.desc
     }
 
-    /// Its sizes, kind and placement.
+    /// Returns the sizes, kind and placement.
     #[must_use]
     pub fn side(&self) -> Side {
         self.side
     }
 
-    /// The address of every tensor, shared.
+    /// Returns the shared list with the address of every tensor.
     pub(super) fn shared_addrs(&self) -> Arc<Vec<u64>> {
         self.addrs.clone()
     }
 
-    /// The address of every tensor.
+    /// Returns the address of every tensor.
     pub(super) fn addrs(&self) -> &[u64] {
         &self.addrs
     }

@@ -1,8 +1,8 @@
-//! The sockets of this process, so that a forked child can close its copies.
+//! Lists the sockets of this process, so that a forked child can close its copies.
 //!
-//! A child holds every socket of its parent open: a peer would not notice that the parent has gone, and a port would
-//! stay taken. Here because closing a descriptor that somebody else owns is a promise the compiler cannot check. Not for:
-//! using sockets (`transport`).
+//! A child keeps every socket of its parent open. Its peers would not notice the end of the parent, and a
+//! port would stay in use. This code is in `memory` because closing a descriptor that another value owns is a
+//! promise that the compiler cannot check.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -10,12 +10,13 @@ use std::sync::{Mutex, PoisonError};
 
 static OPEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 
-/// A socket that a forked child will close. Stands before the descriptor in its owner, so that it goes first.
+/// Entry for a socket that a forked child closes. Its owner declares it before the descriptor, so that it
+/// drops first.
 #[derive(Debug)]
 pub struct Kept(RawFd);
 
 impl Kept {
-    /// Notes `socket`, until this drops.
+    /// Adds `socket` to the list until this value drops.
     #[must_use]
     pub fn new(socket: &OwnedFd) -> Kept {
         let socket = socket.as_raw_fd();
@@ -30,17 +31,20 @@ impl Drop for Kept {
     }
 }
 
-/// Closes the sockets that a forked child inherited. To be called in the child, before anything else, and nowhere else:
-/// whatever owned them is left alone for ever there (`tests/test_peer_faults.py`).
+/// Closes the sockets that a forked child inherited.
+///
+/// Call it only in the child, and before anything else. The owners of the sockets are never used again in the
+/// child (`tests/test_peer_faults.py`).
 pub fn abandon() {
-    // Another thread of the parent may have held the lock at the fork; then the copies stay, and peers of a parent that
-    // dies later find out by its silence.
+    // Another thread of the parent may have held the lock at the time of the fork. Then the copies stay open,
+    // and if the parent dies later its peers notice only because its heartbeats stop.
     let Ok(mut open) = OPEN.try_lock() else { return };
     for &socket in &*open {
-        // SAFETY: a descriptor of this process, open since before the fork; its owner in this process is a copy that is
-        // never used nor dropped, because the binding and the C interface refuse every call on it in a child.
+        // SAFETY: this is a descriptor of this process that has been open since before the fork. Its owner in
+        // this process is a copy that is never used or dropped, because the binding and the C interface
+        // refuse every call on it in a child.
         unsafe { libc::close(socket) };
     }
-    // Not freed: another thread may have been allocating at the fork.
+    // The set is not freed, because another thread may have been allocating at the time of the fork.
     std::mem::forget(std::mem::take(&mut *open));
 }

@@ -1,7 +1,10 @@
-//! One number per place of the cache table, raised when what was there may have changed: shared with peers, who read it.
+//! Generation numbers of the cache table: one for each place, raised when its cache may have changed, and
+//! shared with peers.
 //!
-//! A peer that reads memory one-sidedly compares the number it was told with the one here before it trusts the place,
-//! and again after the read (`generations_of_another_process_are_seen_as_they_rise`). Not for: deciding when a number rises (`table`).
+//! A peer that reads memory one-sidedly compares this number with the one that it was sent with the place,
+//! before the read and again after it. Only if both are equal does it accept the bytes
+//! (`generations_of_another_process_are_seen_as_they_rise`). The table in `cache` decides when a number
+//! rises.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
@@ -17,14 +20,15 @@ use super::{MapBudget, Reserved, memfd};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// Places with a number: 128 MiB of address space, of which only the pages of used places ever exist.
+/// Number of places that have a generation. They take 128 MiB of address space, of which only pages with used
+/// places use memory.
 const PLACES: u32 = 1 << 24;
 const BYTES: usize = PLACES as usize * size_of::<u64>();
 
-/// What a place without a number always has: never equal to anything a reader may trust.
+/// The generation of every place without a number. A reader never accepts it.
 const NEVER: u64 = u64::MAX;
 
-/// The numbers of this process.
+/// The generations of this process.
 #[derive(Debug)]
 pub struct Generations {
     numbers: Numbers,
@@ -33,10 +37,12 @@ pub struct Generations {
 }
 
 impl Generations {
-    /// Bytes of address space that the numbers of one process take, here and at each peer that maps them.
+    /// Bytes of address space that the generations take, in their own process and in each peer that maps
+    /// them.
     pub const BYTES: u64 = BYTES as u64;
 
-    /// Numbers that all start at 0.
+    /// Creates generations that are all 0. Returns `Err` of kind [`ErrorKind::OutOfMemory`] if memory is
+    /// short, and of kind [`ErrorKind::System`] if a limit of the process or the system prevents it.
     pub fn new() -> Result<Generations> {
         let made = || {
             let descriptor = memfd::create("llm_datadist generations", Self::BYTES, MemfdFlags::empty())?;
@@ -47,14 +53,16 @@ impl Generations {
         made().map_err(|errno| memfd::refused("generations of the cache table", Self::BYTES, errno))
     }
 
-    /// The number of `place`; the largest one, which no reader may trust, where there are no numbers any more.
+    /// Returns the generation of `place`. A place beyond the last number has the largest one, which no reader
+    /// accepts.
     #[must_use]
     pub fn of(&self, place: u32) -> u64 {
         self.numbers.of(place)
     }
 
-    /// Raises the number of `place`: from now on no reader trusts what it was told before. Whatever this thread writes
-    /// afterwards is seen by others only after the new number.
+    /// Raises the generation of `place`. From then on no reader accepts what it learned about the place
+    /// before. Other threads and processes see the new number before anything that this thread writes
+    /// afterwards.
     pub fn bump(&self, place: u32) {
         if let Some(number) = self.numbers.at(place) {
             number.fetch_add(1, Ordering::SeqCst);
@@ -62,24 +70,27 @@ impl Generations {
         }
     }
 
-    /// The descriptor behind them, for peers to map; none where the kernel cannot keep peers from writing.
+    /// Returns the descriptor, for peers to map read-only; `None` if the kernel cannot prevent peers from
+    /// writing.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.sealed.then(|| self.descriptor.as_fd())
     }
 }
 
-/// The numbers of a peer, as they are now.
+/// A read-only view of a peer's generations as they are at each moment.
 #[derive(Debug)]
 pub struct PeerGenerations {
     numbers: Numbers,
-    /// Returned after the mapping has gone: fields drop in order.
+    /// Returned to the budget after the memory is unmapped, because fields drop in order.
     reserved: Reserved,
 }
 
 impl PeerGenerations {
-    /// Maps what [`Generations::descriptor`] gave the peer to send. `Err` if it is anything else, or `budget` is used up at
-    /// `deadline`.
+    /// Maps the descriptor that the peer got from [`Generations::descriptor`] and sent.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::System`] if the descriptor is anything else or cannot be mapped, or
+    /// if `budget` has too few bytes left at `deadline`.
     pub fn map(fd: OwnedFd, budget: &Arc<MapBudget>, deadline: Deadline) -> Result<PeerGenerations> {
         refuse_shrinking(&fd, Generations::BYTES)?;
         let reserved = budget.reserve(Generations::BYTES, deadline)?;
@@ -88,52 +99,54 @@ impl PeerGenerations {
                 .with("bytes", BYTES)
                 .because(std::io::Error::from(error))
         })?;
-        // The mapping holds the memory from here on.
+        // From here on the mapping keeps the memory alive.
         drop(fd);
         Ok(PeerGenerations { numbers, reserved })
     }
 
-    /// Notes that its link has ended, so that it will be unmapped soon.
+    /// Announces that this mapping will be removed soon, because its link has ended.
     pub fn leave(&self) {
         self.reserved.leave();
     }
 
-    /// The number of `place`, to compare before a read.
+    /// Returns the generation of `place`, to compare before a read.
     #[must_use]
     pub fn of(&self, place: u32) -> u64 {
         self.numbers.of(place)
     }
 
-    /// Whether `place` still has `generation`, asked after a read: if so, nothing read before was already reused.
+    /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had
+    /// not been reused when it was read.
     #[must_use]
     pub fn still(&self, place: u32, generation: u64) -> bool {
-        // The reads before stay before the look at the number.
+        // Keeps the reads of the data before the read of the number.
         fence(Ordering::Acquire);
         generation != NEVER && self.numbers.of(place) == generation
     }
 }
 
-/// A mapping of the numbers, given back on drop.
+/// A mapping of generation numbers; unmapped on drop.
 #[derive(Debug)]
 struct Numbers(usize);
 
 impl Numbers {
     fn map(descriptor: &OwnedFd, rights: ProtFlags) -> rustix::io::Result<Numbers> {
-        // SAFETY: no address is asked for, so the kernel chooses a range nobody uses.
+        // SAFETY: no address is requested, so the kernel chooses an unused range.
         let at = unsafe { mmap(null_mut(), BYTES, rights, MapFlags::SHARED, descriptor, 0) }?;
         Ok(Numbers(at as usize))
     }
 
     fn at(&self, place: u32) -> Option<&AtomicU64> {
         let offset = place as usize * size_of::<u64>();
-        // SAFETY: inside the mapping, which lives as long as `self`, whose file cannot shrink or is this process's own,
-        // aligned, and touched by everybody only as an atomic.
+        // SAFETY: the number lies inside the mapping, which lives as long as `self`. Its file cannot shrink
+        // (a peer's file is checked by `refuse_shrinking`) or belongs to this process. The number is aligned,
+        // and every process accesses it only as an atomic.
         (place < PLACES).then(|| unsafe { &*((self.0 + offset) as *const AtomicU64) })
     }
 
     fn of(&self, place: u32) -> u64 {
         let Some(number) = self.at(place) else { return NEVER };
-        // A relaxed load is the one that may be done on memory without the right to write; the fence makes it acquire.
+        // Only a relaxed load is permitted on read-only memory; the fence makes it an acquire load.
         let number = number.load(Ordering::Relaxed);
         fence(Ordering::Acquire);
         number
@@ -142,7 +155,7 @@ impl Numbers {
 
 impl Drop for Numbers {
     fn drop(&mut self) {
-        // SAFETY: mapped for this value alone; every reference into it borrowed the value.
+        // SAFETY: the range was mapped for this value alone, and every reference into it borrowed the value.
         let _ = unsafe { munmap(self.0 as *mut std::ffi::c_void, BYTES) };
     }
 }

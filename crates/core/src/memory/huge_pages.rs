@@ -1,8 +1,10 @@
-//! Huge pages on request: which stretches of a mapping were touched, and having the kernel put them into huge pages.
+//! Huge pages on request: finds the parts of a mapping that were touched, and has the kernel merge them into
+//! huge pages.
 //!
-//! A unit is one huge page, aligned. The kernel (from 6.1 on) puts a unit into one huge page whatever the system's settings
-//! for its own doing, if something of it was touched, and commits all of it. Readers and writers meanwhile, of this process
-//! and of others, see the same bytes and wait for it at most. Not for: when it is worth doing (`merger`).
+//! A unit is an aligned range of the size of one huge page. From Linux 6.1 on, the kernel merges a unit into
+//! one huge page if any page of it was touched, regardless of the system's settings for automatic merging,
+//! and commits all of it. Meanwhile readers and writers in this process and others see the same bytes; at
+//! most they wait for it. The module `crate::huge_pages` decides when merging is worthwhile.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -18,14 +20,15 @@ use super::region::HUGE_PAGE;
 use super::{Adopted, Region, Tensors};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Not in every C library that this is built with.
+/// Defined here because the C library may be too old to define it.
 const MADV_COLLAPSE: libc::c_int = 25;
-/// Units of registered memory that are put into huge pages between two questions whether to go on.
+/// Number of units of registered memory that are merged between two calls of `go_on`.
 const UNITS_AT_ONCE: usize = 32;
 
-/// Pages of a unit whose pages [`OwnPages`] tells apart.
+/// Pages of a unit in the page map; [`OwnPages`] supports no other number.
 const UNIT_PAGES: usize = 512;
-/// A page is there; is a file's or shared memory; is mapped by this process alone (the kernel's admin-guide/mm/pagemap.rst).
+/// Bits of a page map entry: the page is present; it belongs to a file or to shared memory; it is mapped by
+/// this process alone (the kernel's admin-guide/mm/pagemap.rst).
 const PRESENT: u64 = 1 << 63;
 const FILE: u64 = 1 << 61;
 const EXCLUSIVE: u64 = 1 << 56;
@@ -34,14 +37,15 @@ const PAGEMAP_SCAN: Opcode = opcode::read_write::<PagemapScan>(b'f', 16);
 const SCAN_PRESENT: u64 = 1 << 3;
 const SCAN_HUGE: u64 = 1 << 6;
 
-/// Why a unit was not put into a huge page.
+/// Why the kernel did not merge a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Somebody is using its pages: it may go better soon.
+    /// A page of the unit is in use. A later attempt may succeed.
     Busy,
-    /// There is no huge page free, or the control group has no room: trying again at once makes it look for some anew.
+    /// No huge page is free, or the control group has no room. Another attempt would make the kernel search
+    /// again.
     NoMemory,
-    /// The kernel cannot, or may not: its error number.
+    /// The kernel does not support or does not permit it; with the error number.
     Unable(i32),
 }
 
@@ -59,55 +63,59 @@ impl Region {
     /// Bytes of a unit.
     pub const UNIT_BYTES: u64 = HUGE_PAGE as u64;
 
-    /// How many units it has; none if it is memory of a device.
+    /// Returns the number of units; 0 for memory of a device.
     #[must_use]
     pub fn units(&self) -> u64 {
         if self.host_addressable() { self.len().div_ceil(Self::UNIT_BYTES) } else { 0 }
     }
 
-    /// Whether it is made of ordinary pages, which can be put into huge ones.
+    /// Returns whether the region consists of ordinary pages, which can be merged into huge pages.
     #[must_use]
     pub fn merges(&self) -> bool {
         self.ordinary().is_some()
     }
 
-    /// The first unit from `from` on of which something was touched.
+    /// Returns the first unit, from `from` on, of which any page was touched.
     #[must_use]
     pub fn touched_unit(&self, from: u64) -> Option<u64> {
-        // The offset of the descriptor moves, which nobody uses.
+        // This moves the offset of the descriptor, which nothing else uses.
         let start = from.checked_mul(Self::UNIT_BYTES)?;
         let at = seek(self.ordinary()?, SeekFrom::Data(start)).ok()?;
         Some(at / Self::UNIT_BYTES).filter(|&unit| unit < self.units())
     }
 
-    /// Bytes of `unit` that are committed; 0 where the kernel does not say.
+    /// Returns the committed bytes of `unit`; 0 if the kernel does not report them.
     #[must_use]
     pub fn touched_bytes(&self, unit: u64) -> u64 {
         let mut pages = [0_u8; 512];
         let Some(at) = self.unit_at(unit).filter(|_| HUGE_PAGE / page_size() <= pages.len()) else {
             return 0;
         };
-        // SAFETY: the unit lies in this region's mapping (`unit_at`), and there is a byte for each of its pages.
+        // SAFETY: the unit lies in this region's mapping (`unit_at`), and `pages` has a byte for each of its
+        // pages.
         let told = unsafe { libc::mincore(at as *mut c_void, HUGE_PAGE, pages.as_mut_ptr().cast()) };
         let resident = pages.iter().filter(|&&page| page & 1 == 1).count();
         if told == 0 { (resident * page_size()) as u64 } else { 0 }
     }
 
-    /// Puts `unit` into one huge page, all of it committed. Nothing happens, and that is no error, if it lies in one
-    /// already.
+    /// Merges `unit` into one huge page, which commits all of it. Succeeds without effect if it already is
+    /// one. The error states why the kernel did not merge it.
     pub fn merge(&self, unit: u64) -> std::result::Result<(), Refusal> {
         let at = self.unit_at(unit).ok_or(Refusal::Unable(libc::EINVAL))?;
         Ok(merge(at, HUGE_PAGE)?)
     }
 
-    /// Commits `unit`, in one huge page if the kernel gives it; if not, why. `Err` if the memory is not there.
+    /// Commits `unit`, in one huge page if the kernel permits.
+    ///
+    /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
+    /// [`ErrorKind::OutOfMemory`] if the memory cannot be committed.
     pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), Refusal>> {
         let Some(descriptor) = self.behind().filter(|_| unit < self.units()) else {
             return Ok(Err(Refusal::Unable(libc::EINVAL)));
         };
         let from = unit * Self::UNIT_BYTES;
         if self.merges() {
-            // A page of it is enough for the kernel to do the rest at once.
+            // One committed page is enough for the kernel to commit the rest when it merges.
             reserve(descriptor, from, page_size() as u64)?;
         }
         let merged = self.merge(unit);
@@ -117,7 +125,7 @@ impl Region {
         Ok(merged)
     }
 
-    /// Where `unit` starts, if the region has it and is made of ordinary pages.
+    /// Returns the address of `unit`, if the region has this unit and consists of ordinary pages.
     fn unit_at(&self, unit: u64) -> Option<usize> {
         let inside = unit < self.units() && self.merges();
         let at = unit.checked_mul(Self::UNIT_BYTES).and_then(|offset| self.base().checked_add(offset));
@@ -126,12 +134,16 @@ impl Region {
 }
 
 impl Adopted {
-    /// Tells the kernel that huge pages are welcome under these addresses, and has it put what is there already into
-    /// them, unit by unit, as far as it can; how many bytes of it lie in huge pages now. `go_on` is asked now and then.
+    /// Advises the kernel to use huge pages for these addresses, and merges what is present, unit by unit, as
+    /// far as possible. Returns the bytes that now lie in huge pages.
+    ///
+    /// Calls `go_on` before the first of every 32 units in a contiguous range, and returns its error if it
+    /// fails.
     pub fn merge(&self, mut go_on: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
         for (start, end) in units_within(stretches(self.addrs(), self.side().geometry.tensor_bytes())) {
-            // SAFETY: advice changes no contents, and the kernel reports addresses that are not mapped.
+            // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not
+            // mapped.
             let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };
             for (index, unit) in (start..end).step_by(HUGE_PAGE).enumerate() {
                 if index % UNITS_AT_ONCE == 0 {
@@ -145,7 +157,8 @@ impl Adopted {
 }
 
 impl Tensors {
-    /// Addresses of the whole units inside the caller's memory; none if it is not the caller's.
+    /// Returns the addresses of all whole units inside the caller's memory; empty if the memory is not the
+    /// caller's.
     #[must_use]
     pub fn lent_units(&self) -> Vec<u64> {
         let addrs = if self.adopted_here() { self.addrs() } else { &[] };
@@ -154,7 +167,7 @@ impl Tensors {
     }
 }
 
-/// A question about a range of pages: `struct pm_scan_arg` of `linux/fs.h`.
+/// A query about a range of pages: `struct pm_scan_arg` of `linux/fs.h`.
 #[repr(C)]
 #[derive(Default)]
 struct PagemapScan {
@@ -172,7 +185,7 @@ struct PagemapScan {
     return_mask: u64,
 }
 
-/// Its answer: `struct page_region`.
+/// The answer to a query: `struct page_region`.
 #[repr(C)]
 #[derive(Default)]
 struct PageRegion {
@@ -181,20 +194,24 @@ struct PageRegion {
     categories: u64,
 }
 
-/// What the kernel says about every page of this process.
+/// The kernel's page map of this process.
 #[derive(Debug)]
 pub struct OwnPages(File);
 
 impl OwnPages {
-    /// None where the kernel does not say.
+    /// Opens the page map; `None` if the kernel has none or the page size is not supported.
     #[must_use]
     pub fn open() -> Option<OwnPages> {
         let known = HUGE_PAGE / page_size() == UNIT_PAGES;
         File::open("/proc/self/pagemap").ok().filter(|_| known).map(OwnPages)
     }
 
-    /// Puts the unit at `at` into one huge page if that commits nothing: all of its pages are there, are no file's and
-    /// nobody else's. `None` if not: a page that was read and never written is the kernel's, one of before a fork is shared.
+    /// Merges the unit at `at` into one huge page if that commits no additional memory: all of its pages are
+    /// present, and they are private memory of this process alone.
+    ///
+    /// Returns `None` if this is not so. For example, a page that was read and never written is the kernel's
+    /// zero page, and a page from before a fork is shared. Otherwise the inner result states whether the
+    /// kernel merged it.
     #[must_use]
     pub fn merge(&self, at: u64) -> Option<std::result::Result<(), Refusal>> {
         let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;
@@ -207,7 +224,8 @@ impl OwnPages {
         entries.iter().all(own).then(|| Ok(merge(from, HUGE_PAGE)?))
     }
 
-    /// Whether the page at `at` is a huge one. `None` if no page is there, or the kernel does not say (before Linux 6.7).
+    /// Returns whether the page at `at` is a huge page; `None` if no page is present, or the kernel does not
+    /// report it (before Linux 6.7).
     #[must_use]
     pub fn huge(&self, at: u64) -> Option<bool> {
         let mut found = PageRegion::default();
@@ -221,16 +239,18 @@ impl OwnPages {
             return_mask: SCAN_PRESENT | SCAN_HUGE,
             ..PagemapScan::default()
         };
-        // SAFETY: the kernel defines this opcode for this structure, and reads and writes nothing else but `found`.
+        // SAFETY: the kernel defines this opcode for this structure. It reads and writes only the structure
+        // and `found`.
         let question = unsafe { Updater::<PAGEMAP_SCAN, _>::new(&mut scan) };
-        // SAFETY: it writes to the two values above, which live until it returns; the pages are only looked at.
+        // SAFETY: the call writes only to the two values above, which live until it returns. It does not
+        // change the pages.
         unsafe { ioctl(&self.0, question) }.ok()?;
-        // What it does not find it does not write.
+        // If the kernel finds no such page, it does not write `found`.
         (found.categories & SCAN_PRESENT != 0).then_some(found.categories & SCAN_HUGE != 0)
     }
 }
 
-/// The bytes of equal tensors as stretches of addresses, ascending and apart.
+/// Returns the bytes of equal tensors as address ranges, ascending and disjoint.
 fn stretches(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
     let mut tensors: Vec<_> = addrs.iter().map(|&at| (at, at.saturating_add(bytes))).collect();
     tensors.sort_unstable();
@@ -244,7 +264,7 @@ fn stretches(addrs: &[u64], bytes: u64) -> Vec<(u64, u64)> {
     apart
 }
 
-/// The whole units inside stretches of addresses. What shares a unit with anybody else's bytes is left alone.
+/// Returns the whole units inside address ranges. Units that contain bytes outside the ranges are left out.
 fn units_within(stretches: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usize)> {
     stretches.into_iter().filter_map(|(from, to)| {
         let (from, to) = (usize::try_from(from).ok()?, usize::try_from(to).ok()?);
@@ -253,15 +273,16 @@ fn units_within(stretches: Vec<(u64, u64)>) -> impl Iterator<Item = (usize, usiz
     })
 }
 
-/// Has the kernel put whole units from `at` on into huge pages.
+/// Has the kernel merge the whole units from `at` on into huge pages.
 fn merge(at: usize, len: usize) -> io::Result<()> {
-    // SAFETY: this advice changes no contents and no rights; the kernel reports addresses that are not mapped.
+    // SAFETY: this advice changes neither contents nor access rights, and the kernel reports addresses that
+    // are not mapped.
     let refused = unsafe { libc::madvise(at as *mut c_void, len, MADV_COLLAPSE) };
     if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Commits bytes of a region without touching them: where there is no memory this is an error, and a touch the end of the
-/// process.
+/// Commits bytes of a region without touching them. If memory is short, this is an error, whereas a touch
+/// would end the process.
 fn reserve(descriptor: BorrowedFd<'_>, from: u64, len: u64) -> Result<()> {
     loop {
         match fallocate(descriptor, FallocateFlags::empty(), from, len) {

@@ -1,7 +1,8 @@
-//! How much memory this process may use: what the machine has to spare, and the limits it runs under.
+//! Determines how much memory this process may use: the free memory of the machine, and the limits of the
+//! process.
 //!
-//! Control groups of both versions, and the limits of the process. What cannot be read sets no limit. Asked when an engine
-//! opens, and before much memory is touched at once. Not for: holding anybody to it; the kernel does that.
+//! It reads control groups of both versions and the resource limits. What cannot be read counts as no limit.
+//! The limits are read when an engine opens, and before much memory is touched at once.
 
 use std::path::{Path, PathBuf};
 
@@ -9,8 +10,8 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes that this process could use now without pushing anything out. An address space or a file size that is limited
-/// counts by half, because other things need some of it too.
+/// Returns the bytes that this process can use now without evicting anything. A limit on the address space or
+/// on the file size counts by half, because other things need a part of it.
 #[must_use]
 pub fn usable_bytes() -> u64 {
     let memory = usable_under(Path::new("/"));
@@ -19,7 +20,7 @@ pub fn usable_bytes() -> u64 {
     [room, file].into_iter().flatten().fold(memory, u64::min)
 }
 
-/// Bytes of address space that this process may still take; `None` if that is not limited.
+/// Returns the bytes of address space that this process may still take; `None` without a limit.
 #[must_use]
 pub(super) fn address_space_left() -> Option<u64> {
     let limit = getrlimit(Resource::As).current?;
@@ -27,19 +28,22 @@ pub(super) fn address_space_left() -> Option<u64> {
     Some(limit.saturating_sub(taken))
 }
 
-/// Bytes of memory that the machine has; 64 GiB where it does not say.
+/// Returns the bytes of memory that the machine has; 64 GiB if it does not report them.
 #[must_use]
 pub(super) fn machine_bytes() -> u64 {
     fields(&PathBuf::from("/proc/meminfo"), "MemTotal:").map_or(64 << 30, |kib| kib << 10)
 }
 
-/// `Err` if `bytes` are more than this process could use now: asked before that much is touched at once. In a control group
-/// allocations do not fail: touching more memory than the group may have ends a process of the group instead.
+/// Returns `Err` of kind [`ErrorKind::OutOfMemory`] if `bytes` exceeds what this process can use now. `what`
+/// names the purpose in the error.
+///
+/// It is called before so much memory is touched at once. In a control group allocations do not fail;
+/// touching more memory than the group may have ends one of its processes instead.
 pub fn refuse_beyond_room(what: &str, bytes: u64) -> Result<()> {
     refuse_beyond_room_under(Path::new("/"), what, bytes)
 }
 
-/// The same with the `proc` and `sys` folders under `root`.
+/// As [`refuse_beyond_room`], with the `proc` and `sys` folders under `root`.
 pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<()> {
     let usable = usable_under(root);
     if bytes <= usable {
@@ -50,7 +54,8 @@ pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<(
     Err(Error::new(ErrorKind::OutOfMemory, text).with("bytes", bytes).with("usable_bytes", usable))
 }
 
-/// As [`usable_bytes`], without the limits of the process, read from the `proc` and `sys` folders under `root`.
+/// As [`usable_bytes`], but without the limits of the process, and with the `proc` and `sys` folders under
+/// `root`.
 #[must_use]
 pub fn usable_under(root: &Path) -> u64 {
     let available = fields(&root.join("proc/meminfo"), "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);
@@ -58,8 +63,9 @@ pub fn usable_under(root: &Path) -> u64 {
     groups.lines().filter_map(|line| group_room(root, line)).fold(available, u64::min)
 }
 
-/// What is left in the control group of one line of `/proc/self/cgroup`, and in those around it. In a container the
-/// path is often one of the host, which does not exist inside, while the top folder is the container's own group.
+/// Returns the bytes left in the control group of one line of `/proc/self/cgroup`, and in the groups above
+/// it, whichever is least. In a container the path is often one of the host that does not exist inside, while
+/// the top folder is the container's own group.
 fn group_room(root: &Path, line: &str) -> Option<u64> {
     let mut parts = line.splitn(3, ':');
     let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -75,11 +81,11 @@ fn group_room(root: &Path, line: &str) -> Option<u64> {
     folders.filter_map(|folder| left_in(&folder, limit, used)).min()
 }
 
-/// The limit of a group, less what it uses and could not drop at once.
+/// Returns the limit of a group minus what it uses and could not drop at once.
 fn left_in(folder: &Path, limit: &str, used: &str) -> Option<u64> {
     let limit = number(&folder.join(limit))?;
     let used = number(&folder.join(used)).unwrap_or(0);
-    // Version 1 counts the groups inside under names of their own.
+    // Version 1 reports totals that include the groups inside under separate names.
     let stat = folder.join("memory.stat");
     let either = |total: &str, own: &str| fields(&stat, total).or_else(|| fields(&stat, own)).unwrap_or(0);
     let droppable =
@@ -87,12 +93,12 @@ fn left_in(folder: &Path, limit: &str, used: &str) -> Option<u64> {
     Some(limit.saturating_sub(used.saturating_sub(droppable)))
 }
 
-/// The first number of a file; `None` for `max`.
+/// Returns the first number in a file; `None` if it starts with `max`.
 fn number(file: &Path) -> Option<u64> {
     std::fs::read_to_string(file).ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// The number after `name` in a file of names and numbers.
+/// Returns the number after `name` in a file of names and numbers.
 fn fields(file: &PathBuf, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
     let mut lines = text.lines().map(str::split_whitespace);

@@ -1,7 +1,7 @@
-//! Address space that the memory of peers may take in this process, in all links together.
+//! Limits the address space that mappings of peers' memory take in this process, over all links.
 //!
-//! A peer chooses how much memory it offers. Without a bound one offer could take all addresses of this process, and its
-//! next allocation would end it. Not for: mapping (`foreign`), or which peer may offer how much (`links`).
+//! A peer chooses how much memory it offers. Without a limit, one offer could take all addresses of this
+//! process, and its next allocation would then abort it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,26 +12,26 @@ use super::limits;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// Limit where no option says otherwise: so many times the memory of the machine.
+/// Default limit, as a multiple of the memory of the machine.
 const TIMES_RAM: u64 = 4;
 
-/// How much may be mapped, and how much is.
+/// The limit for mappings, and the bytes that are reserved.
 #[derive(Debug)]
 pub struct MapBudget {
     limit: u64,
     counts: Mutex<Counts>,
-    /// A part was returned.
+    /// Signals that a reservation was returned.
     returned: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Counts {
     reserved: u64,
-    /// The part of `reserved` that is about to be returned.
+    /// The part of `reserved` that will be returned soon.
     leaving: u64,
 }
 
-/// A part of a budget; returned on drop.
+/// A reservation; returned to the budget on drop.
 #[derive(Debug)]
 pub struct Reserved {
     budget: Arc<MapBudget>,
@@ -40,28 +40,31 @@ pub struct Reserved {
 }
 
 impl MapBudget {
-    /// A budget of `limit` bytes; of four times the memory of this machine if none is given.
+    /// Creates a budget of `limit` bytes. The default is four times the memory of this machine.
     #[must_use]
     pub fn new(limit: Option<u64>) -> Arc<MapBudget> {
         let limit = limit.unwrap_or_else(|| limits::machine_bytes().saturating_mul(TIMES_RAM));
         Arc::new(MapBudget { limit, counts: Mutex::default(), returned: Condvar::new() })
     }
 
-    /// Bytes that may be mapped.
+    /// Returns the limit in bytes.
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Bytes that are reserved now.
+    /// Returns the bytes that are reserved now.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.locked().reserved
     }
 
-    /// Reserves `bytes`. If they do not fit, waits while memory of ended links is being unmapped, at most until
-    /// `deadline`, and then returns an error that says how many bytes are left. Also refused if this process could then
-    /// not allocate much more itself: a limited address space is filled by half at most.
+    /// Reserves `bytes` bytes.
+    ///
+    /// If they do not fit, waits until `deadline` at most, as long as memory of ended links is being
+    /// unmapped. Then returns `Err` of kind [`ErrorKind::System`], with the limit and the bytes in use. A
+    /// limited address space is filled by half at most: a larger request is also refused, because this
+    /// process could then allocate little more itself.
     pub fn reserve(self: &Arc<Self>, bytes: u64, deadline: Deadline) -> Result<Reserved> {
         let mut counts = self.locked();
         loop {
@@ -102,7 +105,8 @@ impl MapBudget {
 }
 
 impl Reserved {
-    /// Notes that this part will be returned soon, because its link has ended: others wait for it.
+    /// Announces that this reservation will be returned soon, because its link has ended. Other requests then
+    /// wait for it.
     pub fn leave(&self) {
         if !self.leaving.swap(true, Ordering::Relaxed) {
             self.budget.locked().leaving += self.bytes;
@@ -147,7 +151,7 @@ mod tests {
             drop(ended);
             drop(newcomer.join().unwrap().unwrap());
         });
-        // Nothing is about to be returned any more: the refusal comes at once.
+        // No reservation is about to be returned any more, so the request is refused at once.
         let hour = Deadline::after(Duration::from_secs(3600));
         assert_eq!(budget.reserve(41, hour).unwrap_err().fact("mapped_bytes"), Some("60"));
         drop(kept);

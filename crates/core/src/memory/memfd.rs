@@ -1,6 +1,6 @@
-//! Anonymous files for memory that is shared: creates them, and says precisely why one cannot be had.
+//! Creates the anonymous files behind shared memory, and reports precisely why one cannot be created.
 //!
-//! Not for: mapping them (`region`, `generations`), or files that peers made (`foreign`).
+//! `region` and `generations` map these files; `peer_mapping` checks the files of peers.
 
 use std::os::fd::OwnedFd;
 
@@ -10,12 +10,13 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, ErrorKind};
 
-/// Reserved huge pages are asked for by their size: a machine whose default is 1 GiB would give pages that fit no pool.
+/// Flags that request reserved huge pages by size. Without the size, a machine whose default is 1 GiB would
+/// provide pages that fit no pool.
 pub(super) const HUGE_2MB: MemfdFlags = MemfdFlags::HUGETLB.union(MemfdFlags::HUGE_2MB);
 
-/// Creates a file of `len` zeros that can be sealed and never executed.
+/// Creates a file of `len` zero bytes that can be sealed and can never be executed.
 pub(super) fn create(name: &str, len: u64, kind: MemfdFlags) -> rustix::io::Result<OwnedFd> {
-    // Beyond this limit `ftruncate` does not fail: it sends SIGXFSZ, which ends a process that has no handler.
+    // Beyond this limit `ftruncate` does not fail. It sends SIGXFSZ, which ends a process without a handler.
     if file_limit().is_some_and(|limit| len > limit) {
         return Err(Errno::FBIG);
     }
@@ -24,7 +25,7 @@ pub(super) fn create(name: &str, len: u64, kind: MemfdFlags) -> rustix::io::Resu
     Ok(descriptor)
 }
 
-/// What `create` gives for `kind` and the flags of all files of this module.
+/// Returns what `create` returns for `kind` and the flags that all files of this module have.
 fn sealable<T>(
     kind: MemfdFlags,
     create: impl Fn(MemfdFlags) -> rustix::io::Result<T>,
@@ -37,8 +38,9 @@ fn sealable<T>(
     }
 }
 
-/// The error of shared memory that could not be created or mapped: out of memory only if that is what the kernel said,
-/// otherwise with the limit that was met and what to do about it.
+/// Returns the error for shared memory that could not be created or mapped. It has the kind
+/// [`ErrorKind::OutOfMemory`] only if the kernel reported that memory is short. Otherwise it names the limit
+/// that was reached and how to raise it, if this is known.
 #[cold]
 pub(super) fn refused(what: &str, len: u64, errno: Errno) -> Error {
     let system = |text: String| Error::new(ErrorKind::System, text);
@@ -69,8 +71,9 @@ fn text(limit: Option<u64>) -> String {
     limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string())
 }
 
-/// Seals what this process has mapped already: for others it is there to read, at its length, for ever. `false` if the
-/// kernel cannot (before 5.1): then it must not be shared. (`nobody_maps_a_region_for_writing_after_its_owner`)
+/// Seals a file that this process has already mapped. From then on others can only read it, and its length is
+/// fixed (`nobody_maps_a_region_for_writing_after_its_owner`). Returns `false` if the kernel cannot do this
+/// (before 5.1); the file must then not be shared.
 pub(super) fn seal(descriptor: &OwnedFd) -> bool {
     let seals = SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW;
     fcntl_add_seals(descriptor, seals).is_ok()
@@ -92,13 +95,13 @@ mod tests {
         let plain = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         assert_eq!(sealable(HUGE_2MB, old), Ok(plain | HUGE_2MB));
         assert_eq!(*asked.borrow(), [plain | HUGE_2MB | MemfdFlags::NOEXEC_SEAL, plain | HUGE_2MB]);
-        // Anything else is the answer.
+        // Any other error is passed on.
         assert_eq!(sealable(MemfdFlags::empty(), |_| Err::<(), _>(Errno::MFILE)), Err(Errno::MFILE));
     }
 
     #[test]
     fn reserved_huge_pages_are_asked_for_by_their_size() {
-        // The binary logarithm of the size lies above the other flags (memfd_create(2)).
+        // The binary logarithm of the size is stored above the other flags (memfd_create(2)).
         assert_eq!(HUGE_2MB.bits() >> 26, 21);
         assert!(HUGE_2MB.contains(MemfdFlags::HUGETLB));
     }

@@ -1,18 +1,23 @@
-//! Memory: the one room of the core where addresses are dereferenced (unsafe room 1).
+//! Memory access: the only module of the core in which addresses are dereferenced and unsafe code is allowed.
 //!
 //! # Promises
 //!
-//! 1. A [`Region`] owns its mapping and outlives every [`Tensors`] carved from it, because they hold it.
-//! 2. Foreign memory has one entrance, the unsafe constructor of [`Adopted`]: whoever calls it promises that the
-//!    addresses stay valid, readable and writable as long as the value, or anything made from it, lives.
-//! 3. A [`Window`] exists only inside the tensor it was cut from; its bounds were checked when it was made.
-//! 4. Bytes move only in [`kernels::copy`], [`vectored`] and [`PeerProcess::read`], between windows or a window and the
-//!    kernel, by raw addresses; no slice over memory that others may write is ever lent out.
-//! 5. Nobody writes into another process: its memory is mapped without the right to write, or read through the kernel,
-//!    and a window of it is refused as a destination.
-//! 6. Who may read and write which rows at the same time is decided above, by the pins of `table`.
+//! The `SAFETY` comments of this module refer to these promises by number.
 //!
-//! Not for: which bytes to copy (`plan`), or who copies them (`engine`).
+//! 1. A [`Region`] owns its mapping. All [`Tensors`] carved from it hold a reference to it, so it outlives
+//!    them.
+//! 2. Memory of the caller enters only through the unsafe constructor of [`Adopted`]. Its caller promises
+//!    that the addresses stay valid, readable and writable as long as the value, or anything made from it,
+//!    exists.
+//! 3. A [`Window`] exists only inside the tensor from which it was cut. Its bounds were checked when it was
+//!    made.
+//! 4. Bytes move only in [`kernels::copy`], [`socket_io`] and [`PeerProcess::read`], between two windows or
+//!    between a window and the kernel, and by raw addresses. No slice is ever made over memory that others
+//!    may write.
+//! 5. No process writes into the memory of another one. Memory of a peer is mapped read-only, or read through
+//!    the kernel. A window of it is refused as a destination.
+//! 6. Which rows may be read and written at the same time is decided by the pins of the `cache` module,
+//!    before bytes move.
 
 mod adopted;
 mod fork;

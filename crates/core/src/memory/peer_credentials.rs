@@ -1,27 +1,30 @@
-//! Which process, of which user, is at the other end of a local socket, as the kernel recorded it when the two met.
+//! Identifies the process and user at the other end of a local socket, as the kernel recorded them when the
+//! connection was made.
 //!
-//! Here because the system call fills a struct in place, and the safe wrappers assume that its process id is not zero,
-//! which it is for a process of a namespace that is not visible from here. Not for: reading that process (`process`).
+//! This uses the system call directly because the safe wrappers assume that the process id is not zero. It is
+//! zero for a process in a namespace that is not visible from here.
 
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Who is at the other end of a local socket.
+/// Process and user at the other end of a local socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// Its process; `None` if it has no id in this process's namespace.
+    /// Process id; `None` if the process has no id in the namespace of this process.
     pub pid: Option<i32>,
-    /// Its effective user when it connected or listened, as this process's user namespace shows it.
+    /// Effective user id at the time it connected or listened, as shown in the user namespace of this
+    /// process.
     pub uid: u32,
 }
 
-/// Who made the other end of `socket`; `None` if the kernel does not say.
+/// Returns the credentials of the process that made the other end of `socket`; `None` if the kernel does not
+/// report them.
 #[must_use]
 pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).ok()?;
-    // SAFETY: the kernel writes at most `len` bytes, which are those of `peer`, a struct of integers that outlives the
-    // call; and `len` itself.
+    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is a struct of integers, and
+    // it writes `len` itself. Both outlive the call.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -34,24 +37,28 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
     (result == 0).then_some(Credentials { pid: Some(peer.pid).filter(|&pid| pid > 0), uid: peer.uid })
 }
 
-/// Whether `socket` takes descriptors. Linux knows this from 6.16 on; before, a local socket takes them always.
+/// Sets whether `socket` accepts file descriptors from the peer. This has an effect from Linux 6.16 on; on
+/// older kernels a local socket always accepts them.
 ///
-/// A descriptor that a peer sends is closed by whoever receives it, or receives the bytes it came with, and closing may wait
-/// for as long as the peer chose (a socket that lingers). So descriptors are taken only while they are expected.
+/// The process that receives a descriptor, or the bytes it was sent with, has to close it. Closing may take
+/// as long as the peer chose (a socket that lingers). Therefore descriptors are accepted only while they are
+/// expected.
 pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
-    /// `SO_PASSRIGHTS`, which `libc` does not name yet.
+    /// `SO_PASSRIGHTS`, which `libc` does not define yet.
     const PASS_RIGHTS: libc::c_int = 83;
     let on = libc::c_int::from(take);
     let Ok(len) = libc::socklen_t::try_from(size_of_val(&on)) else { return };
-    // SAFETY: the kernel reads an integer of the length it is told, which outlives the call. An error says that the kernel
-    // is older or the socket no local one; then nothing changes.
+    // SAFETY: the kernel reads an integer of length `len`, which outlives the call. An error means that the
+    // kernel is older or that this is no local socket; nothing changes then.
     let _ = unsafe {
         libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, PASS_RIGHTS, (&raw const on).cast(), len)
     };
 }
 
-/// Whether the user of `peer` is provably this process's own effective user. The kernel shows every user that has no
-/// number in this namespace as the overflow user, so that number proves nothing unless all users have one here.
+/// Returns whether the user of `peer` is provably the effective user of this process.
+///
+/// The kernel shows every user without a number in this namespace as the overflow user. So that number proves
+/// nothing unless every user has a number here.
 #[must_use]
 pub fn same_user(peer: Credentials) -> bool {
     let own = rustix::process::geteuid().as_raw();
@@ -60,7 +67,7 @@ pub fn same_user(peer: Credentials) -> bool {
     proves(peer.uid, own, overflow.unwrap_or(65534), read("/proc/self/uid_map").as_deref())
 }
 
-/// The rule of [`same_user`], over what the kernel says.
+/// The rule of [`same_user`], over the values that the kernel reports.
 fn proves(peer: u32, own: u32, overflow: u32, uid_map: Option<&str>) -> bool {
     let whole = || {
         let numbers = |line: &str| line.split_whitespace().map(|word| word.parse().ok()).collect::<Vec<_>>();

@@ -1,8 +1,8 @@
-//! Another process's memory, mapped here without the right to write, and the seals that make this safe for both sides.
+//! Read-only mappings of a peer's memory, and the checks that make them safe to read.
 //!
-//! The owner seals what it shares: nobody maps it for writing after the owner did, and it never gets shorter, so a read
-//! here cannot fault. Not for: memory that is not behind a descriptor (`process`), or whether it is still current
-//! (`generations`).
+//! The owner seals the memory that it shares: nobody can map it for writing after the owner has, and it
+//! cannot shrink, so a read cannot fault. Whether the contents are still current is decided by `generations`.
+//! Memory without a descriptor is read by `peer_process`.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use super::{MapBudget, Reserved};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
-/// `Err` unless `descriptor` has `len` bytes and can never have fewer: a read beyond its end would kill the reader
-/// (`descriptors_that_could_kill_the_reader_are_refused`).
+/// Returns `Err` unless `descriptor` has at least `len` bytes and is sealed so that it can never have fewer.
+/// A read beyond its end would kill the reader (`descriptors_that_could_kill_the_reader_are_refused`).
 pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     let refused = |text: &str| Error::new(ErrorKind::System, text).with("bytes", len);
     let because = |text, error| refused(text).because(std::io::Error::from(error));
@@ -25,7 +25,8 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     if !seals.contains(SealFlags::SHRINK) {
         return Err(refused("the peer's memory could shrink while it is read: it is not sealed"));
     }
-    // Without this seal the peer could punch holes: of memory in reserved huge pages they cannot be filled again.
+    // Without this seal the peer could punch holes. In memory of reserved huge pages such holes may be
+    // impossible to fill again.
     if !seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
         return Err(refused("the peer's memory could lose pages while it is read: it is not sealed"));
     }
@@ -41,18 +42,21 @@ pub(super) fn refuse_shrinking(descriptor: &OwnedFd, len: u64) -> Result<()> {
     Ok(())
 }
 
-/// A stretch of another process's memory, readable here.
+/// A range of a peer's memory, mapped read-only into this process.
 #[derive(Debug)]
 pub struct PeerMapping {
     len: u64,
     mapped: Aligned,
-    /// Returned after the mapping has gone: fields drop in order.
+    /// Returned to the budget after the memory is unmapped, because fields drop in order.
     reserved: Reserved,
 }
 
 impl PeerMapping {
-    /// Maps the first `len` bytes behind `fd` for reading. `Err` if they are not there, could go away, or are more than is
-    /// left of `budget` at `deadline`.
+    /// Maps the first `len` bytes of `fd` read-only.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::System`] if the descriptor is too short, is not sealed against
+    /// shrinking, cannot be mapped, or if `budget` does not have `len` bytes (in whole huge pages) left at
+    /// `deadline`.
     pub fn map(
         fd: OwnedFd,
         len: u64,
@@ -68,32 +72,32 @@ impl PeerMapping {
         let whole = usize::try_from(len).ok().and_then(|bytes| bytes.checked_next_multiple_of(HUGE_PAGE));
         let whole = whole.ok_or_else(|| refused(rustix::io::Errno::NOMEM))?;
         let reserved = budget.reserve(whole as u64, deadline)?;
-        // Not with MAP_NORESERVE: it changes nothing for ordinary pages, and where pages are reserved huge ones the kernel
-        // would end this process at a page that it has not, instead of refusing the mapping.
+        // MAP_NORESERVE is not used. It changes nothing for ordinary pages. For reserved huge pages the
+        // kernel would kill this process at the first missing page instead of refusing the mapping.
         let mapped = Aligned::map(&fd, whole, ProtFlags::READ).map_err(refused)?;
-        // The mapping holds the memory from here on.
+        // From here on the mapping keeps the memory alive.
         drop(fd);
         Ok(Arc::new(PeerMapping { len, mapped, reserved }))
     }
 
-    /// Notes that its link has ended, so that it will be unmapped soon.
+    /// Announces that this mapping will be removed soon, because its link has ended.
     pub fn leave(&self) {
         self.reserved.leave();
     }
 
-    /// Address of its first byte in this process.
+    /// Returns the address of the first byte in this process.
     #[must_use]
     pub fn base(&self) -> u64 {
         self.mapped.base as u64
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Never: an empty one is refused.
+    /// Returns whether the length is zero, which is never the case: an empty mapping is refused.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -1,7 +1,10 @@
-//! Another process of this machine whose memory the kernel reads for us, and the proof that it is the right one.
+//! Reads the memory of another process of this machine through the kernel, and proves that it is the right
+//! process.
 //!
-//! A process id is reused, and its program replaced; so every read also fetches the secret that the process told of over
-//! its link, and believes the bytes only if the secret is still there (`only_the_process_that_told_the_secret_is_read`). Not for: memory that can be mapped (`foreign`).
+//! A process id can be reused, and a process can replace its program. So every read also fetches the secret
+//! that the peer sent over its link, and the bytes are accepted only if the secret is still in place
+//! (`only_the_process_that_told_the_secret_is_read`). Memory that can be mapped is read by `peer_mapping`
+//! instead.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,12 +17,12 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Sixteen random bytes of a process, and where they lie in it.
+/// A secret of a process, 16 random bytes, and its address there.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
     /// Address in that process.
     pub address: u64,
-    /// What lies there.
+    /// The bytes at this address.
     pub secret: [u8; 16],
 }
 
@@ -29,12 +32,13 @@ impl std::fmt::Debug for Probe {
     }
 }
 
-/// The probe of this process: the same in every call, never moved. `Err` if the kernel has no random bytes.
+/// Returns the probe of this process, which is the same in every call and never moves. Returns `Err` of kind
+/// [`ErrorKind::System`] if the kernel has no random bytes.
 pub fn own_probe() -> Result<Probe> {
     static SECRET: OnceLock<[u8; 16]> = OnceLock::new();
     if SECRET.get().is_none() {
         let mut bytes = [0; 16];
-        // So few bytes are given whole (getrandom(2)).
+        // A request for so few bytes is never cut short (getrandom(2)).
         getrandom(&mut bytes, GetRandomFlags::empty()).map_err(|error| {
             Error::new(ErrorKind::System, "no random bytes for the probe of this process")
                 .because(io::Error::from(error))
@@ -45,13 +49,13 @@ pub fn own_probe() -> Result<Probe> {
     Ok(Probe { address: secret.as_ptr() as u64, secret: *secret })
 }
 
-/// Lets other processes of this user read this one's memory where the kernel asks for that word (Yama). Where it does
-/// not, there is nothing to allow.
+/// Permits other processes of this user to read the memory of this one. Yama requires this permission;
+/// without Yama it has no effect.
 pub fn allow_readers() {
     let _ = set_ptracer(PTracer::Any);
 }
 
-/// Another process, alive when it was opened.
+/// Another process, which was alive when it was opened.
 #[derive(Debug)]
 pub struct PeerProcess {
     pid: i32,
@@ -60,12 +64,16 @@ pub struct PeerProcess {
 }
 
 impl PeerProcess {
-    /// Most pairs that one call of the kernel reads: it takes 1,024 vectors on each side, and the first is the secret's.
+    /// Maximum number of pairs in one system call. The kernel accepts 1,024 vectors on each side, and the
+    /// first one is for the secret.
     pub const PAIRS: usize = 1023;
 
-    /// The process `pid`, if it is the one that told of `probe` and may be read. `Err` says why it cannot be: of kind
-    /// [`ErrorKind::NotEnabled`] if the kernel refused permission or knows no such calls, so that a link may take another
-    /// way (`refused_permission_is_told_apart`).
+    /// Opens the process `pid`, and checks that it holds the secret of `probe` and may be read.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::NotEnabled`] if the kernel denies permission or does not support
+    /// these calls; a link may then use another transport (`refused_permission_is_told_apart`). Other causes
+    /// are of kind [`ErrorKind::System`], or [`ErrorKind::NotLinked`] if the process ends before its secret
+    /// is read.
     pub fn open(pid: i32, probe: Probe) -> Result<Arc<PeerProcess>> {
         let no_such = || Error::new(ErrorKind::System, "the peer's process has no id here").with("pid", pid);
         let named = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw).ok_or_else(no_such)?;
@@ -78,17 +86,17 @@ impl PeerProcess {
         Ok(Arc::new(process))
     }
 
-    /// Its id.
+    /// Returns the process id.
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// Whether it has not ended.
+    /// Returns whether the process is still running.
     #[must_use]
     pub fn alive(&self) -> bool {
         let mut watched = [PollFd::new(&self.descriptor, PollFlags::IN)];
-        // Readable once the process has ended.
+        // The descriptor becomes readable when the process ends.
         loop {
             match poll(&mut watched, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
                 Err(rustix::io::Errno::INTR) => {}
@@ -97,9 +105,14 @@ impl PeerProcess {
         }
     }
 
-    /// Reads every first window, of this process's tensors, into the second, of equal length and writable here. When it
-    /// returns, all bytes are in place and came from the process that was opened. If the memory does not answer it does not
-    /// return before that process ends: not for the thread of a caller (`engine::readers`).
+    /// Reads the first window of each pair, which belongs to this peer process, into the second one.
+    ///
+    /// The windows of a pair must have equal lengths, and the second must be writable host memory; otherwise
+    /// it returns `Err` of kind [`ErrorKind::System`]. On success all bytes are in place and came from the
+    /// process that was opened.
+    ///
+    /// If the peer's memory does not respond, this does not return before that process ends. So the thread of
+    /// a caller must not call it; `copy::reader_threads` provides threads for it.
     pub fn read(&self, pairs: &[(Window<'_>, Window<'_>)]) -> Result<()> {
         let wrong = |(src, dst): &(Window<'_>, Window<'_>)| {
             src.len() != dst.len() || src.reach() != Reach::Process || dst.reach() != Reach::Host
@@ -113,7 +126,7 @@ impl PeerProcess {
                 .with("src", format_args!("{:?}", src.reach()))
                 .with("dst", format_args!("{:?}", dst.reach())));
         }
-        // Nothing to read: the secret alone.
+        // Without pairs, only the secret is read.
         let mut first = true;
         let (mut next, mut skip) = (0, 0);
         while first || next < pairs.len() {
@@ -123,13 +136,14 @@ impl PeerProcess {
         Ok(())
     }
 
-    /// One call: what it can of the pairs from byte `skip` of pair `next` on; where the next call begins.
+    /// Makes one system call that reads as much as possible from byte `skip` of pair `next` on. Returns the
+    /// pair and byte at which the next call continues.
     fn some(&self, pairs: &[(Window<'_>, Window<'_>)], next: usize, skip: u64) -> Result<(usize, u64)> {
         let mut secret = [0_u8; 16];
         let batch = &pairs[next..pairs.len().min(next + Self::PAIRS)];
         let mut remote = Vec::with_capacity(batch.len() + 1);
         let mut local = Vec::with_capacity(batch.len() + 1);
-        // In front, so that also a call that ends early proves whose bytes it brought.
+        // The secret is first, so that a call that ends early also proves which process its bytes came from.
         remote.push(vector(self.probe.address, secret.len() as u64));
         local.push(vector((&raw mut secret) as u64, secret.len() as u64));
         for (index, (src, dst)) in batch.iter().enumerate() {
@@ -146,14 +160,16 @@ impl PeerProcess {
         self.after(pairs, next, skip, got - secret.len() as u64)
     }
 
-    /// Reads the process's `remote` into this one's `local`, as many bytes as both have; again while a signal interrupts it.
+    /// Reads the process's `remote` ranges into the `local` ranges, and returns the number of bytes read.
+    /// Repeats the call if a signal interrupts it.
     fn call(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> io::Result<u64> {
         #[cfg(feature = "testing")]
         super::stalled::pass(remote);
         loop {
             let (many, wanted) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
-            // SAFETY: `local` names the secret of the caller and windows of live, writable tensors of this process (promise
-            // 3, checked by `read`); the kernel reads the other process's and reports addresses it does not have.
+            // SAFETY: `local` refers to the caller's secret buffer and to windows of live, writable tensors
+            // of this process (promise 3, checked by `read`). The kernel reads `remote` in the other process,
+            // and reports addresses that are not mapped there as an error.
             let got =
                 unsafe { libc::process_vm_readv(self.pid, local.as_ptr(), many, remote.as_ptr(), wanted, 0) };
             if let Ok(got) = u64::try_from(got) {
@@ -166,7 +182,8 @@ impl PeerProcess {
         }
     }
 
-    /// Where a call that read `got` bytes ended; `Err` if it should have read more.
+    /// Returns the position at which a call that read `got` bytes ended. Returns `Err` if it made no progress
+    /// although bytes were left.
     fn after(
         &self,
         pairs: &[(Window<'_>, Window<'_>)],
@@ -184,7 +201,7 @@ impl PeerProcess {
             got -= left;
             (next, skip) = (next + 1, 0);
         }
-        // A call that brought the secret and nothing else met an address that is not there right at its start.
+        // A call that read the secret and nothing else found an unmapped address where it had to continue.
         if !progress && let Some((src, _)) = pairs.get(next).filter(|(src, _)| !src.is_empty()) {
             let error = io::Error::from_raw_os_error(libc::EFAULT);
             return Err(self.failed(error).with("address", format_args!("{:#x}", src.addr() + skip)));
@@ -193,7 +210,7 @@ impl PeerProcess {
     }
 
     fn failed(&self, error: io::Error) -> Error {
-        // The memory goes a moment before the process is reported as ended.
+        // A process loses its memory a moment before it is reported as ended.
         let alive = error.raw_os_error() != Some(libc::ESRCH) && self.alive();
         let text = if alive {
             "the peer's memory cannot be read"
@@ -210,7 +227,8 @@ fn vector(addr: u64, len: u64) -> libc::iovec {
     libc::iovec { iov_base: addr as *mut libc::c_void, iov_len: usize::try_from(len).unwrap_or(usize::MAX) }
 }
 
-/// What an error of the kernel means while the process lives: that it does not allow this, or anything else.
+/// Maps an error of the kernel, for a process that is alive, to an error kind: missing permission or support,
+/// or anything else.
 fn refusal(error: &io::Error) -> ErrorKind {
     match error.raw_os_error() {
         Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => ErrorKind::NotEnabled,

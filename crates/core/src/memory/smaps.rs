@@ -1,11 +1,12 @@
-//! What the kernel says about ranges of this process's memory: in huge pages, mapped at all.
+//! Reads what the kernel reports about address ranges of this process: huge pages and access rights.
 //!
-//! Reads `/proc/self`; where there is none (not Linux) it answers "unknown". Not for: hot paths.
+//! The source is `/proc/self`. Without it (not Linux), huge pages count as none and every range as mapped.
+//! These functions read whole files, so transfer calls must not use them repeatedly.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 
-/// Bytes in huge pages, summed over the mappings that start in `base..base + len`.
+/// Returns the bytes in huge pages, summed over the mappings that start in `base..base + len`.
 pub(super) fn huge_bytes(base: u64, len: u64) -> u64 {
     let mut sum = 0;
     let mut inside = false;
@@ -23,8 +24,8 @@ pub(super) fn huge_bytes(base: u64, len: u64) -> u64 {
     sum
 }
 
-/// The first address of any of `ranges` (start, bytes) that is not mapped readable (and `writable`), if any; `None`
-/// also where the kernel does not say.
+/// Returns the first address in `ranges` (start, bytes) that is not mapped readable, or not writable if
+/// `writable` is set. Returns `None` if there is none, or if the kernel does not report mappings.
 pub(super) fn first_unmapped(mut ranges: impl Iterator<Item = (u64, u64)>, writable: bool) -> Option<u64> {
     let mut mapped: Vec<(u64, u64)> = Vec::new();
     for line in lines("/proc/self/maps") {
@@ -56,7 +57,7 @@ fn lines(path: &str) -> impl Iterator<Item = String> {
     File::open(path).ok().into_iter().flat_map(|file| BufReader::new(file).lines().map_while(Result::ok))
 }
 
-/// `from-to rights …`, or `None` for a line that is not the head of a mapping.
+/// Parses `from-to rights …`; `None` for a line that does not start a mapping.
 fn header(line: &str) -> Option<(u64, u64, &str)> {
     let mut words = line.split(' ');
     let (from, to) = words.next()?.split_once('-')?;

@@ -1,18 +1,20 @@
-//! Windows through a socket: one system call takes the bytes of many from where they lie, or puts them in place.
+//! Sends and receives windows through a socket, many in one system call and without an intermediate buffer.
 //!
-//! Raw vectors of addresses, never slices: others may write the memory meanwhile (promise 4). Not for: waiting, or
-//! deadlines (`transport`).
+//! The vectors hold raw addresses and never slices, because others may write the memory meanwhile (promise
+//! 4). Neither function waits; the `net` module waits and keeps deadlines.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::{Reach, Window};
 
-/// Vectors of one call; the kernel takes no more.
+/// Maximum number of vectors in one call; a limit of the kernel.
 const MOST: usize = 1024;
 
-/// Sends what follows the first `skip` bytes of `windows`, as much as the socket takes now; how many bytes that was.
-/// `WouldBlock` if it takes none. With nothing left to send: 0.
+/// Sends the bytes of `windows` that follow the first `skip` bytes, as many as the socket accepts now.
+///
+/// Returns the number of bytes sent, or 0 if nothing is left to send. Fails with `WouldBlock` if the socket
+/// accepts nothing now, and with `InvalidInput` if the CPU cannot read one of the windows.
 pub fn send(fd: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Result<usize> {
     if windows.iter().any(|window| !window.host_addressable()) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a window that the CPU cannot read"));
@@ -23,14 +25,18 @@ pub fn send(fd: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Result
     }
     let message = message(&mut vectors);
     retried(|| {
-        // SAFETY: `message` names only `vectors`, and those only windows of live tensors (promise 3) that are mapped
-        // readable; the kernel reads them and reports a range that is not there as an error.
+        // SAFETY: `message` refers only to `vectors`, and these refer only to windows of live tensors
+        // (promise 3) that the CPU can read (checked above). The kernel only reads them, and reports an
+        // address that is not mapped as an error.
         unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) }
     })
 }
 
-/// Receives into what follows the first `skip` bytes of `windows`, as much as has arrived; how many bytes that was.
-/// `WouldBlock` if none has; 0 if none ever will. At least one byte must be left to receive.
+/// Receives into the bytes of `windows` that follow the first `skip` bytes, as many as have arrived.
+///
+/// Returns the number of bytes received, or 0 if the peer has closed the stream. Fails with `WouldBlock` if
+/// nothing has arrived, and with `InvalidInput` if the CPU cannot write one of the windows or if no byte is
+/// left to receive.
 pub fn receive(fd: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Result<usize> {
     if windows.iter().any(|window| window.reach() != Reach::Host) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a window that the CPU cannot write"));
@@ -41,13 +47,13 @@ pub fn receive(fd: BorrowedFd<'_>, windows: &[Window<'_>], skip: u64) -> io::Res
     }
     let mut message = message(&mut vectors);
     retried(|| {
-        // SAFETY: as in `send`, and the windows are writable memory of this process.
+        // SAFETY: as in `send`; in addition, all windows are writable memory of this process (checked above).
         unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) }
     })
 }
 
-/// Has whoever waits at `fd` be woken when so many bytes have arrived, instead of at the first. The end of the stream,
-/// and a full buffer, wake all the same.
+/// Makes a thread that waits to read from `fd` wake when `bytes` bytes have arrived, instead of at the first
+/// byte. The end of the stream and a full receive buffer still wake it.
 pub fn wake_at(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     let size = libc::socklen_t::try_from(size_of_val(&value)).unwrap_or(0);
@@ -57,7 +63,7 @@ pub fn wake_at(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The first [`MOST`] stretches of memory after `skip` bytes.
+/// Returns vectors for the bytes after the first `skip`, at most [`MOST`].
 fn vectors(windows: &[Window<'_>], mut skip: u64) -> Vec<libc::iovec> {
     let mut vectors = Vec::with_capacity(windows.len().min(MOST));
     for window in windows {
@@ -77,15 +83,15 @@ fn vectors(windows: &[Window<'_>], mut skip: u64) -> Vec<libc::iovec> {
 }
 
 fn message(vectors: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: a header of zeros is one without address, control data and flags.
+    // SAFETY: a header of zeros is valid: no address, no vectors, no control data and no flags.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = vectors.as_mut_ptr();
-    // As wide as the C library says.
+    // The type of this field differs between C libraries.
     message.msg_iovlen = vectors.len() as _;
     message
 }
 
-/// Again while a signal interrupts it.
+/// Repeats `call` as long as a signal interrupts it.
 fn retried(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
     loop {
         if let Ok(bytes) = usize::try_from(call()) {

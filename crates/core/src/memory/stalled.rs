@@ -1,6 +1,5 @@
-//! Tests only: memory of a process that does not answer the kernel, as behind userfaultfd, without the rights that needs.
-//!
-//! Not for: anything a release build does.
+//! Test only: stalls reads of memory by process id, as if it were behind userfaultfd, without the privileges
+//! that userfaultfd needs.
 
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,12 +14,12 @@ struct Stalls {
     waiting: Vec<u64>,
 }
 
-/// Addresses of any process at which reads by process id wait, until this drops.
+/// A range of addresses, in any process, at which reads by process id wait until this value drops.
 #[derive(Debug)]
 pub struct Stall(u64, Range<u64>);
 
 impl Stall {
-    /// From now on reads of `addresses` wait.
+    /// Makes reads of `addresses` wait from now on.
     #[must_use]
     pub fn new(addresses: Range<u64>) -> Stall {
         let mut stalls = locked();
@@ -30,7 +29,7 @@ impl Stall {
         Stall(number, addresses)
     }
 
-    /// How many reads wait at its addresses.
+    /// Returns the number of reads that wait at these addresses.
     #[must_use]
     pub fn waiting(&self) -> usize {
         locked().waiting.iter().filter(|at| self.1.contains(at)).count()
@@ -44,7 +43,7 @@ impl Drop for Stall {
     }
 }
 
-/// Waits while one of `vectors` is stalled.
+/// Waits as long as one of `vectors` starts in a stalled range.
 pub(super) fn pass(vectors: &[libc::iovec]) {
     let mut stalls = locked();
     let stalled = |stalls: &Stalls| {

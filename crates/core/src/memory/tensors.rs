@@ -1,4 +1,4 @@
-//! The tensors of one cache: equal sizes, any addresses, one owner.
+//! The tensors of one cache: equal sizes, arbitrary addresses, one owner.
 
 use std::any::Any;
 use std::fmt;
@@ -13,28 +13,32 @@ use super::window::{Access, Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
-/// The tensors of one cache: equal sizes, any addresses, one owner that is let go when this drops.
+/// The tensors of one cache. They have equal sizes, arbitrary addresses, and one owner, which is dropped with
+/// this value.
 pub struct Tensors {
-    /// Shared with the handles of the caller, for which a copy might fail once the cache is made.
+    /// Shared with the caller's handles, because a copy of the list might fail after the cache has been
+    /// created.
     addrs: Arc<Vec<u64>>,
     tensor_bytes: u64,
     memory: Memory,
-    /// Gives the memory back when dropped (a lease of a pool, a mapping); nothing for adopted memory.
+    /// Releases the memory when dropped: a lease of a pool, or a mapping. `None` for adopted memory.
     _owner: Option<Box<dyn Any + Send + Sync>>,
 }
 
 enum Memory {
     Carved(Arc<Region>),
-    /// Set by the first copy that reads, and by the first that writes: where the addresses are not mapped so.
+    /// The caller's memory. The first copy that reads, and the first that writes, store the first address
+    /// that is not mapped with that access; `None` if all are.
     Adopted([OnceLock<Option<u64>>; 2]),
-    /// Another process's memory, mapped here for reading.
+    /// Memory of another process, mapped here read-only.
     Mapped,
-    /// Another process's memory, not mapped here.
+    /// Memory of another process, not mapped here.
     Process(Arc<PeerProcess>),
 }
 
 impl Tensors {
-    /// Tensors of `tensor_bytes` at `offsets` of `region`; `owner` is dropped with them. `Err` if one sticks out.
+    /// Creates tensors of `tensor_bytes` bytes at `offsets` of `region`; `owner` is dropped with them.
+    /// Returns `Err` if a tensor exceeds the region, or if there is no memory for the list.
     pub fn carved(
         region: Arc<Region>,
         offsets: impl IntoIterator<Item = u64>,
@@ -45,8 +49,8 @@ impl Tensors {
         Ok(Tensors { addrs, tensor_bytes, memory: Memory::Carved(region), _owner: Some(owner) })
     }
 
-    /// Tensors of `tensor_bytes` at `offsets` of another process's memory that is mapped here: to be read, never
-    /// written. `Err` if one sticks out.
+    /// Creates read-only tensors of `tensor_bytes` bytes at `offsets` of a peer's memory that is mapped here.
+    /// Returns `Err` if a tensor exceeds the mapping, or if there is no memory for the list.
     pub fn mapped(
         region: Arc<PeerMapping>,
         offsets: impl IntoIterator<Item = u64>,
@@ -56,8 +60,9 @@ impl Tensors {
         Ok(Tensors { addrs, tensor_bytes, memory: Memory::Mapped, _owner: Some(Box::new(region)) })
     }
 
-    /// Tensors of `tensor_bytes` at the addresses `addrs` of another process: to be read, never written, and not by the
-    /// CPU. Wrong addresses are reported by the read.
+    /// Creates read-only tensors of `tensor_bytes` bytes at the addresses `addrs` of another process, which
+    /// the CPU cannot dereference. Returns `Err` of kind [`ErrorKind::System`] if a tensor exceeds the
+    /// address space. Any other invalid address is reported when it is read.
     pub fn of_process(process: Arc<PeerProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
         if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
             let text = format!("{tensor_bytes} bytes at {addr:#x} are outside every address space");
@@ -67,7 +72,7 @@ impl Tensors {
         Ok(Tensors { addrs, tensor_bytes, memory: Memory::Process(process), _owner: None })
     }
 
-    /// The caller's own memory.
+    /// Creates tensors over the caller's own memory.
     #[must_use]
     pub fn adopted(adopted: Adopted) -> Tensors {
         Tensors {
@@ -78,25 +83,25 @@ impl Tensors {
         }
     }
 
-    /// The address of every tensor.
+    /// Returns the address of every tensor.
     #[must_use]
     pub fn addrs(&self) -> &[u64] {
         &self.addrs
     }
 
-    /// The same, shared.
+    /// Returns the shared list with the address of every tensor.
     #[must_use]
     pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
         self.addrs.clone()
     }
 
-    /// Bytes of one tensor.
+    /// Returns the bytes of one tensor.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
 
-    /// What this process can do with them.
+    /// Returns how this process can access the tensors.
     #[must_use]
     pub fn reach(&self) -> Reach {
         match &self.memory {
@@ -107,25 +112,30 @@ impl Tensors {
         }
     }
 
-    /// Whether they are the caller's memory, in this process.
+    /// Returns whether they are memory of the caller in this process.
     pub(super) fn adopted_here(&self) -> bool {
         matches!(self.memory, Memory::Adopted(_))
     }
 
-    /// Whether the CPU can dereference the addresses, to read at least.
+    /// Returns whether the CPU can dereference the addresses, at least to read.
     #[must_use]
     pub fn host_addressable(&self) -> bool {
         self.reach().host_addressable()
     }
 
-    /// The process that must be asked for the bytes, if they are its own and not mapped here.
+    /// Returns the process through which the bytes must be read; `None` if they belong to this process or are
+    /// mapped here.
     #[must_use]
     pub fn process(&self) -> Option<&Arc<PeerProcess>> {
         if let Memory::Process(process) = &self.memory { Some(process) } else { None }
     }
 
-    /// `Err` if adopted addresses are not mapped in this process: the reason, instead of a fault in the middle of a
-    /// copy. Asked of the kernel by the first copy of each kind; unmapping later breaks the promise of [`Adopted`].
+    /// Returns `Err` of kind [`ErrorKind::InvalidArgument`] if adopted memory is not mapped in this process
+    /// with the access needed.
+    ///
+    /// So a copy fails with a reason instead of a fault half-way. The kernel is asked once for reads and once
+    /// for writes, at the first copy of that kind. Unmapping the memory later breaks the promise of
+    /// [`Adopted`].
     pub fn check_mapped(&self, access: Access) -> Result<()> {
         let Memory::Adopted(known) = &self.memory else { return Ok(()) };
         let unmapped = known[access as usize].get_or_init(|| {
@@ -138,7 +148,8 @@ impl Tensors {
         Err(Error::new(ErrorKind::InvalidArgument, text).with("tensor_bytes", self.tensor_bytes))
     }
 
-    /// `len` bytes of one tensor from `offset` on. `Err` if they are not all inside it.
+    /// Returns a window of `len` bytes of one tensor from `offset` on. Returns `Err` of kind
+    /// [`ErrorKind::System`] if they are not all inside the tensor, or there is no such tensor.
     pub fn window(&self, tensor: usize, offset: u64, len: u64) -> Result<Window<'_>> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.tensor_bytes);
         match self.addrs.get(tensor) {
@@ -158,7 +169,8 @@ impl Tensors {
     }
 }
 
-/// The addresses of tensors at `offsets` of `base..base + len`, or `Err` if one sticks out.
+/// Returns the addresses of tensors at `offsets` of `base..base + len`, or `Err` if a tensor exceeds that
+/// range.
 fn inside(
     base: u64,
     len: u64,

@@ -1,99 +1,101 @@
-//! Windows: bytes inside one tensor, cut with checked bounds, and what this process can do with them.
+//! Windows: bounds-checked ranges of bytes inside one tensor, and what this process can do with them.
 
 use std::marker::PhantomData;
 
-/// Name of these lists in out-of-memory errors.
+/// Name of address lists in out-of-memory errors.
 pub(super) const ADDRESSES: &str = "the addresses of tensors";
 
-/// What this process can do with the bytes of a window.
+/// How this process can access the bytes of a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// The CPU reads and writes them.
+    /// Memory of this process: the CPU reads and writes it.
     Host,
-    /// The CPU reads them: another process's memory, mapped.
+    /// Memory of another process, mapped here: the CPU reads it.
     HostRead,
-    /// Only the kernel reads them, on request: another process's memory.
+    /// Memory of another process, not mapped here: only the kernel can read it, on request.
     Process,
-    /// Only their device reads and writes them.
+    /// Memory of a device: only the device reads and writes it.
     Device,
 }
 
-/// What a copy does with memory.
+/// Whether a copy reads or writes memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Reads it.
+    /// The copy reads it.
     Read,
-    /// Writes it.
+    /// The copy writes it.
     Write,
 }
 
 impl Reach {
-    /// Whether the CPU can dereference the addresses, to read at least.
+    /// Returns whether the CPU can dereference the addresses, at least to read.
     #[must_use]
     pub fn host_addressable(self) -> bool {
         matches!(self, Reach::Host | Reach::HostRead)
     }
 
-    /// Whether it is another process's memory.
+    /// Returns whether this is memory of another process.
     #[must_use]
     pub fn foreign(self) -> bool {
         matches!(self, Reach::HostRead | Reach::Process)
     }
 
-    /// Whether anybody here may write there. Nobody writes into another process.
+    /// Returns whether this process may write there. No process writes into the memory of another one.
     #[must_use]
     pub fn writable(self) -> bool {
         matches!(self, Reach::Host | Reach::Device)
     }
 }
 
-/// Bytes inside one tensor, bounds checked. Says where, not what: there is no way to read it as a slice.
+/// A bounds-checked range of bytes inside one tensor. It describes a location only: there is no way to read
+/// it as a slice.
 #[derive(Clone, Copy, Debug)]
 pub struct Window<'a> {
     addr: u64,
     len: u64,
     reach: Reach,
-    /// The tensors stay while the window is in use.
+    /// Keeps the tensors alive while the window is in use.
     tensors: PhantomData<&'a ()>,
 }
 
 impl Window<'_> {
-    /// A window whose bounds [`Tensors::window`](super::Tensors::window) has checked.
+    /// Makes a window whose bounds [`Tensors::window`](super::Tensors::window) has checked.
     pub(super) fn inside(addr: u64, len: u64, reach: Reach) -> Self {
         Window { addr, len, reach, tensors: PhantomData }
     }
 
-    /// Address of the first byte.
+    /// Returns the address of the first byte.
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// What this process can do with it.
+    /// Returns how this process can access it.
     #[must_use]
     pub fn reach(&self) -> Reach {
         self.reach
     }
 
-    /// Whether the CPU can dereference it, to read at least.
+    /// Returns whether the CPU can dereference it, at least to read.
     #[must_use]
     pub fn host_addressable(&self) -> bool {
         self.reach.host_addressable()
     }
 
-    /// Whether both name some byte in common. Addresses of another process name no byte of this one.
+    /// Returns whether the two windows have a byte in common. Memory that only the kernel can read
+    /// ([`Reach::Process`]) overlaps no memory with an address in this process.
     #[must_use]
     pub fn overlaps(&self, other: &Window<'_>) -> bool {
         (self.reach == Reach::Process) == (other.reach == Reach::Process)

@@ -1,6 +1,7 @@
-//! What a cache looks like: element type, placement, shape, and the sizes that follow, computed once and checked.
+//! The description of a cache: element type, placement, shape, and the sizes that follow from them, computed
+//! once and checked.
 //!
-//! Not for: where the bytes are (`mem`), or whether a request fits (`check`).
+//! The addresses are kept in `memory`, and `validate` checks whether a request fits a cache.
 
 use std::fmt;
 
@@ -13,22 +14,22 @@ macro_rules! data_types {
         pub enum DataType { $($(#[$doc])* $variant = $value,)* }
 
         impl DataType {
-            /// Every type, in the order of the public class.
+            /// All types, in the order of the public class.
             pub const ALL: &'static [DataType] = &[$(DataType::$variant,)*];
 
-            /// Bytes of one element.
+            /// Returns the bytes of one element.
             #[must_use]
             pub const fn bytes(self) -> u64 {
                 match self { $(DataType::$variant => $bytes,)* }
             }
 
-            /// The public name, `DT_…`.
+            /// Returns the public name, `DT_…`.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(DataType::$variant => $name,)* }
             }
 
-            /// The type of a public number.
+            /// Returns the type with this number in the public API; `None` if there is none.
             #[must_use]
             pub const fn from_value(value: i64) -> Option<DataType> {
                 match value { $($value => Some(DataType::$variant),)* _ => None }
@@ -44,23 +45,23 @@ data_types! {
     Float16 = 1, 2, "DT_FLOAT16";
     /// 16-bit brain float.
     Bf16 = 27, 2, "DT_BF16";
-    /// Signed byte.
+    /// Signed 8-bit integer.
     Int8 = 2, 1, "DT_INT8";
-    /// Signed 16-bit.
+    /// Signed 16-bit integer.
     Int16 = 6, 2, "DT_INT16";
-    /// Unsigned 16-bit.
+    /// Unsigned 16-bit integer.
     Uint16 = 7, 2, "DT_UINT16";
-    /// Unsigned byte.
+    /// Unsigned 8-bit integer.
     Uint8 = 4, 1, "DT_UINT8";
-    /// Signed 32-bit.
+    /// Signed 32-bit integer.
     Int32 = 3, 4, "DT_INT32";
-    /// Signed 64-bit.
+    /// Signed 64-bit integer.
     Int64 = 9, 8, "DT_INT64";
-    /// Unsigned 32-bit.
+    /// Unsigned 32-bit integer.
     Uint32 = 8, 4, "DT_UINT32";
-    /// Unsigned 64-bit.
+    /// Unsigned 64-bit integer.
     Uint64 = 10, 8, "DT_UINT64";
-    /// One byte, zero or one.
+    /// Boolean, one byte that is 0 or 1.
     Bool = 12, 1, "DT_BOOL";
     /// 64-bit float.
     Double = 11, 8, "DT_DOUBLE";
@@ -68,7 +69,8 @@ data_types! {
     String = 13, 16, "DT_STRING";
 }
 
-/// Which pool a cache belongs to. On host-memory devices both are memory the CPU can address.
+/// The placement of a cache, which selects its pool. Without a device that has its own memory, both
+/// placements are memory that the CPU can address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Host memory.
@@ -78,7 +80,7 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// Both, in the order of their public numbers.
+    /// Both placements, in the order of their public numbers.
     pub const ALL: [Placement; 2] = [Placement::Host, Placement::Device];
 }
 
@@ -91,7 +93,7 @@ impl fmt::Display for Placement {
     }
 }
 
-/// How dimension 0 is read: batch slots of one continuous cache, or the blocks of a paged one.
+/// The meaning of dimension 0: batch slots of a continuous cache, or blocks of a paged cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CacheKind {
     /// Dimension 0 counts batch slots.
@@ -100,22 +102,22 @@ pub enum CacheKind {
     Blocks,
 }
 
-/// What the caller said a cache is. Any values; [`Geometry::new`] decides whether they make sense.
+/// The description of a cache that the caller gave. The values may be invalid; [`Geometry::new`] checks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheDesc {
-    /// How many equal tensors.
+    /// Number of tensors; all are equal.
     pub num_tensors: u32,
     /// Dimensions of one tensor, outermost first.
     pub shape: Vec<i64>,
     /// Element type.
     pub data_type: DataType,
-    /// Which pool.
+    /// Placement, which selects the pool.
     pub placement: Placement,
 }
 
-/// The sizes of a cache, in bytes, each checked against 64-bit overflow. Exists only if they make sense.
+/// The sizes of a cache in bytes, checked against 64-bit overflow. A value exists only for valid sizes.
 ///
-/// A *row* is one step of dimension 0: a batch slot, or a block.
+/// A *row* is one step of dimension 0: a batch slot or a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     num_tensors: u32,
@@ -124,12 +126,13 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Most dimensions a tensor may have.
+    /// Maximum number of dimensions of a tensor.
     pub const MAX_RANK: usize = 31;
-    /// Most tensors a cache may have; their addresses alone then take 128 MiB.
+    /// Maximum number of tensors in a cache. Their addresses alone then take 128 MiB.
     pub const MAX_TENSORS: u32 = 1 << 24;
 
-    /// The sizes of `desc`: 1 to 31 dimensions, each above zero, 1 to 2^24 tensors, the whole cache below 2^63 bytes.
+    /// Computes the sizes of `desc`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it has 1 to
+    /// 31 dimensions, each above zero, 1 to 2^24 tensors, and less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
         if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
             let allowed = format!("1 to {}", Self::MAX_TENSORS);
@@ -144,38 +147,39 @@ impl Geometry {
         Ok(Geometry { num_tensors: desc.num_tensors, rows, row_bytes: tensor_bytes / rows })
     }
 
-    /// How many tensors.
+    /// Returns the number of tensors.
     #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
-    /// Batch slots or blocks of one tensor.
+    /// Returns the number of batch slots or blocks in one tensor.
     #[must_use]
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// Bytes of one batch slot or block in one tensor (the *stride*).
+    /// Returns the bytes of one batch slot or block in one tensor (the *stride*).
     #[must_use]
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
     }
 
-    /// Bytes of one tensor.
+    /// Returns the bytes of one tensor.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.rows * self.row_bytes
     }
 
-    /// Bytes of all tensors.
+    /// Returns the bytes of all tensors.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.tensor_bytes().saturating_mul(u64::from(self.num_tensors()))
     }
 }
 
-/// Bytes of one tensor of `shape`: 1 to 31 dimensions, each above zero, below 2^63 bytes in all.
+/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it
+/// has 1 to 31 dimensions, each above zero, and less than 2^63 bytes in total.
 pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
     if shape.is_empty() || shape.len() > Geometry::MAX_RANK {
         return Err(Error::argument("shape", format_args!("{shape:?}"), "1 to 31 dimensions"));

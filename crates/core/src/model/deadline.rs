@@ -7,24 +7,26 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The moment at which a call gives up. One per call, shared by every wait and every piece of it.
+/// The moment at which a call gives up. A call has one deadline, which all of its waits and parts share.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     at: Instant,
     limit: Duration,
-    /// The option or argument that set it, for the message.
+    /// The option or argument that set it, for error messages.
     name: &'static str,
-    /// Asked now and then while the caller waits: whether the wait shall end early (Ctrl-C).
+    /// A function that is called from time to time while the caller waits, and returns whether the wait must
+    /// end early (Ctrl-C); and the caller's thread.
     interrupted: Option<(fn() -> bool, ThreadId)>,
     #[cfg(feature = "testing")]
     over: Option<&'static AtomicBool>,
 }
 
 impl Deadline {
-    /// The longest sleep of a wait that may be interrupted: Ctrl-C is noticed within this time.
+    /// Maximum sleep in a wait that can be interrupted, and so the time within which Ctrl-C is noticed.
     const NAP: Duration = Duration::from_millis(100);
 
-    /// A deadline `limit` from now, set by `sync_kv_timeout`. A limit beyond what the clock can hold is cut to ten years.
+    /// Returns a deadline that is `limit` from now, with the name `sync_kv_timeout`. A limit of more than ten
+    /// years is reduced to ten years, because the clock cannot represent every limit.
     #[must_use]
     pub fn after(limit: Duration) -> Self {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
@@ -38,27 +40,28 @@ impl Deadline {
         }
     }
 
-    /// The same deadline, which has also passed once `over` is set: a test says when, and no clock.
+    /// Test only: returns the same deadline, which also counts as passed once `over` is set. So a test does
+    /// not depend on the clock.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn over_when(self, over: Option<&'static AtomicBool>) -> Self {
         Deadline { over, ..self }
     }
 
-    /// The same moment, set by the option or argument called `name`.
+    /// Returns the same deadline under the name of the option or argument that set it.
     #[must_use]
     pub fn named(self, name: &'static str) -> Self {
         Deadline { name, ..self }
     }
 
-    /// The same moment, and waits of this thread that end early once `interrupted` says so. Other threads that work for
-    /// the call are not asked: they end with it.
+    /// Returns the same deadline with interruptible waits: waits of this thread end early once `interrupted`
+    /// returns `true`. It is not called on other threads that work for the call; these end with the call.
     #[must_use]
     pub fn watched(self, interrupted: Option<fn() -> bool>) -> Self {
         Deadline { interrupted: interrupted.map(|asked| (asked, current().id())), ..self }
     }
 
-    /// What is left; zero once it has passed.
+    /// Returns the time that is left; zero once the deadline has passed.
     #[must_use]
     pub fn left(&self) -> Duration {
         #[cfg(feature = "testing")]
@@ -68,20 +71,22 @@ impl Deadline {
         self.at.saturating_duration_since(Instant::now())
     }
 
-    /// Whether it has passed.
+    /// Returns whether the deadline has passed.
     #[must_use]
     pub fn passed(&self) -> bool {
         self.left().is_zero()
     }
 
-    /// How long to sleep before looking again: what is left, in slices where the wait may be interrupted. Whoever sleeps
-    /// calls [`waiting`](Self::waiting) each time it wakes without what it waited for.
+    /// Returns how long to sleep before the next check: the time that is left, in slices of at most 100
+    /// milliseconds if the wait can be interrupted. A waiting thread must call [`waiting`](Self::waiting)
+    /// each time it wakes without what it waited for.
     #[must_use]
     pub fn nap(&self) -> Duration {
         if self.interrupted.is_some() { self.left().min(Self::NAP) } else { self.left() }
     }
 
-    /// The error for a call that was still `doing` something when the deadline passed.
+    /// Returns the error of kind [`ErrorKind::Timeout`] for a call that was still `doing` something when the
+    /// deadline passed.
     #[cold]
     #[must_use]
     pub fn error(&self, doing: &str) -> Error {
@@ -89,13 +94,13 @@ impl Deadline {
             .with("limit_ms", self.limit.as_millis())
     }
 
-    /// `Err` once the deadline has passed.
+    /// Returns `Err` of kind [`ErrorKind::Timeout`] once the deadline has passed.
     pub fn check(&self, doing: &str) -> Result<()> {
         if self.passed() { Err(self.error(doing)) } else { Ok(()) }
     }
 
-    /// `Err` once the caller was interrupted. Never to be called under a lock: what is asked runs signal handlers, which
-    /// may call the engine.
+    /// Returns `Err` of kind [`ErrorKind::Interrupted`] once the caller was interrupted. It must never be
+    /// called under a lock, because the check runs signal handlers, which may call the engine.
     pub fn interruption(&self, doing: &str) -> Result<()> {
         if self.interrupted.is_some_and(|(asked, caller)| caller == current().id() && asked()) {
             return Err(Error::new(ErrorKind::Interrupted, format!("interrupted while {doing}")));
@@ -103,8 +108,8 @@ impl Deadline {
         Ok(())
     }
 
-    /// `Err` once the deadline has passed or the caller was interrupted. As [`interruption`](Self::interruption), never
-    /// under a lock.
+    /// Returns `Err` once the caller was interrupted or the deadline has passed. Like
+    /// [`interruption`](Self::interruption), it must never be called under a lock.
     pub fn waiting(&self, doing: &str) -> Result<()> {
         self.interruption(doing)?;
         self.check(doing)

@@ -1,12 +1,12 @@
-//! Newtypes for the numbers that name clusters and caches.
+//! Newtypes for the ids of clusters and caches.
 
 use std::fmt;
 
-/// Names one engine among all it links with; the whole unsigned 64-bit range is legal.
+/// The id of an engine among all engines that it links with. Every unsigned 64-bit number is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClusterId(pub u64);
 
-/// Names one cache of one engine: 1, 2, 3, … in the order of allocation and registration, never reused.
+/// The id of a cache in its engine: 1, 2, 3, … in order of allocation and registration, and never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CacheId(pub i64);
 

@@ -1,41 +1,43 @@
-//! The names a cache can be found by, and their equality.
-//!
-//! Not for: what a key points to (`table`).
+//! The names by which a cache can be found, and their equality.
 
 use std::fmt;
 
 use super::CacheId;
 
-/// "No request" and "no prefix" in the public API; as a request id it marks an unused batch slot.
+/// The number for "no request" and "no prefix" in the public API. As a request id it marks an unused batch
+/// slot.
 pub const NO_ID: u64 = u64::MAX;
 
-/// A key as the table knows it. Requests, prefixes and blocks are three name spaces, each per model; the cluster id of
-/// a public key says who owns the cache and is no part of its identity (contract §12.2).
+/// A key as the cache table stores it.
+///
+/// Requests, prefixes and blocks caches are three separate name spaces, each per model. The cluster id of a
+/// public key names the owner of the cache, and is no part of the identity (contract §12.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CacheKey {
-    /// One batch slot, by the request it holds.
+    /// A batch slot, named by the request that it holds.
     Request {
-        /// Model.
+        /// Model id.
         model: u64,
-        /// Request.
+        /// Request id.
         id: u64,
     },
-    /// One batch slot, by the shared prefix it holds.
+    /// A batch slot, named by the shared prefix that it holds.
     Prefix {
-        /// Model.
+        /// Model id.
         model: u64,
-        /// Prefix.
+        /// Prefix id.
         id: u64,
     },
     /// The blocks cache of a model.
     Blocks {
-        /// Model.
+        /// Model id.
         model: u64,
     },
 }
 
 impl CacheKey {
-    /// The key of the public numbers, or `None` for a placeholder (no request and no prefix).
+    /// Returns the key for the numbers of the public API; `None` for a placeholder with neither request nor
+    /// prefix. If both are given, the key is a prefix.
     #[must_use]
     pub fn new(req_id: u64, prefix_id: u64, model_id: u64) -> Option<CacheKey> {
         match (req_id, prefix_id) {
@@ -56,14 +58,15 @@ impl fmt::Display for CacheKey {
     }
 }
 
-/// How a peer names a cache of ours, or we one of theirs.
+/// The name of a remote cache in a request, whether a peer requests a cache of this cluster or this cluster
+/// one of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Name {
-    /// By a key.
+    /// A key.
     Key(CacheKey),
-    /// One row of a cache by its id (`CacheKeyByIdAndIndex`).
+    /// A row of a cache, named by the cache id (`CacheKeyByIdAndIndex`).
     Row {
-        /// The cache.
+        /// Cache id.
         cache: CacheId,
         /// The batch slot; 0 for a blocks cache.
         row: u32,

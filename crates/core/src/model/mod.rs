@@ -1,4 +1,4 @@
-//! The words of the engine: ids, keys, cache descriptions and deadlines.
+//! The basic types of the engine: ids, keys, cache descriptions and deadlines.
 
 mod cache_spec;
 mod deadline;

@@ -1,62 +1,65 @@
-//! Splits the numbers `[0, capacity)` into page-aligned ranges and merges the ones that come back.
+//! Splits the numbers `[0, capacity)` into page-aligned ranges, and merges the ranges that are freed.
 //!
-//! Not for: memory. Nothing here is a pointer, so a pool serves device memory that the CPU cannot touch just as well.
-//! No locks either (the caller wraps a pool in its own), no clock, no I/O.
+//! Nothing here is a pointer, so a pool can also manage device memory that the CPU cannot address. A pool has
+//! no lock (the caller provides one), reads no clock and does no I/O.
 //!
 //! # How it works
 //!
-//! A two-level segregated fit over page counts. Free runs are kept in lists by size class: page counts below 64 have a
-//! class each, above that every power of two is cut into 32 classes. Two levels of bitmaps say which lists have
-//! something in them, so a fitting list is found in a few instructions whatever the size of the pool.
+//! The algorithm is a two-level segregated fit over page counts. Free runs are kept in lists by size class:
+//! each page count below 64 has its own class, and above that every power of two is divided into 32 classes.
+//! Two levels of bitmaps record which lists are not empty. So a list with a fitting run is found in a few
+//! instructions, whatever the size of the pool.
 //!
-//! - *Take:* the head of the request's own class if it is long enough, else the head of the next class that has one:
-//!   O(1). Only when both find nothing is the request's own class walked, run by run. That last resort makes the
-//!   answer exact, `None` means that no free run is long enough (`tests/integration/pool.rs`, `agrees_with_the_naive_twin`
-//!   and `a_fit_behind_the_head_of_its_own_class_is_found`), and it is the only step whose cost grows with the number
+//! - *Take:* uses the head of the request's own class if it is long enough, else the head of the next class
+//!   that has one: O(1). Only if neither exists, it searches the list of the request's own class, run by run.
+//!   This last step makes the result exact: `None` means that no free run is long enough
+//!   (`tests/integration/pool.rs`, `agrees_with_the_naive_twin` and
+//!   `a_fit_behind_the_head_of_its_own_class_is_found`). It is the only step whose cost grows with the number
 //!   of free runs.
-//! - *Split:* the range is cut from the high end of the run. The low remainder stays where it is in its list as long
-//!   as it stays in its class, which a long run nearly always does.
-//! - *Give back:* an extent carries the number of its node, nodes know their neighbours, so a range merges with both
-//!   of them without a search: O(1).
+//! - *Split:* cuts the range from the high end of the run. The low remainder keeps its position in its list
+//!   as long as it stays in its class, which a long run nearly always does.
+//! - *Free:* an extent carries the index of its node, and nodes know their neighbours. So a range merges with
+//!   both of them without a search: O(1).
 //!
-//! Bookkeeping is 32 bytes for each range, used or free, at the highest number of ranges there ever was, and never
-//! depends on the number of pages (`bookkeeping_does_not_grow_with_pages`).
+//! Bookkeeping takes 32 bytes for each range, used or free, at the highest number of ranges there has been.
+//! It does not depend on the number of pages (`bookkeeping_does_not_grow_with_pages`).
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Each power of two of page counts is cut into `1 << SPLIT_BITS` classes.
+/// Each power of two of page counts is divided into `1 << SPLIT_BITS` classes.
 const SPLIT_BITS: u32 = 5;
 const SPLIT: u32 = 1 << SPLIT_BITS;
-/// First-level groups: one for the counts below `SPLIT`, one for each power of two from there to 2^31.
+/// First-level groups: one for the counts below `SPLIT`, and one for each power of two from there to 2^31.
 const GROUPS: usize = (u32::BITS - SPLIT_BITS + 1) as usize;
 const CLASSES: usize = GROUPS * SPLIT as usize;
 
-/// The node that stands for both ends of the address order and of every class list. It counts as used and has no pages,
-/// so the hot paths need no test for "is there a neighbour" or "is the list empty".
+/// The node that represents both ends of the address order and of every class list. It counts as used and has
+/// no pages, so the hot paths need no check for a missing neighbour or an empty list.
 const NIL: u32 = 0;
-/// The ticket of a run that is free, and of a node that is in no list at all.
+/// The ticket of a free run, and of a node that is in no list at all.
 const FREE: u32 = 0;
-/// The ticket of `NIL`: used, and none that is ever handed out (those are odd).
+/// The ticket of `NIL`. It counts as used, and is never issued, because issued tickets are odd.
 const END: u32 = 2;
 
-/// Golden ratio of 2^32: any number of steps stay far apart from each other.
+/// 2^32 divided by the golden ratio: multiples of it are spread far apart.
 const SALT_STEP: u32 = 0x9E37_79B9;
-/// Where the tickets of the next pool start: pools hand out different tickets for the same range, so an extent given to
-/// the wrong pool is refused (`the_extent_of_another_pool_is_refused`). It influences nothing else.
+/// First ticket number of the next pool. Pools issue different tickets for the same range, so an extent that
+/// is given to the wrong pool is refused (`the_extent_of_another_pool_is_refused`). It has no other effect.
 static NEXT_SALT: AtomicU32 = AtomicU32::new(0);
 
-/// A range that a [`Pool`] handed out, and the only way to give it back. Copies name the same range.
+/// A range allocated by a [`Pool`], and the only way to free it. Copies refer to the same range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "an extent that is dropped is never free again"]
 pub struct Extent {
-    /// First byte, counted from the start of the pool; a multiple of the page.
+    /// Offset of the first byte from the start of the pool, a multiple of the page size.
     pub offset: u64,
-    /// Length in bytes; whole pages.
+    /// Length in bytes, a multiple of the page size.
     pub bytes: u64,
-    /// Ticket of the hand-out in the upper half, number of the node in the lower. One field on purpose: two stores that
-    /// are read back as one by a copy cost a third of the time of an allocate and free (`pair_same` in the bench).
+    /// Ticket of the allocation in the upper half, index of the node in the lower half. This is one field on
+    /// purpose: two stores that a copy reads back as one load cost a third of the time of an allocate and
+    /// free (`pair_same` in the benchmark).
     id: u64,
 }
 
@@ -71,36 +74,38 @@ impl Extent {
     }
 }
 
-/// What a [`Pool`] holds and has done, read in one go.
+/// Sizes and counters of a [`Pool`], read at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct PoolState {
-    /// Bytes that can be handed out: whole pages.
+    /// Bytes that can be allocated, in whole pages.
     pub capacity_bytes: u64,
     /// Bytes of one page.
     pub page_bytes: u64,
-    /// Bytes in ranges that are handed out, rounding included.
+    /// Bytes of all allocated ranges, including rounding.
     pub used_bytes: u64,
-    /// Bytes that are not handed out.
+    /// Bytes that are not allocated.
     pub free_bytes: u64,
     /// The highest `used_bytes` after any successful request.
     pub peak_used_bytes: u64,
-    /// Bytes of the longest free run: the largest request that would succeed now.
+    /// Bytes of the longest free run, which is the largest request that would succeed now.
     pub largest_free_run_bytes: u64,
-    /// Number of ranges handed out.
+    /// Number of allocated ranges.
     pub used_ranges: u64,
-    /// Number of free runs; two never touch.
+    /// Number of free runs. Two free runs are never adjacent.
     pub free_ranges: u64,
-    /// Extents handed out since the pool was made.
+    /// Number of extents allocated since the pool was created.
     pub allocations: u64,
-    /// Extents taken back since the pool was made.
+    /// Number of extents freed since the pool was created.
     pub frees: u64,
-    /// Requests refused for want of room since the pool was made.
+    /// Number of requests refused for lack of room since the pool was created.
     pub failures: u64,
 }
 
-/// A range in address order: used, free (then also in the list of its class), or spare (then only linked by `next`).
+/// A range in address order: used, free (then also in the list of its class), or spare (then linked only by
+/// `next`).
 #[derive(Clone, Copy, Debug)]
-// Two to a cache line and none across two: a churn of random frees is a third faster for it (`churn_mixed`).
+// Two nodes fit in a cache line, and none crosses one. This makes a churn of random frees a third faster
+// (`churn_mixed`).
 #[repr(align(32))]
 struct Node {
     ticket: u32,
@@ -112,7 +117,7 @@ struct Node {
     class_next: u32,
 }
 
-/// Hands out page-aligned ranges of `[0, capacity)`.
+/// Allocates page-aligned ranges of `[0, capacity)`.
 ///
 /// ```
 /// use llm_datadist_core::pool::Pool;
@@ -130,34 +135,34 @@ struct Node {
 #[derive(Debug)]
 pub struct Pool {
     nodes: Vec<Node>,
-    /// Nodes that came back, linked by `next`.
+    /// First of the spare nodes, which are linked by `next`.
     spare: u32,
-    /// Bit g: some class of group g has a run.
+    /// Bit g is set if a class of group g has a run.
     groups: u32,
-    /// Bit s of word g: class s of group g has a run.
+    /// Bit s of word g is set if class s of group g has a run.
     splits: [u32; GROUPS],
-    /// The run that came back last, for each class.
+    /// The most recently listed run of each class.
     heads: [u32; CLASSES],
     page_shift: u32,
-    /// Where the tickets of this pool started.
+    /// First ticket number of this pool.
     salt: u32,
     pages: u32,
     used_pages: u32,
     peak_used_pages: u32,
-    /// Nodes in the `spare` list.
+    /// Number of nodes in the `spare` list.
     spares: u32,
-    /// Less `frees`: the number of used ranges.
+    /// Number of ranges allocated so far. Minus `frees` it is the number of used ranges.
     allocations: u64,
     frees: u64,
     failures: u64,
 }
 
 impl Pool {
-    /// An empty pool of `capacity` bytes in pages of `1 << page_shift` bytes. Bytes beyond the last whole page are
-    /// never used.
+    /// Creates an empty pool of `capacity` bytes in pages of `1 << page_shift` bytes. Bytes after the last
+    /// whole page are never used.
     ///
-    /// `InvalidArgument` if `page_shift` is not in 10..=30, the page is larger than the capacity, or there would be
-    /// 2^32 - 1 pages or more.
+    /// Returns `Err` of kind `InvalidArgument` if `page_shift` is not in 10..=30, if the page is larger than
+    /// the capacity, or if there would be 2^32 - 1 pages or more.
     pub fn new(capacity: u64, page_shift: u32) -> Result<Pool> {
         if !(10..=30).contains(&page_shift) {
             return Err(Error::argument("page_shift", page_shift, "10 to 30"));
@@ -198,7 +203,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// A range of at least `bytes` bytes; none at all takes one page. `None` if no free run is long enough.
+    /// Allocates a range of at least `bytes` bytes; 0 bytes take one page. Returns `None` if no free run is
+    /// long enough.
     #[inline]
     pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         let Some(extent) = self.pages_for(bytes).and_then(|pages| self.take(pages)) else {
@@ -209,13 +215,15 @@ impl Pool {
         Some(extent)
     }
 
-    /// Room for `count` tensors of `bytes_each` bytes, each starting on a page: all of it, or the pool is as before.
+    /// Allocates room for `count` tensors of `bytes_each` bytes, each starting on a page. On `Err` no range
+    /// is allocated.
     ///
-    /// One extent when a run is long enough, else the fewest there can be, filled from the longest run down. An extent
-    /// holds a whole number of tensors, each [`rounded`](Self::rounded). No tensors need no extents.
+    /// The result is one extent if a run is long enough. Otherwise it has the fewest extents possible, filled
+    /// from the longest run down. An extent holds a whole number of tensors, each [`rounded`](Self::rounded)
+    /// up to whole pages. No tensors need no extents.
     ///
-    /// `OutOfMemory` carries the facts `asked_bytes` (rounded), `free_bytes`, `largest_free_run_bytes` and
-    /// `capacity_bytes`.
+    /// Returns `Err` of kind `OutOfMemory` if there is no room, with the facts `asked_bytes` (rounded),
+    /// `free_bytes`, `largest_free_run_bytes` and `capacity_bytes`.
     pub fn allocate_tensors(&mut self, bytes_each: u64, count: u32) -> Result<Vec<Extent>> {
         let Some(extents) = self.pages_for(bytes_each).and_then(|each| self.take_tensors(each, count)) else {
             self.failures += 1;
@@ -225,9 +233,10 @@ impl Pool {
         Ok(extents)
     }
 
-    /// Takes `extent` back. `false`, and nothing is changed, if it is not handed out by this pool as it stands: freed
-    /// before, another pool's, or with its public fields altered (`a_second_free_is_refused` and the three tests below
-    /// it). Tickets are 31 bits: within 2^31 hand-outs of one pool the refusal is certain.
+    /// Frees `extent`. Returns `false`, and changes nothing, if this pool has not allocated it in this form:
+    /// it was freed before, belongs to another pool, or its public fields were changed
+    /// (`a_second_free_is_refused` and the three tests below it). A ticket has 31 bits, so within 2^31
+    /// allocations of one pool the refusal is certain.
     #[inline]
     pub fn free(&mut self, extent: Extent) -> bool {
         let index = extent.node();
@@ -242,20 +251,21 @@ impl Pool {
         live
     }
 
-    /// Bytes of one page.
+    /// Returns the bytes of one page.
     #[must_use]
     pub fn page_bytes(&self) -> u64 {
         1 << self.page_shift
     }
 
-    /// The bytes that a range for `bytes` bytes takes: whole pages, at least one. `None` beyond what 64 bits can say.
+    /// Returns the bytes that a range for `bytes` bytes takes: whole pages, at least one. Returns `None` if
+    /// that exceeds 64 bits.
     #[must_use]
     pub fn rounded(&self, bytes: u64) -> Option<u64> {
         self.page_count(bytes).checked_mul(self.page_bytes())
     }
 
-    /// Sizes and counters as of now. The longest run is searched in the list of the highest class in use; the rest is
-    /// read off.
+    /// Returns the current sizes and counters. The longest run is searched in the list of the highest class
+    /// in use; all other values are stored.
     #[must_use]
     pub fn state(&self) -> PoolState {
         let used_ranges = self.allocations - self.frees;
@@ -281,12 +291,12 @@ impl Pool {
     }
 
     fn page_count(&self, bytes: u64) -> u64 {
-        // Not rounded up by adding first: that overflows for the last page of 2^64.
+        // Adding first and then rounding down would overflow for the last page of 2^64.
         let last = bytes.saturating_sub(1);
         (last >> self.page_shift) + 1
     }
 
-    /// `None` for more pages than any pool has.
+    /// Returns `None` if no pool has so many pages.
     fn pages_for(&self, bytes: u64) -> Option<u32> {
         u32::try_from(self.page_count(bytes)).ok()
     }
@@ -300,7 +310,7 @@ impl Pool {
     }
 
     fn take_tensors(&mut self, each: u32, count: u32) -> Option<Vec<Extent>> {
-        // Also keeps the products below inside 32 bits.
+        // This also keeps the products below within 32 bits.
         if u64::from(each) * u64::from(count) > u64::from(self.pages - self.used_pages) {
             return None;
         }
@@ -312,7 +322,7 @@ impl Pool {
                 taken.push(extent);
                 break;
             }
-            // `take` is exact, so the longest run holds less than what is left.
+            // `take` is exact, so even the longest run holds fewer tensors than are left.
             let run = self.longest(each);
             let whole = self.node(run).pages / each;
             if whole == 0 || !room || !self.storable() {
@@ -326,7 +336,7 @@ impl Pool {
         Some(taken)
     }
 
-    /// Whether there is a node for one more range.
+    /// Returns whether there is a node for one more range.
     #[inline]
     fn storable(&mut self) -> bool {
         self.spare != NIL || self.nodes.try_reserve(1).is_ok()
@@ -372,14 +382,14 @@ impl Pool {
         }
     }
 
-    /// Odd, so never `FREE` or `END`. Repeats after 2^31 hand-outs: a stale extent is taken for a live one only if the
-    /// same node then holds the same range under the same ticket.
+    /// Returns an odd number, so never `FREE` or `END`. It repeats after 2^31 allocations: a stale extent
+    /// passes for a live one only if the same node then holds the same range under the same ticket.
     #[expect(clippy::cast_possible_truncation, reason = "wraps on purpose")]
     fn ticket(&self) -> u32 {
         ((self.allocations as u32).wrapping_add(self.salt) << 1) | 1
     }
 
-    /// Makes a used range free and one with its free neighbours, of which at most one node survives.
+    /// Frees a used range, and merges it with its free neighbours. At most one of their nodes remains.
     #[inline]
     fn give_back(&mut self, node: u32) {
         let Node { page, pages, prev, next, .. } = *self.node(node);
@@ -435,7 +445,7 @@ impl Pool {
         index
     }
 
-    /// Takes a node out of the address order and keeps it for the next split.
+    /// Removes a node from the address order, and keeps it for the next split.
     fn discard(&mut self, index: u32) {
         let Node { prev, next, .. } = *self.node(index);
         self.node_mut(prev).next = next;
@@ -450,7 +460,7 @@ impl Pool {
 
     // -- free runs by class --
 
-    /// A free run of at least `pages` pages, or `NIL`.
+    /// Returns a free run of at least `pages` pages, or `NIL`.
     #[inline]
     fn find(&self, pages: u32) -> u32 {
         let own = class_of(pages);
@@ -459,7 +469,7 @@ impl Pool {
             return head;
         }
         let (group, split) = (own / SPLIT as usize, own % SPLIT as usize);
-        // `!1 << n`: the bits above bit n.
+        // `!1 << n` are the bits above bit n.
         let in_group = self.splits[group] & (!1 << split);
         if in_group != 0 {
             return self.heads[group * SPLIT as usize + in_group.trailing_zeros() as usize];
@@ -472,8 +482,8 @@ impl Pool {
         self.walk(head, |run| run >= pages).0
     }
 
-    /// The free run that holds the most pieces of `each` pages, or `NIL` if nothing is free: a longest one, or one that
-    /// the longest page count of its class could not beat.
+    /// Returns the free run that holds the most pieces of `each` pages, or `NIL` if nothing is free. It is
+    /// either a longest run, or one that holds as many pieces as the longest possible run of its class.
     fn longest(&self, each: u32) -> u32 {
         if self.groups == 0 {
             return NIL;
@@ -485,7 +495,7 @@ impl Pool {
         if found == NIL { longest } else { found }
     }
 
-    /// Follows a class list to the first run whose page count `fits`, and remembers the longest before it.
+    /// Returns the first run of a class list whose page count `fits`, and the longest run before it.
     #[cold]
     fn walk(&self, head: u32, fits: impl Fn(u32) -> bool) -> (u32, u32) {
         let (mut run, mut longest) = (head, NIL);
@@ -536,7 +546,7 @@ impl Pool {
         }
     }
 
-    /// Changes the length of a free run, and its list only if the class changes.
+    /// Changes the length of a free run. The run moves to another list only if its class changes.
     #[inline]
     fn resize(&mut self, run: u32, pages: u32) {
         if class_of(self.node(run).pages) == class_of(pages) {
@@ -549,15 +559,15 @@ impl Pool {
     }
 }
 
-/// The class of a page count: the count itself below `SPLIT`, else its power of two and the `SPLIT_BITS` bits below
-/// the leading one.
+/// Returns the class of a page count: the count itself below `SPLIT`; otherwise its power of two and the
+/// `SPLIT_BITS` bits below the leading one.
 #[inline]
 fn class_of(pages: u32) -> usize {
     let shift = (pages | SPLIT).ilog2() - SPLIT_BITS;
     (shift * SPLIT + (pages >> shift)) as usize
 }
 
-/// The longest page count of a class.
+/// Returns the highest page count of a class.
 fn longest_of(class: u32) -> u32 {
     let shift = (class / SPLIT).saturating_sub(1);
     let first = (class - shift * SPLIT) << shift;

@@ -1,7 +1,6 @@
-//! One region split by one pool: where allocated caches get their memory, and where it returns.
+//! One region divided by one pool: allocated caches get their memory here, and it returns here.
 //!
-//! The pool is numbers, the region is memory; this is the only place where they meet. Not for: whose cache it is
-//! (`table`).
+//! The pool is only numbers and the region is memory; they meet in this type alone.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -22,7 +21,10 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// The pool of `config`, on `device`.
+    /// Allocates the region that `config` describes on `device`, with a pool over it.
+    ///
+    /// Returns `Err` of kind `InvalidArgument` if the sizes are out of range ([`Pool::new`]), and the error
+    /// of the device if it has no memory.
     pub fn open(device: &dyn Device, config: PoolConfig, placement: Placement) -> Result<Arc<Arena>> {
         let pool = Pool::new(config.memory_size, config.page_shift)?;
         let name = format!("llm_datadist {placement} pool");
@@ -30,8 +32,11 @@ impl Arena {
         Ok(Arc::new(Arena { placement, region, pool: Mutex::new(pool) }))
     }
 
-    /// Memory for every tensor of `geometry`, each on a page, or an error and the pool as before. It returns when the
-    /// tensors drop.
+    /// Allocates memory for every tensor of `geometry`, each on a page boundary. The memory returns to the
+    /// pool when the tensors drop.
+    ///
+    /// Returns `Err` of kind `OutOfMemory` if the pool has no room ([`Pool::allocate_tensors`]) or there is
+    /// no memory for the list of addresses. The pool is then as before.
     pub fn allocate(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
         let bytes = geometry.tensor_bytes();
         let (extents, rounded) = {
@@ -47,37 +52,38 @@ impl Arena {
             .extents
             .iter()
             .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
-        // From here on a failure gives the extents back: the lease drops.
+        // From here on a failure returns the extents to the pool, because it drops the lease.
         let count = geometry.num_tensors() as usize;
         let tensors = fallible::gathered("the addresses of tensors", count, tensors)?;
         Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
     }
 
-    /// Its region, for the descriptor behind it.
+    /// Returns the region, for the descriptor behind it.
     #[must_use]
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// The same, for whoever keeps it beside the arena.
+    /// Returns a shared reference to the region, for use beside the arena.
     #[must_use]
     pub fn shared(&self) -> Arc<Region> {
         self.region.clone()
     }
 
-    /// The pool as numbers.
+    /// Returns the sizes and counters of the pool.
     #[must_use]
     pub fn state(&self) -> PoolState {
         self.locked().state()
     }
 
     fn locked(&self) -> std::sync::MutexGuard<'_, Pool> {
-        // No code that holds the lock can panic half-way through a change that matters more than the numbers.
+        // A poisoned lock is harmless: no code that holds it can panic half-way through a change that affects
+        // more than the counters.
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Extents in use; freed when dropped.
+/// Extents in use; returned to the pool on drop.
 struct Lease {
     arena: Arc<Arena>,
     extents: Vec<Extent>,

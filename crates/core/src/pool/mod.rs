@@ -1,4 +1,4 @@
-//! Memory pools: the allocator, and the arenas it divides into extents.
+//! Memory pools: the allocator, and the arenas that it divides into extents.
 
 mod allocator;
 mod arena;

@@ -1,16 +1,16 @@
-//! Which tensors of a key's slot peers have pulled, while some are missing.
+//! The tensors of a key's slot that peers have pulled, kept until all of them have been pulled.
 
 use std::ops::Range;
 
 use crate::error::Result;
 use crate::fallible;
 
-/// Tensors that were pulled: ranges, ascending, apart from each other.
+/// The tensors that were pulled, as ascending, disjoint ranges.
 #[derive(Debug, Default)]
 pub(super) struct Pulled(Vec<Range<u32>>);
 
 impl Pulled {
-    /// Adds tensors; whether all of `count` are there now.
+    /// Adds a range of tensors. Returns whether all of the `count` tensors have been pulled.
     pub(super) fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
         fallible::push("the table of caches", &mut self.0, tensors)?;
         self.0.sort_unstable_by_key(|range| range.start);

@@ -1,6 +1,7 @@
-//! What peers ask of the table: where a name leads, whether it still does, and the release of keys they have pulled.
+//! The table operations that peers need: resolving a name, checking that it is still valid, and releasing
+//! keys after a pull.
 //!
-//! Not for: the messages (`peer`), or bytes.
+//! The messages themselves are handled by `session::answers`.
 
 use std::sync::Arc;
 
@@ -10,10 +11,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, CacheKey, CacheKind, Name};
 
-/// What the ids 0 and below of a public name mean (contract §12.4).
+/// The key that ids of 0 and below stand for in a public name (contract §12.4).
 const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 
-/// Where a name leads, and what to compare before that is believed again.
+/// The result of resolving a name, with the generation to compare before the result is used again.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The cache.
@@ -26,22 +27,23 @@ pub struct Found {
     pub row: u32,
 }
 
-/// Where an address lies.
+/// The location of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spot {
-    /// In this cache.
+    /// The cache that contains it.
     pub cache: CacheId,
-    /// In this tensor.
+    /// Index of the tensor.
     pub tensor: u32,
-    /// Bytes from its start.
+    /// Offset from the start of the tensor in bytes.
     pub offset: u64,
 }
 
-/// Caches looked at under one hold of the lock.
+/// Number of caches that are visited while the lock is held once.
 const AT_ONCE: usize = 1 << 10;
 
 impl Table {
-    /// The cache and row a peer means. `Err` for a name that leads nowhere, or to a row that is not there.
+    /// Resolves a name that a peer sent to a cache and a row. Returns `Err` of kind
+    /// [`ErrorKind::CacheNotFound`] if there is no such cache, key or row.
     pub fn describe(&self, name: Name) -> Result<Found> {
         let state = self.locked();
         let (place, slot, row) = state.lookup(name)?;
@@ -49,7 +51,7 @@ impl Table {
         Ok(Found { cache, place, generation: state.generations.of(place), row })
     }
 
-    /// The cache `id`, if `name` still leads there.
+    /// Returns the cache `id` if `name` still resolves to it.
     #[must_use]
     pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.locked();
@@ -57,15 +59,19 @@ impl Table {
         (slot.cache.id() == id).then(|| slot.cache.clone())
     }
 
-    /// Where each of `addrs` lies among the caches that peers may reach; where several share memory, in the one with most
-    /// room behind the address. Looks at every cache: for the start of a transfer, not for each layer.
+    /// Returns for each of `addrs` where it lies among the caches that peers may access. If several caches
+    /// share the memory, it selects the one with the most bytes after the address.
+    ///
+    /// This visits every cache, so it is used at the start of a transfer and not for each layer. Returns
+    /// `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory for the lists.
     pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<Spot>>> {
-        /// What the lists are for, should there be no memory for one.
+        /// Name of these lists in out-of-memory errors.
         const PLACES: &str = "the places of addresses";
         let mut found = fallible::filled(PLACES, None, addrs.len())?;
         let mut order = fallible::collect(PLACES, 0..addrs.len())?;
         order.sort_unstable_by_key(|&at| addrs[at]);
-        // Most caches hold none: they are told apart by their ends, under the lock, and nothing is made of them.
+        // Most caches contain none of the addresses. They are excluded by their lowest and highest address,
+        // under the lock and without an allocation.
         let may_hold = |cache: &Cache| {
             let ends =
                 cache.addrs().iter().fold((u64::MAX, 0), |(low, high), &at| (at.min(low), at.max(high)));
@@ -97,10 +103,17 @@ impl Table {
         fallible::collect(PLACES, found.into_iter().map(|spot| spot.map(|(_, spot)| spot)))
     }
 
-    /// A peer has pulled `count` tensors from tensor `first` of what `name` led to, `cache`. Once every tensor was
-    /// pulled under one request key, the key is unbound, and the cache released if that was its last reference
-    /// (contract §12.3). Nothing happens to prefixes, blocks and registered caches, nor to rows without a key.
-    /// `Err` if the name leads to that cache no more: then nobody knows whether the bytes were still its own.
+    /// Records that a peer has pulled `count` tensors, from tensor `first` on, of `cache`, to which `name`
+    /// resolved.
+    ///
+    /// Once all tensors were pulled under one request key, the key is removed, and the cache is released if
+    /// that was its last reference (contract §12.3). This has no effect on prefixes, blocks caches,
+    /// registered caches and rows without a key.
+    ///
+    /// Returns `Err` of kind [`ErrorKind::CacheNotFound`] if `name` no longer resolves to that cache; it is
+    /// then unknown whether the pulled bytes belonged to it. Returns `Err` of kind
+    /// [`ErrorKind::InvalidArgument`] if the cache does not have these tensors, and of kind
+    /// [`ErrorKind::OutOfMemory`] if there is no memory for the record.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
         let mut state = self.locked();
         let released = state.consume(name, cache, first, count)?;
@@ -109,8 +122,8 @@ impl Table {
         Ok(())
     }
 
-    /// Every tensor of a batch slot was pushed to a peer: unbinds the request key of that slot of an allocated cache, if
-    /// it has one (contract §17).
+    /// Removes the request key of a batch slot of an allocated cache, if it has one, because all its tensors
+    /// were pushed to a peer (contract §17).
     pub fn release_row(&self, cache: CacheId, row: u32) {
         let mut state = self.locked();
         let place = state.ids.get(&cache).copied();
@@ -137,7 +150,7 @@ impl State {
             by_key(KEY_ZERO).map(|(place, slot, _)| (place, slot))
         };
         let (place, slot) = found.ok_or_else(|| no_cache(id))?;
-        // For whatever names a slot, a blocks cache is one slot (contract §12.1).
+        // For a name that selects a slot, a blocks cache counts as one slot (contract §12.1).
         let rows = if slot.cache.kind() == CacheKind::Batch { slot.cache.geometry().rows() } else { 1 };
         if u64::from(row) < rows {
             return Ok((place, slot, row));
@@ -147,7 +160,7 @@ impl State {
     }
 
     fn consume(&mut self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<Option<Slot>> {
-        // Prefixes and blocks are never consumed, also when they were unbound meanwhile.
+        // Prefixes and blocks caches are never consumed, even if their key was removed meanwhile.
         if matches!(name, Name::Key(CacheKey::Prefix { .. } | CacheKey::Blocks { .. })) {
             return Ok(None);
         }
@@ -172,7 +185,7 @@ impl State {
         Ok(if complete { self.unbind(key) } else { None })
     }
 
-    /// The request key of a slot of an allocated cache.
+    /// Returns the request key of a slot of an allocated cache, if it has one.
     fn consumable(&self, place: Place, row: u32) -> Option<CacheKey> {
         let slot = self.slot(place)?;
         let allocated = slot.cache.origin() == Origin::Allocated && slot.cache.kind() == CacheKind::Batch;

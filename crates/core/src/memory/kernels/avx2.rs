@@ -1,9 +1,12 @@
-//! Copies of pieces one after the other or four pages at once (`x86_64` with AVX2), each reading ahead.
+//! Copy kernels for `x86_64` with AVX2, which process one piece at a time or four pages at once, and
+//! prefetch.
 //!
-//! Whole steps of 128 bytes go through registers; what is before the first aligned byte of a destination, and behind the
-//! last step, is copied as the C library does. Nothing outside the windows is named, not even by a hint. Streaming stores
-//! are weakly ordered, so each entrance ends with a fence: without it, whoever is told of the end might not see the bytes.
-//! Not for: what may be copied (`kernels`).
+//! Whole steps of 128 bytes are copied through registers. The bytes before the first aligned byte of a
+//! destination, and those after the last step, are copied as in the C library. No address outside the windows
+//! is used, not even in a prefetch.
+//!
+//! Streaming stores are weakly ordered. So each entry point ends with a fence: without it, a thread that
+//! learns of the end of the copy might not see the bytes.
 
 use std::arch::x86_64::{
     __m256i, _MM_HINT_NTA, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_store_si256,
@@ -12,15 +15,16 @@ use std::arch::x86_64::{
 
 use super::plain::{Copy, plain};
 
-/// Bytes of one step: two lines, four loads and four stores.
+/// Bytes of one step: two cache lines, copied by four loads and four stores.
 const STEP: usize = 128;
-/// Executor of the interleaved kernel: as many pages as are under way.
+/// Number of lanes of the interleaved kernel, which is the number of pages that it processes at once.
 const LANES: usize = 4;
-/// How far ahead the lone lane reads, into the next piece where its own ends.
+/// Prefetch distance of a single lane in bytes. At the end of a piece it reaches into the next one.
 const AHEAD: usize = 1024;
-/// How far ahead each of four lanes reads.
+/// Prefetch distance of each of four lanes in bytes.
 const LANE_AHEAD: usize = 256;
-/// A piece of this many bytes is cut into lanes of a page and more; shorter ones become lanes themselves, four at once.
+/// Pieces of at least this many bytes are cut into four lanes of a page or more. Of shorter pieces, four
+/// become one lane each.
 const CUT: usize = LANES * 4096;
 
 /// One piece: the windows of a [`Copy`] as pointers.
@@ -38,13 +42,14 @@ impl Piece {
         Piece { from: copy.src.addr() as *const u8, to: copy.dst.addr() as *mut u8, len }
     }
 
-    /// Bytes before the first destination byte that starts a line, or all.
+    /// Returns the number of bytes before the first destination byte that starts a cache line, at most the
+    /// whole length.
     fn head(self) -> usize {
         self.to.align_offset(64).min(self.len)
     }
 }
 
-/// What is read after a lane: its first byte and its length, to be hinted at.
+/// Address and length of what is read after a lane, for the prefetch.
 #[derive(Clone, Copy)]
 struct Next {
     from: *const u8,
@@ -62,29 +67,31 @@ impl Next {
     }
 }
 
-/// Piece after piece with streaming stores, each reading ahead into the next.
+/// Copies one piece after the other with streaming stores, and prefetches the next piece.
 ///
 /// # Safety
 ///
-/// Every pair of `batch` is sound (`kernel::sound`), and the CPU has AVX2.
+/// Every pair of `batch` is sound (`kernels::sound`), and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn one(batch: &[Copy<'_>]) {
     for (index, copy) in batch.iter().enumerate() {
         if copy.src.overlaps(&copy.dst) {
             plain(copy);
         } else {
-            // SAFETY: the windows are inside live tensors (promise 3), equally long because sound, and apart.
+            // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
+            // sound, and do not overlap.
             unsafe { lone(Piece::of(copy), Next::of(batch.get(index + 1))) };
         }
     }
     _mm_sfence();
 }
 
-/// Four lanes at once, of one long piece or four short ones: with streaming stores, or else ordinary ones.
+/// Copies four lanes at once, which belong to one long piece or to four short ones, with streaming stores if
+/// `STREAM` is set and ordinary stores otherwise.
 ///
 /// # Safety
 ///
-/// As of [`one`].
+/// As for [`one`].
 #[target_feature(enable = "avx2")]
 pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
     let mut rest = batch;
@@ -94,13 +101,15 @@ pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
             plain(first);
             rest = others;
         } else if first.src.len() >= CUT as u64 {
-            // SAFETY: the windows are inside live tensors (promise 3), equally long because sound, and apart.
+            // SAFETY: the windows lie inside live tensors (promise 3), have equal lengths because the pair is
+            // sound, and do not overlap.
             unsafe { cut::<STREAM>(Piece::of(first), Next::of(others.first())) };
             rest = others;
         } else if let Some(four) = four {
             let next = rest.get(LANES..).unwrap_or_default();
             let next = [0, 1, 2, 3].map(|lane| Next::of(next.get(lane)));
-            // SAFETY: as above for each of the four; equally long and aligned because alike.
+            // SAFETY: as above for each of the four pieces. They have the same length and alignment because
+            // they are `alike`.
             unsafe { together::<STREAM>(four.each_ref().map(Piece::of), next) };
             rest = rest.get(LANES..).unwrap_or_default();
         } else if STREAM {
@@ -115,8 +124,8 @@ pub(super) unsafe fn four<const STREAM: bool>(batch: &[Copy<'_>]) {
     _mm_sfence();
 }
 
-/// Whether four short pieces can be four lanes: equally long, and equally far from the start of a line where they are
-/// written, none onto itself.
+/// Returns whether four short pieces can form four lanes: their lengths are equal, their destinations have
+/// the same offset from the start of a cache line, and none overlaps its own destination.
 fn alike(four: &[Copy<'_>; LANES]) -> bool {
     let len = four[0].src.len();
     let line = |copy: &Copy<'_>| copy.dst.addr() % 64;
@@ -126,11 +135,11 @@ fn alike(four: &[Copy<'_>; LANES]) -> bool {
     len < CUT as u64 && four.iter().all(fits)
 }
 
-/// One piece as one lane, with streaming stores.
+/// Copies one piece as one lane, with streaming stores.
 ///
 /// # Safety
 ///
-/// `from..from + len` is readable, `to..to + len` writable, they do not overlap; the CPU has AVX2.
+/// `from..from + len` is readable, `to..to + len` is writable, the two do not overlap, and the CPU has AVX2.
 #[target_feature(enable = "avx2")]
 unsafe fn lone(piece: Piece, next: Next) {
     let head = piece.head();
@@ -141,11 +150,11 @@ unsafe fn lone(piece: Piece, next: Next) {
     unsafe { edges(piece, head, head + steps * STEP) };
 }
 
-/// One piece as four lanes of equal length.
+/// Copies one piece as four lanes of equal length.
 ///
 /// # Safety
 ///
-/// As of [`lone`].
+/// As for [`lone`].
 #[target_feature(enable = "avx2")]
 unsafe fn cut<const STREAM: bool>(piece: Piece, next: Next) {
     let head = piece.head();
@@ -157,22 +166,24 @@ unsafe fn cut<const STREAM: bool>(piece: Piece, next: Next) {
         len => Next { from: next.from.wrapping_add(index * next_lane), len },
     });
     let pieces = [0, 1, 2, 3].map(|index| at(piece, head + index * lane));
-    // SAFETY: the four lanes end at `head + 4 * lane <= len`; each starts at a multiple of 64 because the first does.
+    // SAFETY: the four lanes end at `head + 4 * lane <= len`. Each destination starts at a multiple of 64
+    // because the first one does and a lane is a multiple of `STEP`.
     unsafe { lanes::<LANES, LANE_AHEAD, STREAM>(pieces, lane / STEP, next) };
     // SAFETY: as promised by the caller.
     unsafe { edges(piece, head, head + LANES * lane) };
 }
 
-/// Four pieces as four lanes.
+/// Copies four pieces as four lanes.
 ///
 /// # Safety
 ///
-/// As of [`lone`] for each; all are equally long and their destinations equally far from the start of a line.
+/// As for [`lone`], for each piece. All pieces have the same length, and their destinations have the same
+/// offset from the start of a cache line.
 #[target_feature(enable = "avx2")]
 unsafe fn together<const STREAM: bool>(pieces: [Piece; LANES], next: [Next; LANES]) {
     let head = pieces[0].head();
     let steps = (pieces[0].len - head) / STEP;
-    // SAFETY: `head + steps * STEP <= len` of each, and each destination is aligned from `head` on.
+    // SAFETY: `head + steps * STEP <= len` for each piece, and each destination is aligned from `head` on.
     unsafe { lanes::<LANES, LANE_AHEAD, STREAM>(pieces.map(|piece| at(piece, head)), steps, next) };
     for piece in pieces {
         // SAFETY: as promised by the caller.
@@ -180,7 +191,7 @@ unsafe fn together<const STREAM: bool>(pieces: [Piece; LANES], next: [Next; LANE
     }
 }
 
-/// The same piece from byte `skip` on. `skip` is at most its length.
+/// Returns the part of the piece from byte `skip` on. `skip` is at most its length.
 fn at(piece: Piece, skip: usize) -> Piece {
     Piece {
         from: piece.from.wrapping_add(skip),
@@ -189,13 +200,14 @@ fn at(piece: Piece, skip: usize) -> Piece {
     }
 }
 
-/// What is before `head` and from `tail` on.
+/// Copies the bytes before `head`, and those from `tail` on.
 ///
 /// # Safety
 ///
-/// As of [`lone`], and `head <= tail <= len`.
+/// As for [`lone`], and `head <= tail <= len`.
 unsafe fn edges(piece: Piece, head: usize, tail: usize) {
-    // Most blocks have neither, and a call that copies nothing costs a block of 4 KiB some percent.
+    // Most blocks have neither part, and a call that copies nothing would cost a block of 4 KiB a few
+    // percent.
     if head > 0 {
         // SAFETY: `head <= len`.
         unsafe { piece.from.copy_to_nonoverlapping(piece.to, head) };
@@ -207,13 +219,14 @@ unsafe fn edges(piece: Piece, head: usize, tail: usize) {
     }
 }
 
-/// `steps` steps of every lane, in turn, each hinting at what it reads `AHEAD` bytes later: in its own lane, then in
-/// `next`.
+/// Copies `steps` steps of every lane, in turn. Each step prefetches what the lane reads `AHEAD` bytes later,
+/// first in the lane itself and then in `next`.
 ///
 /// # Safety
 ///
-/// Of every lane `steps * STEP` bytes are readable and writable, sources apart from their destinations, and the
-/// destination is a multiple of 64; what `next` names is readable; the CPU has AVX2.
+/// In every lane, `steps * STEP` bytes are readable at the source and writable at the destination, and the
+/// two do not overlap. The address of the destination is a multiple of 64. The range that `next` describes is
+/// readable. The CPU has AVX2.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn lanes<const N: usize, const AHEAD: usize, const STREAM: bool>(
@@ -241,23 +254,24 @@ unsafe fn lanes<const N: usize, const AHEAD: usize, const STREAM: bool>(
     }
 }
 
-/// Asks for the two lines from `from` on, without a place in the outer caches; both are inside a window.
+/// Prefetches two cache lines from `from` on, without allocating them in the outer caches. Both lie inside a
+/// window.
 #[target_feature(enable = "avx2")]
 #[inline]
 #[allow(unused_unsafe, reason = "the hint is an unsafe function in the oldest Rust this builds with")]
 fn hint(from: *const u8) {
     let from = from.cast::<i8>();
-    // SAFETY: a hint; it never faults.
+    // SAFETY: a prefetch is a hint and never faults.
     unsafe { _mm_prefetch::<_MM_HINT_NTA>(from) };
-    // SAFETY: a hint; it never faults.
+    // SAFETY: a prefetch is a hint and never faults.
     unsafe { _mm_prefetch::<_MM_HINT_NTA>(from.wrapping_add(64)) };
 }
 
-/// Step `step` of a lane.
+/// Copies step `step` of a lane.
 ///
 /// # Safety
 ///
-/// The lane has more than `step` steps, as [`lanes`] says.
+/// As for [`lanes`], and `step` is less than its `steps`.
 #[target_feature(enable = "avx2")]
 #[inline]
 #[expect(

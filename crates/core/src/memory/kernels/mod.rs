@@ -1,10 +1,12 @@
-//! The host copy kernels: with ordinary stores, and with stores that bypass the caches.
+//! Host copy kernels, with ordinary stores and with streaming stores that bypass the caches.
 //!
-//! Streaming stores save reading each destination line before it is overwritten, a third of the traffic, and leave the
-//! caches to the model; ordinary stores win where the copy fits the caches. What keeps a core from the speed of its memory
-//! is waiting at the first lines of every page, so the kernels of `avx2` read ahead into the next piece, or have
-//! four pages under way at once. Which one runs is the engine's choice (`copy::kernel_choice`). Each is tested against a
-//! byte-by-byte twin in `tests/integration/kernel.rs`.
+//! A streaming store does not read the destination line before overwriting it. This saves a third of the
+//! memory traffic, and leaves the caches to the model. Ordinary stores are faster where the copy fits the
+//! caches. A core falls short of the speed of its memory mainly because it waits at the first lines of every
+//! page. So the kernels of `avx2` prefetch the next piece, or process four pages at once.
+//!
+//! The copy engine chooses the kernel (`copy::kernel_choice`). Each kernel is tested against a byte-by-byte
+//! twin in `tests/integration/kernel.rs`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -16,7 +18,8 @@ use plain::plain;
 use super::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
-/// A kernel that exists on this CPU: all but [`Kernel::PLAIN`] can only be had from [`Kernel::all`].
+/// A copy kernel that this CPU supports. All kernels except [`Kernel::PLAIN`] can be obtained only from
+/// [`Kernel::all`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernel(Stores);
 
@@ -32,12 +35,14 @@ enum Stores {
 }
 
 impl Kernel {
-    /// Ordinary stores, as the C library copies. Everywhere.
+    /// The kernel with ordinary stores, as in the C library. Every CPU has it.
     pub const PLAIN: Kernel = Kernel(Stores::Plain);
 
-    /// Every kernel of this CPU. On `x86_64` with AVX2 [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn, of
-    /// one piece or of four; streaming stores, piece after piece, reading ahead; and streaming stores to four pages in
-    /// turn. Elsewhere the first alone.
+    /// Returns every kernel that this CPU supports.
+    ///
+    /// On `x86_64` with AVX2 there are four: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
+    /// which belong to one piece or to four; streaming stores that copy one piece after the other and
+    /// prefetch the next one; and streaming stores to four pages in turn. Elsewhere only `PLAIN` exists.
     #[must_use]
     pub fn all() -> &'static [Kernel] {
         #[cfg(target_arch = "x86_64")]
@@ -53,7 +58,7 @@ impl Kernel {
         &[Kernel::PLAIN]
     }
 
-    /// Whether its stores bypass the caches.
+    /// Returns whether the stores of this kernel bypass the caches.
     #[must_use]
     pub fn streams(self) -> bool {
         match self.0 {
@@ -65,7 +70,7 @@ impl Kernel {
         }
     }
 
-    /// For reports.
+    /// Returns the name used in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
@@ -80,15 +85,20 @@ impl Kernel {
     }
 }
 
-/// Copies `src` to `dst`, as [`copy_all`] does.
+/// Copies `src` to `dst`, in the same way as [`copy_all`].
 pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
     copy_all(&[Copy { src, dst }], kernel)
 }
 
-/// Copies every source to its destination, windows of equal length over memory the CPU can address, in any order. If one
-/// pair is refused nothing is copied. A source that overlaps its own destination is copied as if through a buffer. Bytes
-/// that another thread writes at the same time come out old, new or mixed; the pins of `table` keep that from happening
-/// between calls of one engine. When this returns, whoever is told of it sees all bytes.
+/// Copies every source of `batch` to its destination, in any order.
+///
+/// The two windows of a pair must have equal lengths, the CPU must be able to read the source, and the
+/// destination must be writable host memory. If one pair violates this, returns `Err` of kind
+/// [`ErrorKind::System`] and copies nothing.
+///
+/// A source that overlaps its own destination is copied as if through a buffer. Bytes that another thread
+/// writes at the same time may be old, new or mixed; the pins of `cache` prevent this between the calls of
+/// one engine. When this function has returned, any thread that synchronizes with this one sees all bytes.
 pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
     if let Some(copy) = batch.iter().find(|copy| !sound(copy)) {
         return Err(refused(copy.src, copy.dst));
@@ -96,8 +106,8 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
     match kernel.0 {
         Stores::Plain => batch.iter().for_each(plain),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: every pair is sound, see above; the value proves that the CPU has AVX2, because only `Kernel::all` makes
-        // it.
+        // SAFETY: every pair is sound, as checked above. The CPU has AVX2, because only `Kernel::all` creates
+        // this value, after it has detected AVX2.
         Stores::PlainLanes => unsafe { avx2::four::<false>(batch) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
@@ -109,7 +119,8 @@ pub fn copy_all(batch: &[Copy<'_>], kernel: Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Whether the CPU can read one window and write the other, and both are equally long, in bytes it can count.
+/// Returns whether the CPU can read the source and write the destination, and both have the same length,
+/// which fits `usize`.
 fn sound(copy: &Copy<'_>) -> bool {
     let equal = copy.src.len() == copy.dst.len() && usize::try_from(copy.src.len()).is_ok();
     equal && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
