@@ -129,7 +129,7 @@ example: build  ## a transformer in two processes, bit-identical to one (example
 example-torch: build .venv-torch/.tools  ## the same with `transformers` on torch, which are fetched (gigabytes on Linux)
 	PYTHONPATH=python HF_HUB_OFFLINE=1 .venv-torch/bin/python examples/transformers_torch.py
 
-bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/performance.md by hand
+bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to benches/results by hand
 	cargo bench -p llm-datadist-core
 	cargo bench -p llm-datadist-capi --bench capi
 	$(BIN)/python benches/python_overhead.py
@@ -139,7 +139,7 @@ bench: build capi $(VENV)/.test-tools  ## every benchmark; figures go to docs/pe
 bench-latency:  ## p50, p99 and p99.99 of single calls beside a bare copy loop (BASE=commit compares; five minutes)
 	$(PYTHON) benches/latency.py $(if $(BASE),--base "$(BASE)")
 
-bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: docs/performance (PEERS="options")
+bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, torch, numpy: benches/results (PEERS="options")
 	VIRTUAL_ENV=$(CURDIR)/.venv-peers .venv-peers/bin/maturin develop --release --quiet --locked
 	.venv-peers/bin/python -m compileall -q python/llm_datadist # as pip does for everybody else
 	.venv-peers/bin/python benches/peers $(PEERS)

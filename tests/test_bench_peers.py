@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "benches" / "peers"
-REPORT = ROOT / "docs" / "performance"
+REPORT = ROOT / "benches" / "results"
+PICTURES = ROOT / "docs" / "performance"
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the limit's loops")
 
@@ -425,21 +426,30 @@ def test_what_cannot_be_copied_is_refused(bench: Bench) -> None:
 
 
 def rendered(source: Path, out: Path) -> str:
-    words = [sys.executable, str(BENCH), "--render", "--source", str(source), "--out", str(out)]
+    """The page, in a folder whose pictures are where those of the repository are, seen from there."""
+    pictures = out / os.path.relpath(PICTURES, REPORT)
+    words = [sys.executable, str(BENCH), "--render", "--source", str(source)]
+    words += ["--out", str(out), "--pictures", str(pictures)]
     subprocess.run(words, check=True, capture_output=True, timeout=120)  # noqa: S603  (this program)
     return (out / "peers.md").read_text()
 
 
 def test_the_committed_page_says_what_the_committed_file_says(tmp_path: Path) -> None:
-    assert rendered(REPORT / "peers.json", tmp_path / "new") == (REPORT / "peers.md").read_text()
+    new = rendered(REPORT / "peers.json", tmp_path / "new" / "benches" / "results")
+    assert new == (REPORT / "peers.md").read_text()
 
 
-def test_the_readme_shows_the_picture() -> None:
-    links = re.findall(r"!\[[^\]]+\]\((docs/performance/peers\.(?:svg|png))\)", (ROOT / "README.md").read_text())
-    assert links
-    for name in (*links, "docs/performance/peers.svg"):
-        assert (ROOT / name).stat().st_size > 1000, name
-    assert "](performance/peers.md)" in (ROOT / "docs" / "performance.md").read_text()
+def test_the_pages_show_the_picture() -> None:
+    pages = {
+        ROOT / "README.md": "docs/performance/peers.svg",
+        ROOT / "docs" / "performance.md": "performance/peers.svg",
+    }
+    pages[REPORT / "peers.md"] = "../../docs/performance/peers.svg"
+    for page, name in pages.items():
+        assert re.findall(rf"!\[[^\]]+\]\({re.escape(name)}\)", page.read_text()), page
+        assert (page.parent / name).stat().st_size > 1000, name
+    assert "](peers.md)" in (REPORT / "figures.md").read_text()
+    assert "`benches/results`" in (ROOT / "docs" / "performance.md").read_text()
 
 
 FACTS = {

@@ -771,29 +771,36 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return moved
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "how-to" / "cpp.md").read_text(encoding="utf-8")
 
 
-def readme_program(folder: Path) -> Path:
-    """The C++ program of the README, as a file."""
-    (text,) = re.findall(r"```cpp\n(.*?)```", README, re.DOTALL)
+def guide_program(folder: Path) -> Path:
+    """The C++ program of the guide, as a file."""
+    (text,) = re.findall(r"```cpp\n(.*?)```", GUIDE, re.DOTALL)
     source = folder / "prefill_and_decode.cpp"
     source.write_text(text, encoding="utf-8")
     return source
 
 
+def check_guide_output(output: str) -> None:
+    """The program pulls a value, and shows the reason of a call that fails."""
+    pulled, reason = output.splitlines()
+    assert pulled == "pulled 1.5"
+    assert reason.startswith("src_blocks[0]")
+    assert "0 to 127" in reason
+
+
 @packaged
 @readable
-def test_the_program_of_the_readme_builds_with_pkg_config_and_runs(installed: Path, tmp_path: Path) -> None:
+def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PKG_CONFIG_PATH": str(installed / "lib" / "pkgconfig")}
     flags = run(["pkg-config", "--cflags", "--libs", "llm_datadist"], env=environment)
     assert run(["pkg-config", "--modversion", "llm_datadist"], env=environment).strip() == "0.1.0"
-    source, program = readme_program(tmp_path), tmp_path / "program"
+    source, program = guide_program(tmp_path), tmp_path / "program"
     # Through a shell, as a user has it: pkg-config quotes for one.
     command = f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"
     run(["sh", "-c", command])
-    output = run([program], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")})
-    assert output == "pulled 1.5\n"
+    check_guide_output(run([program], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")}))
     # By its path too, a program asks for the library by the name it has everywhere.
     library, include = installed / "lib" / "libllm_datadist.so", installed / "include"
     run([COMPILERS[0], *STRICT, "-I", include, source, "-o", tmp_path / "by path", library])
@@ -805,20 +812,20 @@ def test_the_program_of_the_readme_builds_with_pkg_config_and_runs(installed: Pa
 @packaged
 @readable
 @pytest.mark.skipif(SANITIZED, reason="a static program, without the sanitizers' own library")
-def test_the_program_of_the_readme_links_statically(installed: Path, tmp_path: Path) -> None:
+def test_the_program_of_the_guide_links_statically(installed: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PKG_CONFIG_PATH": str(installed / "lib" / "pkgconfig")}
     flags = run(["pkg-config", "--static", "--cflags", "--libs", "llm_datadist"], env=environment)
     flags = flags.replace("-lllm_datadist", "-l:libllm_datadist.a")
-    source, program = readme_program(tmp_path), tmp_path / "program"
+    source, program = guide_program(tmp_path), tmp_path / "program"
     run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
     assert "llm_datadist" not in run(["readelf", "-d", program])
-    assert run([program]) == "pulled 1.5\n"
+    check_guide_output(run([program]))
 
 
-def test_the_program_of_the_readme_builds_with_cmake(installed: Path, tmp_path: Path) -> None:
+def test_the_program_of_the_guide_builds_with_cmake(installed: Path, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("no cmake")
-    source = readme_program(tmp_path)
+    source = guide_program(tmp_path)
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.14)\nproject(user CXX)\nset(CMAKE_CXX_STANDARD 14)\n"
         "find_package(llm_datadist 0.1 REQUIRED)\n"
@@ -827,7 +834,7 @@ def test_the_program_of_the_readme_builds_with_cmake(installed: Path, tmp_path: 
     )
     run(["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={installed}"])
     run(["cmake", "--build", tmp_path / "build"])
-    assert run([tmp_path / "build" / "program"]) == "pulled 1.5\n"
+    check_guide_output(run([tmp_path / "build" / "program"]))
 
 
 def test_the_installed_files(installed: Path) -> None:

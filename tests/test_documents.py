@@ -1,6 +1,7 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Not for: the snippets of the README (`test_examples`), or the generated pages (`test_conformance`, `test_scaling`).
+Snippets are run by `test_examples` and `tools/docs/snippets.py`; `test_conformance` and `test_scaling` check the
+generated pages.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "crates" / "core" / "src"
-PAGES = sorted(page for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benches" / "results").glob("*.md")])
 SOURCES = sorted(
     path
     for folder in ("crates", "python", "benches", "examples")

@@ -1,4 +1,4 @@
-"""The README's examples and every file in `examples/`, run as a reader would run them.
+"""The README's example, the pairs of programs in the guides, and every file in `examples/`, run as a reader would.
 
 Not for: what the calls do in detail, each verb has its own file; `examples/transformer` (`test_transformer.py`); the
 example that needs torch (`make example-torch`).
@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PORTS = ("26000", "26001")
-"""Ports of the README's pairs of processes, replaced by free ones."""
+GUIDES = ROOT / "docs" / "how-to"
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "transformers_torch.py")
 
 
@@ -39,32 +38,35 @@ def test_there_are_examples() -> None:
 
 
 def test_readme_example_runs() -> None:
-    (block,) = [block for block in readme_blocks() if not any(port in block for port in PORTS)]
+    (block,) = blocks(ROOT / "README.md")
     output = run(["-c", block])
     assert "1.5" in output
     assert "'direct': 1" in output
 
 
-def test_readme_two_processes_run() -> None:
-    output, _ = run_readme_pair(PORTS[0], "press enter to end")
+def test_guide_two_processes_run() -> None:
+    output, _ = run_pair(GUIDES / "two-processes.md", "26000", "press enter to end")
     assert "LLM_SUCCESS" in output
     assert "[1.5 1.5 1.5] shm" in output
 
 
-def test_readme_layer_by_layer_runs() -> None:
-    output, arrived = run_readme_pair(PORTS[1], "press enter to see what arrived")
+def test_guide_layer_by_layer_runs() -> None:
+    output, arrived = run_pair(GUIDES / "layerwise.md", "26001", "press enter to see what arrived")
     # 16 tokens of one head of 64 values of 2 bytes, in 8 tensors.
     assert f"LLM_SUCCESS [LayerProgress(layers_done=4, num_layers=4, bytes_done={8 * 16 * 64 * 2})] [None]" in output
     assert arrived.strip() == "[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]"
 
 
-def run_readme_pair(documented: str, prompt: str) -> tuple[str, str]:
-    """What the second and the first block with that port print; the first waits at `prompt` until the second ended."""
+def run_pair(page: Path, documented: str, prompt: str) -> tuple[str, str]:
+    """What the second and the first block with that port print; the first waits at `prompt` until the second ended.
+
+    A free port replaces the documented one.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    listens, links = [block.replace(documented, port) for block in readme_blocks() if documented in block]
-    with subprocess.Popen(  # noqa: S603  (this interpreter, the README's text)
+    listens, links = [block.replace(documented, port) for block in blocks(page) if documented in block]
+    with subprocess.Popen(  # noqa: S603  (this interpreter, the text of the page)
         [sys.executable, "-u", "-W", "error", "-c", listens],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -81,8 +83,8 @@ def run_readme_pair(documented: str, prompt: str) -> tuple[str, str]:
     return output, rest
 
 
-def readme_blocks() -> list[str]:
-    """Every Python block of the README."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 5, "the README shows Python"
-    return blocks
+def blocks(page: Path) -> list[str]:
+    """Every Python block of a page."""
+    found = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found, f"{page.name} shows Python"
+    return found

@@ -227,7 +227,7 @@ def test_the_page_says_what_the_figures_say():
 def test_the_picture_is_that_of_the_figures():
     _, found = committed()
     picture = drawing.drawn(found)
-    assert (figures.FOLDER / "scale.svg").read_text() == picture, "python benches/scaling --write"
+    assert (figures.PICTURES / "scale.svg").read_text() == picture, "python benches/scaling --write"
     assert picture.count("<path") > 100
     assert all(title in picture for title, _, _ in drawing.PANELS)
 
@@ -240,7 +240,7 @@ def test_the_comparison_shows_every_curve(monkeypatch, tmp_path):
     assert all(f"| {curve['name']} |" in section for curve in written["curves"])
     assert all(f"| {figure['name']} |" in section for figure in written["figures"])
     scale.draw(written, tmp_path)
-    assert (tmp_path / "scale.svg").read_text() == (figures.FOLDER / "scale.svg").read_text()
+    assert (tmp_path / "scale.svg").read_text() == (figures.PICTURES / "scale.svg").read_text()
 
 
 def test_every_curve_that_is_used_was_measured():

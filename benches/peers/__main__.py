@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TRIES = 4
+RESULTS = environment.ROOT / "benches" / "results"
+PICTURES = environment.ROOT / "docs" / "performance"
 Found = Union[Row, Extra]
 
 
@@ -44,15 +46,17 @@ def main() -> None:
         child(group, part, Path(record), Ask.of(options.ask))
         return
     file = options.out / "peers.json"
-    options.out.mkdir(parents=True, exist_ok=True)
+    for folder in (options.out, options.pictures):
+        folder.mkdir(parents=True, exist_ok=True)
     if not options.render:
         all_groups(options, file)
     document, rows = read(options.source or file)
-    (options.out / "peers.md").write_text(report.markdown(document, rows))
+    link = f"{os.path.relpath(options.pictures, options.out)}/" if options.pictures != options.out else ""
+    (options.out / "peers.md").write_text(report.markdown(document, rows, link))
     if "scale" in document["extra"]:
-        scale.draw(document["extra"]["scale"], options.out)
+        scale.draw(document["extra"]["scale"], options.pictures)
     brief = sorted(name for name, moment in document["groups"].items() if moment["quick"])
-    said = picture.draw(rows, options.out, f"quick run of {', '.join(brief)}" if brief else "")
+    said = picture.draw(rows, options.pictures, f"quick run of {', '.join(brief)}" if brief else "")
     if said:
         print(said, flush=True)
 
@@ -66,13 +70,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--systems", default="", help="peers, beside ours and the limit; all by default")
     parser.add_argument("--rounds", type=int, default=0, help="rounds after the warm-up: 5, of faults 1; 2 when quick")
     parser.add_argument("--mib", type=int, default=256, help="moved in one round")
-    parser.add_argument("--out", type=Path, default=environment.ROOT / "docs" / "performance")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of peers.json and peers.md")
+    parser.add_argument("--pictures", type=Path, help="folder of the pictures: docs/performance, or that of --out")
     parser.add_argument("--render", action="store_true", help="measure nothing: write table and picture anew")
     parser.add_argument("--source", type=Path, help="render this peers.json instead of the one in --out")
     parser.add_argument("--parts", default="", help="of a full run's parts those with one of these words: A,B")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--ask", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.pictures = options.pictures or (PICTURES if options.out == RESULTS else options.out)
     unknown = set(options.only.split(",")) - set(names)
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {', '.join(names)}")

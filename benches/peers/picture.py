@@ -45,7 +45,6 @@ def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
     if caveat:
         figure.suptitle(caveat, fontsize=8)
     figure.savefig(folder / "peers.svg", metadata={"Date": None})
-    figure.savefig(folder / "peers.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
     return ""
 

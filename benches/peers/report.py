@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 # Sections that are not made of rows: the name of the extra document, and what writes it.
-SECTIONS: dict[str, Callable[[Any], str]] = {"scale": scale.section}
+SECTIONS: dict[str, Callable[[Any, str], str]] = {"scale": scale.section}
 
 TITLES = {
     "local": "Inside one process: swap and copy of shuffled blocks",
@@ -35,25 +35,27 @@ PAGES = {"huge": "huge pages", "auto": "pages left to each system"}
 NO_REASON = "**no reason yet**"
 # Operations that move bytes, beside those in GB/s: what they wrote can be compared.
 MOVING = ("pull ", "push ", "put", "get", "ask for and move")
-HEAD = """# Beside the peers
+HEAD = """# Comparison with other libraries
 
-Written by `make bench-peers` from `peers.json`; not edited by hand. Every figure is a median; systems ran in turn (A B
-A B, who begins changes each round) over the same blocks. GB = 10^9 bytes, each byte moved counted once. What is written
-is poisoned before each turn and compared byte for byte after it, unless the figure is marked `?`; of small requests,
-which are clocked call by call, what the last call of a turn wrote is compared. In brackets: how many times as fast ours
-is; **bold** where the other is ahead. `limit`: the best hand-written loop over the same list of blocks; ours shows its
-share of it.
+`make bench-peers` writes this page from `peers.json`. Do not edit it by hand. A short version is in
+[performance.md](../../docs/performance.md).
 
-![GB/s over block size, each system](peers.svg)
+- Every figure is a median. The systems run in turn over the same blocks (A B A B). A different one starts each round.
+- 1 GB is 10^9 bytes. Each byte that is moved counts once.
+- Before each turn the destination is overwritten. After the turn it is compared byte for byte with the source, unless
+  the figure is marked `?`. Small requests are timed call by call. For them, the last call of a turn is compared.
+- The number in brackets says how many times as fast ours is. It is **bold** where the other system is ahead.
+- `limit` is the best hand-written loop over the same list of blocks. The row `ours` shows its share of the limit.
 """
 
 
-def markdown(document: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The whole page."""
-    parts = [HEAD, *machine(document), *missing(document), *summary(rows)]
+def markdown(document: dict[str, Any], rows: Sequence[Row], pictures: str = "") -> str:
+    """The whole page; `pictures` is the path from the page to its pictures, with a slash at its end."""
+    picture = f"![GB/s over block size, each system]({pictures}peers.svg)"
+    parts = [HEAD, picture, *machine(document), *missing(document), *summary(rows)]
     for name, its in groupby(rows, key=lambda row: row.group):
         parts += [f"## {TITLES.get(name, name)}", said(document["groups"].get(name, {})), *tables(list(its))]
-    parts += [SECTIONS[name](extra) for name, extra in sorted(document["extra"].items()) if name in SECTIONS]
+    parts += [SECTIONS[name](extra, pictures) for name, extra in sorted(document["extra"].items()) if name in SECTIONS]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 

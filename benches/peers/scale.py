@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "benches" / "scaling"))
 
 import document  # noqa: E402  (of benches/scaling)
 import drawing  # noqa: E402  (likewise)
-from figures import FOLDER, Figures  # noqa: E402  (likewise)
+from figures import PICTURES, Figures  # noqa: E402  (likewise)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,21 +55,21 @@ def draw(found: Any, folder: Path) -> None:
     """The picture of the curves; and, where they are the project's own, the pages that are written from them."""
     figures = Figures(found)
     (folder / "scale.svg").write_text(drawing.drawn(figures))
-    if folder.resolve() == FOLDER:
+    if folder.resolve() == PICTURES:
         document.PAGE.write_text(document.filled(document.PAGE.read_text(), figures, "peers.json"))
 
 
-def section(found: Any) -> str:
-    """The part of the page that shows the curves."""
+def section(found: Any, pictures: str = "") -> str:
+    """The part of the page that shows the curves; `pictures` is the path from the page to its pictures."""
     figures = Figures(found)
     return f"""## How cost grows with size
 
 `cargo bench -p llm-datadist-core --bench scale`; {figures.cpus} cores. The slope is the shape that explains all points
 best, by least squares of the relative error; the exponent is that of the power law through the last two decades (0:
 constant, 1: linear), fitted by `benches/scaling/slopes.py`. What it means for a rack and for ten thousand nodes:
-[scaling.md](../scaling.md).
+[scaling.md](../../docs/scaling.md).
 
-![cost over size](scale.svg)
+![cost over size]({pictures}scale.svg)
 
 {document.slopes(figures)}
 

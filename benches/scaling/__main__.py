@@ -10,14 +10,14 @@ from pathlib import Path
 
 import document
 import drawing
-from figures import FOLDER, Figures
+from figures import PICTURES, Figures
 from figures import document as read
 
 
 def main() -> None:
     """Read, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="figures; those of docs/performance by default")
+    parser.add_argument("--json", type=Path, help="figures; those of benches/results by default")
     parser.add_argument("--write", action="store_true", help="write docs/scaling.md and the picture anew")
     options = parser.parse_args()
     source, found = read(options.json)
@@ -26,7 +26,7 @@ def main() -> None:
         print(document.slopes(figures))
         return
     document.PAGE.write_text(document.filled(document.PAGE.read_text(), figures, source.name))
-    (FOLDER / "scale.svg").write_text(drawing.drawn(figures))
+    (PICTURES / "scale.svg").write_text(drawing.drawn(figures))
 
 
 if __name__ == "__main__":

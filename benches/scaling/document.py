@@ -1,6 +1,6 @@
-"""The tables of ``docs/scaling.md``: each stands between two marks, and is written from the figures.
+"""The tables of ``docs/scaling.md``, written from the figures. Each table stands between two marks.
 
-Not for: the words around them, which are written by hand and say nothing that a run could change.
+The text around them is written by hand and must not contain figures that a run can change.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import re
 from typing import TYPE_CHECKING
 
 import fleet
-from figures import FOLDER, Curve, Figures
+from figures import ROOT, Curve, Figures
 from slopes import digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-PAGE = FOLDER.parent / "scaling.md"
+PAGE = ROOT / "docs" / "scaling.md"
 CLIENTS = (1, 2, 8, 64, 512)
 MARK = re.compile(r"(<!-- scaling: (\w+) -->\n).*?(<!-- /scaling -->)", re.DOTALL)
 
@@ -39,9 +39,9 @@ def filled(page: str, figures: Figures, source: str) -> str:
 
 def said(figures: Figures, source: str) -> str:
     """Where the figures come from."""
-    quick = " A quick run: few sizes, one round; not to be relied on." if figures.quick else ""
+    quick = " This was a quick run with few sizes and one round. Do not rely on it." if figures.quick else ""
     return (
-        f"Own figures: `docs/performance/{source}`, measured on {figures.cpus} cores by "
+        f"Our own figures are in `benches/results/{source}`, measured on {figures.cpus} cores by "
         f"`cargo bench -p llm-datadist-core --bench scale`.{quick}"
     )
 
@@ -126,19 +126,19 @@ def node(figures: Figures) -> str:
         f"| {use.name} | {digits(use.prompts)} | {digits(use.prompts / fleet.DEMAND)} | {use.source} |"
         for use in seen.values()
     ]
-    return table("| part of a prefill node | prompts a second | times what it computes | from |", lines)
+    return table("| part of a prefill node | prompts a second | multiple of what it computes | source |", lines)
 
 
 def bottlenecks(figures: Figures) -> str:
     """The first and the second part that runs out, by what carries the bytes."""
     lines = []
-    for network, what in (("tcp", "today: sockets"), ("nixl", "with RDMA underneath")):
+    for network, what in (("tcp", "TCP (today)"), ("nixl", "RDMA underneath")):
         first, second = fleet.uses(figures, network)[:2]
         lines.append(
             f"| {what} | {first.name} ({digits(first.prompts / fleet.DEMAND)} times) "
             f"| {second.name} ({digits(second.prompts / fleet.DEMAND)} times) |"
         )
-    return table("| bytes travel by | runs out first | then |", lines)
+    return table("| bytes travel by | first limit | second limit |", lines)
 
 
 def host(figures: Figures) -> str:
@@ -150,7 +150,7 @@ def host(figures: Figures) -> str:
         # A copy reads and writes: two bytes of traffic for each that is moved.
         cores = fleet.MEMORY.value / 2 / one
         lines.append(f"| {kib} KiB | {one:.1f} | {most:.1f} | {most / one:.2f} | {cores:.0f} |")
-    head = "| blocks | GB/s, one core | all cores here | times | cores that fill the memory of the public node |"
+    head = "| blocks | GB/s, one core | GB/s, all cores here | ratio | cores that fill the memory of the public node |"
     return table(head, lines)
 
 
@@ -166,8 +166,8 @@ def mesh(figures: Figures) -> str:
                 f"| {one.refused} |"
             )
     head = (
-        "| site | links | of one engine | memory | descriptors | control messages a second at most "
-        "| CPU of a core, idle | to make them | in the way |"
+        "| site | links | links of one engine | memory | descriptors | control messages a second at most "
+        "| CPU of a core, idle | time to make them | obstacle |"
     )
     return table(head, lines)
 
@@ -184,7 +184,7 @@ def crowd(figures: Figures) -> str:
                 f"| {transport} | {clients} | {real:,.0f} | {model:,.0f} | {model / real:.2f} "
                 f"| {digits(clients / real * 1e3)} |"
             )
-    head = "| way | engines that pull | pulls a second, measured | model | model / measured | mean wait of each, ms |"
+    head = "| transport | engines that pull | pulls a second, measured | model | model / measured | mean wait, ms |"
     return table(head, lines)
 
 
@@ -198,7 +198,7 @@ def fan(figures: Figures) -> str:
                 f"| {name} | {clients} | {out.rate:.2f} | {out.rate * fleet.PROMPT_BYTES / 1e9:.1f} "
                 f"| {digits(out.p50)} |"
             )
-    head = "| bytes leave by | engines that pull a prompt each | prompts a second | GB/s | one takes, s |"
+    head = "| bytes leave by | engines that pull a prompt each | prompts a second | GB/s | time of one pull, s |"
     return table(head, lines)
 
 
@@ -210,7 +210,7 @@ def storm(figures: Figures) -> str:
             f"| {transport} | {one.engines:,} | {one.seconds * 1e3:,.0f} ms | {one.note} |"
             for one in fleet.storms(figures, transport)
         ]
-    return table("| way | engines linked with the owner that died | all are linked again after | |", lines)
+    return table("| transport | engines linked with the owner that died | all are linked again after | source |", lines)
 
 
 def tables(figures: Figures) -> str:
@@ -222,9 +222,7 @@ def tables(figures: Figures) -> str:
         f"{figures.curve('look up a key').slope.at(keys):,.0f} ns | {longest.slope.at(keys) / 1e3:,.2f} ms |"
         for keys in (10_000, 100_000, 1_000_000)
     ]
-    return table(
-        "| the table of one engine | memory | a look-up | longest bind (the table is moved to a larger one) |", lines
-    )
+    return table("| the table of one engine | memory | a lookup | longest bind (the table grows) |", lines)
 
 
 TABLES: dict[str, Callable[[Figures], str]] = {

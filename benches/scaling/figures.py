@@ -13,7 +13,9 @@ from typing import Any, Optional
 
 from slopes import Slope, named
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "performance"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benches" / "results"
+PICTURES = ROOT / "docs" / "performance"
 
 
 @dataclass(frozen=True)
