@@ -32,12 +32,12 @@ def constant(file: str, name: str) -> int:
 
 
 LIMITS = [
-    ("links/calls.rs", "MOST_CALLS", "- {} calls over one link at a time"),
-    ("links/state.rs", "MOST_LINKS", "- {} links, "),
-    ("links/communicator.rs", "MOST", " links, {} communicators"),
-    ("links/far.rs", "MOST_RECORDS", "- {} descriptions are kept"),
-    ("datadist/remote.rs", "AT_ONCE", "any number of clusters, {} at a time"),
-    ("wire/mod.rs", "VERSION", "and one message; the version is {}."),
+    ("links/calls.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
+    ("links/state.rs", "MOST_LINKS", "| links of one engine | {} |"),
+    ("links/communicator.rs", "MOST", "| communicators (rank tables) of one engine | {}, "),
+    ("links/far.rs", "MOST_RECORDS", "| descriptions of remote caches kept for each link | {} |"),
+    ("datadist/remote.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
+    ("wire/mod.rs", "VERSION", "The version is {}."),
 ]
 
 

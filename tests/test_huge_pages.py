@@ -1,4 +1,4 @@
-"""Huge pages: what was asked for, what the kernel granted, and what it is asked for later (DESIGN.md, "Huge pages?").
+"""Huge pages: what was asked for, what the kernel granted, and what it is asked for later (DESIGN.md, "Huge pages").
 
 The reserved kind needs an administrator's reserve (`/proc/sys/vm/nr_hugepages`); without one its test is skipped and
 counted, and so are those of merging where this kernel does not merge on request. Not for: speed.

@@ -19,15 +19,35 @@ from peers import Ends
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "stats.md"
 CLASSES = [Stats, PoolStats, TableStats, OpStats, SwapInStats, LinkStats]
-HEAD = """# Counters: `stats()`
+HEAD = """# Statistics
 
-`LLMDataDist.stats()` and the `stats()` of both managers return plain dicts. `llm_datadist.stats` has a type for each of
-them. Counters start at 0 when an engine is opened. Reading them does not interrupt other calls.
+This page lists every counter of an engine. Use it to write a health check, to export metrics, or to find out where
+time and memory go. `LLMDataDist.stats()` and the method `stats()` of both managers return the same plain dicts.
+`llm_datadist.stats` has a type for each dict. Counters start at 0 when `init` opens the engine. Reading them does not
+interrupt other calls.
 
-`buckets` is a histogram. For percentiles over several engines, add their counts. For percentiles over an interval,
-subtract the counts at its start from those at its end. `p50_nanos` and `p99_nanos` cannot be combined in this way.
+```python
+from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 
-Generated from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
+config = LLMConfig()
+config.enable_cache_manager = True
+config.mem_pool_cfg = '{"memory_size": 67108864}'  # 64 MiB
+engine = LLMDataDist(LLMRole.PROMPT, cluster_id=1)
+engine.init(config.generate_options())
+cache = engine.cache_manager.allocate_blocks_cache(CacheDesc(2, [8, 65536], DataType.DT_INT8))
+engine.cache_manager.copy_blocks(cache, {0: [1, 2]})
+
+stats = engine.stats()
+print(stats["pools"]["device"]["used_bytes"], stats["table"]["caches"], stats["links"])  # 1048576 1 []
+print(stats["ops"]["copy_blocks"]["calls"], stats["ops"]["copy_blocks"]["bytes"])  # 1 262144
+engine.finalize()
+```
+
+Each entry of `ops` has a histogram of call times, `buckets`. For percentiles over several engines, add their
+histograms. For percentiles over an interval, subtract the histogram at its start from the one at its end
+([example](tuning.md#stats)). `p50_nanos` and `p99_nanos` cannot be combined in this way.
+
+This page is generated from `python/llm_datadist/stats.py` by `LLM_DATADIST_WRITE_STATS=1 pytest tests/test_stats.py`.
 """
 
 

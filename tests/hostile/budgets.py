@@ -15,30 +15,32 @@ BEGIN, END = "<!-- budgets: begin -->", "<!-- budgets: end -->"
 
 
 class Budget(NamedTuple):
-    """One number and what it bounds."""
+    """One number and its meaning."""
 
     value: int
     unit: str
-    bounds: str
+    meaning: str
 
 
 BUDGETS: dict[str, Budget] = {
-    "idle_threads": Budget(12, "threads", "of an idle engine, with any number of links"),
-    "serving_threads": Budget(32, "threads", "beyond those, which answer the calls of all links"),
-    "call_threads": Budget(1, "thread", "beyond those, for each link that has a call under way"),
-    "pending": Budget(16, "", "of the open-file limit, 4 to 256 connections: those that are no link or stream yet"),
-    "incoming": Budget(4, "", "of what is left of that limit without 48, 4 to 4,096 links: those that peers made"),
-    "streams": Budget(8, "", "of that limit, 8 to 8,192 call streams of all links, beyond 1 of each link"),
-    "link_streams": Budget(128, "call streams", "of one link"),
-    "link_descriptors": Budget(2, "descriptors", "of one link beside its call streams"),
-    "link_frames": Budget(64 * MIB, "bytes", "of requests of one link that have begun and are not answered"),
-    "all_frames": Budget(256 * MIB, "bytes", "of such requests of all links"),
-    "peak_memory": Budget(512 * MIB, "bytes", "of resident memory that all peers together can cost"),
+    "idle_threads": Budget(12, "threads", "threads of an idle engine, whatever the number of its links"),
+    "serving_threads": Budget(32, "threads", "additional threads that answer calls, shared by all links"),
+    "call_threads": Budget(1, "thread", "additional threads for each link whose peer is calling"),
+    "pending": Budget(16, "", "connections that are not yet a link or a call stream; 4 to 256"),
+    "incoming": Budget(4, "", "links that peers made, after 48 is subtracted from the open-file limit; 4 to 4,096"),
+    "streams": Budget(8, "", "call streams of all links, in addition to 1 for each link; 8 to 8,192"),
+    "link_streams": Budget(128, "call streams", "call streams of one link"),
+    "link_descriptors": Budget(2, "descriptors", "file descriptors of one link, in addition to its call streams"),
+    "link_frames": Budget(64 * MIB, "bytes", "requests of one link that have begun to arrive and are not answered yet"),
+    "all_frames": Budget(256 * MIB, "bytes", "the same, of all links"),
+    "peak_memory": Budget(512 * MIB, "bytes", "resident memory that all peers together can cost"),
     "mapped": Budget(
-        4, "times the memory of the host", "of all peers' memory that is mapped, unless an option differs"
+        4, "times the memory of the host", "mapped memory of all peers, unless `link_remote_memory` is set"
     ),
     "pace": Budget(
-        64 << 10, "bytes", "that a transfer or request has to move within `link_silence`, or all that remain"
+        64 << 10,
+        "bytes",
+        "the least that a transfer or request must move within each `link_silence`, or all that remains",
     ),
 }
 DIVISORS = ("pending", "incoming", "streams")  # values that divide the limit of open files
@@ -98,9 +100,9 @@ def table() -> str:
     """The table as the documentation has it."""
     rows = []
     for name, budget in BUDGETS.items():
-        number = f"1/{budget.value}" if name in DIVISORS else f"{budget.value:,} {budget.unit}"
-        rows.append(f"| `{name}` | {number} | {budget.bounds} |")
-    return "\n".join([BEGIN, "", "| budget | value | bounds |", "| --- | --- | --- |", *rows, "", END])
+        number = f"1/{budget.value} of the open-file limit" if name in DIVISORS else f"{budget.value:,} {budget.unit}"
+        rows.append(f"| `{name}` | {number} | {budget.meaning} |")
+    return "\n".join([BEGIN, "", "| budget | value | meaning |", "| --- | --- | --- |", *rows, "", END])
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def run_page(page: Path) -> int:
     for line, text in run:
         code += "\n" * (line - 1 - code.count("\n")) + text
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / page.name.replace(".md", ".py")
+        # Not the bare name: logging.py would hide the module of the standard library.
+        program = Path(folder) / f"page_{page.stem.replace('-', '_')}.py"
         program.write_text(code, encoding="utf-8")
         subprocess.run(
             [sys.executable, program.name], cwd=folder, check=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL
