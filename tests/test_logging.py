@@ -89,7 +89,7 @@ CONFIGURED = {
     "a handler of the logger after": (
         "",
         "logging.getLogger('LLM_DATADIST').addHandler(handler)",
-        {"own": ["error"], "program": ["error"]},
+        {"own": [], "program": ["error"]},
     ),
     "no propagation": (
         BASIC + "; logging.getLogger('LLM_DATADIST').propagate = False",

@@ -193,6 +193,7 @@ class LlmConfig:
         "llm.LinkAcceptRemote",
         "Whether an engine without a token admits every peer that reaches its listener, of any user on any host. Both "
         "sides of a link need it.",
+        default="`LLM_DATADIST_ACCEPT_REMOTE`, or `False`",
         own=True,
     )
     link_heartbeat = OwnOption(

@@ -156,8 +156,8 @@ class Option(property, Generic[_Value]):
 class Flag(Option[bool]):
     """An option that is written as ``"1"`` or ``"0"``."""
 
-    def __init__(self, key: str, doc: str, *, own: bool = False) -> None:
-        super().__init__(key, bool, initial=False, default="`False`", doc=doc, own=own)
+    def __init__(self, key: str, doc: str, *, default: str = "`False`", own: bool = False) -> None:
+        super().__init__(key, bool, initial=False, default=default, doc=doc, own=own)
 
     def _text(self, value: Any) -> str:
         return "1" if value else "0"
