@@ -390,7 +390,7 @@ def test_waits_for_the_other_process_are_bounded(pipes: Pipes) -> None:
 def test_what_is_no_message_is_refused(pipes: Pipes, line: bytes) -> None:
     (reading, writing), (_, other) = pipes
     os.write(writing, line)
-    with pytest.raises(ChannelError, match="sent what is no message"):
+    with pytest.raises(ChannelError, match="sent an invalid message"):
         Channel(reading, other).receive(5.0)
 
 
@@ -654,10 +654,10 @@ def test_prefill_that_always_dies_is_given_up(
     [
         ("import time; time.sleep(60)", "it did not answer within 0.5 s; it did not end within 0.1 s and was killed"),
         ("raise SystemExit(5)", "it closed the channel; it ended with exit status 5"),
-        ("print('{}', flush=True); input()", "it sent what is no message, or another: b'{}'"),
+        ("print('{}', flush=True); input()", "it sent an invalid message: b'{}'"),
         (
             "print('hello', flush=True); input()",
-            "it sent what is no message, or another: b'hello'; it ended with exit status",
+            "it sent an invalid message: b'hello'; it ended with exit status",
         ),
     ],
 )

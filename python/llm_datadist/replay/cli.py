@@ -61,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
     _print(options, found)
+    return _status(options, geometry, found)
+
+
+def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> int:
+    """Return the exit status of a replay that came to its end, and print the reason if it is not 0."""
     for name, leaked in (("decode", found["leaked_bytes"]), ("prefill", found["prefill"]["leaked_bytes"])):
         if leaked:
             return _failed(f"LEAK: {name}: {leaked:,} bytes in use after all was freed")
@@ -84,8 +89,8 @@ def _too_small(options: argparse.Namespace, geometry: Geometry, found: dict[str,
     setting, needed = found["setting"], found["largest_request_blocks"]
     size = geometry.device_bytes(needed, options.concurrency)
     return (
-        f"NOT SERVED: {found['requests_too_large']:,} of {found['requests']:,} requests, because the device pool is too
-        " f"small: the largest of them needs {needed:,} blocks, and the pool has {setting['device_blocks']:,}; use "
+        f"NOT SERVED: {found['requests_too_large']:,} of {found['requests']:,} requests, because the device pool is "
+        f"too small: the largest of them needs {needed:,} blocks, and the pool has {setting['device_blocks']:,}; use "
         f"--device-pool {-(-size // 2**20)}MiB or more"
     )
 
@@ -244,9 +249,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_bytes,
         default="160MiB",
         metavar="SIZE",
-        help=f"bytes of the device pool of decode {shown}",
+        help=f"size of decode's device pool {shown}",
     )
-    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"bytes of the host pool of decode {shown}")
+    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"size of decode's host pool {shown}")
     add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {shown}")
     add("--layers", type=_whole(1, 1024), default=4, metavar="N", help=f"layers, with a K and a V tensor each {shown}")
     add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {shown}")
@@ -258,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_whole(0, 2**63),
         default=1,
         metavar="N",
-        help=f"seed of the generated trace and of the contents {shown}",
+        help=f"seed of trace and contents {shown}",
     )
     add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"path from host to device {shown}")
     workers = f"threads of each process that copy, 1 to {_MOST_WORKERS} (default of the engine: 4)"
