@@ -964,5 +964,5 @@ def test_copy_blocks_refuses_indices_outside_of_uint64(prompt: Any) -> None:
             manager.copy_blocks(cache, outside)
     with raising(LE):
         manager.copy_blocks(host, {0: [2**64]})
-    with pytest.raises(AttributeError, match="^cache must not be None$"):
+    with pytest.raises(AttributeError, match=r"^cache must not be None$"):
         manager.copy_blocks(None, {0: [1]})

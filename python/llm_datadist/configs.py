@@ -25,7 +25,7 @@ from llm_datadist.option_types import (
     Token,
     Uint32,
 )
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import closest, warn_of_misspelt
 
 __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"]
 
@@ -350,7 +350,9 @@ _NOT_SHOWN = Secret()
 
 def _is_secret(key: object) -> bool:
     """Return whether the value of an option must not be shown. A misspelt key of the token counts as well."""
-    return "token" in str(key).lower() and key != LlmConfig.link_token_file.key
+    if key == LlmConfig.link_token_file.key:
+        return False
+    return "token" in str(key).lower() or closest(str(key), [LlmConfig.link_token.key]) is not None
 
 
 _OPTIONS: tuple[Option[Any], ...] = tuple(option for option in vars(LlmConfig).values() if isinstance(option, Option))
