@@ -118,7 +118,7 @@ class DataDist:
         """Read the options and open an engine with its pools and, if they name an address, a listener.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, an option without meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool.
+            LLMException: ``LLM_PARAM_INVALID``: an option that is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
         """
 
     def close(self) -> None:
@@ -356,7 +356,7 @@ class LooseCache:
         """Check sizes and addresses (contract §4.3).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning.
+            LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, or an invalid shape.
         """
 
     def views(self) -> list[TensorView]:
@@ -537,7 +537,7 @@ def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int
     """Return the bytes of one tensor.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+        LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
 
 def check_device_id(arg_value: int) -> None:
