@@ -118,7 +118,7 @@ class DataDist:
         """Read the options and open an engine with its pools and, if they name an address, a listener.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``: an option that is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
+            LLMException: ``LLM_PARAM_INVALID``: an option is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
         """
 
     def close(self) -> None:

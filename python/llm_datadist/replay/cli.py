@@ -234,9 +234,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 if every request was served and every byte was right; 1 for a wrong byte, a leak or a "
         "failure; 2 for options or a trace that cannot be used; 3 if requests did not fit the device pool.",
     )
-    add = parser.add_argument
+    _add_workload(parser.add_argument)
+    _add_run(parser.add_argument)
+    return parser
+
+
+_DEFAULT = "(%(default)s)"
+
+
+def _add_workload(add: Callable[..., Any]) -> None:
+    """Add the options of the trace, the pools and the shape of a block."""
     made = f"number of requests (all of TRACE, or {BUILT_IN_REQUESTS:,} of a generated trace)"
-    shown = "(%(default)s)"
     add(
         "trace",
         nargs="?",
@@ -249,26 +257,36 @@ def _parser() -> argparse.ArgumentParser:
         type=_bytes,
         default="160MiB",
         metavar="SIZE",
-        help=f"size of decode's device pool {shown}",
+        help=f"size of decode's device pool {_DEFAULT}",
     )
-    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"size of decode's host pool {shown}")
-    add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {shown}")
-    add("--layers", type=_whole(1, 1024), default=4, metavar="N", help=f"layers, with a K and a V tensor each {shown}")
-    add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {shown}")
-    add("--head-dim", type=_whole(1, 4096), default=16, metavar="N", help=f"elements of a head {shown}")
-    add("--dtype", choices=list(DTYPES), default="float16", help=f"element type {shown}")
-    add("--concurrency", type=_whole(1, 10**5), default=16, metavar="N", help=f"requests that run at a time {shown}")
+    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"size of decode's host pool {_DEFAULT}")
+    add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {_DEFAULT}")
+    add(
+        "--layers",
+        type=_whole(1, 1024),
+        default=4,
+        metavar="N",
+        help=f"layers, with a K and a V tensor each {_DEFAULT}",
+    )
+    add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {_DEFAULT}")
+    add("--head-dim", type=_whole(1, 4096), default=16, metavar="N", help=f"elements of a head {_DEFAULT}")
+    add("--dtype", choices=list(DTYPES), default="float16", help=f"element type {_DEFAULT}")
+
+
+def _add_run(add: Callable[..., Any]) -> None:
+    """Add the options of the run and of its results."""
+    add("--concurrency", type=_whole(1, 10**5), default=16, metavar="N", help=f"requests that run at a time {_DEFAULT}")
     add(
         "--seed",
         type=_whole(0, 2**63),
         default=1,
         metavar="N",
-        help=f"seed of trace and contents {shown}",
+        help=f"seed of trace and contents {_DEFAULT}",
     )
-    add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"path from host to device {shown}")
+    add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"path from host to device {_DEFAULT}")
     workers = f"threads of each process that copy, 1 to {_MOST_WORKERS} (default of the engine: 4)"
     add("--workers", type=_whole(1, _MOST_WORKERS), metavar="N", help=workers)
-    add("--transport", choices=("auto", "shm", "tcp"), default="auto", help=f"transport of pulls {shown}")
+    add("--transport", choices=("auto", "shm", "tcp"), default="auto", help=f"transport of pulls {_DEFAULT}")
     killed = "kill the prefill process during the pull of request N, or of the middle one"
     add("--kill-prefill-at", type=_whole_or_half, metavar="N|half", help=killed)
     add(
@@ -276,13 +294,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=30.0,
         metavar="S",
-        help=f"time limit of an answer of prefill in seconds {shown}",
+        help=f"time limit of an answer of prefill in seconds {_DEFAULT}",
     )
     add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     add("--quiet", action="store_true", help="show no progress")
     add("--corrupt-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
     add("--corrupt-pulled-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
-    return parser
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

@@ -1,6 +1,8 @@
 """Functions of the original's ``llm_utils``, under the import path that existing clients use (contract §1.2).
 
-The functions of the original that pack arguments for its native module, and its transfer thread, do not exist here.
+These parts of the original do not exist here: the functions and classes that pack arguments for its native module
+(``pack_*``, ``CacheDescParser``, ``clone_cache_desc``, ``verify_cache_shape``, ``to_data_type``), and its transfer
+thread (``TransferCacheParameters``, ``TransferCacheJob``, ``TransferAsyncThread``, ``transfer_cache_async``).
 """
 
 from __future__ import annotations
