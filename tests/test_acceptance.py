@@ -132,7 +132,9 @@ def test_20_01_names() -> None:
     for name in [*V2_LIST, *LAZY]:
         assert isinstance(getattr(llm_datadist, name), type), name
     assert llm_datadist.LLMConfig is llm_datadist.LlmConfig
-    for name in ("NoSuchName", "CacheManager", "__path_of_nothing__"):
+    # An addition of this package: importable, but not a name of the star import.
+    assert llm_datadist.CacheManager is importlib.import_module("llm_datadist.v2.cache_manager").CacheManager
+    for name in ("NoSuchName", "cacheManager", "__path_of_nothing__"):
         with pytest.raises(AttributeError, match="has no attribute"):
             getattr(llm_datadist, name)
 

@@ -21,9 +21,14 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCache,
+    LLMConfig,
+    LLMDataDist,
     LLMException,
+    LLMRole,
     Placement,
 )
+from llm_datadist.utils.utils import check_dict
 from memory import (
     AE,
     GONE,
@@ -492,3 +497,83 @@ def test_lists_are_read_under_the_lock_of_the_interpreter() -> None:
     binding = Path(__file__).resolve().parents[1] / "crates" / "py" / "src" / "lib.rs"
     assert re.findall(r"^#\[pymodule.*$", binding.read_text(), re.MULTILINE) == ["#[pymodule(gil_used = true)]"]
     assert getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+# Call → the arguments that are `None` in turn; the others are those of `made`.
+NONE_OF: dict[str, list[str]] = {
+    "allocate_cache": ["cache_desc"],
+    "allocate_blocks_cache": ["cache_desc"],
+    "deallocate_cache": ["cache"],
+    "deallocate_blocks_cache": ["cache"],
+    "remove_cache_key": ["cache_key"],
+    "check_cache_key": ["cache_key"],
+    "tensor_views": ["cache"],
+    "copy_cache": ["dst", "src"],
+    "copy_blocks": ["cache", "copy_block_info"],
+    "swap_blocks": ["src_cache", "dst_cache", "src_to_dst"],
+    "pull_cache": ["cache_key", "cache"],
+    "register_cache": ["cache_desc"],
+}
+
+
+@pytest.mark.parametrize(("call", "names"), NONE_OF.items(), ids=list(NONE_OF))
+@pytest.mark.parametrize("level", ["ERROR", "INFO"])
+def test_attribute_error_for_none_names_the_argument(
+    manager: Any, caplog: pytest.LogCaptureFixture, call: str, names: list[str], level: str
+) -> None:
+    blocks, host = manager.allocate_blocks_cache(desc()), manager.allocate_blocks_cache(desc(placement=Placement.HOST))
+    slots = manager.allocate_cache(desc())
+    made: dict[str, dict[str, Any]] = {
+        "copy_cache": {"dst": slots, "src": slots},
+        "copy_blocks": {"cache": blocks, "copy_block_info": {0: [1]}},
+        "swap_blocks": {"src_cache": blocks, "dst_cache": host, "src_to_dst": {0: 1}},
+        "pull_cache": {"cache_key": CacheKeyByIdAndIndex(2, 1), "cache": slots},
+        "register_cache": {"cache_desc": None, "addrs": [4096, 8192]},
+    }
+    with caplog.at_level(level, logger="LLM_DATADIST"):
+        for name in names:
+            with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
+                getattr(manager, call)(**{**made.get(call, {}), name: None})
+    assert names
+
+
+def test_attribute_error_for_none_outside_of_managers_names_the_argument() -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("options", lambda: dist.init(None)),  # type: ignore[arg-type]
+        ("ge_options", lambda: setattr(LLMConfig(), "ge_options", None)),
+        ("cache_desc", lambda: Cache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("cache_desc", lambda: KvCache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("the_arg", lambda: check_dict("the_arg", None, int, int)),
+    ]
+    for name, call in calls:
+        with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
+            call()
+
+
+def test_attribute_error_of_the_program_itself_is_left_alone(manager: Any) -> None:
+    class Broken(CacheDesc):
+        """A descriptor whose own code fails."""
+
+        @property
+        def _num_tensors(self) -> int:  # type: ignore[override]
+            return self.nothing  # type: ignore[attr-defined, no-any-return]
+
+        @_num_tensors.setter
+        def _num_tensors(self, value: int) -> None: ...
+
+    with pytest.raises(AttributeError, match="has no attribute"):
+        manager.allocate_cache(Broken(1, [1], DataType.DT_INT8))
+
+
+@pytest.mark.parametrize("array", [np.array([]), np.array([], dtype=np.int64), np.zeros((0, 2)), np.zeros((2, 3), int)])
+def test_array_that_is_no_mapping_is_described(manager: Any, array: Any) -> None:
+    blocks = manager.allocate_blocks_cache(desc())
+    host = manager.allocate_blocks_cache(desc(placement=Placement.HOST))
+    described = re.escape(f"of {array.dtype} with shape {array.shape}")
+    with pytest.raises(TypeError, match=f"^copy_block_info only support .*{described}$"):
+        manager.copy_blocks(blocks, array)
+    with pytest.raises(TypeError, match=f"^src_to_dst only support .*{described}$"):
+        manager.swap_blocks(blocks, host, array)
+    with pytest.raises(TypeError, match=f"^src_blocks only support .*{described}$"):
+        manager.pull_blocks(BlocksCacheKey(2), blocks, array, [0])

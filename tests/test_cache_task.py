@@ -425,7 +425,7 @@ def test_no_thread_no_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         with pytest.raises(
-            LLMException, match="no thread for the layers of a transfer: can't start new thread"
+            LLMException, match="the thread that waits for the layers cannot be started: can't start new thread"
         ) as caught:
             bench.start(gates)
     assert caught.value.status_code is FAILED

@@ -263,7 +263,7 @@ def test_ipv6_addresses_are_kept_as_text(given: Any, kept: Any) -> None:
 @pytest.mark.parametrize("text", [":", ":::", "::1::", "12345::", "fe80::1%lo", "[::1]", "::1\0", "::\ud800"])
 def test_a_text_with_colons_that_is_no_address(text: str) -> None:
     info = LLMClusterInfo()
-    with pytest.raises(RuntimeError, match="ip = "):
+    with pytest.raises(RuntimeError, match="ip="):
         info.append_remote_ip_info(text, 1)
     assert info.remote_ip_info_list == []
 

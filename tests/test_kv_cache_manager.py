@@ -649,11 +649,11 @@ def test_create_cpu_cache_checks_in_order() -> None:
         (host, [a, "x"], TE, "only support"),
         (host, [(a, b)], TE, "only support"),
         (host, [[a, "x"], 1], TE, "inner type"),
-        (host, [[a, b, c], a], LE, "len(addrs) = 3"),
+        (host, [[a, b, c], a], LE, "len(addrs)=3"),
         (host, [[a, b], a], LE, "should be consistent"),
         (host, [a, [a, b]], LE, "should be consistent"),
-        (host, [a, b, c], LE, "len(addrs) = 3"),
-        (host, [[a, b], [c]], LE, "len(addrs) = 1"),
+        (host, [a, b, c], LE, "len(addrs)=3"),
+        (host, [[a, b], [c]], LE, "len(addrs)=1"),
         (host, [a, True], TE, "only support"),
         (host, [a, 0], LE, "addrs[1] = 0"),
         (host, [a, -1], VE, "-1"),
@@ -949,3 +949,20 @@ def test_cluster_info_says_where_to_listen(begin: Callable[..., LLMDataDist]) ->
 def test_a_device_is_needed(begin: Callable[..., LLMDataDist]) -> None:
     with raising(LE):
         begin(settings={})
+
+
+def test_copy_blocks_refuses_indices_outside_of_uint64(prompt: Any) -> None:
+    manager = prompt
+    cache = manager.allocate_blocks_cache(desc())
+    host = KvCache.create_cpu_cache(desc(placement=Placement.HOST), [4096, 8192])
+    for wide in ({0: [2**64]}, {2**64: [0]}, {0: [1], 1: [9, 2**70]}, {0: [-1]}):
+        with pytest.raises(ValueError, match="copy_block_info") as caught:
+            manager.copy_blocks(cache, wide)
+        assert not isinstance(caught.value, LLMException)
+    for outside in ({0: [2**64 - 1]}, {2**63: [0]}, {0: [4]}):
+        with raising(LE):
+            manager.copy_blocks(cache, outside)
+    with raising(LE):
+        manager.copy_blocks(host, {0: [2**64]})
+    with pytest.raises(AttributeError, match=r"^cache must not be None$"):
+        manager.copy_blocks(None, {0: [1]})

@@ -157,7 +157,15 @@ def test_unknown_attributes(module: str) -> None:
     loaded: Any = importlib.import_module(module)
     with pytest.raises(AttributeError, match="has no attribute"):
         _ = loaded.no_such_name
-    assert not hasattr(llm_datadist, "CacheManager"), "reached through LLMDataDist.cache_manager"
+
+
+def test_cache_manager_is_importable_but_no_name_of_the_star_import() -> None:
+    from llm_datadist import CacheManager  # noqa: PLC0415
+    from llm_datadist.v2.cache_manager import CacheManager as Given  # noqa: PLC0415
+
+    assert CacheManager is Given
+    assert "CacheManager" not in llm_datadist.__all__
+    assert "CacheManager" not in llm_datadist_v1.__all__
 
 
 def test_signatures_of_the_manager() -> None:

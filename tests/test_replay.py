@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -389,7 +390,7 @@ def test_waits_for_the_other_process_are_bounded(pipes: Pipes) -> None:
 def test_what_is_no_message_is_refused(pipes: Pipes, line: bytes) -> None:
     (reading, writing), (_, other) = pipes
     os.write(writing, line)
-    with pytest.raises(ChannelError, match="sent what is no message"):
+    with pytest.raises(ChannelError, match="sent an invalid message"):
         Channel(reading, other).receive(5.0)
 
 
@@ -410,8 +411,10 @@ def test_end_of_the_other_process_is_seen(pipes: Pipes) -> None:
 
 def _replay(tmp_path: Path, *options: str) -> dict[str, Any]:
     path = tmp_path / "results.json"
-    assert main([*SMALL, "--json", str(path), *options]) == 0
+    status = main([*SMALL, "--json", str(path), *options])
+    assert status in (0, 3)
     found: dict[str, Any] = json.loads(path.read_text())
+    assert status == (3 if found["requests_too_large"] else 0)
     return found
 
 
@@ -475,7 +478,31 @@ def test_requests_larger_than_the_device_are_counted(tmp_path: Path, capsys: pyt
     found = _replay(tmp_path, "--device-pool", "1MiB", "--requests", "100")
     too_large = found["requests_too_large"]
     assert 0 < too_large < 100
-    assert f"{too_large} NOT SERVED: larger than the device pool" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{too_large} NOT SERVED: larger than the device pool" in said.out
+    needed, size = found["largest_request_blocks"], re.search(r"use --device-pool (\d+MiB) or more", said.err)
+    assert f"NOT SERVED: {too_large} of 100 requests, because the device pool is too small" in said.err
+    assert f"needs {needed} blocks, and the pool has {found['setting']['device_blocks']};" in said.err
+    assert size
+    assert _replay(tmp_path, "--device-pool", size[1], "--requests", "100")["requests_too_large"] == 0
+
+
+@pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))
+def test_device_bytes_is_the_inverse_of_device_blocks(pool: int) -> None:
+    shape = Geometry(layers=2, heads=1, head_dim=8, dtype="float16", tokens=24)
+    blocks = shape.device_blocks(pool, 4)
+    assert blocks > 0
+    smallest = shape.device_bytes(blocks, 4)
+    assert smallest <= pool
+    assert shape.device_blocks(smallest, 4) >= blocks
+    assert shape.device_blocks(shape.device_bytes(blocks + 1, 4), 4) >= blocks + 1
+
+
+def test_json_goes_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--requests", "20", "--json", "-"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["requests"] == 20
+    assert "pulled from prefill" in said.err
 
 
 @pytest.mark.parametrize(
@@ -628,10 +655,10 @@ def test_prefill_that_always_dies_is_given_up(
     [
         ("import time; time.sleep(60)", "it did not answer within 0.5 s; it did not end within 0.1 s and was killed"),
         ("raise SystemExit(5)", "it closed the channel; it ended with exit status 5"),
-        ("print('{}', flush=True); input()", "it sent what is no message, or another: b'{}'"),
+        ("print('{}', flush=True); input()", "it sent an invalid message: b'{}'"),
         (
             "print('hello', flush=True); input()",
-            "it sent what is no message, or another: b'hello'; it ended with exit status",
+            "it sent an invalid message: b'hello'; it ended with exit status",
         ),
     ],
 )
@@ -737,11 +764,13 @@ def test_start_of_the_public_trace_is_replayed(tmp_path: Path) -> None:
         (["--host-pool", "21GiB"], "of at most 20 GB"),
         (["--device-pool", "64KiB"], "--device-pool: 65,536 bytes do not hold one block"),
         (["--host-pool", "4KiB"], "--host-pool: 4,096 bytes do not hold one block"),
-        (["--layers", "0"], "'0' is not a whole number in 1 ... 1,024"),
+        (["--layers", "0"], "'0' is not a whole number from 1 to 1,024"),
         (["--layers", "-1"], "--layers"),
         (["--heads", "2.5"], "'2.5' is not a whole number"),
         (["--head-dim", ""], "'' is not a whole number"),
         (["--requests", "0"], "'0' is not a whole number"),
+        (["--workers", "257"], "'257' is not a whole number from 1 to 256"),
+        (["--workers", "0"], "'0' is not a whole number from 1 to 256"),
         (["--dtype", "float8"], "invalid choice"),
         (["--swap-in", "fast"], "invalid choice"),
         (["--dtype", "int8", "--block-tokens", "1", "--head-dim", "1"], "must be a multiple of 8"),

@@ -1,7 +1,8 @@
-"""LLM-DataDist: the KV cache of large language models, allocated, copied, swapped and moved between processes.
+"""An engine for the KV cache of large language models, behind the API of LLM-DataDist (contract §1.1).
 
-Every public name of the package, and the hand-over of its classes to the native module. Not for: behaviour. Importing
-opens no device, no socket and no thread, and does not import numpy.
+The package allocates caches in memory pools, copies and swaps their blocks, and moves them between processes and hosts.
+An import opens no device, no socket and no thread, and does not import numpy. This module defines the public names and
+registers their classes with the native module.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 
 from llm_datadist._core import __version__ as __version__
 from llm_datadist._core import register_types as _register_types
+from llm_datadist.cache_manager import CacheManager as CacheManager  # importable, but not in __all__ (contract §1.1)
 from llm_datadist.configs import LLMClusterInfo, LLMConfig, LlmConfig, LLMRole
 from llm_datadist.data_type import DataType
 from llm_datadist.datadist import LLMDataDist

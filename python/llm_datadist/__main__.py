@@ -1,27 +1,71 @@
-"""Entry point of ``python -m llm_datadist``: hands the arguments to a sub-command. Not for the work itself.
+"""The commands ``llm-datadist`` and ``python -m llm_datadist``: ``replay``, ``options`` and ``--version``.
 
-Sub-commands are imported only when they are called, so that importing the package stays light.
+Sub-commands are imported when they are called, so that an import of the package does not import numpy.
 """
+
+# ruff: noqa: T201  (a command prints)
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from llm_datadist import __version__
+from llm_datadist.log import DATE_FORMAT, LOG_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_NARROWEST, _WIDEST = 40, 100
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sub-command that the arguments name and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m llm_datadist", description="Commands of llm_datadist.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("replay", add_help=False, help="replay a request trace as a serving node would")
-    _, rest = parser.parse_known_args(arguments)
+    """Run the command that the arguments name.
+
+    Args:
+        arguments: the arguments without the name of the program; those of the process by default.
+
+    Returns:
+        The exit status: 0 for success, 2 for wrong arguments, and that of the sub-command.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # Standard output belongs to the results. A program that calls this and has handlers of its own keeps them.
+    logging.basicConfig(format=LOG_FORMAT, datefmt=DATE_FORMAT, stream=sys.stderr)
+    if options.command == "options":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        from llm_datadist.option_table import table  # noqa: PLC0415  (only this command needs it)
+
+        return _print(table(min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)))
     from llm_datadist.replay.cli import main as replay  # noqa: PLC0415  (it imports numpy)
 
     return replay(rest)
+
+
+def _print(text: str) -> int:
+    """Print a text, and return the exit status. A reader that closes its end early is no error: ``... | head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    called = Path(sys.argv[0]).name
+    program = "python -m llm_datadist" if called == "__main__.py" else "llm-datadist"
+    parser = argparse.ArgumentParser(prog=program, description="Commands of llm_datadist.")
+    parser.add_argument("--version", action="version", version=f"llm_datadist {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("replay", add_help=False, help="replay a request trace through a prefill and a decode process")
+    commands.add_parser("options", help="print every option of an engine with its type, default and meaning")
+    return parser
 
 
 if __name__ == "__main__":

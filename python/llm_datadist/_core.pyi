@@ -1,7 +1,7 @@
-"""Native module of :mod:`llm_datadist`: the engine, and the one place that says whether an argument has the right type.
+"""The native module of :mod:`llm_datadist`: the engine, and the checks of arguments. It is private.
 
-Private: use the public classes. Every function raises ``TypeError`` for the wrong type, ``ValueError`` for an integer
-outside its width, and ``LLMException`` for what the engine refuses. A ``bool`` is no integer.
+Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an integer outside its width, and
+``LLMException`` for all other failures. A ``bool`` is not an integer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -118,7 +118,7 @@ class DataDist:
         """Read the options and open an engine with its pools and, if they name an address, a listener.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, an option without meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool.
+            LLMException: ``LLM_PARAM_INVALID``: an option is not allowed; ``LLM_OUT_OF_MEMORY``: no memory for a pool.
         """
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class DataDist:
         """Every counter."""
 
     def listening(self) -> str | None:
-        """Where peers are listened for, as ``ip:port`` with the port that was taken."""
+        """Return the address at which the engine listens, as ``ip:port`` with the bound port."""
 
     def link_clusters(
         self,
@@ -160,10 +160,10 @@ class DataDist:
         """Leave a communicator (contract §6.6)."""
 
     def comm_status(self, comm_id: int) -> int:
-        """Return how far a communicator is, as the number of a ``RegisterMemStatus`` (contract §6.7)."""
+        """Return the state of a communicator, as the number of a ``RegisterMemStatus`` (contract §6.7)."""
 
     def switch_role(self, role: LLMRole, listen: str | None) -> None:
-        """Take another role, and listen at ``listen`` or nowhere (contract §6.9)."""
+        """Change the role, and listen at ``listen`` or not at all (contract §6.9)."""
 
     def check_link(self, remote_cluster_id: int) -> None:
         """Raise unless the peer answers within ``sync_kv_timeout`` (contract §6.11)."""
@@ -179,7 +179,7 @@ class DataDist:
         size: int,
         options: dict[str, Any],
     ) -> None:
-        """Bring a batch slot here (contract §7.12)."""
+        """Read a batch slot of a peer into a local slot (contract §7.12)."""
 
     def pull_blocks(
         self,
@@ -189,7 +189,7 @@ class DataDist:
         dst_blocks: list[int] | tuple[int, ...],
         options: dict[str, Any],
     ) -> None:
-        """Bring blocks here (contract §7.13)."""
+        """Read blocks of a peer into local blocks (contract §7.13)."""
 
     def push_cache(
         self,
@@ -201,7 +201,7 @@ class DataDist:
         size: int,
         tensor_num_per_layer: int,
     ) -> None:
-        """Send a batch slot to a peer (contract §7.14)."""
+        """Write a batch slot to a peer (contract §7.14)."""
 
     def push_blocks(
         self,
@@ -213,7 +213,7 @@ class DataDist:
         dst_layer_range: range | None,
         tensor_num_per_layer: int,
     ) -> None:
-        """Send blocks to a peer (contract §7.15)."""
+        """Write blocks to a peer (contract §7.15)."""
 
     def transfer_cache_async(
         self,
@@ -239,7 +239,7 @@ class DataDist:
         """Allocate a blocks cache (contract §7.3)."""
 
     def deallocate_cache(self, cache: Cache) -> None:
-        """Let go of a continuous cache by id (contract §7.2)."""
+        """Drop the reference by id of a continuous cache (contract §7.2)."""
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Release a blocks cache (contract §7.4)."""
@@ -254,7 +254,7 @@ class DataDist:
         cache_keys: list[CacheKey] | tuple[CacheKey, ...],
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Enter the caller's memory as a continuous cache (contract §7.6)."""
+        """Register memory of the caller as a continuous cache (contract §7.6)."""
 
     def register_blocks_cache(
         self,
@@ -263,7 +263,7 @@ class DataDist:
         blocks_cache_key: BlocksCacheKey | None,
         remote_accessible: bool | None,
     ) -> ManagedCache:
-        """Enter the caller's memory as a blocks cache (contract §7.7)."""
+        """Register memory of the caller as a blocks cache (contract §7.7)."""
 
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registered cache (contract §7.8)."""
@@ -278,41 +278,41 @@ class DataDist:
         size: int,
         req_id: int | None,
     ) -> None:
-        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it (seed ``copy_cache.md``)."""
+        """Copy ``size`` bytes of one batch slot in every tensor; -1 for the rest of it (contract §7.9)."""
 
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]] | Any) -> None:
-        """Copy blocks inside one cache (seed ``deprecated.md``, copy_blocks)."""
+        """Copy blocks inside one cache (contract §7.10)."""
 
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int] | Any) -> None:
-        """Copy blocks between host and device (seed ``deprecated.md``, swap_blocks)."""
+        """Copy blocks between host and device (contract §7.11)."""
 
     def tensor_views(self, cache: Cache) -> list[TensorView]:
         """Return a view of every tensor of a cache."""
 
 @final
 class TransferTask:
-    """A layer-wise transfer under way. It goes on without this handle."""
+    """A layer-wise transfer. It continues when this handle is dropped."""
 
     def layers(self) -> list[int]:
         """Return the layers that a config needs, ascending."""
 
     def wanted(self, layer: int) -> bool:
-        """Return whether a config that has not ended needs a layer. If so, it is being waited for from now on."""
+        """Return whether an unfinished config needs a layer. If so, the time limit of the layer starts now."""
 
     def ready(self, layer: int) -> None:
-        """Let this layer and all before it be sent. Returns at once."""
+        """Report that this layer and all before it are ready. Returns at once."""
 
     def not_ready(self, layer: int) -> None:
-        """Say that this layer will not be ready, nor any after it. Returns at once."""
+        """Report that neither this layer nor any after it will be ready. Returns at once."""
 
     def broken(self, layer: int, why: str) -> None:
-        """Say that nobody will know about this layer, nor any after it, because of ``why``. Returns at once."""
+        """Report that the state of this layer and of all after it stays unknown, for the reason ``why``."""
 
     def cancel(self) -> bool:
-        """End what has not ended; return whether there was anything."""
+        """End the unfinished configs; return whether there were any."""
 
     def done(self) -> bool:
-        """Return whether nothing moves any more, or ever will."""
+        """Return whether the transfer has ended."""
 
     def wait(self, timeout_in_millis: int | None) -> bool:
         """Wait until :meth:`done`, which is returned."""
@@ -324,39 +324,39 @@ class TransferTask:
         """Return why each config failed that did."""
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """Return layers in place, layers in all and bytes in place, of each config."""
+        """Return the layers in place, all layers, and the bytes in place of each config."""
 
     def descriptor(self) -> int:
         """Return a new descriptor that is readable once the transfer is done. The caller closes it."""
 
     @property
     def timeout_in_millis(self) -> int | None:
-        """How long one layer may be waited for."""
+        """Time limit for one layer in milliseconds, or ``None``."""
 
     @property
     def timeout_code(self) -> LLMStatusCode:
-        """What a wait that ran out is called."""
+        """The code of a wait whose time limit passed."""
 
 @final
 class ManagedCache:
-    """A cache that an engine made, as its handle knows it: it names the cache and keeps nothing alive."""
+    """The reference of a public handle to a cache of an engine. It does not keep the cache alive."""
 
     @property
     def cache_id(self) -> int:
         """Its id in the engine that made it."""
 
     def tensor_addrs(self) -> list[int]:
-        """Return the address of every tensor, in a list of its own."""
+        """Return the address of each tensor, as a new list."""
 
 @final
 class LooseCache:
-    """The engine's view of a CPU cache: host memory of the caller's, which must stay valid while this lives."""
+    """A CPU cache as the engine sees it: host memory of the caller, which must stay valid while this object lives."""
 
     def __new__(cls, cache_desc: CacheDesc, addrs: list[int]) -> LooseCache:
         """Check sizes and addresses (contract §4.3).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning.
+            LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, or an invalid shape.
         """
 
     def views(self) -> list[TensorView]:
@@ -368,7 +368,7 @@ class LooseCache:
 
 @final
 class KvCaches:
-    """The caches of an engine as a ``KvCacheManager`` names them (contract §9.1).
+    """The calls of a ``KvCacheManager`` (contract §9.1).
 
     Errors as for :class:`DataDist`.
     """
@@ -385,10 +385,10 @@ class KvCaches:
         """Allocate a blocks cache, without a key unless ``may_name``."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Let go of a cache by id."""
+        """Drop the reference by id of a cache (contract §9.1)."""
 
     def release(self, cache: KvCache) -> None:
-        """The same, of a handle that is known to be one."""
+        """Do the same without checks, for a handle whose class is known."""
 
     def pull_cache(
         self,
@@ -398,7 +398,7 @@ class KvCaches:
         size: int,
         options: dict[str, Any],
     ) -> None:
-        """Bring a batch slot here."""
+        """Read a batch slot of a peer into a local slot (contract §9.1)."""
 
     def pull_blocks(
         self,
@@ -408,7 +408,7 @@ class KvCaches:
         decoder_blocks: list[int],
         options: dict[str, Any],
     ) -> None:
-        """Bring blocks here."""
+        """Read blocks of a peer into local blocks (contract §9.1)."""
 
     def copy_cache(
         self,
@@ -537,7 +537,7 @@ def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int
     """Return the bytes of one tensor.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+        LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
 
 def check_device_id(arg_value: int) -> None:
@@ -562,7 +562,7 @@ def check_copy_kernel(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``plain`` or ``streaming``."""
 
 def check_huge_pages(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``off`` or ``eager``."""
+    """Raise ``LLM_PARAM_INVALID`` unless the value is one of the modes of ``LlmConfig.huge_pages``."""
 
 def check_link_token(arg_value: str) -> None:
     """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""

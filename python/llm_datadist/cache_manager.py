@@ -1,159 +1,153 @@
 """``CacheManager``: allocate, register, copy, swap, pull, push and transfer caches (contract §7, §8).
 
-Signatures, defaults and docstrings; every method is one call into the engine. Not for: checks, which are made there in
-the order of the contract.
+Every method is one call into the engine, which checks the arguments in the order of the contract.
 
-Errors of every method: ``TypeError`` for an argument of the wrong type, ``ValueError`` for an integer outside its
-width, ``AttributeError`` where ``None`` is given for a cache or descriptor, and ``LLMException`` for the rest, with
-``LLM_ENGINE_FINALIZED`` before anything else once the engine is finalized.
+Errors of every method: ``TypeError`` for an argument of a wrong type; ``ValueError`` for an integer outside its width;
+``AttributeError`` that names the argument if a cache, descriptor, key or dict is ``None``; and ``LLMException`` for all
+other failures, with ``LLM_ENGINE_FINALIZED`` before any other check once the engine is finalized, and ``LLM_FAILED``
+for failures that no other code names. "Remote-accessible mode" is the option ``llm.EnableRemoteCacheAccessible``, and
+``sync_kv_timeout`` is the time limit of a call (1000 ms by default).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Optional, Union, cast
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
+from llm_datadist.caches import EngineCaches
 from llm_datadist.log import logged, shown
-from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false
+from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.status import raise_if_false
 from llm_datadist.types import MemInfo, Memtype, made_cache
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-    from llm_datadist.stats import Stats
     from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["CacheManager"]
 
-
-class _Finalized:
-    """Stands where the engine was: every call of it is refused."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+# The keyword arguments of pulls; others are ignored (contract §7.12).
+_PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
 
 
-_FINALIZED = _Finalized()
+class CacheManager(EngineCaches["_core.DataDist"]):
+    """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
-
-class CacheManager:
-    """The caches of one engine. Obtained from ``LLMDataDist.cache_manager``; usable from any number of threads.
+    Any number of threads may use a manager. All calls are synchronous except :meth:`transfer_cache_async`: when a call
+    returns, the bytes are in place.
 
     Args:
         native: the engine.
-        options: what it was opened with.
+        options: the options with which it was opened.
     """
 
-    # What every call goes to: the engine, or what refuses every call once it is finalized. An attribute of the instance
-    # and not a property, whose call would take as long as finding a cache.
-    _engine: _core.DataDist
-
     def __init__(self, native: _core.DataDist, options: dict[str, str]) -> None:
-        self._native = native
+        super().__init__(native, native)
         self._enable_remote_cache_accessible = options.get("llm.EnableRemoteCacheAccessible") == "1"
         self._is_call_linked = False
-        self._initialized = True
 
-    @property
-    def _initialized(self) -> bool:
-        return self._engine is self._native
-
-    @_initialized.setter
-    def _initialized(self, initialized: bool) -> None:
-        self._engine = self._native if initialized else cast("_core.DataDist", _FINALIZED)
+    def __repr__(self) -> str:
+        return (
+            f"CacheManager(initialized={self._initialized}, "
+            f"enable_remote_cache_accessible={self._enable_remote_cache_accessible})"
+        )
 
     def set_is_call_linked(self) -> None:
-        """Note that ``LLMDataDist.link`` was called (contract §7.18).
-
-        The engine knows by itself, and changes the default of ``remote_accessible``; this is for those who ask here.
-        """
+        """Note that ``LLMDataDist.link`` was called (contract §7.18). It has no other effect."""
         self._is_call_linked = True
-
-    @staticmethod
-    def check_cache_key(cache_key: CacheKey) -> None:
-        """Raise ``LLMException(LLM_PARAM_INVALID)`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
-        _core.check_cache_key(cache_key)
 
     @logged
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = ()
     ) -> Cache:
-        """Allocate a continuous cache from the pool of its placement (seed ``deprecated.md``, allocate_cache).
+        """Allocate a continuous cache from the pool of its placement (contract §7.1).
 
-        The memory is held by the cache's id and by each of its keys, and returns to the pool when all are gone.
+        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone
+        (contract §12.3). ``with manager.allocate_cache(...) as cache:`` deallocates the cache at the end of the block.
 
         Args:
-            cache_desc: what to allocate; dimension 0 counts batch slots.
-            cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) leaves its slot without a
-                key, trailing slots may be left out, and of equal keys the last takes effect.
+            cache_desc: tensors of shape ``[batch slots, ...]``, each at most the pool and together below 2^63 bytes.
+            cache_keys: key *i* names batch slot *i*. A placeholder (``req_id = 2**64 - 1``) names nothing, trailing
+                slots may be left out, and of equal keys the last one counts.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses, contents undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, no pool, a shape without meaning, more keys than slots, or a key that
-                already names a live cache; ``LLM_OUT_OF_MEMORY``, and nothing stays allocated.
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, more keys than slots, or a
+                key that names a live cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
         """
         handle = self._engine.allocate_cache(cache_desc, cache_keys)
         return made_cache(handle, cache_desc, self)
 
     @logged
     def deallocate_cache(self, cache: Cache) -> None:
-        """Let go of a continuous cache by id (seed ``deprecated.md``, deallocate_cache).
+        """Drop the reference by id of a continuous cache (contract §7.2).
 
-        Its memory is released once its keys are gone too. A cache that is not there, or a registered one: no effect.
+        The memory is released when no key holds it either. A cache that does not exist, or was released, and a
+        registered cache are no error: nothing is released.
 
         Args:
-            cache: a continuous cache; its ``tensor_addrs`` become empty.
+            cache: a continuous cache. Its ``tensor_addrs`` become empty.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a blocks cache.
+            AttributeError: ``cache`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a blocks cache.
         """
         self._engine.deallocate_cache(cache)
-        _invalidate(cache)
+        cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, releasing its cache if that was the last reference (seed ``deprecated.md``, remove_cache_key).
+        """Unbind a key, and release its cache if that was the last reference (contract §7.5).
 
-        A key that is not there, or that names a registered cache: no effect.
+        A key that does not exist is no error. Keys of registered caches stay.
 
         Args:
-            cache_key: the key; its cluster id is ignored.
+            cache_key: the key. Its cluster id is ignored.
+
+        Raises:
+            AttributeError: ``cache_key`` is ``None``.
         """
         self._engine.remove_cache_key(cache_key)
 
     @logged
     def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None) -> Cache:
-        """Allocate a blocks cache from the pool of its placement (seed ``deprecated.md``, allocate_blocks_cache).
+        """Allocate a blocks cache from the pool of its placement (contract §7.3).
+
+        ``with manager.allocate_blocks_cache(...) as cache:`` deallocates the cache at the end of the block.
 
         Args:
-            cache_desc: what to allocate; dimension 0 counts blocks.
-            blocks_cache_key: its key, one per model; the cluster id is ignored.
+            cache_desc: tensors of shape ``[blocks, ...]``.
+            blocks_cache_key: key of the whole cache, one for each model. Its cluster id is ignored.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses, contents undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, no pool, a shape without meaning, or a model that has a blocks cache;
-                ``LLM_OUT_OF_MEMORY``, and nothing stays allocated.
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: no pool for the placement, an invalid shape, or a model that has a
+                blocks cache; ``LLM_OUT_OF_MEMORY``: the pool is full. Nothing stays allocated.
         """
         handle = self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key)
         return made_cache(handle, cache_desc, self, blocks=True)
 
     @logged
     def deallocate_blocks_cache(self, cache: Cache) -> None:
-        """Release a blocks cache and its key at once (seed ``deprecated.md``, deallocate_blocks_cache).
+        """Release a blocks cache and its key at once (contract §7.4).
 
-        A cache that is not there, a CPU cache or a registered one: no effect.
+        A cache that does not exist, a CPU cache and a registered cache are no error: nothing is released.
 
         Args:
-            cache: a blocks cache; its ``tensor_addrs`` become empty.
+            cache: a blocks cache. Its ``tensor_addrs`` become empty.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a continuous cache.
+            AttributeError: ``cache`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a continuous cache.
         """
         self._engine.deallocate_blocks_cache(cache)
-        _invalidate(cache)
+        cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
     def register_cache(
@@ -163,23 +157,26 @@ class CacheManager:
         cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = (),
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Enter memory of the caller as a continuous cache (contract §7.6).
+        """Register memory of the caller as a continuous cache (contract §7.6).
 
-        The memory must stay valid, readable and writable until :meth:`unregister_cache` and the end of the last copy.
+        The memory must be valid, readable and writable until :meth:`unregister_cache` has returned. A ``with`` block
+        over the result calls :meth:`unregister_cache` at its end.
 
         Args:
-            cache_desc: what the memory holds.
-            addrs: address of every tensor, none 0.
-            cache_keys: key *i* names batch slot *i*; a key that names another cache names this one from now on.
-            remote_accessible: whether peers may reach it one-sidedly; by default in ``DEVICE`` memory, unless
-                ``LLMDataDist.link`` was called.
+            cache_desc: tensors of shape ``[batch slots, ...]``.
+            addrs: address of each tensor (uint64), none 0.
+            cache_keys: key *i* names batch slot *i*. A key that names another cache names this one from now on.
+            remote_accessible: whether peers may reach the cache. In remote-accessible mode, ``None`` means ``True`` for
+                ``DEVICE`` and ``False`` for ``HOST`` memory, and always ``False`` after ``LLMDataDist.link``. In the
+                other mode, peers may reach it unless this is ``False``.
 
         Returns:
-            The cache; its ``tensor_addrs`` equal ``addrs``.
+            The cache. Its ``tensor_addrs`` equal ``addrs``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, not one address per tensor, an address of 0, a shape without meaning,
-                or ``remote_accessible=True`` after ``link``.
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: not one address for each tensor, an address of 0, an invalid shape, or
+                ``remote_accessible=True`` after ``LLMDataDist.link``.
         """
         handle = self._engine.register_cache(cache_desc, addrs, cache_keys, remote_accessible)
         return made_cache(handle, cache_desc, self, registered=True)
@@ -192,20 +189,36 @@ class CacheManager:
         blocks_cache_key: Optional[BlocksCacheKey] = None,
         remote_accessible: Optional[bool] = None,
     ) -> Cache:
-        """Enter memory of the caller as a blocks cache (contract §7.7).
+        """Register memory of the caller as a blocks cache (contract §7.7).
 
-        As :meth:`register_cache`, but dimension 0 counts blocks and one key names the whole; a second registration for
-        one model takes its key over.
+        Args:
+            cache_desc: tensors of shape ``[blocks, ...]``.
+            addrs: address of each tensor (uint64), none 0.
+            blocks_cache_key: key of the whole cache. A second registration with its model id takes the key over.
+            remote_accessible: as for :meth:`register_cache`.
+
+        Returns:
+            The cache. Its ``tensor_addrs`` equal ``addrs``.
+
+        Raises:
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: as for :meth:`register_cache`.
         """
         handle = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
         return made_cache(handle, cache_desc, self, registered=True, blocks=True)
 
     @logged
     def unregister_cache(self, cache_id: int) -> None:
-        """Remove a registered cache and its keys (contract §7.8); an unknown id has no effect.
+        """Remove a registration and its keys (contract §7.8); allowed at any time.
+
+        An unknown id and the id of an allocated cache are no error: nothing is removed. The call waits for transfers
+        that use the memory, up to ``sync_kv_timeout``.
 
         Args:
-            cache_id: its id (int64).
+            cache_id: id of a registered cache (int64).
+
+        Raises:
+            LLMException: ``LLM_TIMEOUT``: a transfer still uses the memory, which must stay valid. Call again.
         """
         self._engine.unregister_cache(cache_id)
 
@@ -220,58 +233,64 @@ class CacheManager:
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of one batch slot, the same in every tensor (seed ``copy_cache.md``).
+        """Copy one range of one batch slot, the same in every tensor (contract §7.9).
 
-        The bytes are there on return. Any pair of placements is accepted, and overlap is harmless.
+        Every pair of placements is accepted, and overlap is harmless.
 
         Args:
             dst: continuous cache that is written.
             src: continuous cache that is read.
-            dst_batch_index: batch slot written (uint32).
-            src_batch_index: batch slot read (uint32).
-            offset: bytes skipped at the start of both slots (uint64).
-            size: bytes copied in each tensor, or -1 for the rest of the source slot (int64).
-            req_id: request the call belongs to (uint64); shown in its log lines.
+            dst_batch_index: batch slot that is written (uint32).
+            src_batch_index: batch slot that is read (uint32).
+            offset: bytes that are skipped at the start of both slots (uint64).
+            size: bytes that are copied in each tensor, or -1 for the rest of the source slot (int64).
+            req_id: the request, for the log lines of the call (uint64).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a blocks cache, unlike numbers of tensors, or a range outside a slot;
-                ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
+            AttributeError: ``dst`` or ``src`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a blocks cache, different numbers of tensors, or a range outside a
+                slot; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``: other calls used the rows for
+                longer than ``sync_kv_timeout``.
         """
         self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
     def copy_blocks(self, cache: Cache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
-        """Copy blocks inside one cache, in every tensor (seed ``deprecated.md``, copy_blocks).
+        """Copy blocks inside one cache, in every tensor (contract §7.10).
 
-        The result is that of copying the pairs in the order given. An index out of range is found before any copy.
+        The result is that of copying the pairs one after the other. All indices are checked before a byte moves.
 
         Args:
             cache: a blocks cache.
-            copy_block_info: source block → list of destination blocks; or an integer array of shape ``(n, 2)`` with
+            copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a continuous cache, or an index outside the blocks;
-                ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
+            AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a continuous cache, or an index outside the blocks;
+                ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_TIMEOUT``: other calls used the rows for
+                longer than ``sync_kv_timeout``.
         """
         self._engine.copy_blocks(cache, copy_block_info)
 
     @logged
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: Union[dict[int, int], Any]) -> None:
-        """Copy blocks between a host and a device cache, in every tensor (seed ``deprecated.md``, swap_blocks).
+        """Copy blocks between a host and a device cache, in every tensor (contract §7.11).
 
-        The placements give the direction. The bytes are there on return.
+        The placements give the direction. Numbers of blocks may differ.
 
         Args:
             src_cache: blocks cache that is read.
             dst_cache: blocks cache that is written.
-            src_to_dst: source block → destination block; or an integer array of shape ``(n, 2)`` with rows
+            src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
                 ``(source, destination)``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, as a ``ValueError`` too: a continuous cache, an index outside the
-                blocks, unlike block sizes or numbers of tensors, or placements that are not one ``HOST`` and one
-                ``DEVICE``; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
+            AttributeError: an argument is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``, by an exception that is a ``ValueError`` as well: a continuous cache,
+                an index outside the blocks, different block sizes or numbers of tensors, or placements that are not
+                one ``HOST`` and one ``DEVICE``; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released; ``LLM_TIMEOUT``:
+                other calls used the rows for longer than ``sync_kv_timeout``.
         """
         self._engine.swap_blocks(src_cache, dst_cache, src_to_dst)
 
@@ -284,26 +303,29 @@ class CacheManager:
         size: int = -1,
         **kwargs: Any,
     ) -> None:
-        """Bring a batch slot of a linked cluster's cache here (contract §7.12).
+        """Read a batch slot of a linked cluster into a local slot (contract §7.12).
 
-        The bytes are there on return. Unless transfers are one-sided (``llm.EnableRemoteCacheAccessible``), a pull
-        of every tensor uses the key up, and its owner lets go of the slot (seed ``deprecated.md``, allocate_cache).
+        Outside remote-accessible mode, a successful pull of every tensor uses the key up, and the owner drops that
+        reference (contract §12.3).
 
         Args:
-            cache_key: the far slot: by its key, or by cache id and slot; one-sided, only the latter.
+            cache_key: the remote slot, by its key, or by cache id and slot. In remote-accessible mode only the latter.
             cache: continuous cache that is written.
-            batch_index: batch slot written (uint32).
-            size: bytes of each tensor from the start of the slot, or -1 for the size of the slot here (int64).
-            **kwargs: ``src_layer_range`` and ``dst_layer_range``, a ``range`` of layers there and here, ``None`` or an
-                empty one for all; ``tensor_num_per_layer``, tensors of one layer (uint32, above 0; 2 by default).
-                Others are ignored.
+            batch_index: batch slot that is written (uint32).
+            size: bytes of each tensor, from the start of the slot, or -1 for the size of the local slot (int64).
+            **kwargs: ``src_layer_range`` and ``dst_layer_range``, the remote and local layers as a ``range``; ``None``
+                or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
+                default). Others are ignored, with a WARNING if a name looks misspelt.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, the own cluster, a blocks cache, a range outside a slot, unlike numbers
-                of tensors, layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or key there;
-                ``LLM_NOT_YET_LINK``, no link, or one that broke; ``LLM_TIMEOUT``, the limit ``sync_kv_timeout`` passed.
-                ``arrived`` says which rows are in place all the same.
+            AttributeError: ``cache_key`` or ``cache`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: the own cluster, a blocks cache, a range outside a slot, different
+                numbers of tensors, or layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or the
+                remote key or slot, does not exist; ``LLM_NOT_YET_LINK``: there is no link, or it broke;
+                ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were written.
         """
+        if kwargs:
+            warn_of_misspelt("keyword argument of pull_cache", kwargs, _PULL_KEYWORDS, once=True)
         self._engine.pull_cache(cache_key, cache, batch_index, size, kwargs)
 
     @logged
@@ -315,21 +337,25 @@ class CacheManager:
         dst_blocks: Union[list[int], tuple[int, ...]] = (),
         **kwargs: Any,
     ) -> None:
-        """Bring blocks, or a batch slot cut into blocks, of a linked cluster's cache here (contract §7.13).
+        """Read blocks of a linked cluster, or a slot that is cut into blocks, into local blocks (contract §7.13).
 
-        The bytes are there on return. A slot pulled by its key uses the key up, as in :meth:`pull_cache`.
+        A pull of a slot uses up its key, as in :meth:`pull_cache`. A pull of blocks does not.
 
         Args:
-            src_cache_key: the far blocks cache by its ``BlocksCacheKey``, or a far slot by one of the other keys.
+            src_cache_key: the remote blocks cache by its ``BlocksCacheKey``, or a remote slot by another key.
             dst_cache: blocks cache that is written.
-            src_blocks: blocks read, one for each written; empty for a slot, whose bytes fill the blocks in order.
-            dst_blocks: blocks written, at least one.
+            src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is cut into pieces of the
+                local block size.
+            dst_blocks: local blocks that are written, at least one.
             **kwargs: as for :meth:`pull_cache`.
 
         Raises:
+            AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
             LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
-                unlike length, an index outside a cache, unlike block sizes, or more blocks than a slot fills.
+                different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
         """
+        if kwargs:
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, _PULL_KEYWORDS, once=True)
         self._engine.pull_blocks(src_cache_key, dst_cache, src_blocks, dst_blocks, kwargs)
 
     @logged
@@ -343,25 +369,27 @@ class CacheManager:
         size: int = -1,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Send a batch slot into a linked cluster's cache (contract §7.14); only one-sided.
+        """Write a local batch slot into a slot of a linked cluster (contract §7.14), in remote-accessible mode.
 
-        The bytes are there on return. A push of every layer unbinds the key of the slot that was read, if it has one.
+        A push of all layers releases the key of the local slot, if it has one (contract §12.3). After a failure, part
+        of the remote slot may be written.
 
         Args:
-            dst_cache_key: the far slot, by cache id and slot.
+            dst_cache_key: the remote slot, by cache id and slot.
             src_cache: continuous cache that is read.
-            src_batch_index: batch slot read (uint32).
-            src_layer_range: layers read; ``None`` for all whole ones, then ``dst_layer_range`` too.
-            dst_layer_range: layers written, as many.
-            size: -1, the whole slot.
+            src_batch_index: batch slot that is read (uint32).
+            src_layer_range: local layers; ``None`` for all, and then ``dst_layer_range`` is ``None`` too.
+            dst_layer_range: remote layers, as many.
+            size: -1: the whole local slot.
             tensor_num_per_layer: tensors of one layer (uint32, above 0). A cache with fewer tensors has no layer:
-                without ranges nothing is sent, and that is no error (contract §7.14); say 1 for one tensor.
+                without ranges nothing is sent, and that is no error. Use 1 for a cache of one tensor.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, without ``llm.EnableRemoteCacheAccessible``, a blocks cache, layers or
-                slots outside a cache, a slot larger than the far one, a cache registered as not accessible;
-                ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or there; ``LLM_NOT_YET_LINK``; ``LLM_TIMEOUT``.
-                ``arrived`` says which rows are in place there all the same.
+            LLMException: ``LLM_PARAM_INVALID``: another mode, the own cluster, a blocks cache, layers or slots outside
+                a cache, a slot larger than the remote one, or a cache that is not accessible;
+                ``LLM_KV_CACHE_NOT_EXIST``: the local or the remote cache does not exist; ``LLM_NOT_YET_LINK``: there is
+                no link, or it broke; ``LLM_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were
+                written.
         """
         self._engine.push_cache(
             dst_cache_key, src_cache, src_batch_index, src_layer_range, dst_layer_range, size, tensor_num_per_layer
@@ -378,20 +406,21 @@ class CacheManager:
         dst_layer_range: Optional[range] = None,
         tensor_num_per_layer: int = 2,
     ) -> None:
-        """Send blocks into a linked cluster's cache (contract §7.15); only one-sided.
+        """Write local blocks into blocks of a linked cluster (contract §7.15), in remote-accessible mode.
 
         Args:
-            dst_cache_key: the far blocks cache.
+            dst_cache_key: the remote blocks cache.
             src_cache: blocks cache that is read.
-            src_blocks: blocks read, one for each written.
-            dst_blocks: blocks written, at least one.
+            src_blocks: local block for each entry of ``dst_blocks``.
+            dst_blocks: remote blocks that are written, at least one.
             src_layer_range: as for :meth:`push_cache`.
             dst_layer_range: as for :meth:`push_cache`.
-            tensor_num_per_layer: as for :meth:`push_cache`: with the default nothing of a cache of one tensor is sent.
+            tensor_num_per_layer: as for :meth:`push_cache`.
 
         Raises:
-            LLMException: as for :meth:`push_cache`; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of unlike
-                length, an index outside a cache, or unlike block sizes.
+            AttributeError: ``dst_cache_key`` or ``src_cache`` is ``None``.
+            LLMException: as for :meth:`push_cache`; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
+                different lengths, an index outside a cache, or different block sizes.
         """
         self._engine.push_blocks(
             dst_cache_key, src_cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
@@ -412,35 +441,36 @@ class CacheManager:
         dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
-        """Send the layers of a cache, each as soon as it is ready (seed ``transfer_cache_async.md``).
+        """Send the layers of a cache, each as soon as it is ready (contract §8).
 
-        Returns at once. A thread asks ``layer_synchronizer`` for one layer after the other, in ascending order, and
-        only for those that a config needs. A layer that is ready goes to all of them at once; a config that is slow or
-        fails holds back no other. A pull, a copy or another transfer of rows that move waits for its turn, and a cache
-        that is deallocated meanwhile stays until the transfer has ended.
+        The call returns at once. A thread asks ``layer_synchronizer`` for the layers that a config needs, in ascending
+        order. A layer that is ready goes to every config that needs it; a slow or failed config does not delay others.
+        Other calls that use the same rows take turns with the transfer. A cache that is deallocated during the transfer
+        stays allocated until the transfer ends.
 
         Args:
-            src_cache: the cache that is read, in ``DEVICE`` memory.
-            layer_synchronizer: says when a layer is ready.
-            transfer_configs: the destinations: ``TransferConfig``, or ``TransferWithCacheKeyConfig`` if transfers are
-                one-sided (``llm.EnableRemoteCacheAccessible``). A ``src_layer_range`` of ``None`` is set to all layers.
-            src_block_indices: blocks read (uint64), of a blocks cache.
-            dst_block_indices: blocks written (uint64): one for each read, or those that the slot read is cut into.
-            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is
-                cut into blocks; else ``None``, 0 or the size of a block here.
+            src_cache: cache that is read, in ``DEVICE`` memory.
+            layer_synchronizer: reports when a layer is ready.
+            transfer_configs: the destinations; ``TransferConfig``, or ``TransferWithCacheKeyConfig`` in
+                remote-accessible mode. A ``src_layer_range`` of ``None`` is replaced by all layers in the config
+                object.
+            src_block_indices: blocks of a blocks cache that are read (uint64).
+            dst_block_indices: blocks that are written (uint64): one for each block that is read, or those that the slot
+                is cut into.
+            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is cut
+                into blocks; else ``None``, 0 or the local block size.
 
         Returns:
-            The transfer. What becomes of each config is known by its code: ``LLM_SUCCESS``; ``LLM_PARAM_INVALID``, a
-            layer that the synchronizer said is not ready, or that does not fit what is there at the destination;
-            ``LLM_TIMEOUT``, a synchronizer that raised or took longer than its ``timeout_in_millis``, or a layer that
-            took longer than ``sync_kv_timeout``; ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or there;
-            ``LLM_NOT_YET_LINK``; ``LLM_ENGINE_FINALIZED``; ``LLM_FAILED``, cancelled; ``None``, no layer of it came to
-            be ready, because another config's did not.
+            The transfer. The result of a config is one of: ``LLM_SUCCESS``; ``LLM_PARAM_INVALID``: the synchronizer
+            reported a layer as not ready, or the layer does not fit the destination; ``LLM_TIMEOUT``: the synchronizer
+            raised or exceeded its ``timeout_in_millis``, or sending a layer took longer than ``sync_kv_timeout``;
+            ``LLM_KV_CACHE_NOT_EXIST``: a cache does not exist; ``LLM_NOT_YET_LINK``; ``LLM_ENGINE_FINALIZED``;
+            ``LLM_FAILED``: cancelled, or another failure; ``None``: the transfer stopped before any of its layers
+            became ready (contract §8.3).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory, blocks into a slot, lists of unlike length,
-                a block size that is missing or does not fit, tensors that are no whole layers, and in a config layers
-                or a slot outside the cache, or not one address per tensor; ``LLM_FAILED``, no thread for the layers.
+            LLMException: ``LLM_PARAM_INVALID``: a check of contract §8.1 failed, for example for a cache in ``HOST``
+                memory, blocks into a slot, or layers outside the cache; ``LLM_FAILED``: no thread could be started.
         """
         return layerwise.start(
             self._engine,
@@ -454,64 +484,63 @@ class CacheManager:
 
     @logged
     def remap_registered_memory(self, mem_infos: Union[MemInfo, list[MemInfo]]) -> None:
-        """Tell peers that registered memory has moved to other pages (contract §7.17).
+        """Accept that registered memory has moved to other pages (contract §7.17).
 
-        Nothing has to be done here: peers look up addresses anew with every transfer.
+        It does nothing, because peers look up addresses with every transfer.
 
         Args:
-            mem_infos: pieces of ``DEVICE`` memory, at least one.
+            mem_infos: ranges of ``DEVICE`` memory, at least one.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, wrong types included; ``LLM_NOT_YET_LINK``,
-                no link.
+            LLMException: ``LLM_PARAM_INVALID`` for every wrong argument, also for a wrong type; ``LLM_NOT_YET_LINK``:
+                there is no link.
         """
         remap = self._engine.remap
         infos = [mem_infos] if isinstance(mem_infos, MemInfo) else mem_infos
-        raise_if_false(isinstance(infos, list), "mem_infos = {} is not allowed: a MemInfo or a list", shown(infos))
+        raise_if_false(isinstance(infos, list), "mem_infos={} is not a MemInfo or a list", shown(infos))
         for info in infos:
             _check_mem_info(info)
-        raise_if_false(infos, "mem_infos = [] is not allowed: at least one MemInfo")
+        raise_if_false(infos, "mem_infos=[] is empty; give at least one MemInfo")
         remap()
 
     @logged
     def tensor_views(self, cache: Cache) -> list[_core.TensorView]:
         """Return a view of every tensor without a copy, for numpy (``view.numpy()``) and ``from_dlpack``.
 
-        Memory of a pool stays as long as a view, or an array made from one, lives, even when the cache is deallocated.
-        Memory of a registered or CPU cache is the caller's: no view keeps it alive, and one that is used after the
-        caller unmapped it ends the process.
+        Memory of a pool stays mapped while a view of it, or an array that was made from one, lives, even after a
+        deallocation. Memory of a registered or CPU cache belongs to the caller, and no view keeps it alive. Access
+        after the caller unmapped it ends the process. The original does not have this method.
 
         Args:
             cache: a cache of this engine, or a CPU cache.
 
+        Returns:
+            A view of the shape and data type of the descriptor for each tensor.
+
         Raises:
-            LLMException: ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_PARAM_INVALID``, memory of the caller's that is not mapped
-                readable and writable; ``LLM_FEATURE_NOT_ENABLED``, memory the CPU cannot address.
+            AttributeError: ``cache`` is ``None``.
+            LLMException: ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_PARAM_INVALID``: memory of the
+            caller
+                is not mapped readable and writable; ``LLM_FEATURE_NOT_ENABLED``: the CPU cannot address the memory.
         """
         return self._engine.tensor_views(cache)
 
-    def stats(self) -> Stats:
-        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field."""
-        return self._engine.stats()
-
     def huge_page_bytes(self) -> dict[str, int]:
-        """Return how many bytes of each pool, ``"device"`` and ``"host"``, lie in huge pages now.
+        """Return the bytes of each pool, ``"device"`` and ``"host"``, that lie in huge pages now.
 
-        Asks the kernel about the whole process, which takes milliseconds or more: for a report, not for a loop.
+        The kernel examines the whole process, which takes milliseconds or more. The original does not have this method.
+
+        Raises:
+            LLMException: ``LLM_ENGINE_FINALIZED``.
         """
         return self._engine.huge_page_bytes()
 
 
 def _check_mem_info(info: object) -> None:
-    raise_if_false(isinstance(info, MemInfo), "mem_infos: {} is no MemInfo", shown(info))
+    raise_if_false(isinstance(info, MemInfo), "mem_infos contains {}, which is not a MemInfo", shown(info))
     if isinstance(info, MemInfo):
         device = info.mem_type == Memtype.MEM_TYPE_DEVICE
-        raise_if_false(device, "mem_type = {} is not allowed: Memtype.MEM_TYPE_DEVICE", info.mem_type)
+        raise_if_false(device, "mem_type={} is not {}", info.mem_type, Memtype.MEM_TYPE_DEVICE)
         # An address or a size may be None.
-        raise_if_false(info.addr, "addr = {} is not allowed: not 0", info.addr)
-        raise_if_false((info.size or 0) > 0, "size = {} is not allowed: above 0", info.size)
-
-
-def _invalidate(cache: Cache) -> None:
-    cache._valid = False  # noqa: SLF001  (the handle's state is the manager's to change)
-    cache._tensor_addrs = []  # noqa: SLF001
+        raise_if_false(info.addr, "addr={} is not an address", info.addr)
+        raise_if_false((info.size or 0) > 0, "size={} is not above 0", info.size)

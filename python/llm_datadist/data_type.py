@@ -1,6 +1,6 @@
-"""Element types of a cache and their counterparts (contract §3.2).
+"""Element types of a cache and the numpy types that correspond to them (contract §3.2).
 
-Not for: sizes; the engine knows those. numpy is imported when one of its tables is first asked for, not before.
+numpy is imported on the first access to one of the tables of its types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DataType(Enum):
-    """Element type of a tensor; the numbers are those of the public API."""
+    """Element type of a tensor (contract §3.2)."""
 
     DT_FLOAT = 0
     DT_FLOAT16 = 1
@@ -40,13 +40,17 @@ _dwrapper_dtype_to_python_dtype = {data_type.value: data_type for data_type in D
 
 
 def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
-    """Return the type of a number; ``ValueError`` for one that is none."""
+    """Return the element type with that number (contract §3.2).
+
+    Raises:
+        ValueError: no type has that number.
+    """
     if wrapper_dtype not in _dwrapper_dtype_to_python_dtype:
         raise ValueError(f"{wrapper_dtype} is not the number of a DataType")
     return _dwrapper_dtype_to_python_dtype[wrapper_dtype]
 
 
-# numpy has no brain float: its 16 bits are stored as a half, and a half comes back as DT_FLOAT16.
+# numpy has no bfloat16: its 16 bits are kept as float16, and float16 corresponds to DT_FLOAT16.
 _NUMPY_NAMES = {
     DataType.DT_FLOAT: "float32",
     DataType.DT_FLOAT16: "float16",
@@ -68,7 +72,7 @@ _NUMPY_NAMES = {
 def __getattr__(name: str) -> object:
     if name not in ("dtype_to_np_dtype", "valid_np_dtypes", "np_dtype_to_dtype"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import numpy as np  # noqa: PLC0415  (only for those who ask)
+    import numpy as np  # noqa: PLC0415  (imported when it is needed)
 
     forward = {data_type: getattr(np, numpy_name) for data_type, numpy_name in _NUMPY_NAMES.items()}
     backward = {np.dtype(kind): data_type for data_type, kind in forward.items() if data_type is not DataType.DT_BF16}

@@ -1,7 +1,4 @@
-"""``LLMDataDist``: one engine, its life, its links and its managers (contract §6).
-
-Not for: operations on caches (``cache_manager``) or reading option texts (the engine).
-"""
+"""``LLMDataDist``: the life cycle of an engine, its links and its managers (contract §6)."""
 
 from __future__ import annotations
 
@@ -11,16 +8,24 @@ import threading
 from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
 from llm_datadist import _core, engine_log, layerwise, log
+from llm_datadist.arguments import check_dict
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.configs import LLMRole
+from llm_datadist.caches import release_on_exit
+from llm_datadist.cluster_info import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
 from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
+from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
+from llm_datadist.spelling import warn_of_misspelt
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
 if TYPE_CHECKING:
-    from llm_datadist.configs import LLMClusterInfo
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from llm_datadist.cluster_info import LLMClusterInfo
     from llm_datadist.stats import Stats
 
 __all__ = ["LLMDataDist"]
@@ -35,40 +40,34 @@ _LOCAL_RESOURCES = "llm.LocalCommRes"
 _BACKEND = "llm.TransferBackend"
 _CLUSTER_INFO = "llm.ClusterInfo"
 _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
-# The token's own variables: no more than one of them counts, and none where an option gives the token.
-_TOKEN_VARIABLES = {"llm.LinkTokenFile": "LLM_DATADIST_TOKEN_FILE", _TOKEN: "LLM_DATADIST_TOKEN"}
-
-# Options that the environment gives where the caller does not.
-_ENVIRONMENT = {
-    "env.HCCL_CONNECT_TIMEOUT": "HCCL_CONNECT_TIMEOUT",
-    "llm.LinkAcceptRemote": "LLM_DATADIST_ACCEPT_REMOTE",
-    "llm.RankHosts": "LLM_DATADIST_RANK_HOSTS",
-    "llm.RankPort": "LLM_DATADIST_RANK_PORT",
-}
 
 _NOT_OPEN = "this LLMDataDist is not initialized; call init first"
 
-# Clusters of one call without the cache manager (contract §9.3).
+# Clusters of one call in KvCacheManager mode (contract §9.3).
 _MOST_CLUSTERS = 16
 
 
 class LLMDataDist:
-    """An engine for the KV cache. One per process can be initialised at a time.
+    """An engine for KV caches (contract §6). One instance of a process can be initialised at a time.
+
+    An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls :meth:`finalize` at the end
+    of the block, as described at :meth:`__exit__`; ``init`` is called inside the block.
 
     Args:
-        role: what the cluster does for others.
-        cluster_id: its name among its peers (uint64).
+        role: the role of the cluster. In CacheManager mode it is a label; in KvCacheManager mode it decides which calls
+            are allowed (contract §9.1).
+        cluster_id: the name of the cluster among its peers (uint64).
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: ``cluster_id`` outside uint64.
+        TypeError: ``role`` is not an ``LLMRole``, or ``cluster_id`` is not an ``int``.
+        ValueError: ``cluster_id`` is outside uint64.
     """
 
     llm_engine_instance: ClassVar[Optional[LLMDataDist]] = None
-    """The initialised instance."""
+    """The initialised instance of the process, or ``None`` (contract §6)."""
 
-    # Held while an engine is opened and while one is taken out of use, so that two threads cannot both become the
-    # instance. Re-entrant: a signal handler may call finalize in the middle of either.
+    # Held while an engine is opened or taken out of use, so that only one instance can be initialised. Re-entrant,
+    # because a signal handler may call finalize meanwhile.
     _life: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, role: LLMRole, cluster_id: int) -> None:
@@ -86,38 +85,76 @@ class LLMDataDist:
 
     @property
     def cluster_id(self) -> int:
-        """Its name among its peers; readable in any state."""
+        """Name of the cluster among its peers; works in any state."""
         return self._cluster_id
 
+    def __repr__(self) -> str:
+        state = f"initialized={self._is_initialized}"
+        native = self._llm_datadist
+        if native is not None:
+            mode = CacheManager if self._enable_cache_mgr else KvCacheManager
+            try:
+                listens = native.listening()
+            except LLMException:  # finalized meanwhile, or opened before this process was forked
+                listens = None
+            state += f", mode={mode.__name__}, listen_ip_info={listens!r}"
+        return f"LLMDataDist(role={self._role}, cluster_id={self._cluster_id}, {state})"
+
+    def __enter__(self) -> Self:
+        """Return the instance, which need not be initialised yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        """Call :meth:`finalize`, also if the block raised.
+
+        An instance that was never initialised, or was finalized already, is no error: nothing is done. If the block
+        raised, its exception propagates, and a failure of ``finalize`` is only logged at ERROR. Otherwise that failure
+        is raised.
+        """
+        release_on_exit(self.finalize, error, self)
+
     def init(self, options: dict[str, str]) -> None:
-        """Open the engine. Without effect when already initialised; may be repeated after a failure.
+        """Open the engine (contract §6.2).
+
+        The call has no effect on an initialised object, and may be repeated after a failure. Unknown keys are ignored.
+        If a key is at most two edits away from a known one, one WARNING names that one.
 
         Args:
-            options: option texts, usually from ``LLMConfig.generate_options``; copied. Without the cache manager
-                ``llm.ClusterInfo`` is stored back (contract §17.48). Where one is absent, the
-                environment is asked: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
-                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``. Where
-                ``link_total_time`` is 0, ``HCCL_CONNECT_TIMEOUT`` (seconds) counts.
+            options: keys and texts, usually from ``LLMConfig.generate_options``. The dict is copied; in KvCacheManager
+                mode ``llm.ClusterInfo`` is stored in it after a success (contract §17.48). Environment variables
+                replace options that are absent: ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN``,
+                ``LLM_DATADIST_ACCEPT_REMOTE``, ``LLM_DATADIST_RANK_HOSTS``, ``LLM_DATADIST_RANK_PORT``, and
+                ``HCCL_CONNECT_TIMEOUT`` (seconds) if ``llm.LinkTotalTime`` is absent or 0.
 
         Raises:
-            TypeError: ``options`` is no dict, or an option no text.
             AttributeError: ``options`` is ``None``.
-            ValueError: the port of ``llm.listenIpInfo`` is no uint16.
-            LLMException: ``LLM_FAILED``, another instance is initialised; ``LLM_PARAM_INVALID``, an option without
-                meaning; ``LLM_OUT_OF_MEMORY``, no memory for a pool; ``LLM_FAILED``, an address that cannot be
-                listened at.
+            TypeError: ``options`` is not a dict, or a key or value is not a ``str``.
+            ValueError: the port of ``llm.listenIpInfo`` is not a uint16.
+            RuntimeError: in KvCacheManager mode, the address of ``llm.listenIpInfo`` of a prompt is not an IPv4
+            address. LLMException: ``LLM_FAILED``: another object of the process is initialised, or the address cannot
+            be bound;
+                ``LLM_PARAM_INVALID``: an option, the role or the token is not allowed or missing;
+                ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
+                for a pool.
         """
         if self._is_initialized:
             return
         with LLMDataDist._life:
             if self._is_initialized:
-                return  # by another thread, meanwhile
+                return  # another thread was faster
             raise_if_false(
                 LLMDataDist.llm_engine_instance is None,
-                "another LLMDataDist is initialized in this process",
+                "another LLMDataDist is initialized in this process; finalize it first ({})",
+                LLMDataDist.llm_engine_instance,
                 status_code=LLMStatusCode.LLM_FAILED,
             )
-            _core.check_dict("options", options, str, object)
+            check_dict("options", options, str, object)
+            _warn_of_misspelt_options(options)
             _check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = self._resolved(options)
             cache_manager = resolved.get(_CACHE_MANAGER) == "1"
@@ -138,12 +175,12 @@ class LLMDataDist:
             self._is_initialized = True
 
     def _resolved(self, options: dict[str, str]) -> dict[str, str]:
-        """Return a copy of ``options`` with everything that follows from them (contract §6.2, steps 5 to 10)."""
+        """Return a copy of ``options`` with the options that follow from them (contract §6.2, steps 5 to 10)."""
         resolved = {**options, "llm.Role": self._role_to_str(self._role)}
-        for option, variable in _ENVIRONMENT.items():
+        for option, variable in ENVIRONMENT.items():
             if os.environ.get(variable):
                 resolved.setdefault(option, os.environ[variable])
-        if not resolved.keys() & _TOKEN_VARIABLES.keys():
+        if not resolved.keys() & TOKEN_VARIABLES.keys():
             resolved.update(_token_of_the_environment())
         if _LISTEN_TOO in resolved:
             resolved.setdefault(_LISTEN, resolved[_LISTEN_TOO])
@@ -152,18 +189,18 @@ class LLMDataDist:
             resolved.setdefault(_REMOTE_ACCESS, "1")
         cache_manager = resolved.get(_CACHE_MANAGER) == "1"
         if _LOCAL_RESOURCES in resolved:
-            raise_if_false(cache_manager, "llm.LocalCommRes needs {} = 1", _CACHE_MANAGER)
+            raise_if_false(cache_manager, "llm.LocalCommRes needs {}=1", _CACHE_MANAGER)
         if _BACKEND in resolved:
-            raise_if_false(cache_manager, "llm.TransferBackend needs {} = 1", _CACHE_MANAGER)
+            raise_if_false(cache_manager, "llm.TransferBackend needs {}=1", _CACHE_MANAGER)
             resolved.setdefault(_REMOTE_ACCESS, "1")
-            raise_if_false(resolved[_REMOTE_ACCESS] != "0", "llm.TransferBackend needs {} = 1", _REMOTE_ACCESS)
+            raise_if_false(resolved[_REMOTE_ACCESS] != "0", "llm.TransferBackend needs {}=1", _REMOTE_ACCESS)
             raise_if_false(_LISTEN in resolved, "llm.TransferBackend needs {}", _LISTEN)
         if cache_manager and _LISTEN in resolved:
             resolved["llm.ListenIp"], resolved["llm.ListenPort"] = _listen_address(resolved[_LISTEN])
         return resolved
 
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
-        """Fill in ``llm.ClusterInfo``, or take from one that was given where to listen (contract §9.7)."""
+        """Make ``llm.ClusterInfo``, or take the listen address from a given one (contract §9.7)."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
@@ -171,16 +208,16 @@ class LLMDataDist:
         EngineConfig.gen_cluster_info_if_not_exist(self._cluster_id, self._role, resolved)
 
     def _cluster_config(self) -> ClusterConfig:
-        """Return the devices of the cluster and where it listens."""
+        """Return the devices of the cluster and the address at which it listens."""
         return EngineConfig.from_engine_options(self._role == LLMRole.PROMPT, self._engine_options).cluster_config
 
     def finalize(self) -> None:
-        """Close the engine and release its pools. Without effect when not initialised.
+        """Close the engine: end all links, release pools and registrations (contract §6.3).
 
-        Layer-wise transfers under way may end first, as long as one of their layers comes within ``sync_kv_timeout``;
-        what then remains of them gets ``LLM_ENGINE_FINALIZED``.
-        Ids, managers and caches of the engine are void afterwards; memory that views still show stays until they go.
-        Must not run concurrently with other calls.
+        It has no effect if the object is not initialised. It waits for layer-wise transfers as long as at least one of
+        their layers arrives within each ``sync_kv_timeout``; unfinished configs then get ``LLM_ENGINE_FINALIZED``.
+        Managers, caches and cache ids of the engine are invalid afterwards. Memory stays mapped while a view of it
+        lives. ``finalize`` must not run at the same time as other calls.
         """
         with LLMDataDist._life:
             if not self._is_initialized:
@@ -191,50 +228,49 @@ class LLMDataDist:
             native, self._llm_datadist = self._llm_datadist, None
             for manager in managers:
                 if manager is not None:
-                    manager._initialized = False  # noqa: SLF001  (an expired manager never reaches a later engine)
-            LLMDataDist.llm_engine_instance = (
-                None  # last: only now may another be initialised, also by a signal handler
-            )
+                    manager._initialized = False  # noqa: SLF001  (an old manager never reaches a later engine)
+            # Last: only now may another object be initialised, also by a signal handler.
+            LLMDataDist.llm_engine_instance = None
         if native is not None:
             try:
                 layerwise.drain(native)
             finally:
-                native.close()  # outside of the lock: it unmaps the pools
+                native.close()  # outside of the lock, because unmapping pools takes long
                 engine_log.stop()
 
     @property
     def cache_manager(self) -> CacheManager:
-        """The manager of the caches: the same object until ``finalize``.
+        """The manager in CacheManager mode: the same object until ``finalize`` (contract §6.4).
 
         Raises:
             RuntimeError: not initialised.
-            LLMException: ``LLM_PARAM_INVALID``, initialised without ``llm.EnableCacheManager``.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
         """
         self._check_initialized()
-        raise_if_false(self._enable_cache_mgr, "cache_manager needs {} = 1", _CACHE_MANAGER)
+        raise_if_false(self._enable_cache_mgr, "cache_manager needs {}=1", _CACHE_MANAGER)
         if self._cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
         return self._cache_manager
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """The manager of the caches of an engine without the cache manager: the same object until ``finalize``.
+        """The manager in KvCacheManager mode: the same object until ``finalize`` (contract §6.4).
 
         Raises:
             RuntimeError: not initialised.
-            LLMException: ``LLM_PARAM_INVALID``, initialised with ``llm.EnableCacheManager``.
+            LLMException: ``LLM_PARAM_INVALID``: the engine is in CacheManager mode.
         """
         self._check_initialized()
-        raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {} = 1", _CACHE_MANAGER)
+        raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {}=1", _CACHE_MANAGER)
         if self._kv_cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
         return self._kv_cache_manager
 
     @property
     def listen_ip_info(self) -> Optional[str]:
-        """Where peers are listened for, ``"ip:port"`` with the port that was really taken; ``None`` without a listener.
+        """Address at which the engine listens, ``"ip:port"`` with the bound port; ``None`` without a listener.
 
-        Own addition: with port 0 in ``llm.listenIpInfo`` this is what peers need.
+        Peers need it if ``llm.listenIpInfo`` has port 0. The original does not have this property.
 
         Raises:
             RuntimeError: not initialised.
@@ -243,25 +279,27 @@ class LLMDataDist:
 
     @logged
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
-        """Enter a communicator of 2 to 4 clusters, all of which make this call (contract §6.5).
+        """Enter a communicator of 2 to 4 clusters; each member makes this call (contract §6.5).
 
-        Returns at once; links come about in the background, see :meth:`query_register_mem_status`. From now on
-        registered memory can be reached by peers only where ``register_*`` said so before.
+        The call returns at once. Links are made in the background (:meth:`query_register_mem_status`). Afterwards, the
+        default of ``remote_accessible`` is ``False`` (contract §7.6).
 
         Args:
-            comm_name: its name, 1 to 127 characters, the same at every member.
-            cluster_rank_info: cluster id (uint64) → rank (uint32), ranks ascending, this cluster among them.
-            rank_table: where the ranks are, as JSON.
+            comm_name: name of the communicator, 1 to 127 characters, the same at every member.
+            cluster_rank_info: rank (uint32) of each cluster id (uint64); ranks ascend, and this cluster is a key.
+            rank_table: JSON with an address for each rank.
 
         Returns:
-            The number of the communicator, for :meth:`query_register_mem_status` and :meth:`unlink`.
+            The number of the communicator, for :meth:`query_register_mem_status` and :meth:`unlink`; 1 or more.
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: an argument of the wrong type; ValueError: a number outside its width; AttributeError:
-                ``cluster_rank_info`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``, without the cache manager, or arguments without meaning;
-                ``LLM_FEATURE_NOT_ENABLED``, transfer backend ``hixl``; ``LLM_LINK_FAILED``.
+            AttributeError: ``cluster_rank_info`` is ``None``.
+            TypeError: an argument has the wrong type.
+            ValueError: a cluster id or a rank is outside its width.
+            LLMException: ``LLM_PARAM_INVALID``: KvCacheManager mode, an argument that is not allowed, or 512
+                communicators exist; ``LLM_FEATURE_NOT_ENABLED``: transfer backend ``hixl``; ``LLM_LINK_FAILED``: a
+                failure that is known at once.
         """
         comm_id = self._by_rank("link").link(comm_name, cluster_rank_info, rank_table)
         manager = self._cache_manager
@@ -274,20 +312,35 @@ class LLMDataDist:
         """Leave a communicator and end its links (contract §6.6).
 
         Args:
-            comm_id: what :meth:`link` returned (uint64).
+            comm_id: the result of :meth:`link` (uint64).
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: no ``int``; ValueError: outside uint64.
-            LLMException: ``LLM_NOT_YET_LINK``, no such communicator; ``LLM_UNLINK_FAILED``; and as for :meth:`link`.
+            TypeError: ``comm_id`` is not an ``int``.
+            ValueError: ``comm_id`` is outside uint64.
+            LLMException: ``LLM_NOT_YET_LINK``: there is no such communicator; ``LLM_UNLINK_FAILED``: its links could
+                not be ended; ``LLM_PARAM_INVALID``: KvCacheManager mode; ``LLM_FEATURE_NOT_ENABLED``: transfer backend
+                ``hixl``.
         """
         self._by_rank("unlink").unlink(comm_id)
 
     @logged
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return how far a communicator is: ``PREPARING``, then for ever ``OK`` or ``FAILED`` (contract §6.7).
+        """Return the state of a communicator (contract §6.7).
 
-        Arguments and errors as for :meth:`unlink`.
+        Args:
+            comm_id: the result of :meth:`link` (uint64).
+
+        Returns:
+            ``PREPARING`` until all members have met or ``link_total_time`` has passed, then ``OK`` or ``FAILED`` for
+            ever.
+
+        Raises:
+            RuntimeError: not initialised.
+            TypeError: ``comm_id`` is not an ``int``.
+            ValueError: ``comm_id`` is outside uint64.
+            LLMException: ``LLM_NOT_YET_LINK``: there is no such communicator; ``LLM_PARAM_INVALID``: KvCacheManager
+                mode; ``LLM_FEATURE_NOT_ENABLED``: transfer backend ``hixl``.
         """
         number = self._by_rank("query_register_mem_status").comm_status(comm_id)
         return int_to_mem_status_dict.get(number, RegisterMemStatus.FAILED)
@@ -299,19 +352,22 @@ class LLMDataDist:
         """Link to peers that listen, in parallel (contract §6.8). A link that fails raises nothing.
 
         Args:
-            clusters: the peers, each with its cluster id, one address of its own and one of this side (which
-                ``llm.LocalCommRes`` replaces).
-            timeout: limit in milliseconds (int32, above 0).
+            clusters: the peers. Each has a cluster id, one remote address and one local address; the local one is not
+                needed if ``llm.LocalCommRes`` is not empty.
+            timeout: time limit of the whole call in milliseconds (int32, above 0).
 
         Returns:
-            The code of the last that failed, or ``LLM_SUCCESS``; and the code of each, in order. Reasons are logged.
-            No clusters: ``(LLM_PARAM_INVALID, [])``.
+            ``(code, codes)``: ``codes`` has the code of each cluster, in order, and ``code`` is the last one that is
+            not ``LLM_SUCCESS``. The log has the reasons. An empty ``clusters`` gives ``(LLM_PARAM_INVALID, [])``. In
+            KvCacheManager mode, so does a role other than ``LLMRole.DECODER``, and more than 16 clusters give
+            ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: an argument of the wrong type, or a peer without ``remote_cluster_id``.
-            ValueError: a number outside its width.
-            LLMException: ``LLM_PARAM_INVALID``, a ``timeout`` of 0 or less, or a peer without an own address.
+            TypeError: an argument has the wrong type, or a peer has no ``remote_cluster_id``.
+            ValueError: ``timeout`` or an address that was given as an integer is outside its width.
+            LLMException: ``LLM_PARAM_INVALID``: ``timeout`` is 0 or less, or, in CacheManager mode, a peer has no local
+                address.
         """
         native = self._check_initialized()
         refused = self._refused(clusters, links=True)
@@ -328,22 +384,26 @@ class LLMDataDist:
         timeout: int = 3000,
         force: bool = False,
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """End links, whichever side made them (contract §6.8).
+        """End links, whichever side made them, but not those of a communicator (contract §6.8).
 
         Args:
-            clusters: the peers. With ``force`` a cluster id is enough.
-            timeout: limit in milliseconds (int32, above 0).
-            force: end only this side's half and tell the peer nothing.
+            clusters: the peers. Each has a cluster id and one remote address. With ``force``, and with the transfer
+                backend ``hixl``, no address is needed.
+            timeout: time limit of the whole call in milliseconds (int32, above 0).
+            force: whether only this side drops the links, without notifying the peers. They must do the same.
 
         Returns:
-            As for :meth:`link_clusters`. Unlinking a cluster that is not linked succeeds; without the cache manager its
-            code is ``LLM_NOT_YET_LINK``, which does not count in the first.
+            ``(code, codes)`` as for :meth:`link_clusters`. With ``force=False``, a peer that cannot be notified is
+            ``LLM_UNLINK_FAILED`` (``LLM_NOTIFY_PROMPT_UNLINK_FAILED`` in KvCacheManager mode), and one that does not
+            answer is ``LLM_TIMEOUT``; this side has dropped the link. A cluster that is not linked is ``LLM_SUCCESS``.
+            In KvCacheManager mode it is ``LLM_NOT_YET_LINK``, which does not count in ``code``, and more than 16
+            clusters give ``(LLM_CLUSTER_NUM_EXCEED_LIMIT, [])`` (contract §9.3).
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: an argument of the wrong type, or a peer without ``remote_cluster_id``.
-            ValueError: a number outside its width.
-            LLMException: ``LLM_PARAM_INVALID``, a ``timeout`` of 0 or less.
+            TypeError: an argument has the wrong type, or a peer has no ``remote_cluster_id``.
+            ValueError: ``timeout`` or an address that was given as an integer is outside its width.
+            LLMException: ``LLM_PARAM_INVALID``: ``timeout`` is 0 or less.
         """
         native = self._check_initialized()
         refused = self._refused(clusters, links=False)
@@ -357,24 +417,27 @@ class LLMDataDist:
 
     @logged
     def switch_role(self, role: LLMRole, switch_options: Optional[dict[str, str]] = None) -> None:
-        """Take another role, and listen elsewhere or nowhere (contract §6.9).
+        """Change the role and the address at which the engine listens (contract §6.9).
 
         Args:
-            role: the new role; without the cache manager another than now.
-            switch_options: ``llm.listenIpInfo`` says where to listen from now on; without it a listener is stopped.
+            role: the new role. In KvCacheManager mode it differs from the current one.
+            switch_options: ``llm.listenIpInfo`` is the address from now on. Without it the listener stops, except with
+                the transfer backend ``hixl``.
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: an argument of the wrong type; ValueError: a port outside uint16.
-            LLMException: ``LLM_EXIST_LINK``, links remain; ``LLM_PARAM_INVALID``, an address without meaning, and
-                without the cache manager the same role or a prompt role without an address;
-                ``LLM_FEATURE_NOT_ENABLED``, another address with transfer backend ``hixl``, and without the cache
-                manager ``llm.EnableSwitchRole`` missing at init; ``LLM_FAILED``, an address that cannot be listened at.
+            TypeError: an argument has the wrong type.
+            ValueError: the port is not a uint16.
+            LLMException: ``LLM_EXIST_LINK``: a link exists; ``LLM_PARAM_INVALID``: the address is not of the form
+                ``ip:port``, or, in KvCacheManager mode, the role is the current one, or ``PROMPT`` has no address;
+                ``LLM_FEATURE_NOT_ENABLED``: another address with transfer backend ``hixl``, or, in KvCacheManager
+                mode, ``init`` had no ``llm.EnableSwitchRole``; ``LLM_FAILED``: the address cannot be bound.
         """
         native = self._check_initialized()
         _core.check_isinstance("role", role, LLMRole, allow_none=False)
         _core.check_isinstance("switch_options", switch_options, dict)
         options = switch_options or {}
+        _warn_of_misspelt_options(options)
         listen = options.get(_LISTEN, options.get(_LISTEN_TOO))
         if listen is not None:
             _listen_address(listen)
@@ -384,7 +447,7 @@ class LLMDataDist:
             now = native.listening()
             raise_if_false(
                 listen in (None, now, self._engine_options[_LISTEN]),
-                "{} = {} is another address than {}, which {} does not allow",
+                "{}={} differs from {}; {} does not allow another address",
                 *(_LISTEN, log.shown(listen), now, _BACKEND),
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
@@ -396,27 +459,30 @@ class LLMDataDist:
 
     @logged
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Ask a linked peer for a sign of life, within ``sync_kv_timeout`` (contract §6.11).
+        """Check that a linked peer answers within ``sync_kv_timeout`` (contract §6.11).
 
-        Only without the cache manager, and for ``LLMRole.DECODER``.
+        The call exists in KvCacheManager mode only, for ``LLMRole.DECODER``.
 
         Args:
-            remote_cluster_id: the peer (uint64).
+            remote_cluster_id: cluster id of the peer (uint64).
 
         Raises:
             RuntimeError: not initialised.
-            TypeError: no ``int``; ValueError: outside uint64.
-            LLMException: ``LLM_PARAM_INVALID``, with the cache manager, or another role; ``LLM_NOT_YET_LINK``, not
-                linked or broken; ``LLM_WAIT_PROCESS_TIMEOUT``, no answer in time.
+            TypeError: ``remote_cluster_id`` is not an ``int``.
+            ValueError: ``remote_cluster_id`` is outside uint64.
+            LLMException: ``LLM_PARAM_INVALID``: CacheManager mode, or another role; ``LLM_NOT_YET_LINK``: there is no
+                link, or it is broken; ``LLM_WAIT_PROCESS_TIMEOUT``: no answer in time.
         """
         native = self._check_initialized()
-        raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {} = 1", _CACHE_MANAGER)
+        raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {}=1", _CACHE_MANAGER)
         _core.check_uint64("remote_cluster_id", remote_cluster_id)
-        raise_if_false(self._role == LLMRole.DECODER, "check_link_status is for the decoder, not for {}", self._role)
+        raise_if_false(
+            self._role == LLMRole.DECODER, "check_link_status needs {}, and the role is {}", LLMRole.DECODER, self._role
+        )
         native.check_link(remote_cluster_id)
 
     def stats(self) -> Stats:
-        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field.
+        """Return the counters of the engine as plain dicts; :class:`llm_datadist.stats.Stats` documents every field.
 
         Raises:
             RuntimeError: not initialised.
@@ -425,29 +491,29 @@ class LLMDataDist:
 
     def _by_rank(self, call: str) -> _core.DataDist:
         native = self._check_initialized()
-        raise_if_false(self._enable_cache_mgr, "{} needs {} = 1", call, _CACHE_MANAGER)
+        raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, _CACHE_MANAGER)
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
-        """Return why a link call is refused without the cache manager, if it is (contract §9.3)."""
+        """Return the code with which KvCacheManager mode refuses a link call, if it does (contract §9.3)."""
         if self._enable_cache_mgr:
             return None
         if links and self._role != LLMRole.DECODER:
-            log.error("link_clusters is for the decoder, not for %s", self._role)
+            log.error("link_clusters needs %s, and the role is %s", LLMRole.DECODER, self._role)
             return LLMStatusCode.LLM_PARAM_INVALID
         if isinstance(clusters, (list, tuple)) and len(clusters) > _MOST_CLUSTERS:
-            log.error("%s clusters in one call, more than %s", len(clusters), _MOST_CLUSTERS)
+            log.error("clusters has %s entries; one call takes at most %s", len(clusters), _MOST_CLUSTERS)
             return LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
         return None
 
     def _check_switch(self, role: LLMRole, listen: Optional[str]) -> None:
-        """Raise where the role cannot be switched without the cache manager (contract §6.9)."""
-        raise_if_false(role != self._role, "the role is {} already", role)
+        """Raise if the role cannot be switched in KvCacheManager mode (contract §6.9)."""
+        raise_if_false(role != self._role, "role={} is the current role", role)
         prompt = role == LLMRole.PROMPT
         raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, _LISTEN)
         raise_if_false(
             self._engine_options.get("llm.EnableSwitchRole") == "1",
-            "switch_role needs llm.EnableSwitchRole = 1 at init",
+            "switch_role needs llm.EnableSwitchRole=1 in the options of init",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
@@ -458,55 +524,60 @@ class LLMDataDist:
 
     @staticmethod
     def _role_to_str(role: LLMRole) -> str:
-        raise_if_false(role in _ROLE_NAMES, "role = {} is not allowed: a member of LLMRole", role)
+        raise_if_false(role in _ROLE_NAMES, "role={} is not a member of LLMRole", role)
         return _ROLE_NAMES[role]
 
 
+def _warn_of_misspelt_options(options: dict[str, str]) -> None:
+    """Log a WARNING for each unknown key that looks like a misspelt one (contract §5.2: unknown keys are ignored)."""
+    warn_of_misspelt("option", [key for key in options if isinstance(key, str) and not is_known(key)], KNOWN_KEYS)
+
+
 def _token_of_the_environment() -> dict[str, str]:
-    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` stands for, if one is set."""
-    given = {option: os.environ[name] for option, name in _TOKEN_VARIABLES.items() if os.environ.get(name)}
-    for name in _TOKEN_VARIABLES.values():
-        # A secret that a deployment forgot to fill in is not taken for the wish to have none.
+    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` replaces, if one is set."""
+    given = {option: os.environ[name] for option, name in TOKEN_VARIABLES.items() if os.environ.get(name)}
+    for name in TOKEN_VARIABLES.values():
+        # An empty variable is a secret that the deployment forgot to fill in; the engine must not run without one.
         empty = not given and name in os.environ
         raise_if_true(empty, "{} is set, but empty; unset it, or give it a value", name)
-    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *_TOKEN_VARIABLES.values())
+    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *TOKEN_VARIABLES.values())
     return given
 
 
 def _check_graph_memory(size: object) -> None:
-    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect without the cache manager."""
+    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect in KvCacheManager mode only."""
     _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
     if isinstance(size, str):
         text = log.shown(size)
-        raise_if_false("," not in size, "ge.flowGraphMemMaxSize = {} is not allowed: one entry", text)
+        raise_if_false("," not in size, "ge.flowGraphMemMaxSize={} has several entries; one is allowed", text)
         digits = size.isascii() and size.isdigit()
-        raise_if_false(digits, "ge.flowGraphMemMaxSize = {} is not allowed: decimal digits", text)
+        raise_if_false(digits, "ge.flowGraphMemMaxSize={} is not a decimal number of bytes", text)
 
 
 def _listen_address(info: str) -> tuple[str, str]:
-    """Split ``ip:port`` or ``[ipv6]:port``."""
+    """Return address and port of ``ip:port`` or ``[ipv6]:port``."""
     _core.check_isinstance(_LISTEN, info, str, allow_none=False)
     ip, colon, port = info.rpartition(":")
     plain = bool(ip) and not set(ip) & set(":[]")
     bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
-    raise_if_false(colon and (plain or bracketed), "{} = {} is not allowed: ip:port", _LISTEN, log.shown(info))
+    raise_if_false(colon and (plain or bracketed), "{}={} is not of the form ip:port", _LISTEN, log.shown(info))
     if not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{_LISTEN} = {log.shown(info)}: the port is not decimal digits")
+        raise ValueError(f"{_LISTEN}={log.shown(info)}: the port is not a decimal number")
     _core.check_uint16("listen port", int(port))
     return ip, port
 
 
 def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:
-    """Return the code of a whole call: the last that failed (contract §6.8)."""
+    """Return the code of a whole call: that of the last cluster that failed (contract §6.8)."""
     if not codes:
-        log.error("clusters is empty")
+        log.error("clusters is empty; give at least one LLMClusterInfo")
         return LLMStatusCode.LLM_PARAM_INVALID
     failing = [code for code in codes if code not in (LLMStatusCode.LLM_SUCCESS, harmless)]
     return failing[-1] if failing else LLMStatusCode.LLM_SUCCESS
 
 
 def _shutdown_handler() -> None:
-    """Finalize the active instance, whatever happens: the interpreter is going down."""
+    """Finalize the active instance when the interpreter exits; an ``LLMException`` is only logged (contract §6.10)."""
     instance = LLMDataDist.llm_engine_instance
     if instance is None:
         return
@@ -519,5 +590,5 @@ def _shutdown_handler() -> None:
 
 
 atexit.register(_shutdown_handler)
-# A forked child keeps no socket of its parent's open: peers of a parent that dies are to notice at once.
+# A forked child closes the sockets of its parent, so that peers notice at once when the parent dies.
 os.register_at_fork(after_in_child=_core.abandon_sockets)

@@ -1,8 +1,8 @@
-"""The engine's log lines → the package's logger.
+"""Passes the log lines of the engine to the logger of the package.
 
 Threads of the engine put lines into a queue and never call Python. While an engine is open, the daemon thread
-``llm-log`` hands them to :mod:`logging`. Calls that make or lose links, and calls that fail, do so themselves before
-they return. Not for: levels, layout and handlers (``log``).
+``llm-log`` passes them to :mod:`logging`. Calls that make or end links, and calls that fail, pass the queued lines
+themselves before they return. Levels, layout and handlers are those of ``log``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llm_datadist.threads import name_this_thread
 
 __all__ = ["drain", "start", "stop"]
 
-# Seconds that a call waits for another thread that is handing lines over, and ``stop`` for the thread ``llm-log``. Both
-# end in microseconds, unless a handler of the program waits for the caller itself.
+# Seconds that a call waits while another thread passes lines on, and that `stop` waits for the thread `llm-log`. Both
+# take microseconds, unless a handler of the program waits for the caller itself.
 _PATIENCE = 1.0
 
 _lock = threading.RLock()  # re-entrant, for handlers and signal handlers that call the engine
@@ -27,14 +27,14 @@ _descriptor: Optional[int] = None
 
 
 def drain() -> None:
-    """Hand over the lines that wait; afterwards none that was there before is still on its way to a handler."""
+    """Pass the queued lines to :mod:`logging`, or wait up to a second for another thread that is doing so."""
     lock = _lock  # a handler may fork, and the child has another
     if not lock.acquire(timeout=_PATIENCE):
         return
     try:
         dropped, lines = _core.take_log()
         if dropped:
-            log.warn("%s lines of the engine's log were dropped because they came faster than they were read", dropped)
+            log.warn("%s lines of the engine's log were dropped because the queue was full", dropped)
         for line in lines:
             _hand_over(*line)
     finally:
@@ -46,14 +46,14 @@ def _hand_over(level: int, target: str, text: str, file: str, line: int, thread:
     if not logger.isEnabledFor(level):
         return
     record = logger.makeRecord(logger.name, level, file, line, text, (), None, func=target.replace("::", "."))
-    # When and where the engine emitted it, not when and where it was handed over.
+    # The time and the thread at which the engine emitted the line, not those at which it is passed on.
     record.relativeCreated += (time - record.created) * 1000
     record.created, record.msecs, record.threadName = time, time % 1 * 1000 // 1, thread
     logger.handle(record)
 
 
 def start() -> None:
-    """Start the thread ``llm-log``, if there is none. Where that fails, calls still hand over what waits."""
+    """Start the thread ``llm-log`` unless it runs. If that fails, only calls pass lines on."""
     global _thread, _descriptor
     with _lock:
         if _thread is not None:
@@ -77,12 +77,12 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Hand over what waits and end the thread ``llm-log``."""
+    """Pass the queued lines on and end the thread ``llm-log``."""
     global _thread, _descriptor
     with _lock:
         thread, _thread, _descriptor = _thread, None, None
         _core.close_log()
-    # Without the lock, which the thread needs for its last lines. A handler may have got here on that very thread.
+    # Without the lock, which the thread needs for its last lines. A handler may call this on that very thread.
     if thread is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE)
     drain()
@@ -91,9 +91,9 @@ def stop() -> None:
 def _read(descriptor: int) -> None:
     name_this_thread()
     try:
-        # It sleeps outside of the interpreter, and outside of the extension: a daemon thread may end there at any time.
+        # The thread waits in a system call, outside of the extension: a daemon thread may end there at any time.
         while os.read(descriptor, 64):
-            # A handler of the program that raises must not end the log.
+            # A handler of the program that raises must not end the thread.
             with contextlib.suppress(Exception):
                 drain()
     finally:
@@ -101,8 +101,8 @@ def _read(descriptor: int) -> None:
 
 
 def _after_fork() -> None:
-    """Let go in a forked child, which has neither the thread nor the queue of its parent."""
-    global _lock, _thread, _descriptor  # noqa: PLW0603  (the parent's lock may be held for ever)
+    """Reset the state in a forked child, which has neither the thread nor the queue of its parent."""
+    global _lock, _thread, _descriptor  # noqa: PLW0603  (another thread of the parent may hold its lock)
     _lock = threading.RLock()
     descriptor, _thread, _descriptor = _descriptor, None, None
     _core.log_after_fork()

@@ -1,12 +1,12 @@
-"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine without the cache manager (contract §9).
+"""``KvCacheManager`` and its handle ``KvCache``: the caches of an engine in KvCacheManager mode (contract §9).
 
-Signatures, defaults, docstrings and who may call what; every method is one call into the engine. Not for: other checks,
-which are made there in the order of the contract.
+The manager checks the role. The engine makes all other checks, in the order of the contract.
 
-Errors of every method: ``TypeError`` for an argument of the wrong type, ``ValueError`` for an integer outside its
-width, ``AttributeError`` where ``None`` is given for a cache or descriptor, and ``LLMException`` for the rest:
-``LLM_ENGINE_FINALIZED`` before anything else once the engine is finalized, then ``LLM_PARAM_INVALID`` for a role that
-may not make the call.
+Errors of every method: ``TypeError`` for an argument of a wrong type; ``ValueError`` for an integer outside its width;
+``AttributeError`` that names the argument if a cache, descriptor, key or dict is ``None``; and ``LLMException`` for all
+other failures: ``LLM_ENGINE_FINALIZED`` before any other check once the engine is finalized, then ``LLM_PARAM_INVALID``
+for a role that may not make the call, and ``LLM_FAILED`` for failures that no other code names. ``sync_kv_timeout`` is
+the time limit of a call (1000 ms by default).
 """
 
 from __future__ import annotations
@@ -14,37 +14,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from llm_datadist import _core, layerwise
-from llm_datadist.configs import LLMRole
+from llm_datadist.arguments import refuse_none
+from llm_datadist.caches import CacheHandle, EngineCaches
+from llm_datadist.cluster_info import LLMRole
 from llm_datadist.log import logged
+from llm_datadist.spelling import warn_of_misspelt
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.tensors import Tensor
 from llm_datadist.types import CacheDesc, Placement
 
 if TYPE_CHECKING:
     from llm_datadist.layerwise import CacheTask, LayerSynchronizer, TransferConfig
-    from llm_datadist.stats import Stats
     from llm_datadist.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 
 __all__ = ["KvCache", "KvCacheManager"]
 
+# The keyword arguments of pulls; others are ignored (contract §9.1).
+_PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_per_layer"})
+_OFFSETS = frozenset({"src_cache_offset", "dst_cache_offset"})
 
-class KvCache:
-    """A handle on a cache; made by a ``KvCacheManager`` or :meth:`create_cpu_cache`.
+_UINT64_MAX = 2**64 - 1
 
-    Dropping the last handle of a cache deallocates it, as a safety net: what its keys name lives on until it is pulled.
+
+class KvCache(CacheHandle):
+    """The handle of a cache in KvCacheManager mode (contract §4.4).
+
+    A ``KvCacheManager`` or :meth:`create_cpu_cache` makes it. Dropping the last handle deallocates the cache, unless it
+    was deallocated or its manager is finalized; its keys still hold it. ``with manager.allocate_cache(...) as cache:``
+    deallocates it at the end of the block.
 
     Args:
-        cache_id: 1 or above for a cache of an engine, -1 for a CPU cache (int64).
-        cache_desc: what it looks like.
-        per_device_tensor_addrs: for each device the address of every tensor.
-        kv_cache_manager: the manager that made it.
+        cache_id: 1 or more for a cache of an engine, -1 for a CPU cache (int64).
+        cache_desc: the descriptor.
+        per_device_tensor_addrs: for each device, the address of each tensor.
+        kv_cache_manager: the manager that made it, or ``None``.
+
+    Raises:
+        TypeError: ``cache_id`` is not an ``int``.
+        ValueError: ``cache_id`` is outside int64.
     """
 
-    # What the engine knows it by; none of a cache put together by hand, which is found by its id.
-    _handle: Union[_core.LooseCache, _core.ManagedCache, None] = None
-    _is_blocks_cache = False
-    # For a handle whose constructor failed: there is nothing to let go of.
-    _valid = False
+    _cache_manager: Optional[KvCacheManager] = None
 
     def __init__(
         self,
@@ -63,24 +73,26 @@ class KvCache:
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: Union[list[int], list[list[int]]]) -> KvCache:
-        """Make a cache over host memory of the caller, for ``KvCacheManager.swap_blocks``.
+        """Make a blocks cache over host memory of the caller, for ``KvCacheManager.swap_blocks`` (contract §4.4).
 
-        The memory must stay valid, readable and writable while the handle lives.
+        The memory must stay valid, readable and writable while the handle is used.
 
         Args:
-            cache_desc: what the memory holds; its placement must be ``HOST``.
-            addrs: address of every tensor, or one such list for each device. An engine here has one device: a cache of
-                more can be made and looked at, and nothing takes it.
+            cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``HOST``.
+            addrs: address of each tensor (uint64), none 0; or one such list for each device. An engine has one device,
+                so calls refuse a cache of several.
 
         Raises:
-            TypeError: an argument of the wrong type.
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``, not ``HOST``, no addresses, not one for each tensor, lists and
-                addresses mixed, or sizes without meaning.
+            ValueError: an address is outside uint64.
+            LLMException: ``LLM_PARAM_INVALID``: another placement, no addresses, not one address for each tensor, an
+                address of 0, addresses beside lists, or an invalid shape.
         """
+        refuse_none("cache_desc", cache_desc)
         _core.check_isinstance("cache_desc", cache_desc, CacheDesc)
         placement = cache_desc.placement
-        raise_if_false(placement == Placement.HOST, "placement = {} is not allowed: Placement.HOST", placement)
+        raise_if_false(placement == Placement.HOST, "placement={} is not Placement.HOST", placement)
         per_device = _per_device(addrs, cache_desc.num_tensors)
         handles = [_core.LooseCache(cache_desc, device) for device in per_device]
         cache = cls(-1, cache_desc, per_device, None)
@@ -89,39 +101,38 @@ class KvCache:
         return cache
 
     @property
-    def cache_id(self) -> int:
-        """Id in its engine, or -1 for a CPU cache."""
-        return self._cache_id
-
-    @property
-    def cache_desc(self) -> CacheDesc:
-        """What it looks like."""
-        return self._cache_desc
-
-    @property
     def per_device_tensor_addrs(self) -> list[list[int]]:
-        """For each device the address of every tensor; empty once deallocated."""
+        """For each device, the address of each tensor; empty after a deallocation."""
         return self._per_device_tensor_addrs
+
+    def _invalidate(self) -> None:
+        """Note that the cache was deallocated."""
+        self._valid = False
+        self._per_device_tensor_addrs = []
+
+    def _release(self) -> None:
+        if self._cache_manager is not None and self._valid:
+            self._cache_manager.deallocate_cache(self)
 
     def __repr__(self) -> str:
         return f"KvCache(cache_id = {self._cache_id}, num_devices = {len(self._per_device_tensor_addrs)})"
 
     def __del__(self) -> None:
-        # May run in any thread, inside any call, in a forked child and while the interpreter ends: no log, no lock of
-        # Python, and whatever goes wrong stays here (tests: `tests/test_kv_cache_manager.py`).
+        # This may run on any thread, inside any call, in a forked child and while the interpreter exits. It therefore
+        # writes no log, takes no Python lock and raises nothing (tests: `tests/test_kv_cache_manager.py`).
         try:
             manager = self._cache_manager
             if self._valid and manager is not None and manager.is_initialized():
                 self._valid = False
-                manager._caches.release(self)  # noqa: SLF001  (the manager's own handle)
-        except Exception:  # noqa: BLE001, S110  (a finalizer has nobody to tell)
+                manager._calls.release(self)  # noqa: SLF001  (without the log of the public method)
+        except Exception:  # noqa: BLE001, S110  (a finalizer cannot report a failure)
             pass
 
 
 def _per_device(addrs: Union[list[int], list[list[int]]], num_tensors: int) -> list[list[int]]:
     """Return the addresses as one list for each device."""
     _core.check_isinstance("addrs", addrs, list, allow_none=False)
-    raise_if_false(addrs, "addrs = [] is not allowed: one address per tensor")
+    raise_if_false(addrs, "addrs=[] is empty; give one address for each of {} tensors", num_tensors)
     flat: list[int] = []
     nested: list[list[int]] = []
     for element in addrs:
@@ -144,38 +155,33 @@ def _per_device(addrs: Union[list[int], list[list[int]]], num_tensors: int) -> l
 
 def _one_per_tensor(addrs: list[int], num_tensors: int) -> None:
     raise_if_false(
-        len(addrs) == num_tensors, "len(addrs) = {} is not allowed: num_tensors = {}", len(addrs), num_tensors
+        len(addrs) == num_tensors, "len(addrs)={} differs from the number of tensors ({})", len(addrs), num_tensors
     )
 
 
-class KvCacheManager:
-    """The caches of one engine without the cache manager. Obtained from ``LLMDataDist.kv_cache_manager``.
+class KvCacheManager(EngineCaches["_core.KvCaches"]):
+    """The caches of an engine in KvCacheManager mode (contract §9). ``LLMDataDist.kv_cache_manager`` returns it.
 
-    Usable from any number of threads, which the original's is not (contract §9.4).
+    Any number of threads may use a manager, which the original does not allow (contract §9.4). All calls are
+    synchronous except :meth:`transfer_cache_async`: when a call returns, the bytes are in place.
 
     Args:
         native: the engine.
-        role: what the cluster does for others; it decides who may name caches, pull and transfer.
+        role: the role of the cluster. It decides which calls are allowed (contract §9.1).
     """
 
     def __init__(self, native: _core.DataDist, role: LLMRole) -> None:
         _core.check_isinstance("role", role, LLMRole, allow_none=False)
-        self._native = native
-        self._caches = _core.KvCaches(native)
+        super().__init__(native, _core.KvCaches(native))
         self._role = role
-        self._initialized = True
 
-    @property
-    def _engine(self) -> _core.KvCaches:
-        if self._initialized:
-            return self._caches
-        raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+    def __repr__(self) -> str:
+        return f"KvCacheManager(initialized={self._initialized}, role={self._role})"
 
-    def _engine_of(self, role: LLMRole, call: str) -> _core.KvCaches:
-        """Return the engine, for a call that only ``role`` may make."""
-        engine = self._engine
-        raise_if_false(self._role == role, "{} is for {}, not for {}", call, role, self._role)
-        return engine
+    def _check_role(self, role: LLMRole, call: str) -> None:
+        """Raise unless the engine is open and has the role that may make the call (contract §9)."""
+        self._check_open()
+        raise_if_false(self._role == role, "{} needs {}, and the role is {}", call, role, self._role)
 
     def _switch_role(self, role: LLMRole) -> None:
         """Follow ``LLMDataDist.switch_role``."""
@@ -183,39 +189,35 @@ class KvCacheManager:
 
     def _made(self, handle: _core.ManagedCache, cache_desc: CacheDesc) -> KvCache:
         cache = KvCache(handle.cache_id, cache_desc, [handle.tensor_addrs()], self)
-        cache._handle = handle  # noqa: SLF001  (what the engine knows the handle by)
+        cache._handle = handle  # noqa: SLF001  (the name by which the engine knows the cache)
         return cache
 
     def is_initialized(self) -> bool:
-        """Whether the engine is open: false once it is finalized."""
+        """Return whether the engine is open: ``True`` until ``finalize`` (contract §9)."""
         return self._initialized
-
-    @staticmethod
-    def check_cache_key(cache_key: CacheKey) -> None:
-        """Raise ``LLMException(LLM_PARAM_INVALID)`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""
-        _core.check_cache_key(cache_key)
 
     @logged
     def allocate_cache(
         self, cache_desc: CacheDesc, cache_keys: Union[tuple[CacheKey, ...], list[CacheKey]] = ()
     ) -> KvCache:
-        """Allocate a continuous cache in device memory.
+        """Allocate a continuous cache in device memory (contract §9.1).
 
-        The memory is held by the cache's id and by each of its keys, and returns to the pool when all are gone: a
-        cache that is deallocated at once still waits to be pulled.
+        The id of the cache and each of its keys hold the memory. It is released when all of these references are gone,
+        so a cache that is deallocated at once can still be pulled by its keys (contract §12.3).
 
         Args:
-            cache_desc: what to allocate, in ``DEVICE`` memory; dimension 0 counts batch slots.
-            cache_keys: key *i* names batch slot *i*; only ``LLMRole.PROMPT``. A placeholder (``req_id = 2**64 - 1``)
-                leaves its slot without a key, trailing slots may be left out, of equal keys the last takes effect.
+            cache_desc: tensors of shape ``[batch slots, ...]`` with the placement ``DEVICE``.
+            cache_keys: key *i* names batch slot *i*; for ``LLMRole.PROMPT`` only. A placeholder (``req_id = 2**64 -
+                1``) names nothing, trailing slots may be left out, and of equal keys the last one counts.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses, contents undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, another placement, keys of another role, more keys than slots, or a
-                shape without meaning; ``LLM_FAILED``, a key that already names a live cache;
-                ``LLM_DEVICE_OUT_OF_MEMORY``, and nothing stays allocated: it may be tried again once caches are gone.
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: another placement, keys of another role, more keys than slots, an
+                invalid shape, or a key that names a live cache; ``LLM_DEVICE_OUT_OF_MEMORY``: the pool is full. Nothing
+                stays allocated.
         """
         may_name = self._role == LLMRole.PROMPT
         return self._made(self._engine.allocate_cache(cache_desc, cache_keys, may_name), cache_desc)
@@ -224,48 +226,55 @@ class KvCacheManager:
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: Optional[BlocksCacheKey] = None
     ) -> KvCache:
-        """Allocate a blocks cache in device memory.
+        """Allocate a blocks cache in device memory (contract §9.1).
 
         Args:
-            cache_desc: what to allocate, in ``DEVICE`` memory; dimension 0 counts blocks.
-            blocks_cache_key: its key, one per model; not for ``LLMRole.DECODER``.
+            cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``DEVICE``.
+            blocks_cache_key: key of the whole cache, one for each model; not for ``LLMRole.DECODER``.
 
         Returns:
-            The cache: ``num_tensors`` page-aligned addresses, contents undefined.
+            The cache: ``num_tensors`` page-aligned addresses. The contents are undefined.
 
         Raises:
-            LLMException: as for :meth:`allocate_cache`; ``LLM_FAILED`` for a model that has a blocks cache.
+            AttributeError: ``cache_desc`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: another placement, a key with ``LLMRole.DECODER``, an invalid shape, or
+                a model that has a blocks cache; ``LLM_DEVICE_OUT_OF_MEMORY``: the pool is full. Nothing stays
+                allocated.
         """
         may_name = self._role != LLMRole.DECODER
         return self._made(self._engine.allocate_blocks_cache(cache_desc, blocks_cache_key, may_name), cache_desc)
 
     @logged
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Let go of a cache by id, continuous or of blocks.
+        """Drop the reference by id of a continuous cache, or release a blocks cache and its key (contract §9.1, §7.2).
 
-        A continuous cache is released once its keys are gone too, a blocks cache at once. One that is not there: no
-        effect (contract §17.5).
+        A continuous cache is released when no key holds it either. A cache that does not exist is no error (contract
+        §17.5).
 
         Args:
-            cache: a cache in device memory; its ``per_device_tensor_addrs`` become empty.
+            cache: a cache in ``DEVICE`` memory. Its ``per_device_tensor_addrs`` become empty.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory.
+            AttributeError: ``cache`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory.
         """
         self._engine.deallocate_cache(cache)
-        cache._valid = False  # noqa: SLF001  (the handle's state is the manager's to change)
-        cache._per_device_tensor_addrs = []  # noqa: SLF001
+        cache._invalidate()  # noqa: SLF001  (the manager changes the state of the handle)
 
     @logged
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, releasing its cache if that was the last reference; only ``LLMRole.PROMPT``.
+        """Unbind a key, and release its cache if that was the last reference (contract §9.1, §7.5).
 
-        A key that is not there: no effect.
+        The call is for ``LLMRole.PROMPT``. A key that does not exist is no error.
 
         Args:
-            cache_key: the key; its cluster id is ignored.
+            cache_key: the key. Its cluster id is ignored.
+
+        Raises:
+            AttributeError: ``cache_key`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: another role.
         """
-        self._engine_of(LLMRole.PROMPT, "remove_cache_key")
+        self._check_role(LLMRole.PROMPT, "remove_cache_key")
         self._native.remove_cache_key(cache_key)
 
     @logged
@@ -277,30 +286,34 @@ class KvCacheManager:
         size: int = -1,
         **kwargs: Any,
     ) -> None:
-        """Bring a batch slot of a linked prompt cluster's cache here; only ``LLMRole.DECODER``.
+        """Read a batch slot of a linked prompt cluster into a local slot (contract §9.1, §7.12).
 
-        The bytes are there on return. A pull of every tensor uses the key up, and its owner lets go of the slot; pulls
-        of some layers do once they were of every tensor.
+        The call is for ``LLMRole.DECODER``. A successful pull of every tensor uses the key up, and the owner drops that
+        reference; pulls of a part of the layers do so once every tensor was pulled (contract §12.3).
 
         Args:
-            cache_key: the far slot: by its key, or by cache id and slot.
+            cache_key: the remote slot, by its key, or by cache id and slot.
             kv_cache: continuous cache that is written.
-            batch_index: batch slot written (uint32).
-            size: bytes of each tensor, or -1 for the rest of the slot here (int64).
-            **kwargs: ``src_layer_range`` and ``dst_layer_range``, a ``range`` of layers there and here, ``None`` or an
-                empty one for all; ``tensor_num_per_layer``, tensors of one layer (uint32, above 0; 2 by default);
-                ``src_cache_offset`` and ``dst_cache_offset``, bytes skipped at the start of the far slot and of the
-                slot here (int64, 0 or above; 0 by default). Others are ignored.
+            batch_index: batch slot that is written (uint32).
+            size: bytes of each tensor, or -1 for the rest of the local slot (int64).
+            **kwargs: ``src_layer_range`` and ``dst_layer_range``, the remote and local layers as a ``range``; ``None``
+                or an empty range means all. ``tensor_num_per_layer``, tensors of one layer (uint32, above 0, 2 by
+                default). ``src_cache_offset`` and ``dst_cache_offset``, bytes that are skipped at the start of the
+                remote and the local slot (int64, 0 or above, 0 by default). Others are ignored, with a WARNING if a
+                name looks misspelt.
 
         Raises:
-            ValueError: an offset below 0.
-            LLMException: ``LLM_PARAM_INVALID``, another role, a cache in ``HOST`` memory, a range outside a slot,
-                unlike numbers of tensors, layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``, no such cache here or
-                key there; ``LLM_NOT_YET_LINK``, no link, or one that broke; ``LLM_WAIT_PROCESS_TIMEOUT``, the limit
-                ``sync_kv_timeout`` passed. ``arrived`` says which slots are in place all the same.
+            AttributeError: ``cache_key`` or ``kv_cache`` is ``None``.
+            ValueError: an offset is below 0.
+            LLMException: ``LLM_PARAM_INVALID``: another role, a cache in ``HOST`` memory, a range outside a slot,
+                different numbers of tensors, or layers outside a cache; ``LLM_KV_CACHE_NOT_EXIST``: the local cache, or
+                the remote key or slot, does not exist; ``LLM_NOT_YET_LINK``: there is no link, or it broke;
+                ``LLM_WAIT_PROCESS_TIMEOUT``: ``sync_kv_timeout`` passed. ``arrived`` lists the rows that were written.
         """
-        engine = self._engine_of(LLMRole.DECODER, "pull_cache")
-        engine.pull_cache(cache_key, kv_cache, batch_index, size, kwargs)
+        self._check_role(LLMRole.DECODER, "pull_cache")
+        if kwargs:
+            warn_of_misspelt("keyword argument of pull_cache", kwargs, _PULL_KEYWORDS | _OFFSETS, once=True)
+        self._engine.pull_cache(cache_key, kv_cache, batch_index, size, kwargs)
 
     @logged
     def pull_blocks(
@@ -311,21 +324,26 @@ class KvCacheManager:
         decoder_blocks: list[int],
         **kwargs: Any,
     ) -> None:
-        """Bring blocks of a linked prompt cluster's cache here; only ``LLMRole.DECODER``.
+        """Read blocks of a linked prompt cluster into local blocks (contract §9.1, §7.13).
+
+        The call is for ``LLMRole.DECODER``.
 
         Args:
-            prompt_cache_key: the far blocks cache.
+            prompt_cache_key: the remote blocks cache.
             decoder_kv_cache: blocks cache that is written.
-            prompt_blocks: blocks read, at least one.
-            decoder_blocks: blocks written, one for each that is read.
+            prompt_blocks: remote blocks that are read, at least one.
+            decoder_blocks: local block for each entry of ``prompt_blocks``.
             **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for :meth:`pull_cache`.
 
         Raises:
-            LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for an empty list, lists of unlike
-                length, an index outside a cache, or unlike block sizes.
+            AttributeError: ``prompt_cache_key`` or ``decoder_kv_cache`` is ``None``.
+            LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for an empty list, lists of different
+                lengths, an index outside a cache, or different block sizes.
         """
-        engine = self._engine_of(LLMRole.DECODER, "pull_blocks")
-        engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
+        self._check_role(LLMRole.DECODER, "pull_blocks")
+        if kwargs:
+            warn_of_misspelt("keyword argument of pull_blocks", kwargs, _PULL_KEYWORDS, once=True)
+        self._engine.pull_blocks(prompt_cache_key, decoder_kv_cache, prompt_blocks, decoder_blocks, kwargs)
 
     @logged
     def copy_cache(
@@ -338,57 +356,72 @@ class KvCacheManager:
         size: int = -1,
         req_id: Optional[int] = None,
     ) -> None:
-        """Copy one range of one batch slot, the same in every tensor, from device memory to device memory.
+        """Copy one range of one batch slot in device memory, the same in every tensor (contract §9.1, §7.9).
 
-        The bytes are there on return, and overlap is harmless.
+        Overlap is harmless.
 
         Args:
             dst: continuous cache that is written.
             src: continuous cache that is read.
-            dst_batch_index: batch slot written (uint32).
-            src_batch_index: batch slot read (uint32).
-            offset: bytes skipped at the start of both slots (uint64).
-            size: bytes copied in each tensor, or -1 for the rest of the source slot (int64).
-            req_id: request the call belongs to (uint64); shown in its log lines.
+            dst_batch_index: batch slot that is written (uint32).
+            src_batch_index: batch slot that is read (uint32).
+            offset: bytes that are skipped at the start of both slots (uint64).
+            size: bytes that are copied in each tensor, or -1 for the rest of the source slot (int64).
+            req_id: the request, for the log lines of the call (uint64).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory, a blocks cache, or a range outside a slot;
-                ``LLM_FAILED``, unlike numbers of tensors; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_WAIT_PROCESS_TIMEOUT``.
+            AttributeError: ``dst`` or ``src`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory, a blocks cache, or a range outside a slot;
+                ``LLM_FAILED``: different numbers of tensors; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released;
+                ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the rows for longer than ``sync_kv_timeout``.
         """
         self._engine.copy_cache(dst, src, dst_batch_index, src_batch_index, offset, size, req_id)
 
     @logged
     def copy_blocks(self, cache: KvCache, copy_block_info: Union[dict[int, list[int]], Any]) -> None:
-        """Copy blocks inside one cache in device memory, in every tensor.
+        """Copy blocks inside one cache in device memory, in every tensor (contract §9.1, §7.10).
 
-        The result is that of copying the pairs in the order given. An index out of range is found before any copy.
+        The result is that of copying the pairs one after the other. All indices are checked before a byte moves.
 
         Args:
             cache: a blocks cache, or a continuous one, whose slots count as blocks.
-            copy_block_info: source block → list of destination blocks; or an integer array of shape ``(n, 2)`` with
+            copy_block_info: the destination blocks of each source block, or an integer array of shape ``(n, 2)`` with
                 rows ``(source, destination)``.
 
         Raises:
-            ValueError: an index below 0.
-            LLMException: ``LLM_PARAM_INVALID``, a cache in ``HOST`` memory, or an index outside the blocks;
-                ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_WAIT_PROCESS_TIMEOUT``.
+            AttributeError: ``cache`` or ``copy_block_info`` is ``None``.
+            ValueError: an index is outside uint64.
+            LLMException: ``LLM_PARAM_INVALID``: a cache in ``HOST`` memory, or an index outside the blocks;
+                ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the
+                rows for longer than ``sync_kv_timeout``.
         """
-        self._engine.copy_blocks(cache, copy_block_info)
+        try:
+            self._engine.copy_blocks(cache, copy_block_info)
+        except LLMException as error:
+            # The engine takes indices of 64 bits with a sign, and refuses a larger one with the code for one that is
+            # outside the cache.
+            if error.status_code == LLMStatusCode.LLM_PARAM_INVALID and cache.cache_desc.placement == Placement.DEVICE:
+                _check_uint64_blocks(copy_block_info)
+            raise
 
     @logged
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Union[dict[int, int], Any]) -> None:
-        """Copy blocks between a host and a device cache, in every tensor; the placements give the direction.
+        """Copy blocks between a host and a device cache, in every tensor (contract §9.1, §7.11).
+
+        The placements give the direction. Numbers of blocks may differ.
 
         Args:
-            src: cache that is read; the slots of a continuous one count as blocks.
+            src: cache that is read. The slots of a continuous cache count as blocks.
             dst: cache that is written.
-            src_to_dst: source block → destination block; or an integer array of shape ``(n, 2)`` with rows
+            src_to_dst: the destination block of each source block, or an integer array of shape ``(n, 2)`` with rows
                 ``(source, destination)``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, as a ``ValueError`` too: an index outside the blocks, unlike block
-                sizes or numbers of tensors, placements that are not one ``HOST`` and one ``DEVICE``, or a CPU cache of
-                several devices; ``LLM_KV_CACHE_NOT_EXIST``; ``LLM_WAIT_PROCESS_TIMEOUT``.
+            AttributeError: an argument is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``, by an exception that is a ``ValueError`` as well: an index outside the
+                blocks, different block sizes or numbers of tensors, placements that are not one ``HOST`` and one
+                ``DEVICE``, or a CPU cache of several devices; ``LLM_KV_CACHE_NOT_EXIST``: a cache was released;
+                ``LLM_WAIT_PROCESS_TIMEOUT``: other calls used the rows for longer than ``sync_kv_timeout``.
         """
         self._engine.swap_blocks(src, dst, src_to_dst)
 
@@ -402,48 +435,59 @@ class KvCacheManager:
         dst_block_indices: Optional[Union[list[int], tuple[int, ...]]] = None,
         dst_block_memory_size: Optional[int] = None,
     ) -> CacheTask:
-        """Send the layers of a cache, each as soon as it is ready; only ``LLMRole.PROMPT``.
+        """Send the layers of a cache, each as soon as it is ready (contract §8, §9.1).
 
-        As ``CacheManager.transfer_cache_async`` (seed ``transfer_cache_async.md``), with ``LLM_WAIT_PROCESS_TIMEOUT``
-        for what took too long.
+        The call is for ``LLMRole.PROMPT``. It works as ``CacheManager.transfer_cache_async``.
 
         Args:
-            src_cache: the cache that is read.
-            layer_synchronizer: says when a layer is ready.
-            transfer_configs: the destinations, by address. A ``src_layer_range`` of ``None`` is set to all layers.
-            src_block_indices: blocks read (uint64), of a blocks cache.
-            dst_block_indices: blocks written (uint64): one for each read, or those that the slot read is cut into.
-            dst_block_memory_size: bytes of a block that is written, in one tensor (uint64). Needed for a slot that is
-                cut into blocks; else ``None``, 0 or the size of a block here.
+            src_cache: cache that is read, in ``DEVICE`` memory.
+            layer_synchronizer: reports when a layer is ready.
+            transfer_configs: the destinations, by address. A ``src_layer_range`` of ``None`` is replaced by all layers
+                in the config object.
+            src_block_indices: blocks of a blocks cache that are read (uint64).
+            dst_block_indices: blocks that are written (uint64): one for each block that is read, or those that the slot
+                is cut into.
+            dst_block_memory_size: bytes of a destination block in one tensor (uint64). Needed for a slot that is cut
+                into blocks; else ``None``, 0 or the local block size.
 
         Returns:
-            The transfer.
+            The transfer. Its results are those of ``CacheManager.transfer_cache_async``, with
+            ``LLM_WAIT_PROCESS_TIMEOUT`` in place of ``LLM_TIMEOUT``.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, another role, or arguments without meaning.
+            LLMException: ``LLM_PARAM_INVALID``: another role, or a check of contract §8.1 failed; ``LLM_FAILED``: no
+                thread could be started.
         """
-        self._engine_of(LLMRole.PROMPT, "transfer_cache_async")
+        self._check_role(LLMRole.PROMPT, "transfer_cache_async")
         blocks = (src_block_indices, dst_block_indices, dst_block_memory_size)
         return layerwise.start(self._native, src_cache, layer_synchronizer, transfer_configs, *blocks)
 
     @logged
     def get_cache_tensors(self, cache: KvCache, tensor_index: int = 0) -> list[Tensor]:
-        """Return one tensor of a cache, as a list with a :class:`Tensor` for each device (here one).
+        """Return one tensor of a cache without a copy (contract §9.1).
 
-        It shows the cache's own memory, without a copy, and keeps that memory while it lives.
+        Memory of a pool stays mapped while the tensor lives. Memory of a CPU cache belongs to the caller.
 
         Args:
-            cache: a cache of this engine, or a CPU cache, whose memory is the caller's to keep.
-            tensor_index: which tensor (int32).
+            cache: a cache of this engine, or a CPU cache.
+            tensor_index: index of the tensor (int32), 0 to ``num_tensors - 1``.
+
+        Returns:
+            A list with one :class:`Tensor` for each device; an engine has one.
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, no such tensor; ``LLM_KV_CACHE_NOT_EXIST``.
+            AttributeError: ``cache`` is ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: there is no such tensor; ``LLM_KV_CACHE_NOT_EXIST``: the cache was
+                released.
         """
         view = self._engine.tensor_view(cache, tensor_index)
         return [Tensor._of_view(view, cache.cache_desc.data_type)]  # noqa: SLF001  (made here only)
 
-    def stats(self) -> Stats:
-        """Return the engine's counters, as plain dicts: :class:`llm_datadist.stats.Stats` documents every field."""
-        if not self._initialized:
-            raise LLMException("the engine was finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-        return self._native.stats()
+
+def _check_uint64_blocks(copy_block_info: Union[dict[int, list[int]], Any]) -> None:
+    """Raise ``ValueError`` for an index outside uint64 (contract §9.1)."""
+    if isinstance(copy_block_info, dict):
+        for source, destinations in copy_block_info.items():
+            for index in (source, *destinations):
+                if index > _UINT64_MAX:
+                    _core.check_uint64("copy_block_info", index)

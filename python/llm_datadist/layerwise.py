@@ -1,8 +1,7 @@
 """The layer-wise asynchronous transfer: its configs, the synchronizer, and the task (contract §4.9 to §4.13, §8).
 
-The engine moves layers; what it cannot do is to call the user's synchronizer. That is the work of one daemon thread per
-transfer, in Python from end to end: it waits for a layer, tells the engine, and waits for the next, while the engine
-sends what is ready. Not for: checks of arguments, or which code means what, which the engine knows.
+The engine moves layers. One daemon thread for each transfer calls the synchronizer of the program: it waits for a
+layer, reports it to the engine, and waits for the next one, while the engine sends the layers that are ready.
 """
 
 from __future__ import annotations
@@ -31,38 +30,45 @@ _LONGEST = 500
 
 
 class LayerSynchronizer(ABC):
-    """Says when the layers of a source cache are ready to be sent (seed ``transfer_cache_async.md``).
+    """Reports when the layers of a source cache are ready to be sent (contract §4.9). Programs derive from it.
 
-    Two attributes, of the class or of an instance, say what the method cannot (own addition):
-    ``tensor_num_per_layer``, how many tensors of the cache are one layer (uint32, above 0), and ``timeout_in_millis``,
-    how long one layer may be waited for (uint32, above 0; ``None`` without limit). Once that has passed, the
-    destinations that need the layer fail, whether or not the method returns.
+    A class or an instance may set two attributes, which the original does not have.
     """
 
     tensor_num_per_layer: int = 2
+    """Number of tensors of one layer (uint32, above 0)."""
     timeout_in_millis: Optional[int] = None
+    """Time limit for one layer in milliseconds (uint32, above 0), or ``None`` for no limit. Once it has passed, the
+    configs that need the layer fail, whether or not :meth:`synchronize_layer` returns."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
-        """Wait until a layer is ready. Called on a thread of the transfer, once per layer, in ascending order.
+        """Wait until a layer is ready (contract §4.9, §8.3).
+
+        The thread of the transfer calls this once for each layer that a config needs, in ascending order.
 
         Args:
-            layer_index: the layer of the source.
-            timeout_in_millis: the attribute of that name.
+            layer_index: index of the layer in the source cache.
+            timeout_in_millis: the attribute of that name, in milliseconds.
 
         Returns:
-            Whether it is ready. If not, or if this raises, no later layer is asked for.
+            Whether the layer is ready. After a false value, and after an exception, no further layer is asked for.
         """
 
 
-class _Reads:
-    """The layers a config reads."""
+class _SourceLayers:
+    """The part that both kinds of configs share: the layers that are read."""
 
     _src_layer_range: Optional[range]
 
     @property
     def src_layer_range(self) -> Optional[range]:
-        """Layers read."""
+        """Layers that are read; ``None`` for all.
+
+        Raises:
+            TypeError: the value is not a ``range`` or ``None``.
+            LLMException: ``LLM_PARAM_INVALID``: no layers, a step other than 1, or a start below 0 (contract §4.10).
+        """
         return self._src_layer_range
 
     @src_layer_range.setter
@@ -71,19 +77,22 @@ class _Reads:
         self._src_layer_range = src_layer_range
 
 
-class TransferConfig(_Reads):
-    """Where layers go, by address (seed ``transfer_cache_async.md``). Every attribute can be set, with the same checks.
+class TransferConfig(_SourceLayers):
+    """A destination of a layer-wise transfer, by address (contract §4.11).
+
+    Setters repeat the checks of the constructor.
 
     Args:
         dst_cluster_id: the cluster that owns the memory (uint64).
-        dst_addrs: where each tensor starts there, those of the first layer of ``src_layer_range`` first (uint64 each).
-        src_layer_range: layers read; ``None`` for all, and the transfer then sets it.
-        src_batch_index: batch slot read (uint32); 0 where blocks are.
+        dst_addrs: address of each destination tensor (uint64), those of the first layer of ``src_layer_range`` first.
+            For a slot of a continuous cache, the caller adds the offset of the slot in bytes.
+        src_layer_range: layers that are read; ``None`` for all, which the transfer then sets.
+        src_batch_index: batch slot that is read (uint32); 0 for a blocks cache.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0.
+        TypeError: an argument has the wrong type.
+        ValueError: an integer is outside its width.
+        LLMException: ``LLM_PARAM_INVALID``: a range without layers, with a step other than 1, or with a start below 0.
     """
 
     def __init__(
@@ -101,7 +110,7 @@ class TransferConfig(_Reads):
 
     @property
     def dst_cluster_id(self) -> int:
-        """The cluster that owns the memory."""
+        """The cluster that owns the memory (uint64)."""
         return self._dst_cluster_id
 
     @dst_cluster_id.setter
@@ -111,7 +120,7 @@ class TransferConfig(_Reads):
 
     @property
     def dst_addrs(self) -> Union[list[int], tuple[int, ...]]:
-        """Where each tensor starts there."""
+        """Address of each destination tensor (uint64)."""
         return self._dst_addrs
 
     @dst_addrs.setter
@@ -122,7 +131,7 @@ class TransferConfig(_Reads):
 
     @property
     def src_batch_index(self) -> int:
-        """Batch slot read."""
+        """Batch slot that is read (uint32)."""
         return self._src_batch_index
 
     @src_batch_index.setter
@@ -137,20 +146,22 @@ class TransferConfig(_Reads):
         )
 
 
-class TransferWithCacheKeyConfig(_Reads):
-    """Where layers go, by the name of a cache (contract §4.12); for one-sided transfers.
+class TransferWithCacheKeyConfig(_SourceLayers):
+    """A destination of a layer-wise transfer, by key, for remote-accessible mode (contract §4.12).
 
     Args:
-        cache_key: the far cache; its cluster is who is sent to, also after another key is set.
-        src_layer_range: layers read; not ``None`` here, but it can be set to it, for all.
-        dst_layer_range: layers written, as many; not ``None``.
-        src_batch_index: batch slot read (uint32); 0 with a ``BlocksCacheKey``.
+        cache_key: the remote cache. The attribute ``dst_cluster_id`` is the cluster of this key; a key that is set
+        later
+            does not change it.
+        src_layer_range: layers that are read. ``None`` is refused here, but may be set later.
+        dst_layer_range: layers that are written, as many. ``None`` is refused here.
+        src_batch_index: batch slot that is read (uint32); 0 with a ``BlocksCacheKey``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, a range without a layer, of another step than 1 or below 0, ranges of
-            unlike length, or a batch slot with a ``BlocksCacheKey``.
+        TypeError: an argument has the wrong type.
+        ValueError: an integer is outside its width.
+        LLMException: ``LLM_PARAM_INVALID``: a range without layers, with a step other than 1, or with a start below 0;
+            ranges of different lengths; or a batch slot other than 0 with a ``BlocksCacheKey``.
     """
 
     def __init__(
@@ -167,14 +178,14 @@ class TransferWithCacheKeyConfig(_Reads):
         self._dst_layer_range = dst_layer_range
         if src_layer_range is not None and dst_layer_range is not None:
             layers = len(src_layer_range), len(dst_layer_range)
-            raise_if_false(layers[0] == layers[1], "src_layer_range has {} layers and dst_layer_range {}", *layers)
+            raise_if_false(layers[0] == layers[1], "src_layer_range has {} layers, and dst_layer_range has {}", *layers)
         _core.check_uint32("src_batch_index", src_batch_index)
         self.src_batch_index = src_batch_index
         self.dst_cluster_id = cache_key.cluster_id
 
     @property
     def cache_key(self) -> Union[BlocksCacheKey, CacheKeyByIdAndIndex]:
-        """The far cache."""
+        """The remote cache."""
         return self._cache_key
 
     @cache_key.setter
@@ -184,7 +195,7 @@ class TransferWithCacheKeyConfig(_Reads):
 
     @property
     def dst_layer_range(self) -> Optional[range]:
-        """Layers written."""
+        """Layers that are written."""
         return self._dst_layer_range
 
     @dst_layer_range.setter
@@ -194,13 +205,13 @@ class TransferWithCacheKeyConfig(_Reads):
 
     @property
     def src_batch_index(self) -> int:
-        """Batch slot read."""
+        """Batch slot that is read (uint32)."""
         return self._src_batch_index
 
     @src_batch_index.setter
     def src_batch_index(self, src_batch_index: int) -> None:
         if isinstance(self._cache_key, BlocksCacheKey):
-            text = "src_batch_index = {} is not allowed: 0 with a BlocksCacheKey"
+            text = "src_batch_index={} must be 0, because cache_key is a BlocksCacheKey"
             raise_if_false(src_batch_index == 0, text, log.shown(src_batch_index))
         _core.check_uint32("src_batch_index", src_batch_index)
         self._src_batch_index = src_batch_index
@@ -213,77 +224,92 @@ class TransferWithCacheKeyConfig(_Reads):
 
 
 class LayerProgress(NamedTuple):
-    """How far the transfer to one destination is (own addition)."""
+    """Progress of the transfer to one destination. The original does not have this class."""
 
     layers_done: int
-    """Layers in place."""
+    """Layers that are in place."""
     num_layers: int
-    """Layers in all."""
+    """Layers of the config."""
     bytes_done: int
-    """Bytes in place."""
+    """Bytes that are in place."""
 
 
 class CacheTask:
-    """A layer-wise transfer under way, made by ``transfer_cache_async``. Usable from any number of threads.
+    """A layer-wise transfer (contract §4.13, §8.4). ``transfer_cache_async`` makes it.
 
-    Every list has one entry per config, in their order. Dropping the task leaves the transfer alone. In a coroutine,
-    ``await task`` gives what :meth:`synchronize` returns, without a thread.
+    Any number of threads may use a task. Every list has one entry for each config, in their order. Dropping the task
+    does not end the transfer. In a coroutine, ``await task`` returns the result of :meth:`synchronize`, without a
+    thread; the original does not have this, nor :meth:`cancel`, :meth:`done`, :meth:`progress` and :meth:`errors`.
     """
 
     def __init__(self, native: _core.TransferTask) -> None:
         self._native = native
 
+    def __repr__(self) -> str:
+        progress = ", ".join(f"{of.layers_done}/{of.num_layers}" for of in self.progress())
+        return f"CacheTask(done={self.done()}, layers_done=[{progress}])"
+
     def synchronize(self, timeout_in_millis: Optional[int] = None) -> LLMStatusCode:
-        """Wait until the transfer has ended (seed ``transfer_cache_async.md``); Ctrl-C interrupts.
+        """Wait until the transfer has ended (contract §4.13, §8.4). Ctrl-C interrupts the wait.
 
         Args:
-            timeout_in_millis: the limit (uint32); 0 asks without waiting, ``None`` waits without limit. When it passes,
-                the transfer goes on.
+            timeout_in_millis: time limit in milliseconds (uint32); 0 does not wait, and ``None`` waits without limit.
+                When it passes, the transfer goes on.
 
         Returns:
-            The first code, in the order of the configs, that says failure, or ``LLM_SUCCESS``; ``LLM_TIMEOUT`` when the
-            limit passed (``LLM_WAIT_PROCESS_TIMEOUT`` of a ``KvCacheManager``).
+            The first code, in the order of the configs, that is neither ``LLM_SUCCESS`` nor ``None``; ``LLM_SUCCESS``
+            if every config has it. When the limit passes: ``LLM_TIMEOUT``, or ``LLM_WAIT_PROCESS_TIMEOUT`` for a
+            ``KvCacheManager``.
 
         Raises:
-            TypeError: no ``int``; ValueError: outside uint32.
+            TypeError: ``timeout_in_millis`` is not an ``int`` or ``None``.
+            ValueError: ``timeout_in_millis`` is outside uint32.
         """
         if not self._native.wait(timeout_in_millis):
             return self._native.timeout_code
         codes = self._native.results()
-        # A config without a result is no success, whatever it was that ended the transfer.
+        # A missing result never counts as success (contract §8.4).
         unknown = self._native.timeout_code if None in codes else LLMStatusCode.LLM_SUCCESS
         return next((code for code in codes if code), unknown)
 
     def get_results(self, timeout_in_millis: Optional[int] = None) -> list[Optional[LLMStatusCode]]:
-        """Wait as :meth:`synchronize` does, and return the code of every config.
+        """Wait as :meth:`synchronize` does, and return the result of each config (contract §4.13, §8.4).
+
+        Args:
+            timeout_in_millis: as for :meth:`synchronize`.
 
         Returns:
-            ``None`` for a config of which no layer came to be ready. When the limit passed, its code for every config.
+            The code of each config, or ``None`` if the transfer stopped before any of its layers became ready. When the
+            limit passes, the timeout code for every config.
+
+        Raises:
+            TypeError: ``timeout_in_millis`` is not an ``int`` or ``None``.
+            ValueError: ``timeout_in_millis`` is outside uint32.
         """
         if self._native.wait(timeout_in_millis):
             return self._native.results()
         return [self._native.timeout_code for _ in self._native.results()]
 
     def cancel(self) -> bool:
-        """End the transfer; what has not ended gets ``LLM_FAILED``. Layers on the way still arrive (own addition).
+        """End the transfer: unfinished configs get ``LLM_FAILED``. A layer that is being sent still arrives.
 
         Returns:
-            Whether there was anything to end.
+            Whether a config was unfinished.
         """
         return self._native.cancel()
 
     def done(self) -> bool:
-        """Return whether nothing moves any more, or ever will (own addition)."""
+        """Return whether the transfer has ended: no byte moves any more."""
         return self._native.done()
 
     def progress(self) -> list[LayerProgress]:
-        """Return how far each config is (own addition)."""
+        """Return the progress of each config: layers and bytes."""
         return [LayerProgress(*carried) for carried in self._native.progress()]
 
     def errors(self) -> list[Optional[LLMException]]:
-        """Return why each config is not done (own addition): why it failed, or which layer it waits for and since when.
+        """Return why each config is unfinished: the failure, or the layer that it waits for and since when.
 
-        ``None`` for a config that is done, and for one that was never reached.
+        The entry is ``None`` for a config that has ended with success, and for one that was never reached.
         """
         return self._native.errors()
 
@@ -294,8 +320,8 @@ class CacheTask:
 
 
 async def _readable(task: _core.TransferTask) -> None:
-    """Wait until the descriptor of a task is readable. Whoever is cancelled meanwhile leaves nothing behind."""
-    import asyncio  # noqa: PLC0415  (nobody else needs it)
+    """Wait until the descriptor of a task is readable. A cancellation leaves neither reader nor descriptor behind."""
+    import asyncio  # noqa: PLC0415  (only coroutines need it)
 
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
@@ -315,15 +341,15 @@ async def _readable(task: _core.TransferTask) -> None:
         os.close(descriptor)
 
 
-# Transfers that may be under way, with their engines and threads; what is over is left out when the next one starts. No
-# thread is the last owner of its task: to let go of the engine's part of it, the thread would have to detach, and one
-# that does so while the interpreter ends is killed there.
+# Transfers that may be running, with their engines and threads. Ended ones are removed when the next one starts. A
+# thread is never the last owner of its task: to drop the engine's part of it, the thread would have to release the GIL,
+# and a thread that does so while the interpreter exits is killed there.
 _under_way: list[tuple[_core.DataDist, _core.TransferTask, threading.Thread]] = []
 _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def _forget() -> None:
-    """In a forked child: the transfers are the parent's, and another thread of it may have held the lock."""
+    """Reset the state in a forked child: transfers belong to the parent, whose threads may hold the lock."""
     global _lock  # noqa: PLW0603  (one for each process)
     _lock = threading.RLock()
     _under_way.clear()
@@ -341,14 +367,14 @@ def start(
     dst_block_indices: Optional[Union[list[int], tuple[int, ...]]],
     dst_block_memory_size: Optional[int],
 ) -> CacheTask:
-    """Start a transfer, and the thread that asks its synchronizer."""
+    """Start a transfer and the thread that calls its synchronizer."""
     task = engine.transfer_cache_async(
         src_cache, layer_synchronizer, transfer_configs, src_block_indices, dst_block_indices, dst_block_memory_size
     )
     try:
         _send_walker(engine, task, layer_synchronizer)
     except BaseException:
-        task.cancel()  # or its configs would wait for ever
+        task.cancel()  # otherwise its configs would wait for ever
         raise
     return CacheTask(task)
 
@@ -366,17 +392,17 @@ def _send_walker(engine: _core.DataDist, task: _core.TransferTask, synchronizer:
     try:
         walker.start()
     except Exception as error:
-        text = f"no thread for the layers of a transfer: {error}"
+        text = f"the thread that waits for the layers cannot be started: {error}"
         raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def _prune() -> None:
-    """Forget the transfers that have ended, with their threads. Called with the lock held."""
+    """Remove the transfers that have ended, with their threads. The caller holds the lock."""
     _under_way[:] = [each for each in _under_way if each[2].is_alive() or not each[1].done()]
 
 
 def drain(engine: _core.DataDist) -> None:
-    """Wait for the transfers of an engine while any of them gets on within ``sync_kv_timeout``, again and again."""
+    """Wait for the transfers of an engine while at least one layer arrives within each ``sync_kv_timeout``."""
     with _lock:
         left = [task for owner, task, _ in _under_way if owner is engine]
     before = None
@@ -384,8 +410,8 @@ def drain(engine: _core.DataDist) -> None:
         left = [task for task in left if not task.done()]
         now = [task.progress() for task in left]
         if now == before:
-            # Nobody may look at their results any more.
-            log.warn("%s layer-wise transfers end unfinished: no layer came within sync_kv_timeout", len(left))
+            # The program may never ask for their results.
+            log.warn("%s layer-wise transfers end unfinished: no layer arrived within sync_kv_timeout", len(left))
             return
         before = now
         end = time.monotonic() + engine.sync_kv_timeout() / 1000
@@ -396,7 +422,7 @@ def drain(engine: _core.DataDist) -> None:
 
 
 def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: list[int]) -> None:
-    """Ask for one layer after the other. Whatever ends this, no destination waits for ever."""
+    """Ask for one layer after the other. However this ends, no destination waits for ever."""
     name_this_thread()
     asked: Optional[int] = layers[0]
     try:
@@ -410,10 +436,10 @@ def _walk(task: _core.TransferTask, synchronizer: LayerSynchronizer, layers: lis
 
 
 def _arrives(task: _core.TransferTask, synchronizer: LayerSynchronizer, layer: int) -> bool:
-    """Wait for one layer, and tell the task what became of it. Return whether it is ready."""
+    """Wait for one layer, report the outcome to the task, and return whether the layer is ready."""
     try:
         ready = bool(synchronizer.synchronize_layer(layer, task.timeout_in_millis))
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the destinations are to know)
+    except BaseException as error:  # noqa: BLE001  (every exception must reach the destinations)
         lines = traceback.format_exception_only(type(error), error)
         text = "".join(lines).strip()[:_LONGEST]
         task.broken(layer, f"synchronize_layer raised {text}")

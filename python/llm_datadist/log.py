@@ -1,7 +1,7 @@
-"""The log of the package (contract §15): one lazy logger, and a decorator that logs a call's start and success.
+"""The logger of the package (contract §15), and the decorator that logs the start and the success of a call.
 
-Not for: deciding what is an error. Logging is configured through the standard :mod:`logging` module. If the program has
-set no level, ``ASCEND_GLOBAL_LOG_LEVEL`` does (0 debug, 1 info, 2 warning, 3 error; error when unset); it is read once.
+Programs configure the logger through the standard :mod:`logging` module. If the program has set no level,
+``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR, and ERROR when unset. It is read once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import traceback
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
+from llm_datadist.arguments import clarify  # noqa: F401  (used by the text of `_LOGGED`)
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
 __all__ = ["DATE_FORMAT", "LOG_FORMAT", "error", "get_logger", "info", "logged", "shown", "warn"]
 
-# The layout that contract §15 states, piece by piece.
+# The parts of the layout that contract §15 states.
 _PROCESS = "%(name)s(%(process)d,%(processName)s)"
 _PLACE = "[%(filename)s:%(lineno)d]%(thread)d %(funcName)s"
 LOG_FORMAT = f"[%(levelname)s] {_PROCESS}:%(asctime)s.%(msecs)03d {_PLACE}: %(message)s"
@@ -39,22 +41,27 @@ _lock = threading.RLock()  # re-entrant, for signal handlers
 
 
 def get_logger() -> logging.Logger:
-    """Return the logger ``LLM_DATADIST``, set up on first use.
+    """Return the logger ``LLM_DATADIST``, which is set up on first use (contract §15).
 
-    What the program configured before stays: a level that was set is kept, and a handler on standard output is added
-    only if neither this logger nor the root logger has one. Lines are propagated.
+    The configuration of the program is kept: a level that was set stays, and a handler on standard output is added only
+    if neither this logger nor the root logger has a handler. Lines are propagated.
     """
     return _logger or _make_logger()
 
 
 # The class takes no type argument at run time before Python 3.11.
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """The package's handler, which steps back once the root logger has one, so that no line comes twice."""
+    """The handler of the package. It is silent while the program has a handler of its own for the same lines."""
 
     def filter(self, record: logging.LogRecord) -> Any:
         """Return whether to show ``record``."""
-        logger = logging.getLogger(_NAME)
-        return not (logger.propagate and logging.getLogger().handlers) and super().filter(record)
+        return not _has_handler(logging.getLogger(_NAME), besides=self) and super().filter(record)
+
+
+def _has_handler(logger: logging.Logger, besides: Optional[logging.Handler] = None) -> bool:
+    """Return whether lines of ``logger`` reach a handler other than ``besides``."""
+    own = any(handler is not besides for handler in logger.handlers)
+    return own or bool(logger.propagate and logging.getLogger().handlers)
 
 
 def _make_logger() -> logging.Logger:
@@ -64,7 +71,7 @@ def _make_logger() -> logging.Logger:
             logger = logging.getLogger(_NAME)
             if logger.level == logging.NOTSET:
                 logger.setLevel(_LEVELS.get(os.environ.get("ASCEND_GLOBAL_LOG_LEVEL", ""), logging.ERROR))
-            if not logger.handlers and not (logger.propagate and logging.getLogger().handlers):
+            if not _has_handler(logger):
                 handler = _OwnHandler(sys.stdout)
                 handler.setFormatter(logging.Formatter(LOG_FORMAT, DATE_FORMAT))
                 logger.addHandler(handler)
@@ -120,10 +127,10 @@ _WIDEST_BITS = 512
 
 
 def shown(value: object) -> str:
-    """Return the ``repr`` of a value for a message, cut where it is long; never raises."""
+    """Return the ``repr`` of a value for a message, shortened if it is long. Never raises."""
     try:
         text = _brief(value, _DEEPEST)
-    except Exception:  # noqa: BLE001  (the value's own code, which must not break the call that is logged)
+    except Exception:  # noqa: BLE001  (code of the value, which must not break the logged call)
         return f"<{type(value).__name__} without a text>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -137,7 +144,7 @@ def _brief(value: object, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, int) and value.bit_length() > _WIDEST_BITS:
         return f"<{type(value).__name__} of {value.bit_length()} bits>"
-    # A subclass has a repr of its own, and its reason for it: a token does not show.
+    # A subclass keeps its own repr: that of a token hides the value.
     if isinstance(value, (str, bytes)) and type(value) in (str, bytes):
         value = value[: _LONGEST + 1]
     return repr(value)
@@ -149,27 +156,32 @@ def _first(texts: Iterator[str], count: int, depth: int) -> str:
     return ", ".join(kept + rest)
 
 
-# What `logged` makes of a method. The parameters are the method's own: a call that takes any and passes them on would
-# cost as much as all that is checked behind it.
+# The wrapper that `logged` makes. It has the parameters of the method itself: a wrapper with `*args` and `**kwargs`
+# would take as long as all checks of the arguments.
 _LOGGED = """
-def logged(method, told):
+def logged(method, with_log):
     def {name}({parameters}):
-        if (_logger or _make_logger()).level > {info}:
-            return method({arguments})
-        return told(({positional}), {{{keywords}}})
+        try:
+            if (_logger or _make_logger()).level > {info}:
+                return method({arguments})
+            return with_log(({positional}), {{{keywords}}})
+        except (AttributeError, TypeError) as error:
+            clarify(error, {{{required}}}, {{{optional}}})
+            raise
     return {name}
 """
 _LOGGED_FILE = "<logged>"
 
 
 def logged(method: _Call) -> _Call:
-    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO; off, it costs one comparison.
+    """Log ``[method] start`` with every argument, and ``[method] success``, at INFO (contract §15).
 
-    A ``req_id`` that was given is in both lines (seed ``copy_cache.md``).
+    A ``req_id`` that was given is part of both lines. While INFO is off, this costs one comparison. Errors about the
+    type of an argument are completed by :func:`llm_datadist.arguments.clarify`.
     """
     name = method.__name__
 
-    def told(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def with_log(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if not get_logger().isEnabledFor(logging.INFO):
             return method(*args, **kwargs)
         given = _arguments(method, args, kwargs)
@@ -179,16 +191,20 @@ def logged(method: _Call) -> _Call:
         info("[%s] success%s", name, "" if request is None else f", req_id = {shown(request)}")
         return result
 
-    call = functools.wraps(method)(_of_same_parameters(method)(method, told))
+    call = functools.wraps(method)(_of_same_parameters(method)(method, with_log))
     call.__defaults__ = method.__defaults__  # type: ignore[attr-defined]
     return cast("_Call", call)
 
 
 def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what makes a function with the parameters of ``method``: by position or name, and any others by name."""
+    """Return a function that makes a wrapper with the parameters of ``method``.
+
+    Raises:
+        TypeError: ``method`` has ``*args``, or parameters that are only positional or only by name.
+    """
     code = method.__code__
     if code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & inspect.CO_VARARGS:
-        msg = f"the parameters of {method.__qualname__} can be logged by position or name only"
+        msg = f"{method.__qualname__} cannot be logged: each parameter must be allowed both by position and by name"
         raise TypeError(msg)
     names = list(code.co_varnames[: code.co_argcount])
     required = code.co_argcount - len(method.__defaults__ or ())
@@ -200,6 +216,8 @@ def _of_same_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
         arguments=", ".join(names + keywords),
         positional="".join(f"{name}, " for name in names),
         keywords=", ".join(keywords),
+        required=", ".join(f"{argument!r}: {argument}" for argument in names[1:required]),
+        optional=", ".join(f"{argument!r}: {argument}" for argument in names[required:]),
         info=int(logging.INFO),
     )
     made: dict[str, Callable[..., Any]] = {}

@@ -1,4 +1,4 @@
-"""Numbers of the element types, under the import path of the original's native module (contract §3.2)."""
+"""The numbers of the element types, under the import path of a native module of the original (contract §3.2)."""
 
 from llm_datadist.data_type import DataType
 

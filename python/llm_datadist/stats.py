@@ -1,7 +1,6 @@
-"""What ``stats()`` returns: plain dicts, with a type for each.
+"""The types of the dicts that ``stats()`` returns.
 
-Every field is documented here and in ``docs/stats.md``; ``tests/test_stats.py`` compares both with a real answer. Not
-for: counting, which the engine does.
+``docs/stats.md`` is generated from these texts, and ``tests/test_stats.py`` compares both with a real result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Status codes, the exception that carries them, and the helpers around both (contract §3.1).
+"""Status codes, the exceptions that carry them, and functions that raise those (contract §3.1).
 
-Not for: choosing a code. The engine does that; the numbers here are checked against its table at import.
+The engine chooses the code of a failure. At import, its table of codes is compared with the numbers here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NamedIntEnum(IntEnum):
 
 
 class LLMStatusCode(NamedIntEnum):
-    """What became of a call. Compares with ``int``; prints as ``LLMStatusCode.LLM_…``."""
+    """The result of a call (contract §3.1). A code compares with an ``int`` and prints as ``LLMStatusCode.LLM_…``."""
 
     LLM_SUCCESS = 0
     LLM_FAILED = 0xFFFFFFFF
@@ -69,11 +69,11 @@ class LLMStatusCode(NamedIntEnum):
 
 
 class LLMException(RuntimeError):  # noqa: N818  (the public name)
-    """A call failed; :attr:`status_code` says how, the text says why.
+    """A failed call (contract §0.3, §3.1): :attr:`status_code` is the kind of failure, the text is its reason.
 
     Args:
         *args: as for ``RuntimeError``; the first is the text.
-        status_code: handed back unchanged.
+        status_code: the code, which :attr:`status_code` returns unchanged.
     """
 
     def __init__(self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> None:
@@ -83,27 +83,25 @@ class LLMException(RuntimeError):  # noqa: N818  (the public name)
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """The code the exception was made with."""
+        """The code that was passed to the constructor."""
         return self._status_code
 
     @property
     def arrived(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """What a failed pull or push moved all the same: ``(tensor, [(first row, row after the last), ...])``.
+        """Rows that a failed pull or push has written: ``[(tensor, [(first row, row after the last), ...]), ...]``.
 
-        Rows of the destination whose bytes are all in place; empty for every other failure (own addition).
+        All bytes of these rows of the destination are in place. The list is empty for every other failure. The original
+        does not have this attribute.
         """
         return self._arrived
 
 
 class LLMMismatchException(LLMException, ValueError):  # noqa: N818  (named like the class it refines)
-    """Two arguments that are each legal do not fit together.
-
-    A ``ValueError`` as well, as the seed document ``deprecated.md`` (swap_blocks) promises (contract §17.11).
-    """
+    """Arguments of ``swap_blocks`` that do not fit together; also a ``ValueError`` (contract §7.11, §17.11)."""
 
 
 class Status:
-    """A status code as an object.
+    """A status code as an object (contract §3.1).
 
     Args:
         status: the code.
@@ -113,7 +111,7 @@ class Status:
         self._status = status
 
     def is_ok(self) -> bool:
-        """Whether the code is ``LLM_SUCCESS``."""
+        """Return whether the code is ``LLM_SUCCESS``."""
         return self._status == LLMStatusCode.LLM_SUCCESS
 
     @property
@@ -121,18 +119,30 @@ class Status:
         """The code."""
         return self._status
 
+    def __repr__(self) -> str:
+        return f"Status({self._status})"
 
-# -1 is a member for users and no code of the engine, so a lookup never yields it.
+
+# The engine never returns -1; the member exists for programs that use its name (contract §3.1).
 _BY_VALUE = {int(code): code for code in LLMStatusCode if code is not LLMStatusCode.LLM_UNKNOWN_ERROR}
 
 
 def code_2_status(code: int) -> LLMStatusCode:
-    """Return the status of a number; ``LLM_FAILED`` for one that is none."""
+    """Return the member with that value; ``LLM_FAILED`` for any other number and for -1 (contract §3.1)."""
     return _BY_VALUE.get(code, LLMStatusCode.LLM_FAILED)
 
 
 def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
-    """Raise :class:`LLMException` naming the call ``func_name``, unless ``code`` is 0."""
+    """Raise an exception unless ``code`` is 0 (contract §3.1).
+
+    Args:
+        code: the number of a status code.
+        func_name: name of the call, for the text.
+        other_info: the reason, for the text.
+
+    Raises:
+        LLMException: ``code`` is not 0; with the status of :func:`code_2_status`.
+    """
     if code != LLMStatusCode.LLM_SUCCESS:
         status = code_2_status(code)
         raise LLMException(f"{func_name} failed with {status}: {other_info}", status_code=status)
@@ -145,7 +155,11 @@ def raise_if_false(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Log ``fmt.format(*args, **kwargs)`` and raise it as :class:`LLMException` when ``pred`` is falsy."""
+    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is falsy (contract §3.1).
+
+    Raises:
+        LLMException: ``pred`` is falsy; with the given ``status_code``.
+    """
     if not pred:
         text = fmt.format(*args, **kwargs)
         log.error("%s", text)
@@ -159,5 +173,9 @@ def raise_if_true(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Log ``fmt.format(*args, **kwargs)`` and raise it as :class:`LLMException` when ``pred`` is truthy."""
+    """Log ``fmt.format(*args, **kwargs)`` at ERROR and raise it, if ``pred`` is truthy (contract §3.1).
+
+    Raises:
+        LLMException: ``pred`` is truthy; with the given ``status_code``.
+    """
     raise_if_false(not pred, fmt, *args, status_code=status_code, **kwargs)

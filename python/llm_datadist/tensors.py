@@ -1,8 +1,7 @@
 """Tensors: :class:`Tensor` and :class:`TensorDesc` (contract §9.5, §9.6), and arrays over addresses.
 
-numpy is imported when something here is used, not before; torch never: whoever gives one of its dtypes has imported it.
-Not for: caches; they give views of their memory by ``CacheManager.tensor_views`` and
-``KvCacheManager.get_cache_tensors``.
+numpy is imported when a function here needs it. torch is never imported, because a caller that passes one of its dtypes
+has imported it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ __all__ = ["Tensor", "TensorDesc", "create_npu_tensors"]
 
 
 class TensorDesc:
-    """Element type and shape of a tensor.
+    """Element type and shape of a tensor (contract §9.5).
 
     Args:
-        dtype: element type.
-        shape: dimensions.
+        dtype: element type, or ``None``.
+        shape: dimensions, outermost first.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(self, dtype: DataType, shape: Union[list[int], tuple[int, ...]]) -> None:
@@ -53,23 +52,22 @@ class TensorDesc:
 
 
 class Tensor:
-    """A tensor in host memory. It shares the memory of what it is made of, and keeps it.
+    """A tensor in host memory (contract §9.6). It shares the memory of ``data`` and keeps it alive.
 
-    The original's tensors live in its native module; there are no handles of that kind here, and whatever takes or
-    returns one is refused with ``LLM_FEATURE_NOT_ENABLED``.
+    The native handles of the original do not exist here.
 
     Args:
         data: a C-contiguous numpy array, or another :class:`Tensor`.
-        tensor_desc: what an array holds, by default what its dtype says. The bits of a ``float16`` array described as
-            ``DT_BF16`` are taken for brain floats.
+        tensor_desc: the descriptor of an array; by default, that of its dtype and shape. A ``float16`` array with a
+            descriptor of ``DT_BF16`` holds the bits of bfloat16 numbers.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        RuntimeError: an array that is not C-contiguous, of a dtype without a counterpart, or that is not as described.
-        LLMException: ``LLM_FEATURE_NOT_ENABLED``, a native handle.
+        TypeError: an argument has the wrong type.
+        RuntimeError: the array is not C-contiguous, its dtype has no ``DataType``, or it differs from the descriptor.
+        LLMException: ``LLM_FEATURE_NOT_ENABLED``: ``data`` is an ``int``, which is a native handle in the original.
     """
 
-    # What the memory is: an array, or a view of a cache.
+    # The owner of the memory: an array, or a view of a cache.
     _source: Any
     _desc: TensorDesc
 
@@ -82,7 +80,7 @@ class Tensor:
             return
         if isinstance(data, int) and not isinstance(data, bool):
             raise _no_handles()
-        import numpy as np  # noqa: PLC0415  (only for those who make tensors)
+        import numpy as np  # noqa: PLC0415  (imported when it is needed)
 
         _core.check_isinstance("data", data, [np.ndarray, Tensor, int], allow_none=False)
         self._source, self._desc = data, _described(data, tensor_desc)
@@ -95,26 +93,29 @@ class Tensor:
 
     @classmethod
     def from_tensor_tuple(cls, tensor_tuple: tuple[int, int, list[int]]) -> Tensor:
-        """Refuse: the first element is a handle of the original's native module.
+        """Raise an exception: native handles, the first element of the tuple, do not exist here (contract §9.6).
 
         Raises:
-            LLMException: ``LLM_FEATURE_NOT_ENABLED``.
+            TypeError: ``tensor_tuple`` is not a tuple.
+            LLMException: ``LLM_FEATURE_NOT_ENABLED``, for every tuple.
         """
         _core.check_isinstance("tensor_tuple", tensor_tuple, tuple)
         raise _no_handles()
 
     def numpy(self, copy: bool = False) -> Any:
-        """Return the tensor as an array: of its own memory, or with ``copy`` of new memory.
+        """Return the tensor as a numpy array (contract §9.6).
 
-        ``DT_BF16`` is widened to ``float32``, always in new memory. ``DT_STRING`` needs ``copy``.
+        Args:
+            copy: whether the array has memory of its own; otherwise it is a view. ``DT_BF16`` is always widened to
+                ``float32`` in new memory, and ``DT_STRING`` needs ``copy=True``.
 
         Raises:
-            TypeError: ``copy`` is no ``bool``.
+            TypeError: ``copy`` is not a ``bool``.
             RuntimeError: ``DT_STRING`` without ``copy``.
         """
         _core.check_isinstance("copy", copy, bool, allow_none=False)
         if self._desc.dtype == DataType.DT_STRING and not copy:
-            raise RuntimeError("a DT_STRING tensor cannot be shown without a copy: numpy(copy=True)")
+            raise RuntimeError("a DT_STRING tensor has no view; use numpy(copy=True)")
         source = self._source
         array = source.numpy() if isinstance(source, _core.TensorView) else source
         if self._desc.dtype == DataType.DT_BF16:
@@ -131,56 +132,59 @@ class Tensor:
 
 
 def _no_handles() -> LLMException:
-    text = "tensors of this engine have no native handles: make a Tensor of a numpy array"
+    text = "tensors of this package have no native handles; make a Tensor from a numpy array"
     return LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 
 def _described(array: Any, desc: Optional[TensorDesc]) -> TensorDesc:
-    """Return what ``array`` holds; it must be what ``desc`` says, if that is given."""
+    """Return the descriptor of ``array``, which must be ``desc`` if that is given."""
     from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype  # noqa: PLC0415  (they import numpy)
 
     if not array.flags.c_contiguous:
-        raise RuntimeError("the array is not C-contiguous: numpy.ascontiguousarray makes one that is")
+        raise RuntimeError("the array is not C-contiguous; numpy.ascontiguousarray makes one that is")
     if desc is None:
         if array.dtype.kind in "SU":
             return TensorDesc(DataType.DT_STRING, array.shape)
         dtype = np_dtype_to_dtype.get(array.dtype)
         if dtype is None:
-            raise RuntimeError(f"dtype = {array.dtype} has no DataType")
+            raise RuntimeError(f"dtype={array.dtype} has no DataType")
         return TensorDesc(dtype, array.shape)
     if desc.shape != list(array.shape):
-        raise RuntimeError(f"the array has shape {list(array.shape)} and tensor_desc {desc.shape}")
+        raise RuntimeError(f"the array has the shape {list(array.shape)}, and tensor_desc has {desc.shape}")
     wanted = dtype_to_np_dtype.get(desc.dtype)
     strings = desc.dtype == DataType.DT_STRING and array.dtype.kind in "SU"
     if not strings and (wanted is None or array.dtype != wanted):
-        raise RuntimeError(f"the array has dtype {array.dtype} and tensor_desc {desc.dtype}")
+        raise RuntimeError(f"the array has the dtype {array.dtype}, and tensor_desc has {desc.dtype}")
     return desc
 
 
 def _widened(array: Any) -> Any:
-    """Return brain floats, whatever type their 16 bits have, as ``float32``: the same bits and 16 zeros."""
-    import numpy as np  # noqa: PLC0415  (only for those who have tensors)
+    """Return bfloat16 numbers, whatever type their 16 bits have, as ``float32``: the same bits and 16 zeros."""
+    import numpy as np  # noqa: PLC0415  (imported when it is needed)
 
     return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def create_npu_tensors(shape: Sequence[int], dtype: Any, addrs: list[int]) -> list[Any]:
-    """Make one tensor over each address, without a copy and without owning the memory.
+    """Make one tensor over each address, without a copy and without ownership of the memory (contract §9.6).
 
-    The memory must stay where it is while the tensors are used. That of a pool cache does until it is deallocated and
-    used for another, and is unmapped once the engine is finalized and no view keeps it; ``tensor_views`` and
-    ``get_cache_tensors`` give tensors that keep it.
+    The memory must stay valid while the tensors are used. Memory of an allocated cache may be reused after its
+    deallocation, and is unmapped by ``finalize``. ``tensor_views`` and ``get_cache_tensors`` return tensors that keep
+    the memory.
 
     Args:
-        shape: dimensions of each.
-        dtype: a ``torch.dtype`` for torch tensors; a numpy dtype, or a ``DataType``, for numpy arrays, where
-            ``DT_BF16`` shows as ``uint16``, its bits.
-        addrs: where they are, ``int`` each.
+        shape: dimensions of each tensor, outermost first.
+        dtype: a ``torch.dtype`` for torch tensors; a numpy dtype or a ``DataType`` for numpy arrays. ``DT_BF16`` gives
+            arrays of ``uint16``: the bits.
+        addrs: address of each tensor.
+
+    Returns:
+        A torch tensor or a numpy array for each address.
 
     Raises:
-        TypeError: an argument of the wrong type, or a ``dtype`` without a counterpart.
-        LLMException: ``LLM_PARAM_INVALID``, no addresses, a shape without meaning, or memory that is not mapped
-            readable and writable.
+        TypeError: an argument has the wrong type, or ``dtype`` has no ``DataType``.
+        LLMException: ``LLM_PARAM_INVALID``: no addresses, an invalid shape, or memory that is not mapped readable and
+            writable.
     """
     as_torch = type(dtype).__module__ == "torch" and type(dtype).__name__ == "dtype"
     data_type = _torch_type(dtype) if as_torch else _numpy_type(dtype)
@@ -212,20 +216,20 @@ _TORCH_NAMES = {
 def _torch_type(dtype: object) -> DataType:
     name = str(dtype).rpartition(".")[2]
     if name not in _TORCH_NAMES:
-        raise TypeError(f"dtype = {log.shown(dtype)} has no DataType")
+        raise TypeError(f"dtype={log.shown(dtype)} has no DataType")
     return _TORCH_NAMES[name]
 
 
 def _numpy_type(dtype: Any) -> DataType:
     if isinstance(dtype, DataType):
         return dtype
-    import numpy as np  # noqa: PLC0415  (only for those who give one of its dtypes)
+    import numpy as np  # noqa: PLC0415  (imported when it is needed)
 
     from llm_datadist.data_type import np_dtype_to_dtype  # noqa: PLC0415  (it imports numpy)
 
     if dtype is None:
-        raise TypeError("dtype = None is not allowed: a dtype of torch or numpy, or a DataType")
+        raise TypeError("dtype must not be None; give a dtype of torch or numpy, or a DataType")
     found = np_dtype_to_dtype.get(np.dtype(dtype))
     if found is None:
-        raise TypeError(f"dtype = {log.shown(dtype)} has no DataType")
+        raise TypeError(f"dtype={log.shown(dtype)} has no DataType")
     return found

@@ -1,7 +1,7 @@
-"""The value classes of the API: descriptors, keys, cache handles and their enumerations (contract §3.3, §4).
+"""The value classes of the API: descriptors, keys, the handle of a cache, and enumerations (contract §3.3, §4).
 
-Plain objects, checked when made by the native module; descriptors and keys can be copied and pickled, a cache handle
-belongs to its process. Not for: operations on caches (``cache_manager``) or options (``configs``).
+The native module checks the arguments of constructors. Descriptors and keys can be copied and pickled; a handle belongs
+to its process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Optional, Union
 
 from llm_datadist import _core
 from llm_datadist._core import check_layer_range
+from llm_datadist.arguments import refuse_none
+from llm_datadist.caches import CacheHandle
 from llm_datadist.data_type import DataType
 from llm_datadist.status import NamedIntEnum, raise_if_false
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from llm_datadist.cache_manager import CacheManager
 
 __all__ = [
     "BlocksCacheKey",
@@ -37,14 +41,14 @@ _UINT64_MAX = 2**64 - 1
 
 
 class Placement(NamedIntEnum):
-    """Which memory a cache is in."""
+    """The memory that holds a cache (contract §3.3). In this package both are host memory, in pools of their own."""
 
     HOST = 0
     DEVICE = 1
 
 
 class RegisterMemStatus(Enum):
-    """How far the memory exchange of a link is."""
+    """State of a communicator (contract §6.7)."""
 
     OK = 0
     PREPARING = 1
@@ -55,14 +59,14 @@ int_to_mem_status_dict = {status.value: status for status in RegisterMemStatus}
 
 
 class Memtype(Enum):
-    """Kind of memory of a :class:`MemInfo`."""
+    """Kind of memory of a :class:`MemInfo` (contract §3.3)."""
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
 
 
 class PushType(Enum):
-    """How the destination of a push is named."""
+    """How the destination of a push is named (contract §3.3). No call takes it."""
 
     NO_CACHE_KEY = 0
     BLOCKS_CACHE_KEY = 1
@@ -70,22 +74,22 @@ class PushType(Enum):
 
 
 class CacheDesc:
-    """What a cache looks like: ``num_tensors`` equal tensors of ``shape``.
+    """The descriptor of a cache: ``num_tensors`` equal tensors of ``shape`` (contract §4.2).
 
     Args:
-        num_tensors: how many tensors (uint32); usually two per layer.
-        shape: dimensions of one tensor, outermost first; dimension 0 counts batch slots or blocks. A ``list`` is kept,
-            not copied, and may be changed through :meth:`update_dim`.
+        num_tensors: number of tensors (uint32); usually two for each layer.
+        shape: dimensions of one tensor (int64 each), outermost first. Dimension 0 is the number of batch slots or
+            blocks. A ``list`` is kept, not copied, and :meth:`update_dim` may change it.
         data_type: element type.
-        placement: which memory.
-        batch_dim_index: which dimension counts the batch slots or blocks.
-        seq_len_dim_index: which dimension is the sequence length, or -1; without effect.
-        kv_tensor_format: name of a layout; without effect.
+        placement: memory of the cache.
+        batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
+        seq_len_dim_index: index of the dimension of the sequence length, or -1 (int32). It has no effect.
+        kv_tensor_format: name of a layout. It has no effect.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an integer outside its width.
-        LLMException: ``LLM_PARAM_INVALID``, an index outside the dimensions.
+        TypeError: an argument has the wrong type.
+        ValueError: an integer is outside its width.
+        LLMException: ``LLM_PARAM_INVALID``: an index is outside the dimensions.
     """
 
     def __init__(
@@ -116,17 +120,17 @@ class CacheDesc:
         self._seq_len_dim_index = seq_len_dim_index
         self._kv_tensor_format = kv_tensor_format
         self._size: Optional[int] = None
-        # Whether a cache is a blocks cache is said by the call that makes it, never by its descriptor.
+        # Contract §18.2: the call decides whether a cache is a blocks cache, and no call changes this attribute.
         self._is_blocks = False
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors."""
+        """Number of tensors."""
         return self._num_tensors
 
     @property
     def shape(self) -> Union[list[int], tuple[int, ...]]:
-        """Dimensions of one tensor: the object given, not a copy."""
+        """Dimensions of one tensor: the object that was passed, not a copy."""
         return self._shape
 
     @property
@@ -136,22 +140,22 @@ class CacheDesc:
 
     @property
     def placement(self) -> Placement:
-        """Which memory."""
+        """Memory of the cache."""
         return self._placement
 
     @property
     def batch_dim(self) -> int:
-        """Which dimension counts the batch slots or blocks."""
+        """Index of the dimension of batch slots or blocks."""
         return self._batch_dim_index
 
     @property
     def batch_size(self) -> int:
-        """How many batch slots or blocks there were when the descriptor was made."""
+        """Number of batch slots or blocks when the descriptor was made."""
         return self._batch_size
 
     @property
     def seq_len_dim_index(self) -> int:
-        """Which dimension is the sequence length, or -1."""
+        """Index of the dimension of the sequence length, or -1."""
         return self._seq_len_dim_index
 
     @property
@@ -161,17 +165,27 @@ class CacheDesc:
 
     @property
     def size(self) -> int:
-        """Bytes of one tensor, computed on first use.
+        """Bytes of one tensor, computed on first access (contract §4.2).
 
         Raises:
-            LLMException: ``LLM_PARAM_INVALID``, a dimension of 0 or less, 2^63 bytes or more, or no data type.
+            LLMException: ``LLM_PARAM_INVALID``: a dimension of 0 or less, more than 31 dimensions, 2^63 bytes or more,
+                or no data type.
         """
         if self._size is None:
             self._size = _core.tensor_bytes(self._shape, self._data_type)
         return self._size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Change one dimension of a ``list`` shape; a ``tuple`` raises ``TypeError``."""
+        """Change one dimension of a ``list`` shape, and compute :attr:`size` anew (contract §4.2).
+
+        Args:
+            dim_index: index of the dimension.
+            dim_value: its new value.
+
+        Raises:
+            TypeError: the shape is a ``tuple``.
+            IndexError: there is no such dimension.
+        """
         self._shape[dim_index] = dim_value  # type: ignore[index]
         self._size = None
 
@@ -188,7 +202,8 @@ def _key_arguments(
 ) -> dict[str, int]:
     """Return the arguments of a key by name: positions win over keywords, ``cluster_id`` over its older name."""
     limit = len(positions)
-    raise_if_false(len(args) + len(kwargs) <= limit, "at most {} arguments are supported", limit)
+    count = len(args) + len(kwargs)
+    raise_if_false(count <= limit, "at most {} arguments are supported (got {})", limit, count)
     given = dict(kwargs)
     if "prompt_cluster_id" in given:
         given.setdefault("cluster_id", given.pop("prompt_cluster_id"))
@@ -201,16 +216,16 @@ def _key_arguments(
 
 
 class CacheKey:
-    """Names one batch slot of a continuous cache, by the request or by the prefix it holds.
+    """The name of one batch slot of a continuous cache, by its request or by its prefix (contract §4.6).
 
     ``CacheKey(cluster_id, req_id, model_id=0, prefix_id=2**64 - 1)``; ``prompt_cluster_id`` is an older keyword for
-    ``cluster_id``. All are uint64. ``req_id = 2**64 - 1`` without a prefix is the placeholder of an unused slot; any
-    other ``prefix_id`` makes it the key of a prefix (seed ``deprecated.md``, allocate_cache).
+    ``cluster_id``. All are uint64. A ``prefix_id`` other than ``2**64 - 1`` makes it a prefix key. ``req_id = 2**64 -
+    1`` without a prefix is a placeholder for a slot without a key. Keys compare and hash by identity.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, arguments missing, unknown or too many.
-        TypeError: an argument that is no ``int``.
-        ValueError: an integer outside uint64.
+        LLMException: ``LLM_PARAM_INVALID``: an argument is missing or unknown, or there are more than 4.
+        TypeError: an argument is not an ``int``.
+        ValueError: an integer is outside uint64.
     """
 
     def __init__(self, *args: int, **kwargs: int) -> None:
@@ -225,7 +240,7 @@ class CacheKey:
 
     @property
     def cluster_id(self) -> int:
-        """The cluster that owns the cache; matters only when pulling."""
+        """The cluster that owns the cache. It matters only for pulls."""
         return self._cluster_id
 
     @property
@@ -235,17 +250,17 @@ class CacheKey:
 
     @property
     def req_id(self) -> int:
-        """The request; 2**64 - 1 for none."""
+        """Id of the request; ``2**64 - 1`` for none."""
         return self._req_id
 
     @property
     def prefix_id(self) -> int:
-        """The prefix; 2**64 - 1 for none."""
+        """Id of the prefix; ``2**64 - 1`` for none."""
         return self._prefix_id
 
     @property
     def model_id(self) -> int:
-        """The model; ids of requests and prefixes are per model."""
+        """Id of the model. Each model has request ids and prefix ids of its own."""
         return self._model_id
 
     def __repr__(self) -> str:
@@ -256,15 +271,15 @@ class CacheKey:
 
 
 class BlocksCacheKey:
-    """Names the blocks cache of a model.
+    """The name of the blocks cache of a model (contract §4.5).
 
     ``BlocksCacheKey(cluster_id, model_id=0)``; ``prompt_cluster_id`` is an older keyword for ``cluster_id``. Both are
-    uint64 (seed ``deprecated.md``, allocate_blocks_cache).
+    uint64. Keys compare and hash by identity.
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, arguments missing, unknown or too many.
-        TypeError: an argument that is no ``int``.
-        ValueError: an integer outside uint64.
+        LLMException: ``LLM_PARAM_INVALID``: an argument is missing or unknown, or there are more than 2.
+        TypeError: an argument is not an ``int``.
+        ValueError: an integer is outside uint64.
     """
 
     def __init__(self, *args: int, **kwargs: int) -> None:
@@ -279,7 +294,7 @@ class BlocksCacheKey:
 
     @property
     def cluster_id(self) -> int:
-        """The cluster that owns the cache; matters only when pulling."""
+        """The cluster that owns the cache. It matters only for pulls."""
         return self._cluster_id
 
     @property
@@ -289,7 +304,7 @@ class BlocksCacheKey:
 
     @property
     def model_id(self) -> int:
-        """The model."""
+        """Id of the model."""
         return self._model_id
 
     def __repr__(self) -> str:
@@ -298,16 +313,17 @@ class BlocksCacheKey:
 
 
 class CacheKeyByIdAndIndex:
-    """Names one batch slot by the id of its cache.
+    """The name of one batch slot, by the id of its cache (contract §4.7).
 
     Args:
         cluster_id: the cluster that owns the cache (uint64).
-        cache_id: id of the cache there (int64).
+        cache_id: id of the cache at its owner (int64). In remote-accessible mode, 0 or less means the cache of request
+            key 0 of model 0 (contract §12.4).
         batch_index: batch slot (uint32).
 
     Raises:
-        TypeError: an argument that is no ``int``.
-        ValueError: an integer outside its width.
+        TypeError: an argument is not an ``int``.
+        ValueError: an integer is outside its width.
     """
 
     def __init__(self, cluster_id: int, cache_id: int, batch_index: int = 0) -> None:
@@ -341,7 +357,7 @@ class CacheKeyByIdAndIndex:
 
 
 class MemInfo:
-    """A piece of memory.
+    """A range of memory, for ``remap_registered_memory`` (contract §4.8, §7.17).
 
     Args:
         mem_type: kind of memory.
@@ -349,7 +365,7 @@ class MemInfo:
         size: bytes.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type; ``None`` is allowed.
     """
 
     def __init__(self, mem_type: Memtype, addr: int, size: int) -> None:
@@ -376,27 +392,34 @@ class MemInfo:
         return f"MemInfo(mem_type={self._mem_type}, addr={self._addr}, size={self._size})"
 
 
-class Cache:
-    """A handle on a cache; made by a ``CacheManager`` or :meth:`create_cpu_cache`. Dropping it frees nothing.
+class Cache(CacheHandle):
+    """The handle of a cache in CacheManager mode (contract §4.3).
+
+    A ``CacheManager`` or :meth:`create_cpu_cache` makes it. Dropping a handle frees nothing. A handle is a context
+    manager: ``with manager.allocate_blocks_cache(...) as cache:`` releases the cache at the end of the block. It
+    deallocates an allocated cache, and unregisters a registered one.
 
     Args:
-        cache_id: 1 or above for a cache of an engine, -1 for a CPU cache (int64).
-        cache_desc: what it looks like.
-        tensor_addrs: address of every tensor.
-        cache_manager: the manager that made it.
-        is_registered: whether the memory is the caller's.
-        is_blocks_cache: whether dimension 0 counts blocks.
+        cache_id: 1 or more for a cache of an engine, -1 for a CPU cache (int64).
+        cache_desc: the descriptor.
+        tensor_addrs: address of each tensor.
+        cache_manager: the manager that made it, or ``None``.
+        is_registered: whether the memory belongs to the caller.
+        is_blocks_cache: whether dimension 0 is the number of blocks.
+
+    Raises:
+        TypeError: ``cache_id`` is not an ``int``.
+        ValueError: ``cache_id`` is outside int64.
     """
 
-    # What the engine knows it by; none of a cache put together by hand, which is found by its id.
-    _handle: Union[_core.LooseCache, _core.ManagedCache, None] = None
+    _cache_manager: Optional[CacheManager]
 
     def __init__(
         self,
         cache_id: int,
         cache_desc: CacheDesc,
         tensor_addrs: Sequence[int],
-        cache_manager: object,
+        cache_manager: Optional[CacheManager],
         is_registered: bool,
         is_blocks_cache: bool,
     ) -> None:
@@ -410,9 +433,9 @@ class Cache:
         self._valid = True
 
     def _made(
-        self, handle: _core.ManagedCache, desc: CacheDesc, manager: object, registered: bool, blocks: bool
+        self, handle: _core.ManagedCache, desc: CacheDesc, manager: CacheManager, registered: bool, blocks: bool
     ) -> Cache:
-        """Return the same, as the cache that an engine made: in place of ``__init__``."""
+        """Set up the handle of a cache that an engine made, in place of ``__init__``, and return it."""
         self._handle = handle
         self._cache_id = handle.cache_id
         self._cache_desc = desc
@@ -424,51 +447,60 @@ class Cache:
 
     @cached_property
     def _tensor_addrs(self) -> Sequence[int]:
-        # Only of a cache that an engine made, and made when they are asked for: most caches are used by their keys.
+        # Computed on first access, because programs use most caches by their keys only.
         return self._handle.tensor_addrs() if isinstance(self._handle, _core.ManagedCache) else []
+
+    def _invalidate(self) -> None:
+        """Note that the cache was deallocated."""
+        self._valid = False
+        self._tensor_addrs = []
+
+    def _release(self) -> None:
+        manager = self._cache_manager
+        if manager is None or not self._valid:
+            return
+        if self._is_registered:
+            manager.unregister_cache(self._cache_id)
+        elif self._is_blocks_cache:
+            manager.deallocate_blocks_cache(self)
+        else:
+            manager.deallocate_cache(self)
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int]) -> Cache:
-        """Make a blocks cache over host memory of the caller, for ``CacheManager.swap_blocks``.
+        """Make a blocks cache over host memory of the caller, for ``CacheManager.swap_blocks`` (contract §4.3).
 
-        The memory must stay valid, readable and writable while the handle lives (seed ``deprecated.md``, swap_blocks).
+        The memory must stay valid, readable and writable while the handle is used.
 
         Args:
-            cache_desc: what the memory holds; its placement must be ``HOST``.
-            addrs: address of every tensor.
+            cache_desc: tensors of shape ``[blocks, ...]`` with the placement ``HOST``.
+            addrs: address of each tensor (uint64), none 0.
 
         Raises:
-            TypeError: an argument of the wrong type.
+            TypeError: an argument has the wrong type.
             AttributeError: ``cache_desc`` is ``None``.
-            LLMException: ``LLM_PARAM_INVALID``, not ``HOST``, not one address per tensor, or sizes without meaning.
+            ValueError: an address is outside uint64.
+            LLMException: ``LLM_PARAM_INVALID``: another placement, not one address for each tensor, an address of 0,
+                or an invalid shape.
         """
         _core.check_isinstance("cache_desc", cache_desc, CacheDesc)
         _core.check_isinstance("addrs", addrs, list, int, allow_none=False)
+        refuse_none("cache_desc", cache_desc)
         placement = cache_desc.placement
-        raise_if_false(placement == Placement.HOST, "placement = {} is not allowed: Placement.HOST", placement)
+        raise_if_false(placement == Placement.HOST, "placement={} is not Placement.HOST", placement)
         handle = _core.LooseCache(cache_desc, addrs)
         cache = cls(-1, cache_desc, list(addrs), None, is_registered=False, is_blocks_cache=True)
         cache._handle = handle
         return cache
 
     @property
-    def cache_id(self) -> int:
-        """Id in its engine, or -1 for a CPU cache."""
-        return self._cache_id
-
-    @property
-    def cache_desc(self) -> CacheDesc:
-        """What it looks like."""
-        return self._cache_desc
-
-    @property
     def tensor_addrs(self) -> Sequence[int]:
-        """Address of every tensor; empty once deallocated."""
+        """Address of each tensor; empty after a deallocation."""
         return self._tensor_addrs
 
     @property
     def is_blocks_cache(self) -> bool:
-        """Whether dimension 0 counts blocks."""
+        """Whether dimension 0 is the number of blocks."""
         return self._is_blocks_cache
 
     def __repr__(self) -> str:
@@ -479,7 +511,7 @@ class Cache:
 
 
 def made_cache(
-    handle: _core.ManagedCache, desc: CacheDesc, manager: object, registered: bool = False, blocks: bool = False
+    handle: _core.ManagedCache, desc: CacheDesc, manager: CacheManager, registered: bool = False, blocks: bool = False
 ) -> Cache:
     """Return the public handle of a cache that an engine made."""
     return Cache.__new__(Cache)._made(handle, desc, manager, registered, blocks)  # noqa: SLF001  (as `__init__` would)

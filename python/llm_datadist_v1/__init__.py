@@ -1,7 +1,7 @@
 """The names of :mod:`llm_datadist` under the import path of the first generation (contract §1.3).
 
-The very same objects, so that either spelling catches and compares. The original's native module ``llm_wrapper`` is not
-reproduced.
+Every name is the same object as in :mod:`llm_datadist`, so that exceptions and codes of either spelling are equal. The
+native module ``llm_wrapper`` of the original does not exist here.
 """
 
 from llm_datadist import (

@@ -1,7 +1,6 @@
-"""Writes docs/options.md from the properties of `LlmConfig`: options.py [--check].
+"""Writes docs/options.md from the table of options of the package: options.py [--check].
 
-With `--check` it compares instead, and ends with 1 if the page is out of date. Not for: what an option does; its
-docstring says that.
+With `--check` it compares instead, and exits with 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -10,62 +9,56 @@ import argparse
 import sys
 from pathlib import Path
 
-from llm_datadist import configs, datadist
+from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, Row, rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
 This page lists every option of an engine. Set options as attributes of `LLMConfig`, and pass the result of
-`generate_options()` to `LLMDataDist.init`. `init` also takes a dict with the keys and texts directly. Options marked
-"own option" exist only in this package; the others are those of the original. `init` ignores unknown keys.
+`generate_options()` to `LLMDataDist.init`. `init` also takes a dict with the keys and texts directly. `llm-datadist
+options` prints the same list.
 
-The page is generated from the code.
+`init` ignores unknown keys. If a key is at most two edits away from a known one, `init` logs one WARNING with that key,
+which the default log level (ERROR) hides ([Logging](logging.md)). Setting an attribute of `LLMConfig` that does not
+exist logs the same kind of WARNING.
 
-| attribute | key | type | meaning |
-| --- | --- | --- | --- |
+The page is generated from the code by `make docs-options`.
 """
-ENVIRONMENT = """
+COLUMNS = """
+| attribute | key | type | default | meaning |
+| --- | --- | --- | --- | --- |
+"""
+ENVIRONMENT_HEAD = """
 ## Environment variables
 
 `init` reads a variable only if the option is absent. An option that is given wins, whatever its value.
 
-| variable | option |
+| variable | option or meaning |
 | --- | --- |
 """
-# Variables that no option stands for.
-OTHERS = {
-    "ASCEND_GLOBAL_LOG_LEVEL": "level of the logger `LLM_DATADIST` ([Logging](logging.md))",
-    "LLM_DATADIST_LOG": "`off` silences the standard log of the C and C++ interface ([Logging](logging.md))",
-}
 
 
-def names(allowed: type | list[type]) -> str:
-    """The classes of a value, for people."""
-    classes = allowed if isinstance(allowed, list) else [allowed]
-    return ", ".join(f"`{kind.__name__}`" for kind in classes)
+def line(row: Row) -> str:
+    """Returns the line of one option."""
+    key = f"`{row.key}`" if row.key else ""
+    types = ", ".join(f"`{name}`" for name in row.types)
+    meaning = row.meaning.replace("|", "\\|")
+    return f"| `{row.attribute}` | {key} | {types} | {row.default} | {meaning} |\n"
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     text = HEAD
-    for name, option in vars(configs.LlmConfig).items():
-        if isinstance(option, configs._Option):  # noqa: SLF001  (the table of the options)
-            meaning = (option.__doc__ or "").replace("``", "`").replace("|", "\\|").replace("\n", " ")
-            text += f"| `{name}` | `{option.key}` | {names(option._allowed)} | {meaning} |\n"  # noqa: SLF001
-    text += (
-        "| `ge_options` | | `dict` | Further keys and texts, written before all others. Keys of the original's machine "
-        "(`ge.*`) have no effect. |\n"
-    )
-    text += ENVIRONMENT
-    variables = {**datadist._ENVIRONMENT, **datadist._TOKEN_VARIABLES}  # noqa: SLF001
-    for key, variable in variables.items():
+    text += "\n## Options of the original\n" + COLUMNS + "".join(line(row) for row in rows() if not row.own)
+    text += "\n## Options of this package only\n" + COLUMNS + "".join(line(row) for row in rows() if row.own)
+    text += ENVIRONMENT_HEAD
+    for key, variable in {**ENVIRONMENT, **TOKEN_VARIABLES}.items():
         text += f"| `{variable}` | `{key}` |\n"
-    text += "".join(f"| `{variable}` | {meaning} |\n" for variable, meaning in OTHERS.items())
-    return text
+    return text + "".join(f"| `{variable}` | {meaning} |\n" for variable, meaning in OTHER_VARIABLES.items())
 
 
 def main() -> int:
-    """Writes or compares."""
+    """Writes or compares the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     if not parser.parse_args().check:

@@ -1,20 +1,20 @@
-"""Replay of a request trace through two engines, as serving nodes would: ``python -m llm_datadist replay``.
+"""Replays a request trace through a prefill and a decode engine: ``llm-datadist replay``.
 
-A prefill process writes blocks; a decode process, the one that is started, pulls them, swaps under pressure and checks
-every byte. For sizing pools and for checking a real workload. Not part of the library's interface: nothing outside this
-folder imports it, and it alone imports numpy.
+A prefill process writes blocks. A decode process pulls them, swaps blocks when its device pool is full, and verifies
+every byte. Use it to choose the sizes of pools, or to check a workload. No module outside this folder imports it, and
+no module outside this folder imports numpy when it is imported itself.
 
-| module   | what                                                                              |
+| module   | content                                                                           |
 | -------- | --------------------------------------------------------------------------------- |
-| trace    | requests: read from a file, or made with the same shape                           |
-| table    | which block lies where: plans hits, swaps and evictions; numbers only             |
+| trace    | requests: read from a file, or generated with the same shape                      |
+| table    | the place of each block: plans hits, swaps and evictions; numbers only            |
 | geometry | the shape of a block and the sizes of pools; numbers only                         |
 | content  | the bytes of a block as a function of its id; exact comparison                    |
-| engine   | one process' engine: pools, caches, their bytes                                   |
+| engine   | the engine of one process: pools, caches, their bytes                             |
 | node     | the decode node: every engine call, timed                                         |
 | channel  | messages between the two processes, every wait bounded                            |
 | worker   | the prefill process                                                               |
-| prefill  | the prefill process as decode sees it: started, asked, replaced when it dies      |
+| prefill  | the prefill process as the decode process sees it; replaced when it dies          |
 | serve    | the life of a request: admit, pull, verify, diverge, finish                       |
 | report   | results: table, JSON, progress                                                    |
 | cli      | options, exit status                                                              |

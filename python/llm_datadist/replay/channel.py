@@ -1,7 +1,4 @@
-"""Messages between the two processes of a replay: one JSON object a line, over two pipes, every wait bounded.
-
-Not for bytes of caches, which travel through the engines.
-"""
+"""Messages between the two processes of a replay: one JSON object a line, over two pipes, every wait bounded."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ _CHUNK = 1 << 16
 
 
 class ChannelError(Exception):
-    """The other process closed the channel, did not answer in time, or sent what is no message. The text says which."""
+    """The other process closed the channel, did not answer in time, or sent an invalid message."""
 
 
 class Channel:
-    """The end of a channel in the process that must not wait for ever.
+    """One end of a channel, whose waits are bounded.
 
     Args:
         reading: descriptor of the pipe that is read.
@@ -61,7 +58,7 @@ class Channel:
         except ValueError:
             message = None
         if not isinstance(message, dict) or not all(field in message for field in fields):
-            raise ChannelError(f"sent what is no message, or another: {line[:80]!r}")
+            raise ChannelError(f"sent an invalid message: {line[:80]!r}")
         return message
 
     def _write(self, data: memoryview) -> int:
@@ -73,7 +70,7 @@ class Channel:
             raise ChannelError(f"closed the channel ({error.strerror})") from error
 
     def _wait(self, until: float, limit_s: float, silent: str, *, sending: bool = True) -> None:
-        """Wait until there is something to read, which is taken, or to write into if `sending`."""
+        """Wait until bytes can be read, which are then read, or, if `sending`, until the pipe can be written."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         if sending:

@@ -1,7 +1,11 @@
-"""Options of ``python -m llm_datadist replay`` and its exit status. Not for the replay itself.
+"""Options of ``llm-datadist replay`` and its exit status.
 
-Exit status: 0 when every byte was right, 1 on a wrong byte, a leak, a failure of the engine or a prefill process that
-cannot be kept alive, 2 when the options or the trace cannot be used.
+| exit status | meaning                                                                                    |
+| ----------- | ------------------------------------------------------------------------------------------ |
+| 0           | every request was served, and every byte was right                                         |
+| 1           | a wrong byte, a leak, a failure of the engine, or a prefill process that keeps dying       |
+| 2           | the options or the trace cannot be used                                                    |
+| 3           | every byte was right, but some requests did not fit the device pool and were not served    |
 """
 
 # ruff: noqa: T201  (a command prints)
@@ -34,10 +38,13 @@ BUILT_IN_REQUESTS = 12_000
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LARGEST_POOL = 20 * 10**9
 _HALF_WAY = 0
+_MOST_WORKERS = 256  # that the engine allows (`copy_workers`)
+_STANDARD_OUTPUT = "-"
+_NOT_SERVED = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay a trace as the arguments say, print the results and return the exit status."""
+    """Replay a trace with the options in ``arguments``, print the results and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     geometry = Geometry(options.layers, options.heads, options.head_dim, options.dtype, options.block_tokens)
@@ -53,13 +60,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(f"the engine failed: {error.status_code.name}: {error}")
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
-    print(report.table(found))
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    _print(options, found)
+    return _status(options, geometry, found)
+
+
+def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> int:
+    """Return the exit status of a replay that came to its end, and print the reason if it is not 0."""
     for name, leaked in (("decode", found["leaked_bytes"]), ("prefill", found["prefill"]["leaked_bytes"])):
         if leaked:
             return _failed(f"LEAK: {name}: {leaked:,} bytes in use after all was freed")
+    if found["requests_too_large"]:
+        return _failed(_too_small(options, geometry, found), _NOT_SERVED)
     return 0
+
+
+def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the table, and write the JSON. With ``--json -``, standard output has the JSON alone."""
+    text = json.dumps(found, indent=2)
+    print(report.table(found), file=sys.stderr if options.json == _STANDARD_OUTPUT else sys.stdout)
+    if options.json == _STANDARD_OUTPUT:
+        print(text)
+    elif options.json is not None:
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+
+
+def _too_small(options: argparse.Namespace, geometry: Geometry, found: dict[str, Any]) -> str:
+    """Return which pool was too small, and the size that holds the largest request."""
+    setting, needed = found["setting"], found["largest_request_blocks"]
+    size = geometry.device_bytes(needed, options.concurrency)
+    return (
+        f"NOT SERVED: {found['requests_too_large']:,} of {found['requests']:,} requests, because the device pool is "
+        f"too small: the largest of them needs {needed:,} blocks, and the pool has {setting['device_blocks']:,}; use "
+        f"--device-pool {-(-size // 2**20)}MiB or more"
+    )
 
 
 def _requests(parser: argparse.ArgumentParser, options: argparse.Namespace, geometry: Geometry) -> list[trace.Request]:
@@ -115,7 +148,7 @@ def _replay(
 
 
 def _extra(options: argparse.Namespace) -> dict[str, str]:
-    """Return the options of both engines that have no property."""
+    """Return the options that both engines get besides their pools."""
     given = {
         "llm.SwapInPath": options.swap_in if options.swap_in != "auto" else None,
         "llm.CopyWorkers": options.workers,
@@ -131,7 +164,7 @@ def _setup(
     requests: list[trace.Request],
     extra: dict[str, str],
 ) -> Setup:
-    """Return what prefill needs to know; its pool holds the largest requests that decode can serve."""
+    """Return the setup of the prefill process. Its pool holds the largest requests that decode can serve."""
     largest = min(max(len(request.blocks) for request in requests), blocks[0])
     held = PREFILL_REQUESTS * largest
     return Setup(geometry, options.seed, held, geometry.prefill_bytes(held), extra)
@@ -170,12 +203,12 @@ def _setting(
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometry: Geometry) -> tuple[int, int]:
-    """Check the options against each other; return how many blocks the device and the host pool hold."""
+    """Check the options against each other, and return how many blocks the device and the host pool hold."""
     if options.trace is not None and options.block_tokens != trace.FILE_BLOCK_TOKENS:
         parser.error(f"--block-tokens: a trace file has blocks of {trace.FILE_BLOCK_TOKENS} tokens")
     if geometry.row_bytes % 8:
         parser.error(f"a block takes {geometry.row_bytes} bytes of a tensor, which must be a multiple of 8")
-    if options.json is not None:
+    if options.json not in (None, _STANDARD_OUTPUT):
         try:
             Path(options.json).touch()
         except OSError as error:
@@ -194,47 +227,85 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, geometr
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m llm_datadist replay",
-        description="Replay a request trace through two engines as a prefill and a decode node would: prefill writes "
-        "blocks, decode pulls them and swaps under pressure. Verifies every byte of every block, and reports pulls, "
-        "hits, swaps and latencies: for sizing pools and for proving the engine right.",
+        prog="llm-datadist replay",
+        description="Replay a request trace through a prefill and a decode process. The prefill process writes blocks; "
+        "the decode process pulls them, and swaps blocks when its device pool is full. The command verifies every byte "
+        "of every block, and reports pulls, hits, swaps and latencies. Use it to choose the sizes of pools.",
+        epilog="Exit status: 0 if every request was served and every byte was right; 1 for a wrong byte, a leak or a "
+        "failure; 2 for options or a trace that cannot be used; 3 if requests did not fit the device pool.",
     )
-    add = parser.add_argument
-    made = f"the first N requests (of TRACE; of a made trace: {BUILT_IN_REQUESTS:,})"
-    shown = "(%(default)s)"
+    _add_workload(parser.add_argument)
+    _add_run(parser.add_argument)
+    return parser
+
+
+_DEFAULT = "(%(default)s)"
+
+
+def _add_workload(add: Callable[..., Any]) -> None:
+    """Add the options of the trace, the pools and the shape of a block."""
+    made = f"number of requests (all of TRACE, or {BUILT_IN_REQUESTS:,} of a generated trace)"
     add(
         "trace",
         nargs="?",
         metavar="TRACE",
-        help="JSON-lines file; without it a trace of the same shape is made",
+        help="JSON-lines file with the requests (a generated trace)",
     )
     add("--requests", type=_whole(1, 10**7), metavar="N", help=made)
-    add("--device-pool", type=_bytes, default="160MiB", metavar="SIZE", help=f"bytes on decode's device {shown}")
-    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"bytes on decode's host {shown}")
-    add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {shown}")
-    add("--layers", type=_whole(1, 1024), default=4, metavar="N", help=f"layers, a K and a V each {shown}")
-    add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {shown}")
-    add("--head-dim", type=_whole(1, 4096), default=16, metavar="N", help=f"elements of a head {shown}")
-    add("--dtype", choices=list(DTYPES), default="float16", help=f"element type {shown}")
-    add("--concurrency", type=_whole(1, 10**5), default=16, metavar="N", help=f"requests at a time {shown}")
-    add("--seed", type=_whole(0, 2**63), default=1, metavar="N", help=f"seed of trace and contents {shown}")
-    add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"host to device path {shown}")
-    add("--workers", type=_whole(1, 1024), metavar="N", help="copy threads (as the engine chooses)")
-    add("--transport", choices=("auto", "shm", "tcp"), default="auto", help=f"of pulls {shown}")
-    killed = "kill the prefill process in the middle of a pull: that of request N, or half-way"
+    add(
+        "--device-pool",
+        type=_bytes,
+        default="160MiB",
+        metavar="SIZE",
+        help=f"size of decode's device pool {_DEFAULT}",
+    )
+    add("--host-pool", type=_bytes, default="640MiB", metavar="SIZE", help=f"size of decode's host pool {_DEFAULT}")
+    add("--block-tokens", type=_whole(1, 2**20), default=512, metavar="N", help=f"tokens in a block {_DEFAULT}")
+    add(
+        "--layers",
+        type=_whole(1, 1024),
+        default=4,
+        metavar="N",
+        help=f"layers, with a K and a V tensor each {_DEFAULT}",
+    )
+    add("--heads", type=_whole(1, 1024), default=1, metavar="N", help=f"KV heads {_DEFAULT}")
+    add("--head-dim", type=_whole(1, 4096), default=16, metavar="N", help=f"elements of a head {_DEFAULT}")
+    add("--dtype", choices=list(DTYPES), default="float16", help=f"element type {_DEFAULT}")
+
+
+def _add_run(add: Callable[..., Any]) -> None:
+    """Add the options of the run and of its results."""
+    add("--concurrency", type=_whole(1, 10**5), default=16, metavar="N", help=f"requests that run at a time {_DEFAULT}")
+    add(
+        "--seed",
+        type=_whole(0, 2**63),
+        default=1,
+        metavar="N",
+        help=f"seed of trace and contents {_DEFAULT}",
+    )
+    add("--swap-in", choices=("auto", "direct", "ring"), default="auto", help=f"path from host to device {_DEFAULT}")
+    workers = f"threads of each process that copy, 1 to {_MOST_WORKERS} (default of the engine: 4)"
+    add("--workers", type=_whole(1, _MOST_WORKERS), metavar="N", help=workers)
+    add("--transport", choices=("auto", "shm", "tcp"), default="auto", help=f"transport of pulls {_DEFAULT}")
+    killed = "kill the prefill process during the pull of request N, or of the middle one"
     add("--kill-prefill-at", type=_whole_or_half, metavar="N|half", help=killed)
-    add("--prefill-limit", type=_seconds, default=30.0, metavar="S", help=f"seconds for an answer of prefill {shown}")
-    add("--json", metavar="FILE", help="also write the results to FILE")
+    add(
+        "--prefill-limit",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help=f"time limit of an answer of prefill in seconds {_DEFAULT}",
+    )
+    add("--json", metavar="FILE", help="also write the results to FILE as JSON; - prints them in place of the table")
     add("--quiet", action="store_true", help="show no progress")
     add("--corrupt-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
     add("--corrupt-pulled-at", type=_whole(1, 2**63), help=argparse.SUPPRESS)
-    return parser
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,20}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in {least:,} ... {most:,}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
         return int(text)
 
     return parse

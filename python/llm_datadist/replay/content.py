@@ -1,4 +1,4 @@
-"""The bytes of a block as a function of its id, written and compared through numpy views. Not for moving.
+"""The bytes of a block as a function of its id, written and compared through numpy views.
 
 Each 64-bit word is a random word, fixed by seed, tensor and position, plus a multiple of the block's id. A
 block that lands in the wrong slot, tensor or position differs in its first word.
@@ -31,7 +31,7 @@ class Mismatch(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """Bytes `start` ... `stop` of each row that a request changed in its copy of a block, and its salt."""
+    """Bytes `start` to `stop` of each row, which a request changed in its copy of a block, and the salt."""
 
     start: int
     stop: int
@@ -54,7 +54,7 @@ class Pattern:
             np.add(template, key, out=tensor[slot])
 
     def append(self, rows: Sequence[Words], slot: int, tail: Tail) -> None:
-        """Replace the bytes of the tail with bytes that differ from them all."""
+        """Replace every byte of the tail with another one."""
         for tensor in rows:
             piece = tensor[slot].view(np.uint8)[tail.start : tail.stop]
             np.bitwise_xor(piece, np.uint8(tail.salt), out=piece)
@@ -73,12 +73,12 @@ class Pattern:
 
 
 def salt(request: int) -> int:
-    """Return a byte other than 0, so that a tail differs from what it replaces."""
+    """Return a byte other than 0, so that a tail differs from the bytes that it replaces."""
     return request % 255 + 1
 
 
 def flip(rows: Sequence[Words], slot: int, tensor: int, offset: int) -> None:
-    """Change one byte of a slot. For tests, which prove with it that a wrong byte is found."""
+    """Change one byte of a slot, for tests of the verification."""
     rows[tensor][slot].view(np.uint8)[offset] ^= 0x40
 
 

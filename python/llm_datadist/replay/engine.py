@@ -1,6 +1,6 @@
-"""One process' engine: its pools, its blocks caches and their bytes. Not for what a node does with them.
+"""The engine of one process: its pools, its blocks caches and their bytes.
 
-Both processes of a replay open theirs here, so that they agree on every shape.
+Both processes of a replay use this module, so that they agree on every shape.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from llm_datadist.replay.geometry import Geometry
 
 TRANSFER_LIMIT_MS = 10_000
-"""What a copy or a pull may take at most: a machine under load is no reason to end a replay."""
+"""Time limit of a copy or a pull; long enough for a machine under load."""
 
 
 class Engine:
     """An initialised engine. Close it after use.
 
     Args:
-        role: what the process is for.
+        role: the role of the process.
         cluster: its cluster id.
         geometry: the shape of every block.
         pools: bytes of the device pool and of the host pool, 0 for none.
@@ -54,9 +54,9 @@ class Engine:
         self.manager: CacheManager = self.dist.cache_manager
 
     def blocks_cache(self, blocks: int, placement: Placement, model: int) -> tuple[Cache, list[Words]]:
-        """Allocate a blocks cache under its key and touch all of it; return its views as well.
+        """Allocate a blocks cache with its key, touch all of it, and return it with its views.
 
-        A serving node pins its memory at the start; else the first pass through a pool times page faults.
+        Without the touch, the first pass through a pool would include the time of page faults.
         """
         shape = self.geometry
         dims = [blocks, shape.tokens, shape.heads, shape.head_dim]
@@ -83,7 +83,7 @@ class Engine:
         return dict(self.manager.stats())
 
     def used_bytes(self) -> int:
-        """Return the bytes that the pools count as used."""
+        """Return the used bytes of all pools."""
         return sum(int(pool["used_bytes"]) for pool in self.stats()["pools"].values())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a block and the sizes of pools that follow from it. Numbers only."""
+"""The shape of a block, and the sizes of pools that follow from it: numbers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE_SHIFT = 12
 """Page size of every pool: 4 KiB, so that the small staging caches waste little."""
 
 STAGING_TOKENS = 16
-"""Tokens in one of the two rows of a request's staging cache: one row fills while the other drains."""
+"""Tokens in one of the two rows of a request's staging cache: one row is written while the other is read."""
 
 RING_BLOCKS = 4
 """Blocks of device memory left spare for the staging ring of a swap-in."""
@@ -68,14 +68,21 @@ class Geometry(NamedTuple):
     def prefill_bytes(self, blocks: int) -> int:
         """Return the bytes of a prefill pool for that many blocks and for staging caches.
 
-        There is room for a few that are never released, so that a leak is reported as one, at the end.
+        The pool has room for a few staging caches that are never released, so that a leak is reported at the end.
         """
         return self.tensors * _pages(blocks * self.row_bytes) + 8 * PREFILL_REQUESTS * self.staging_bytes
 
     def device_blocks(self, pool_bytes: int, staging_caches: int) -> int:
         """Return how many blocks a device pool holds beside the staging caches and the swap-in ring."""
-        spare = staging_caches * self.staging_bytes + RING_BLOCKS * self.tensors * _pages(self.row_bytes)
-        return self._blocks(pool_bytes - spare)
+        return self._blocks(pool_bytes - self._spare_bytes(staging_caches))
+
+    def device_bytes(self, blocks: int, staging_caches: int) -> int:
+        """Return the bytes of the smallest device pool for which `device_blocks` returns at least that many blocks."""
+        return self._spare_bytes(staging_caches) + self.tensors * _pages(blocks * self.row_bytes)
+
+    def _spare_bytes(self, staging_caches: int) -> int:
+        """Return the bytes of a device pool that staging caches and the swap-in ring take."""
+        return staging_caches * self.staging_bytes + RING_BLOCKS * self.tensors * _pages(self.row_bytes)
 
     def host_blocks(self, pool_bytes: int) -> int:
         """Return how many blocks a host pool holds."""

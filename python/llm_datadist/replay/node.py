@@ -1,6 +1,6 @@
-"""The decode node's memory: the engine with two pools, a blocks cache in each, staging, pulls from prefill.
+"""The decode node: an engine with two pools, a blocks cache in each, staging caches, and pulls from prefill.
 
-Every call into the engine is made and timed here. What to move is decided elsewhere.
+This module makes and times every call of the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STAGING_MODEL = 0
 
 
 class Calls:
-    """What one kind of engine call cost: nanoseconds of each call, blocks and bytes moved in all."""
+    """The cost of one kind of engine call: nanoseconds of each call, and all blocks and bytes that were moved."""
 
     def __init__(self) -> None:
         self.nanoseconds: list[int] = []
@@ -90,13 +90,13 @@ class Node:
             self._succeeded("the end of the link", ended[0])
 
     def pull_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Bring prefill's blocks from its slots into device slots of this node."""
+        """Pull blocks from slots of prefill into device slots of this node."""
         key = BlocksCacheKey(PREFILL, BLOCKS_MODEL)
         with self._timed("pull blocks", len(targets), len(targets) * self.geometry.block_bytes):
             self._manager.pull_blocks(key, self._device, list(sources), list(targets))
 
     def pull_staging(self, request: int, staging: Staging) -> None:
-        """Bring the request's staging cache into row 0 of its own here; prefill's is released by that."""
+        """Pull the request's staging cache into row 0 of the local one, which releases that of prefill."""
         key = CacheKey(PREFILL, request, model_id=STAGING_MODEL)
         with self._timed("pull cache", 0, self._staging_bytes):
             self._manager.pull_cache(key, staging.cache)

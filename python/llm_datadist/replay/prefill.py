@@ -1,6 +1,6 @@
-"""The prefill process as the decode process sees it: starts it, asks, pulls, and starts it again when it dies.
+"""The prefill process as the decode process sees it: started, asked for blocks, and replaced when it dies.
 
-Every wait for it is bounded. Not for what it does (``worker``), or which blocks are asked for.
+Every wait for it is bounded. The process itself runs ``worker``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from llm_datadist.replay.worker import Setup
 
 COMMAND = [sys.executable, "-m", "llm_datadist.replay.worker"]
-"""What is started."""
+"""The command line of the process."""
 
 MOST_RESTARTS = 3
-"""After so many the replay gives up."""
+"""Limit of restarts, after which the replay fails."""
 
 START_LIMIT_S = 30.0
-"""How long the process may take to be there, if an answer may not take longer."""
+"""Time limit of the start of the process, unless that of an answer is longer."""
 
 _EXIT_LIMIT_S = 10.0
 _GRACE_S = 2.0
 _LATEST_PULLS = 101
 
-# What a pull gives while its peer is out of reach: nothing but another process helps, even if this one lives.
+# Codes of a pull whose peer cannot be reached. Only another process helps, even if this one is alive.
 _OUT_OF_REACH = (
     LLMStatusCode.LLM_NOT_YET_LINK,
     LLMStatusCode.LLM_LINK_FAILED,
@@ -49,12 +49,12 @@ _OUT_OF_REACH = (
 
 
 class PrefillError(Exception):
-    """The prefill process does not work. The text says why."""
+    """The prefill process failed. The text gives the reason."""
 
 
 @dataclass
 class Restart:
-    """One loss of the process: at which request (from 1), how it ended, and what was seen of that.
+    """One loss of the process: the request (from 1), how the process ended, and the error that showed it.
 
     `code` is the status of the pull that failed, None if a message did; `gap_ms` is the time from the kill, or from
     when the loss was seen, to the next good pull.
@@ -72,11 +72,11 @@ class Prefill:
 
     Args:
         node: where the blocks are pulled to.
-        setup: what the process is told at its start.
-        token: what both engines must know to be linked.
-        limit_s: how long an answer may take.
+        setup: the first message to the process.
+        token: the token of the link.
+        limit_s: time limit of an answer in seconds.
         tell: shows a line of text.
-        kill_at: kill it at that request (from 1), in the middle of a pull.
+        kill_at: the request (from 1) during whose pull the process is killed.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Prefill:
             raise PrefillError(f"it did not start: {_said(error)}; {self._stop(_GRACE_S, _GRACE_S)}") from error
 
     def compute(self, number: int, blocks: Sequence[int]) -> None:
-        """Have the blocks and the staging cache of a request computed. Does not wait for that."""
+        """Ask for the blocks and the staging cache of a request, without waiting for them."""
         self._asked[number] = list(blocks)
         self._post(self._request(number))
         self._pulled.clear()
@@ -137,7 +137,10 @@ class Prefill:
             self._tell(f"prefill: is back: request {number + 1:,} computed again and pulled {gap_ms:,.0f} ms later")
 
     def end(self) -> dict[str, Any]:
-        """Unlink, have the process free everything and end; return its report. Raises PrefillError, LLMException."""
+        """Unlink, let the process free its caches and end, and return its report.
+
+        Raises PrefillError, LLMException.
+        """
         links = self._node.stats()["links"]
         self._node.unlink(force=False)
         try:
@@ -172,7 +175,7 @@ class Prefill:
         return self._slots[number]
 
     def _pull(self, number: int, targets: Sequence[int], staging: Staging) -> ChannelError | LLMException | None:
-        """Wait for a request and pull all of it; return what went wrong."""
+        """Wait for a request and pull it; return the error, if any."""
         try:
             sources = self._answer(number)
             killer = self._killer(number)
@@ -188,12 +191,12 @@ class Prefill:
         return None
 
     def _post(self, message: Message) -> None:
-        """Send what needs no answer now. A loss shows when one is needed."""
+        """Send a message. A loss of the process shows when its answer is needed."""
         with contextlib.suppress(ChannelError):
             self._channel.send(message, self._limit_s)
 
     def _killer(self, number: int) -> threading.Thread | None:
-        """At the request where the process is to be killed, start the thread that does so half a pull later."""
+        """At the request `kill_at`, start a thread that kills the process half a pull later."""
         if self._kill_at is None or number + 1 < self._kill_at or self._process is None:
             return None
         self._kill_at = None
@@ -225,12 +228,12 @@ class Prefill:
         self._node.link(self._channel.receive(limit_s, "address")["address"])
 
     def _stop(self, alone_s: float, patience_s: float) -> str:
-        """End the process and return how it ended; it has `alone_s` to do so without being asked."""
+        """End the process and return how it ended. It has `alone_s` seconds to end by itself."""
         process, self._process = self._process, None
         return "it was not running" if process is None else process.stop(alone_s, patience_s)
 
     def _recover(self, number: int, error: ChannelError | LLMException) -> None:
-        """Report the loss, start another process, and ask it for what was not pulled yet.
+        """Report the loss, start another process, and ask it for all requests that were not pulled yet.
 
         Raises the error itself if the process lives and is in reach, and PrefillError after too many restarts.
         """
@@ -282,7 +285,7 @@ class _Process:
         self._popen.kill()
 
     def has_ended(self, patience_s: float) -> bool:
-        """Wait for its end, but not for long; return whether it came."""
+        """Wait at most `patience_s` seconds for its end, and return whether it ended."""
         try:
             self._popen.wait(patience_s)
         except subprocess.TimeoutExpired:
@@ -290,7 +293,7 @@ class _Process:
         return True
 
     def stop(self, alone_s: float, patience_s: float) -> str:
-        """Give it time to end alone, then close its input, which ends it, then kill it. Return how it ended."""
+        """Let it end by itself for `alone_s` seconds, then close its input, then kill it. Return how it ended."""
         alone = self.has_ended(alone_s)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:

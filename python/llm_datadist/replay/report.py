@@ -1,4 +1,4 @@
-"""Results of a replay as a table, as JSON, and the progress line while it runs. Nothing is measured here."""
+"""The results of a replay as a table and as JSON, and the progress while it runs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WIDE = 110
 
 _WAYS = {
     "mapped": "read in place",
-    "none": "not there",
+    "none": "absent",
     "process": "read through the kernel",
     "stream": "sent through the socket",
 }
-"""How bytes of a peer travel, by the engine's word for it."""
+"""How bytes of a peer travel, by the name in the counters of the engine."""
 
 
 class Progress:
@@ -71,7 +71,7 @@ class Progress:
         self._stream.flush()
 
     def tell(self, text: str) -> None:
-        """Show a line that is no progress, even if that is not wanted."""
+        """Show a line of news, also if progress is not shown."""
         self.close()
         self._stream.write(f"replay: {text}\n")
         self._stream.flush()
@@ -94,7 +94,7 @@ def peak_memory_bytes() -> int:
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # Elsewhere; on Linux it would count what the process that started this one held.
+    # On other systems. On Linux it would include the peak of the process that started this one.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -107,7 +107,7 @@ def results(
     prefill: Mapping[str, Any],
     wall_s: float,
 ) -> dict[str, Any]:
-    """Gather what a replay found: sizes in bytes, times in seconds or microseconds, GB = 10^9 bytes."""
+    """Return the results of a replay: sizes in bytes, times in seconds or microseconds, GB = 10^9 bytes."""
     engine_s = sum(sum(call.nanoseconds) for call in calls.values()) / 1e9
     seconds = {"engine": engine_s, **outcome.seconds, "wait for prefill": prefill["waited_s"]}
     seconds["other"] = max(wall_s - sum(seconds.values()), 0.0)
@@ -117,6 +117,7 @@ def results(
         "seconds": seconds,
         "requests": outcome.requests,
         "requests_too_large": outcome.too_large,
+        "largest_request_blocks": outcome.largest_blocks,
         "requests_finished_early": outcome.finished_early,
         "most_running": outcome.most_running,
         "blocks": {

@@ -1,6 +1,6 @@
-"""The life of requests on the decode node: admit, pull, verify, diverge, finish. `table` plans, `node` moves.
+"""The life of requests on the decode node: admit, pull, verify, diverge, finish. `table` plans, `node` moves bytes.
 
-One request is computed by the prefill process while the one before it is worked on here.
+The prefill process computes one request while the decode process works on the one before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MS_PER_TOKEN = 25.0
 
 
 class WrongByteError(Exception):
-    """A block does not hold what was written. The text says where."""
+    """A block has other bytes than were written. The text gives the place."""
 
 
 class Own(NamedTuple):
@@ -58,10 +58,11 @@ class Admitted(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What was counted while serving. Seconds by activity are in `seconds`."""
+    """The counters of a replay; `seconds` by activity, `largest_blocks` of the requests that were `too_large`."""
 
     requests: int = 0
     too_large: int = 0
+    largest_blocks: int = 0
     finished_early: int = 0
     most_running: int = 0
     device_hits: int = 0
@@ -122,7 +123,7 @@ class Server:
         self._check_cached(len(requests))
 
     def _admit(self, number: int, request: Request) -> None:
-        """Plan a request and have its blocks computed; meanwhile work on the request before it."""
+        """Plan a request and ask prefill for its blocks; meanwhile work on the request before it."""
         self.outcome.requests += 1
         private = _private_blocks(request, self._node.geometry.tokens)
         plan = self._plan(request, private)
@@ -132,6 +133,7 @@ class Server:
             plan = self._plan(request, private)
         if plan is None:
             self.outcome.too_large += 1
+            self.outcome.largest_blocks = max(self.outcome.largest_blocks, len(request.blocks) + private)
             return
         self._prefill.compute(number, [block for block, _ in plan.writes])
         self._serve_admitted()
@@ -213,7 +215,7 @@ class Server:
                 self._next_private += 1
 
     def _finish_first(self) -> None:
-        """End the running request that is due first: check what it owns, give everything back."""
+        """End the running request that is due first: verify its private blocks and release all of its slots."""
         _, number, live = heapq.heappop(self._running)
         if self._admitted is not None and self._admitted.live.number == number:
             self._serve_admitted()

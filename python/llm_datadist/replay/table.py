@@ -1,9 +1,9 @@
-"""Which block lies where: plans of a request's hits, swaps and evictions. Numbers only, no engine call.
+"""The place of each block: plans the hits, swaps and evictions of a request. Numbers only, without engine calls.
 
 A shared block lies in one place at a time: in a device slot, in a host slot, or nowhere. Running requests
-hold references on the device blocks they use; blocks without a reference stay cached, oldest first in line to
-be swapped out. A block that comes to the host waits there, oldest first in line to be evicted. Private blocks
-belong to one running request and are never cached.
+hold references on the device blocks they use. Blocks without a reference stay cached; the oldest is swapped out first.
+Of the blocks on the host, the oldest is evicted first. Private blocks belong to one running request and are never
+cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """What one request needs, to be carried out in the order of the fields.
+    """The steps for one request, to be carried out in the order of the fields.
 
     `swap_out` and `swap_in` hold (block id, source slot, destination slot); `hits` and `writes` hold
     (block id, device slot); `private` holds device slots. `evicted` blocks left the host, `dropped` ones left
@@ -78,9 +78,9 @@ class BlockTable:
         return Plan(swap_out, swap_in, hits, writes, slots, evicted, dropped)
 
     def release(self, blocks: Sequence[int], private: Sequence[int]) -> None:
-        """Give back a finished request's references and its private slots.
+        """Drop the references of a finished request and free its private slots.
 
-        The last block becomes idle first, so that a prefix outlives what hangs on it.
+        The last block becomes idle first, so that a prefix is cached for longer than the blocks that follow it.
         """
         for block in reversed(blocks):
             self._references[block] -= 1

@@ -1,7 +1,7 @@
 """The prefill process: writes the blocks and the staging cache of each request, for decode to pull.
 
-Started by ``prefill`` with pipes for standard input and output, on which messages travel (``channel``); whatever else
-is printed goes to standard error. It ends when its input does, so that it never outlives the decode process.
+``prefill`` starts it with pipes as standard input and output, which carry messages (``channel``). All other output goes
+to standard error. It ends when its input does, so that it never outlives the decode process.
 
 | from decode                              | to decode                                                     |
 | ---------------------------------------- | ------------------------------------------------------------- |
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Setup(NamedTuple):
-    """What the process must know: shape and seed of the contents, blocks and bytes of its pool, engine options."""
+    """The first message: shape and seed of the contents, blocks and bytes of the pool, options of the engine."""
 
     geometry: Geometry
     seed: int
@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> Setup:
-        """Return what a message says."""
+        """Return the setup in a message."""
         return cls(**{**message, "geometry": Geometry(*message["geometry"])})
 
 
@@ -68,7 +68,7 @@ class Worker:
         self._seconds = 0.0
 
     def answer(self, message: Message) -> Message:
-        """Do what a message asks for and return the answer."""
+        """Carry out a message and return the answer."""
         if "compute" in message:
             number = message["compute"]
             self._forget(message["free"])
@@ -76,7 +76,7 @@ class Worker:
             return {"computed": number, "slots": slots, "total": self._computed}
         if "end" in message:
             return self._report()
-        raise ValueError(f"no such message: {message!r}")
+        raise ValueError(f"unknown message: {message!r}")
 
     def address(self) -> Message:
         """Return the answer to the first message."""
@@ -98,13 +98,13 @@ class Worker:
         return slots
 
     def _forget(self, numbers: list[int]) -> None:
-        """Give back the slots of requests that were pulled."""
+        """Free the slots of requests that were pulled."""
         for number in numbers:
             self._free += self._held.pop(number)
-        self._free.sort(reverse=True)  # the lowest slot last: neighbours are taken together, which makes pulls cheaper
+        self._free.sort(reverse=True)  # neighbouring slots are taken together, which makes pulls cheaper
 
     def _stage(self, number: int) -> None:
-        """Leave the request's staging cache to its key alone: the pull of it, and nothing else, releases it."""
+        """Write the request's staging cache, which only its key holds afterwards, so that its pull releases it."""
         manager = self._engine.manager
         key = CacheKey(PREFILL, number, model_id=STAGING_MODEL)
         cache = manager.allocate_cache(self._engine.staging(), [key])
@@ -124,7 +124,7 @@ class Worker:
 
 
 def serve(lines: Iterable[str], replies: Any) -> int:
-    """Answer the messages in `lines` and return the exit status: 1 if they end before the one that says so."""
+    """Answer the messages in `lines`, and return the exit status: 1 if they stop before the message ``end``."""
     messages = (json.loads(line) for line in lines)
     setup = next(messages, None)
     if setup is None:

@@ -1,7 +1,6 @@
-"""The argument validators (contract §2), which are the native module's."""
+"""Re-exports of the argument validators (contract §2) under the path that existing clients import."""
 
 from llm_datadist._core import (
-    check_dict,
     check_inner,
     check_int32,
     check_int64,
@@ -15,6 +14,7 @@ from llm_datadist._core import (
     check_uint32,
     check_uint64,
 )
+from llm_datadist.arguments import check_dict
 
 __all__ = [
     "check_dict",

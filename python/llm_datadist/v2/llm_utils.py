@@ -1,8 +1,8 @@
-"""The helpers of the original's ``llm_utils`` whose behaviour the contract states, under the path that clients import.
+"""Functions of the original's ``llm_utils``, under the import path that existing clients use (contract §1.2).
 
-Left out are the internals of the original: what packs descriptors and keys for its native module (``pack_*``,
-``CacheDescParser``, ``clone_cache_desc``, ``verify_cache_shape``, ``to_data_type``) and its transfer thread
-(``TransferCacheParameters``, ``TransferCacheJob``, ``TransferAsyncThread``, ``transfer_cache_async``).
+These parts of the original do not exist here: the functions and classes that pack arguments for its native module
+(``pack_*``, ``CacheDescParser``, ``clone_cache_desc``, ``verify_cache_shape``, ``to_data_type``), and its transfer
+thread (``TransferCacheParameters``, ``TransferCacheJob``, ``TransferAsyncThread``, ``transfer_cache_async``).
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ _NO_ID = 2**64 - 1
 
 
 def is_invalid_id(value: int) -> bool:
-    """Whether ``value`` stands for no request or no prefix (contract §7)."""
+    """Return whether ``value`` is ``2**64 - 1``, which means "no request id" or "no prefix id" (contract §0)."""
     return value == _NO_ID
 
 
 def is_valid_id(value: int) -> bool:
-    """Whether ``value`` is the id of a request or of a prefix (contract §7)."""
+    """Return whether ``value`` is the id of a request or of a prefix (contract §0)."""
     return value != _NO_ID
 
 
 def layer_range_to_tensor_indices(layer_range: Optional[range], tensor_num_per_layer: int) -> list[int]:
-    """Return the tensors of layers; ``None`` and an empty range, which mean all, give ``[]`` (contract §7.12)."""
+    """Return the indices of the tensors of layers (contract §7.12).
+
+    Args:
+        layer_range: the layers; ``None`` or an empty range, which mean all layers, give ``[]``.
+        tensor_num_per_layer: tensors of one layer.
+    """
     if not layer_range:
         return []
     return list(range(layer_range.start * tensor_num_per_layer, layer_range.stop * tensor_num_per_layer))
@@ -49,9 +54,9 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
     """Return the address and the port of ``ip:port`` (contract §6.2, step 10).
 
     Raises:
-        TypeError: no text.
-        ValueError: a port that is no uint16.
-        LLMException: ``LLM_PARAM_INVALID``, not of that form.
+        TypeError: ``listen_ip_info`` is not a ``str``.
+        ValueError: the port is not a uint16.
+        LLMException: ``LLM_PARAM_INVALID``: the text is not of that form.
     """
     ip, port = _listen_address(listen_ip_info)
     return ip, int(port)
@@ -61,6 +66,6 @@ def calc_tensor_size(shape: Sequence[int], data_type: DataType) -> int:
     """Return the bytes of one tensor (contract §4.2).
 
     Raises:
-        LLMException: ``LLM_PARAM_INVALID``, not 1 to 31 dimensions above 0, or 2^63 bytes or more.
+        LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
     return _core.tensor_bytes(tuple(shape), data_type)

@@ -1,0 +1,269 @@
+"""The kinds of properties that ``LlmConfig`` has: the values that each accepts, and what it writes (contract §5)."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Callable, Generic, Optional, TypeVar, Union, overload
+
+from llm_datadist import _core, log
+from llm_datadist.cluster_info import trans_str_ip
+from llm_datadist.status import raise_if_false
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "ClusterInfo",
+    "DeviceId",
+    "Flag",
+    "LinkRetryCount",
+    "LinkTotalTime",
+    "MemUtilization",
+    "Option",
+    "OwnOption",
+    "Secret",
+    "SwitchRole",
+    "SyncTimeout",
+    "Token",
+    "Uint32",
+    "read_json",
+]
+
+# How deep JSON may be nested: the engine has the same limit (contract §17).
+_DEEPEST_JSON = 64
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: the text is not JSON, or is nested deeper than 64 levels.
+    """
+    too_deep = f"nested deeper than {_DEEPEST_JSON} levels"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError(too_deep, text[:_DEEPEST_JSON], 0) from None
+    level, depth = [value], 0
+    while level:
+        nested = [of for of in level if isinstance(of, (dict, list))]
+        depth += bool(nested)
+        if depth > _DEEPEST_JSON:
+            raise json.JSONDecodeError(too_deep, text[:_DEEPEST_JSON], 0)
+        level = [item for of in nested for item in (of.values() if isinstance(of, dict) else of)]
+    return value
+
+
+class Secret(str):
+    """A text that is not shown where a dict of options is printed or logged."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'(not shown)'"
+
+
+_Value = TypeVar("_Value")
+
+
+class Option(property, Generic[_Value]):
+    """One property of ``LlmConfig``: its type, its option key and when that key is written.
+
+    The value is kept in the attribute of the same name with an underscore in front; ``None`` means that it is not set.
+
+    Args:
+        key: the key of the option.
+        allowed: class or classes of a value.
+        initial: the value that the getter returns while the option is not set.
+        default: what holds while the option is not set, for the documentation.
+        doc: docstring of the property.
+        none: whether ``None`` may be assigned, which unsets the option.
+        empty: whether an empty text is written.
+        own: whether the original lacks the option.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        allowed: Any,
+        initial: _Value,
+        default: str,
+        doc: str,
+        *,
+        none: bool = True,
+        empty: bool = False,
+        own: bool = False,
+    ) -> None:
+        super().__init__()
+        self.__doc__ = doc
+        self.key = key
+        self.default = default
+        self.own = own
+        self._allowed = allowed
+        self._initial = initial
+        self._none = none
+        self._empty = empty
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._attribute = f"_{name}"
+
+    @overload
+    def __get__(self, config: None, owner: Optional[type] = None) -> Option[_Value]: ...
+    @overload
+    def __get__(self, config: object, owner: Optional[type] = None) -> _Value: ...
+    def __get__(self, config: Optional[object], owner: Optional[type] = None) -> Union[Option[_Value], _Value]:
+        if config is None:
+            return self
+        value: Optional[_Value] = getattr(config, self._attribute)
+        return self._initial if value is None else value
+
+    def __set__(self, config: object, value: Optional[_Value]) -> None:
+        _core.check_isinstance(self._name, value, self._allowed, allow_none=self._none)
+        self._check_value(value)
+        setattr(config, self._attribute, value)
+
+    @property
+    def name(self) -> str:
+        """Name of the property."""
+        return self._name
+
+    @property
+    def attribute(self) -> str:
+        """Name of the attribute that keeps the value."""
+        return self._attribute
+
+    @property
+    def type_names(self) -> list[str]:
+        """Names of the classes of a value."""
+        classes = self._allowed if isinstance(self._allowed, list) else [self._allowed]
+        return [kind.__name__ for kind in classes]
+
+    def _check_value(self, value: Any) -> None:
+        """Raise if a value of the right type is not allowed."""
+
+    def entries(self, config: object) -> Iterator[tuple[str, str]]:
+        """Yield the keys and texts to write."""
+        value = getattr(config, self._attribute)
+        if value is not None and (self._empty or value != ""):
+            yield self.key, self._text(value)
+
+    def _text(self, value: Any) -> str:
+        """Return the text of a value."""
+        return str(value)
+
+
+class Flag(Option[bool]):
+    """An option that is written as ``"1"`` or ``"0"``."""
+
+    def __init__(self, key: str, doc: str, *, default: str = "`False`", own: bool = False) -> None:
+        super().__init__(key, bool, initial=False, default=default, doc=doc, own=own)
+
+    def _text(self, value: Any) -> str:
+        return "1" if value else "0"
+
+
+class SwitchRole(Flag):
+    """``enable_switch_role``, which is written only if it is ``True``."""
+
+    def entries(self, config: object) -> Iterator[tuple[str, str]]:
+        """Yield the key and ``"1"``, or nothing."""
+        return (entry for entry in super().entries(config) if entry[1] == "1")
+
+
+class Uint32(Option[Optional[int]]):
+    """A uint32."""
+
+    def _check_value(self, value: Any) -> None:
+        _core.check_uint32(self._name, value)
+
+
+class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
+    """``device_id``: one device, or a list of them."""
+
+    def _check_value(self, value: Any) -> None:
+        raise_if_false(len(self._ids(value)), "device_id={} names no device; give at least one", value)
+        for device_id in self._ids(value):
+            _core.check_device_id(device_id)
+
+    def entries(self, config: object) -> Iterator[tuple[str, str]]:
+        """Yield the key of all devices and that of the first one."""
+        value = getattr(config, self._attribute)
+        if value is not None:
+            self._check_value(value)  # a list may have changed since it was set
+            ids = self._ids(value)
+            yield self.key, ";".join(str(device_id) for device_id in ids)
+            yield "ge.session_device_id", str(ids[0])
+
+    @staticmethod
+    def _ids(value: Any) -> Union[list[int], tuple[int, ...]]:
+        return value if isinstance(value, (list, tuple)) else (value,)
+
+
+class SyncTimeout(Option[Union[int, str, None]]):
+    """``sync_kv_timeout``: milliseconds, as a number or as a text."""
+
+    def _check_value(self, value: Any) -> None:
+        if isinstance(value, str):
+            digits = value.isascii() and value.isdigit()
+            raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", log.shown(value))
+            value = int(value)
+        _core.check_sync_kv_timeout(value)
+
+
+class LinkTotalTime(Option[int]):
+    """``link_total_time``: seconds."""
+
+    def _check_value(self, value: Any) -> None:
+        _core.check_link_total_time(value)
+
+
+class LinkRetryCount(Option[int]):
+    """``link_retry_count``."""
+
+    def _check_value(self, value: Any) -> None:
+        _core.check_link_retry_count(value)
+
+
+class MemUtilization(Option[float]):
+    """``mem_utilization``: a share."""
+
+    def _check_value(self, value: Any) -> None:
+        _core.check_mem_utilization(value)
+
+
+class ClusterInfo(Option[str]):
+    """``cluster_info``: JSON, whose addresses become integers when it is set."""
+
+    def __set__(self, config: object, value: Optional[str]) -> None:
+        _core.check_isinstance(self._name, value, str, allow_none=False)
+        description = read_json(value or "")
+        _core.check_isinstance("cluster_info", description, dict, allow_none=False)
+        addresses = description.get("listen_ip_info", [])
+        _core.check_isinstance("cluster_info listen_ip_info", addresses, list, dict, allow_none=False)
+        for info in addresses:
+            if "ip" in info:
+                _core.check_isinstance("cluster_info listen_ip_info ip", info["ip"], [str, int], allow_none=False)
+                info["ip"] = trans_str_ip(info["ip"])
+        super().__set__(config, json.dumps(description))
+
+
+class OwnOption(Option[Optional[_Value]]):
+    """An option that the original lacks. It is not set at first, and the engine checks its value."""
+
+    def __init__(
+        self, key: str, allowed: type[_Value], check: Callable[[_Value], None], default: str, doc: str
+    ) -> None:
+        super().__init__(key, allowed, None, default, doc, own=True)
+        self._check = check
+
+    def _check_value(self, value: Any) -> None:
+        if value is not None:
+            self._check(value)
+
+
+class Token(OwnOption[str]):
+    """``link_token``, whose value is never shown."""
+
+    def _text(self, value: Any) -> str:
+        return Secret(value)

@@ -1,0 +1,58 @@
+"""The commands `llm-datadist` and `python -m llm_datadist`, apart from the replay itself (`test_replay`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import llm_datadist
+from llm_datadist.__main__ import main
+from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, rows, table
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"llm_datadist {llm_datadist.__version__}\n"
+
+
+def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert len(rows()) > 35
+    for row in rows():
+        heading = f"{row.attribute} ({row.key})" if row.key else row.attribute
+        facts = f"type: {' or '.join(row.types)}; default: {row.default}"
+        assert " ".join(f"{heading} {facts} {row.meaning}".replace("`", "").split()) in text
+    for variable in (*ENVIRONMENT.values(), *TOKEN_VARIABLES.values(), *OTHER_VARIABLES):
+        assert variable in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_options_fit_the_terminal(width: int) -> None:
+    long = [line for line in table(width).splitlines() if len(line) > width and " " in line.strip()]
+    assert all("(" in line for line in long), "only the name of an option and its key may be longer"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["options", "--json"]])
+def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "llm_datadist"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    assert done.stdout.startswith("usage: python -m llm_datadist ")
+    for name in ("replay", "options", "--version"):
+        assert name in done.stdout
+    # A reader that closes the pipe early, as `head` does.
+    piped = f"{sys.executable} -m llm_datadist options | head -1"
+    done = subprocess.run(piped, shell=True, capture_output=True, text=True, timeout=60, check=True)  # noqa: S602
+    assert done.stdout == "Options of the original\n"
+    assert done.stderr == ""

@@ -1,0 +1,193 @@
+"""`with` blocks over an engine and over caches, and what `repr` shows."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any, Callable
+
+import pytest
+
+from conftest import options
+from llm_datadist import (
+    BlocksCacheKey,
+    Cache,
+    CacheKey,
+    KvCache,
+    LLMConfig,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+    Status,
+)
+from memory import desc
+from two_modes import KV_OPTIONS
+
+
+def used(manager: Any, pool: str = "device") -> int:
+    return int(manager.stats()["pools"][pool]["used_bytes"])
+
+
+def test_with_block_finalizes_the_engine() -> None:
+    with LLMDataDist(LLMRole.PROMPT, 1) as dist:
+        dist.init(options())
+        manager = dist.cache_manager
+        assert LLMDataDist.llm_engine_instance is dist
+    assert LLMDataDist.llm_engine_instance is None
+    with pytest.raises(LLMException) as caught:
+        manager.allocate_cache(desc())
+    assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED
+
+
+def test_with_block_finalizes_an_engine_whose_block_raised() -> None:
+    def fail() -> None:
+        with LLMDataDist(LLMRole.PROMPT, 1) as dist:
+            dist.init(options())
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_with_block_accepts_an_engine_that_is_not_initialised() -> None:
+    with LLMDataDist(LLMRole.PROMPT, 1) as never:
+        assert never.cluster_id == 1
+    with LLMDataDist(LLMRole.PROMPT, 1) as early:
+        early.init(options())
+        early.finalize()
+    assert LLMDataDist.llm_engine_instance is None
+
+
+def test_failing_finalize_does_not_hide_the_exception_of_the_block(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: LLMDataDist) -> None:
+        raise LLMException("pool is stuck", status_code=LLMStatusCode.LLM_FAILED)
+
+    monkeypatch.setattr(LLMDataDist, "finalize", fail)
+    with pytest.raises(KeyError, match="mine"), LLMDataDist(LLMRole.PROMPT, 1):
+        raise KeyError("mine")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "pool is stuck" in caplog.records[0].getMessage()
+    with pytest.raises(LLMException, match="pool is stuck"), LLMDataDist(LLMRole.PROMPT, 1):
+        pass
+
+
+@pytest.mark.parametrize("call", ["allocate_cache", "allocate_blocks_cache"])
+@pytest.mark.parametrize("raising", [False, True])
+def test_with_block_deallocates_a_cache(manager: Any, call: str, raising: bool) -> None:
+    with contextlib.suppress(KeyError), getattr(manager, call)(desc()) as cache:
+        assert isinstance(cache, Cache)
+        assert used(manager) > 0
+        if raising:
+            raise KeyError("mine")
+    assert used(manager) == 0
+    assert list(cache.tensor_addrs) == []
+
+
+@pytest.mark.parametrize(("make", "end"), [("cache", "cache"), ("blocks_cache", "blocks_cache")])
+def test_with_block_accepts_a_cache_that_is_deallocated(manager: Any, make: str, end: str) -> None:
+    with getattr(manager, f"allocate_{make}")(desc()) as cache:
+        getattr(manager, f"deallocate_{end}")(cache)
+    assert used(manager) == 0
+
+
+def test_keys_hold_a_cache_beyond_its_with_block(manager: Any) -> None:
+    with manager.allocate_cache(desc(), [CacheKey(1, 7)]):
+        pass
+    assert used(manager) > 0
+    manager.remove_cache_key(CacheKey(1, 7))
+    assert used(manager) == 0
+
+
+def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:
+    memory = ctypes.create_string_buffer(1 << 16)
+    addresses = [ctypes.addressof(memory)] * desc().num_tensors
+    for blocks in (False, True):
+        if blocks:
+            registered = manager.register_blocks_cache(desc(), addresses, BlocksCacheKey(1))
+        else:
+            registered = manager.register_cache(desc(), addresses)
+        with registered as cache:
+            assert manager.stats()["table"]["caches"] == 1
+        assert manager.stats()["table"] == {"caches": 0, "keys": 0}
+        assert list(cache.tensor_addrs) == addresses
+        with cache:  # unregistered already
+            pass
+
+
+def test_with_block_outlives_the_engine_and_takes_cpu_caches(start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
+    memory = ctypes.create_string_buffer(1 << 16)
+    host = desc(placement=Placement.HOST)
+    with Cache.create_cpu_cache(host, [ctypes.addressof(memory)] * host.num_tensors) as cpu:
+        assert len(cpu.tensor_addrs) == host.num_tensors
+    with dist.cache_manager.allocate_cache(desc()):
+        dist.finalize()
+
+
+def test_failing_release_is_raised_unless_the_block_raised(
+    manager: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Any, __: int) -> None:
+        raise LLMException("a transfer uses the memory", status_code=LLMStatusCode.LLM_TIMEOUT)
+
+    memory = ctypes.create_string_buffer(1 << 16)
+    cache = manager.register_cache(desc(), [ctypes.addressof(memory)] * desc().num_tensors)
+    monkeypatch.setattr(type(manager), "unregister_cache", fail)
+    with pytest.raises(LLMException, match="a transfer uses the memory"), cache:
+        pass
+    with pytest.raises(KeyError, match="mine"), cache:
+        raise KeyError("mine")
+    assert "a transfer uses the memory" in caplog.records[-1].getMessage()
+
+
+def test_with_block_deallocates_a_kv_cache(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(dict(KV_OPTIONS)).kv_cache_manager
+    for call in (manager.allocate_cache, manager.allocate_blocks_cache):
+        with call(desc()) as cache:
+            assert isinstance(cache, KvCache)
+            assert used(manager) > 0
+        assert used(manager) == 0
+        assert cache.per_device_tensor_addrs == []
+        with cache:
+            pass
+
+
+# -- repr ----------------------------------------------------------------------------------------------------
+
+
+def test_repr_of_a_config_shows_what_was_set_and_no_secret() -> None:
+    assert repr(LLMConfig()) == "LLMConfig()"
+    config = LLMConfig()
+    config.device_id = [0, 1]
+    config.enable_cache_manager = True
+    config.link_token = "a secret of the cluster"  # noqa: S105
+    config.ge_options = {"llm.LinkToken": "hidden one", "llm.LinkTokn": "hidden two", "llm.LinkTokenFile": "/shown"}
+    shown = repr(config)
+    assert shown.startswith(
+        "LLMConfig(device_id=[0, 1], enable_cache_manager=True, link_token='(not shown)', ge_options={"
+    )
+    assert "/shown" in shown
+    assert "secret of the cluster" not in shown
+    assert "hidden" not in shown
+
+
+def test_repr_of_engine_and_managers(start: Callable[..., LLMDataDist]) -> None:
+    dist = LLMDataDist(LLMRole.DECODER, 7)
+    assert repr(dist) == "LLMDataDist(role=LLMRole.DECODER, cluster_id=7, initialized=False)"
+    dist = start(options(llm__listenIpInfo="127.0.0.1:0"))
+    manager = dist.cache_manager
+    listens = f"mode=CacheManager, listen_ip_info='{dist.listen_ip_info}'"
+    assert repr(dist) == f"LLMDataDist(role=LLMRole.PROMPT, cluster_id=1, initialized=True, {listens})"
+    assert repr(manager) == "CacheManager(initialized=True, enable_remote_cache_accessible=False)"
+    dist.finalize()
+    assert repr(manager) == "CacheManager(initialized=False, enable_remote_cache_accessible=False)"
+    assert repr(dist) == "LLMDataDist(role=LLMRole.PROMPT, cluster_id=1, initialized=False)"
+    dist.init(dict(KV_OPTIONS))
+    assert "mode=KvCacheManager" in repr(dist)
+    assert repr(dist.kv_cache_manager) == "KvCacheManager(initialized=True, role=LLMRole.PROMPT)"
+    assert repr(Status(LLMStatusCode.LLM_FAILED)) == "Status(LLMStatusCode.LLM_FAILED)"
