@@ -220,7 +220,7 @@ wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for
 	@$(BIN)/python tests/wheel.py check $(MANYLINUX) dist/*.whl
 
 test-wheel: wheel  ## the wheel in an environment of its own for each Python from 3.9 to 3.14 that is found
-	$(BIN)/python tests/wheel.py pythons dist/*-$(MANYLINUX)_$$(uname -m).*whl
+	$(BIN)/python tests/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl
 
 sdist: $(VENV)/.build-tools  ## the source distribution into dist/, and a wheel built from it in an empty folder
 	@rm -f dist/*.tar.gz

@@ -63,7 +63,7 @@ def contents(path: Path) -> int:
 
 def audit(path: Path, tag: str) -> str:
     """Check that a wheel may carry a manylinux tag; what was found."""
-    require(f"-{tag}_" in path.name, path, f"is not named {tag}")
+    require(f"{tag}_" in path.name, path, f"is not named {tag}")
     tool = Path(sys.executable).parent / "auditwheel"
     if not tool.is_file():
         return "NOT AUDITED by auditwheel (it needs Python 3.10)"
