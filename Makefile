@@ -16,21 +16,54 @@ SKIP_CPP ?=
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 TRIPLE := x86_64-unknown-linux-gnu
 PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+DOCDIR ?= $(PREFIX)/share/doc/llm_datadist
 DESTDIR ?=
-RELEASE := $(or $(CARGO_TARGET_DIR),target)/release
+STRIP ?= strip
+RELEASE := $(TARGET_DIR)/release
+LOG := $(TARGET_DIR)/log
 RUST_VERSION := $(shell sed -n 's/^rust-version = "\([0-9.]*\)".*/\1/p' Cargo.toml)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
-SONAME := libllm_datadist.so.$(firstword $(subst ., ,$(VERSION)))
-INTO = $(DESTDIR)$(PREFIX)
+# Before 1.0 a minor version may break (CHANGELOG.md), so the SONAME names it; from 1.0 on it names the major version.
+# crates/capi/build.rs follows the same rule, and test_soname_follows_the_changelog checks both.
+MAJOR := $(word 1,$(subst ., ,$(VERSION)))
+SONAME := libllm_datadist.so.$(if $(filter 0,$(MAJOR)),0.$(word 2,$(subst ., ,$(VERSION))),$(MAJOR))
+WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+# The oldest glibc that Rust itself supports.
+MANYLINUX := manylinux_2_17
+# QUIET,label,log name: runs the command that follows with progress instead of its output, which goes to a log.
+V ?=
+export V
+QUIET = tools/build/quiet.sh $(1) "$(LOG)/$(2).log"
+PIP = -m pip install --disable-pip-version-check --progress-bar off
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: build  ## the main job: replay a trace through two processes (TRACE=file, KILL=1, REPLAY="options")
-	$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
+# Prerequisites run one after another, so that the plan comes first and messages do not mix. Cargo and pytest use all
+# cores themselves.
+.NOTPARALLEL:
+
+demo: demo-plan build  ## the main job: replay a trace through two processes (TRACE=file, KILL=1, REPLAY="options")
+	@$(BIN)/python -m llm_datadist replay $(if $(TRACE),"$(TRACE)") \
 		$(if $(KILL),--kill-prefill-at $(if $(filter 1,$(KILL)),half,$(KILL))) $(REPLAY)
 
-test: cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
+demo-plan:
+	@echo "make demo:"
+	@if [ -e $(VENV)/.build-tools ] && ls python/llm_datadist/_core*.so > /dev/null 2>&1; then \
+		echo "  1. Builds the engine again where its source changed, and installs it into $(VENV): seconds to a minute."; \
+	else \
+		echo "  1. Downloads Rust crates and Python packages, builds the engine and installs it into $(VENV): one to two minutes on two cores."; \
+	fi
+	@echo "  2. Replays a request trace through a prefill and a decode process, and verifies every byte: half a minute on two cores$(if $(TRACE)$(REPLAY), for the built-in trace)."
+	@echo "The output of the build tools goes to $(LOG); V=1 shows it."
+
+# Names every missing program before anything is built.
+check-tools:
+	@tools/build/check.sh $(VENV) $(RUST_VERSION) "$(PYTHON)"
+
+test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust, Python, C++ (SKIP_CPP=1 without a C++ compiler)
 	cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
@@ -64,18 +97,21 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 	MYPYPATH=benches/scaling $(BIN)/mypy benches/peers
 	$(BIN)/python -m mypy.stubtest llm_datadist._core
 
-docs: build .venv-docs/.tools  ## the documentation site in target/docs; runs every snippet, warnings are errors
+docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
 	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
 	.venv-docs/bin/zensical build --strict --clean
+	$(BIN)/python tools/docs/links.py target/docs *.md
 
 docs-options: build  ## write docs/options.md anew
 	$(BIN)/python tools/docs/options.py
 
 .venv-docs/.tools: requirements-docs.txt
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "The documentation tools need Python 3.11 or newer; this is $$($(PYTHON) --version). Name another one: make docs PYTHON=python3.11" >&2; exit 1; }
+	@$(call QUIET,"Python environment of the documentation",venv-docs) sh -ec '$(PYTHON) -m venv .venv-docs; \
+		.venv-docs/bin/python $(PIP) -r requirements-docs.txt'
+	@touch $@
 
 mutants: $(VENV)/.test-tools  ## run the mutants of tools/mutants, each against the tests of its area (up to an hour)
 	$(BIN)/python tools/mutants/run.py --out $(TARGET_DIR)/mutants/results.json
@@ -150,45 +186,62 @@ sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address a
 header:  ## write the C header anew
 	LLM_DATADIST_WRITE_HEADER=1 cargo test -p llm-datadist-capi header
 
-capi:  ## build the libraries for C and C++ (release)
-	cargo build -p llm-datadist-capi --release --quiet --locked
-	ln -sf libllm_datadist.so "$(RELEASE)/$(SONAME)"
-	cargo run --quiet --locked -p llm-datadist-licenses -- write "$(RELEASE)/THIRD-PARTY-LICENSES"
+capi: check-tools  ## build the libraries for C and C++ (release)
+	@$(call QUIET,"C and C++ libraries",capi) cargo build -p llm-datadist-capi --release --locked
+	@ln -sf libllm_datadist.so "$(RELEASE)/$(SONAME)"
+	@cargo run --quiet --locked -p llm-datadist-licenses -- write "$(RELEASE)/THIRD-PARTY-LICENSES"
 
-install: capi  ## libraries, headers, pkg-config and CMake files into PREFIX
-	$(MAKE) --no-print-directory install-files
+install: capi  ## libraries, headers, pkg-config and CMake files into PREFIX (LIBDIR, INCLUDEDIR, DOCDIR, DESTDIR)
+	@$(MAKE) --no-print-directory install-files
 
+install-files: export RELEASE := $(RELEASE)
+install-files uninstall: export VERSION := $(VERSION)
+install-files uninstall: export SONAME := $(SONAME)
+install-files uninstall: export STRIP := $(STRIP)
+install-files uninstall: export DESTDIR := $(DESTDIR)
+install-files uninstall: export PREFIX := $(PREFIX)
+install-files uninstall: export LIBDIR := $(LIBDIR)
+install-files uninstall: export INCLUDEDIR := $(INCLUDEDIR)
+install-files uninstall: export DOCDIR := $(DOCDIR)
 install-files:
-	install -d "$(INTO)/include/llm_datadist" "$(INTO)/lib/pkgconfig" "$(INTO)/lib/cmake/llm_datadist"
-	install -d "$(INTO)/share/doc/llm_datadist"
-	install -m 644 LICENSE "$(RELEASE)/THIRD-PARTY-LICENSES" "$(INTO)/share/doc/llm_datadist"
-	install -m 644 crates/capi/include/llm_datadist/*.h "$(INTO)/include/llm_datadist"
-	install -m 644 "$(RELEASE)/libllm_datadist.a" "$(INTO)/lib"
-	install -m 755 "$(RELEASE)/libllm_datadist.so" "$(INTO)/lib/libllm_datadist.so.$(VERSION)"
-	ln -sf libllm_datadist.so.$(VERSION) "$(INTO)/lib/$(SONAME)"
-	ln -sf $(SONAME) "$(INTO)/lib/libllm_datadist.so"
-	sed 's|@VERSION@|$(VERSION)|' crates/capi/install/llm_datadist.pc.in > "$(INTO)/lib/pkgconfig/llm_datadist.pc"
-	for file in llm_datadistConfig llm_datadistConfigVersion; do \
-		sed 's|@VERSION@|$(VERSION)|; s|@SONAME@|$(SONAME)|' crates/capi/install/$$file.cmake.in \
-			> "$(INTO)/lib/cmake/llm_datadist/$$file.cmake"; \
-	done
+	@crates/capi/install/install.sh install
 
-wheel: $(VENV)/.build-tools  ## one wheel for every Python from 3.9 on, into dist/
-	rm -rf dist
-	$(BIN)/maturin build --release --quiet --locked --out dist
-	$(BIN)/python tests/wheel.py dist/llm_datadist-*-cp39-abi3-*.whl
+uninstall:  ## remove what `make install` put there, given the same PREFIX and folders
+	@crates/capi/install/install.sh uninstall
+
+wheel: $(VENV)/.wheel-tools  ## manylinux wheels for x86_64 and aarch64, one for every Python from 3.9 on, into dist/
+	@rm -f dist/*.whl
+	@for target in $(WHEEL_TARGETS); do \
+		if [ ! -d "$$(rustc --print sysroot)/lib/rustlib/$$target/lib" ]; then \
+			echo "NOT BUILT: the wheel for $$target, which is not installed (rustup target add $$target)"; continue; fi; \
+		PATH="$(CURDIR)/$(BIN):$$PATH" $(call QUIET,"wheel for $$target",wheel-$$target) $(BIN)/maturin build --release --locked \
+			--zig --target $$target --compatibility $(MANYLINUX) --auditwheel check --out dist || exit; \
+	done
+	@$(BIN)/python tests/wheel.py check $(MANYLINUX) dist/*.whl
+
+test-wheel: wheel  ## the wheel in an environment of its own for each Python from 3.9 to 3.14 that is found
+	$(BIN)/python tests/wheel.py pythons dist/*$(MANYLINUX)_$$(uname -m)*.whl
+
+sdist: $(VENV)/.build-tools  ## the source distribution into dist/, and a wheel built from it in an empty folder
+	@rm -f dist/*.tar.gz
+	@$(call QUIET,"source distribution",sdist) $(BIN)/maturin sdist --out dist
+	@$(call QUIET,"wheel from the source distribution",sdist-wheel) $(BIN)/python tests/wheel.py sdist dist/*.tar.gz
 
 build: $(VENV)/.build-tools  ## build the extension (release) and install it into .venv
-	$(BIN)/maturin develop --release --quiet --locked
+	@$(call QUIET,"engine",build) $(BIN)/maturin develop --release --locked
 
-$(VENV)/.build-tools: requirements-build.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt
-	touch $@
+$(VENV)/.build-tools: requirements-build.txt | check-tools
+	@$(call QUIET,"Python environment in $(VENV)",venv) sh -ec '$(PYTHON) -m venv $(VENV); \
+		$(BIN)/python $(PIP) -r requirements-build.txt'
+	@touch $@
 
 $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	touch $@
+	@$(call QUIET,"Python packages of the tests",venv-test) $(BIN)/python $(PIP) -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
+	@$(call QUIET,"Python packages of the wheel",venv-wheel) $(BIN)/python $(PIP) -r requirements-wheel.txt
+	@touch $@
 
 # A smaller build of torch, without GPU support, where pip is pointed at an index that has one.
 .venv-torch/.tools: requirements-torch.txt
@@ -206,6 +259,6 @@ $(VENV)/.test-tools: requirements-dev.txt $(VENV)/.build-tools
 	touch $@
 
 clean:  ## remove everything that was built
-	rm -rf target fuzz/target $(VENV) .venv-torch .venv-peers python/llm_datadist/_core*.so
+	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
 
-.PHONY: help demo test docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -32,6 +32,10 @@ SEEDS = ROOT.parent / "shared" / "seeds"
 SOURCES = ROOT / "tests" / "cpp"
 INCLUDE = ROOT / "crates" / "capi" / "include"
 LIBRARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+(VERSION,) = re.findall(r'^version = "(\d+\.\d+\.\d+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+# The rule of the changelog, as test_soname_follows_the_changelog checks it: before 1.0 a minor version may break.
+COMPATIBLE = re.match(r"0\.\d+" if VERSION.startswith("0.") else r"\d+", VERSION)[0]  # type: ignore[index]
+SONAME = f"libllm_datadist.so.{COMPATIBLE}"
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 SANITIZED = os.environ.get("LLM_DATADIST_SANITIZE", "") not in ("", "0")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZED else []
@@ -60,7 +64,7 @@ def run(command: Sequence[Any], **given: Any) -> str:
 
 def build(compiler: str, out: Path, sources: Sequence[Path], *flags: Any) -> Path:
     """Compile and link a program against the shared library of this tree."""
-    assert (LIBRARY / "libllm_datadist.so.0").is_file(), "the library is not built: make capi"
+    assert (LIBRARY / SONAME).is_file(), "the library is not built: make capi"
     found = ["-I", INCLUDE, f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
     run([compiler, *STRICT, *sources, "-o", out, *(flags or found)])
     return out
@@ -756,9 +760,11 @@ def test_the_library_exports_only_its_interface() -> None:
 
 
 @readable
-def test_the_library_is_named_after_its_major_version() -> None:
+def test_soname_follows_the_changelog() -> None:
+    changelog = " ".join((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split())
+    assert "Versions follow semantic versioning once 1.0 is out; until then a minor version may break." in changelog
     dynamic = run(["readelf", "-d", LIBRARY / "libllm_datadist.so"])
-    assert re.findall(r"\(SONAME\).*\[(.*)\]", dynamic) == ["libllm_datadist.so.0"]
+    assert re.findall(r"\(SONAME\).*\[(.*)\]", dynamic) == [SONAME]
 
 
 @pytest.fixture(scope="session")
@@ -806,7 +812,7 @@ def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Pat
     run([COMPILERS[0], *STRICT, "-I", include, source, "-o", tmp_path / "by path", library])
     for made in (program, tmp_path / "by path"):
         needed = re.findall(r"\(NEEDED\).*\[(.*llm_datadist.*)\]", run(["readelf", "-d", made]))
-        assert needed == ["libllm_datadist.so.0"]
+        assert needed == [SONAME]
 
 
 @packaged
@@ -837,31 +843,113 @@ def test_the_program_of_the_guide_builds_with_cmake(installed: Path, tmp_path: P
     check_guide_output(run([tmp_path / "build" / "program"]))
 
 
+def test_cmake_accepts_only_compatible_versions(installed: Path, tmp_path: Path) -> None:
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    package = installed / "lib/cmake/llm_datadist/llm_datadistConfigVersion.cmake"
+    script = tmp_path / "version.cmake"
+
+    def accepted(installed_version: str, wanted: str) -> bool:
+        text = package.read_text(encoding="utf-8").replace(VERSION, installed_version)
+        major, minor, *_ = [*wanted.split("."), "0"]
+        script.write_text(
+            f'set(PACKAGE_FIND_VERSION "{wanted}")\nset(PACKAGE_FIND_VERSION_MAJOR {major})\n'
+            f'set(PACKAGE_FIND_VERSION_MINOR {minor})\n{text}\nmessage("${{PACKAGE_VERSION_COMPATIBLE}}")\n'
+        )
+        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=True)  # noqa: S603, S607
+        return {"TRUE": True, "FALSE": False}[done.stderr.strip()]
+
+    for version, wanted, expected in [
+        ("0.1.0", "0.1", True),
+        ("0.1.3", "0.1.2", True),
+        ("0.1.0", "0.1.1", False),
+        ("0.2.0", "0.1", False),
+        ("1.4.0", "1.2", True),
+        ("1.4.0", "1.5", False),
+        ("2.0.0", "1.4", False),
+        ("1.0.0", "0.9", False),
+    ]:
+        assert accepted(version, wanted) == expected, (version, wanted)
+
+
+def files_below(folder: Path) -> set[str]:
+    """The paths of all files and links below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def installation(library: str = "lib", include: str = "include", documents: str = "share/doc/llm_datadist") -> set[str]:
+    """The files that an install puts into a prefix."""
+    names = ["libllm_datadist.so", SONAME, f"libllm_datadist.so.{VERSION}", "libllm_datadist.a"]
+    names += ["pkgconfig/llm_datadist.pc"]
+    names += [f"cmake/llm_datadist/llm_datadist{part}.cmake" for part in ("Config", "ConfigVersion")]
+    headers = [f"{include}/llm_datadist/{name}.h" for name in ("llm_datadist", "llm_datadist_c")]
+    licenses = [f"{documents}/{name}" for name in ("LICENSE", "THIRD-PARTY-LICENSES")]
+    return {*(f"{library}/{name}" for name in names), *headers, *licenses}
+
+
 def test_the_installed_files(installed: Path) -> None:
-    version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    files = {str(path.relative_to(installed)) for path in installed.rglob("*") if not path.is_dir()}
-    assert files == {
-        "include/llm_datadist/llm_datadist.h",
-        "include/llm_datadist/llm_datadist_c.h",
-        "lib/libllm_datadist.so",
-        "lib/libllm_datadist.so.0",
-        f"lib/libllm_datadist.so.{version[1]}",
-        "lib/libllm_datadist.a",
-        "lib/pkgconfig/llm_datadist.pc",
-        "lib/cmake/llm_datadist/llm_datadistConfig.cmake",
-        "lib/cmake/llm_datadist/llm_datadistConfigVersion.cmake",
-        "share/doc/llm_datadist/LICENSE",
-        "share/doc/llm_datadist/THIRD-PARTY-LICENSES",
-    }
+    assert sys.platform == "linux"
+    assert files_below(installed) == installation()
     licenses = (installed / "share/doc/llm_datadist/THIRD-PARTY-LICENSES").read_text(encoding="utf-8")
     assert "MIT License" in licenses or "Permission is hereby granted" in licenses
-    links = {
-        name: str((installed / "lib" / name).readlink()) for name in ("libllm_datadist.so", "libllm_datadist.so.0")
+    links = {name: str((installed / "lib" / name).readlink()) for name in ("libllm_datadist.so", SONAME)}
+    assert links == {"libllm_datadist.so": SONAME, SONAME: f"libllm_datadist.so.{VERSION}"}
+    assert VERSION in (installed / "lib/pkgconfig/llm_datadist.pc").read_text()
+
+
+@readable
+def test_installed_libraries_have_no_debug_information(installed: Path) -> None:
+    assert ".debug_line" in run(["readelf", "-S", "-W", LIBRARY / "libllm_datadist.so"]), "nothing to strip"
+    for name in ("libllm_datadist.so", "libllm_datadist.a"):
+        assert ".debug_line" not in run(["readelf", "-S", "-W", installed / "lib" / name])
+    symbols = run(["nm", "-D", "--defined-only", installed / "lib/libllm_datadist.so"]).splitlines()
+    assert len(symbols) > 15
+
+
+@packaged
+def test_install_honours_its_folders_and_uninstall_leaves_other_files(tmp_path: Path) -> None:
+    prefix = tmp_path / "pre fix"
+    folders = [
+        f"PREFIX={prefix}",
+        f"LIBDIR={prefix}/lib/triple",
+        f"INCLUDEDIR={prefix}/headers",
+        f"DOCDIR={prefix}/doc",
+    ]
+    make = ["make", "--no-print-directory", "-C", ROOT]
+    run([*make, "install-files", *folders])
+    assert files_below(prefix) == installation("lib/triple", "headers", "doc")
+    environment = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/triple/pkgconfig")}
+    paths = {
+        name: Path(run(["pkg-config", f"--variable={name}", "llm_datadist"], env=environment).strip().replace("\\", ""))
+        for name in ("prefix", "libdir", "includedir")
     }
-    assert links == {
-        "libllm_datadist.so": "libllm_datadist.so.0",
-        "libllm_datadist.so.0": f"libllm_datadist.so.{version[1]}",
+    assert {name: path.resolve() for name, path in paths.items()} == {
+        "prefix": prefix,
+        "libdir": prefix / "lib/triple",
+        "includedir": prefix / "headers",
     }
-    assert version[1] in (installed / "lib/pkgconfig/llm_datadist.pc").read_text()
-    assert sys.platform == "linux"
+    foreign = {"lib/triple/libother.so", "doc/notes"}
+    for name in foreign:
+        (prefix / name).touch()
+    run([*make, "uninstall", *folders])
+    assert files_below(prefix) == foreign
+    assert not (prefix / "headers/llm_datadist").exists()
+
+
+def test_install_honours_destdir(tmp_path: Path) -> None:
+    make = ["make", "--no-print-directory", "-C", ROOT]
+    run([*make, "install-files", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
+    assert files_below(tmp_path) == {f"root/opt/x/{name}" for name in installation()}
+    run([*make, "uninstall", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
+    assert files_below(tmp_path) == set()
+
+
+def test_install_refuses_a_relative_prefix() -> None:
+    done = subprocess.run(  # noqa: S603
+        ["make", "--no-print-directory", "-C", ROOT, "install-files", "PREFIX=here"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "PREFIX must be an absolute path: PREFIX=here" in done.stderr

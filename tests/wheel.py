@@ -1,31 +1,198 @@
-"""Checks that a wheel carries the licence texts of what is linked into it: `wheel.py dist/*.whl`."""
+"""Checks wheels and the source distribution; `make wheel`, `make test-wheel` and `make sdist` run it.
+
+- `wheel.py check TAG WHEEL...` checks the contents, metadata, licence texts and platform tag of each wheel.
+- `wheel.py pythons WHEEL` installs a wheel for each Python from 3.9 to 3.14 that is found, and uses it there.
+- `wheel.py smoke` uses the package that is installed in this Python.
+- `wheel.py sdist ARCHIVE` builds a wheel from a source distribution in an empty folder, and checks it.
+"""
 
 from __future__ import annotations
 
+import email
+import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 FILE = "llm_datadist/THIRD-PARTY-LICENSES"
+MINORS = range(9, 15)
+PUBLIC_NAMES = 26
+LIMIT_S = 600
 
 
-def main(paths: list[str]) -> int:
-    """Print each wheel; 1 if one of them, or the only one, lacks the texts."""
-    if not paths:
-        print("wheel.py: no wheel", file=sys.stderr)
-        return 1
-    for path in paths:
-        with zipfile.ZipFile(path) as wheel:
-            names = wheel.namelist()
-            text = wheel.read(FILE).decode() if FILE in names else ""
-        crates = re.findall(r"^[\w-]+ \d+\.\d+\.\d+[^ ]* \(", text, re.MULTILINE)
-        own = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
-        if len(crates) < 20 or "Permission is hereby granted" not in text or not own:
-            print(f"{path}: {FILE} or LICENSE is missing or incomplete: {text[:300]}", file=sys.stderr)
-            return 1
-        print(f"{Path(path)}: the licence texts of {len(crates)} crates")
+class CheckError(Exception):
+    """A wheel lacks what it must have."""
+
+
+def require(held: object, path: object, text: str) -> None:
+    """Fail with the path and the text unless the condition held."""
+    if not held:
+        raise CheckError(f"{path}: {text}")
+
+
+def contents(path: Path) -> int:
+    """Check the contents and the metadata of a wheel; the number of crates whose licence texts it has."""
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        text = wheel.read(FILE).decode() if FILE in names else ""
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+        tags = email.message_from_bytes(wheel.read(f"{info}/WHEEL")).get_all("Tag", [])
+        scripts = wheel.read(f"{info}/entry_points.txt").decode() if f"{info}/entry_points.txt" in names else ""
+    crates = re.findall(r"^[\w-]+ \d+\.\d+\.\d+[^ ]* \(", text, re.MULTILINE)
+    complete = len(crates) >= 20 and "Permission is hereby granted" in text
+    require(complete, path, f"{FILE} is missing or incomplete: {text[:300]}")
+    for name in (f"{info}/licenses/LICENSE", "llm_datadist/_core.abi3.so", "llm_datadist/_core.pyi"):
+        require(name in names, path, f"{name} is missing")
+    for package in ("llm_datadist", "llm_datadist_v1"):
+        require(f"{package}/py.typed" in names, path, f"{package}/py.typed is missing")
+    strangers = [name for name in names if not name.startswith(("llm_datadist/", "llm_datadist_v1/", f"{info}/"))]
+    require(not strangers, path, f"has files outside its packages: {strangers}")
+    for field in ("Name", "Version", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"):
+        require(metadata[field], path, f"the metadata has no {field}")
+    require(len(metadata.get_payload()) > 1000, path, "the metadata has no description")
+    require(len(metadata.get_all("Classifier", [])) > 10, path, "the metadata lacks classifiers")
+    require("llm-datadist=llm_datadist.__main__:main" in scripts.replace(" ", ""), path, "no console script")
+    require(tags and all(tag.startswith("cp39-abi3-") for tag in tags), path, f"the tags are {tags}")
+    return len(crates)
+
+
+def audit(path: Path, tag: str) -> str:
+    """Check that a wheel may carry a manylinux tag; what was found."""
+    require(f"{tag}_" in path.name, path, f"is not named {tag}")
+    tool = Path(sys.executable).parent / "auditwheel"
+    if not tool.is_file():
+        return "NOT AUDITED by auditwheel (it needs Python 3.10)"
+    done = subprocess.run(  # noqa: S603
+        [tool, "show", path], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    require(done.returncode == 0, path, f"auditwheel: {done.stdout}{done.stderr}")
+    found = re.search(r'platform\s+tag:\s+"([^"]+)"', done.stdout)
+    require(found, path, f"auditwheel names no platform tag: {done.stdout}")
+    assert found is not None
+    # The tag that the audit allows may be older than ours, and never newer.
+    allowed = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", found[1])
+    ours = re.fullmatch(r"manylinux_(\d+)_(\d+)", tag)
+    assert ours is not None
+    fits = allowed is not None and tuple(map(int, allowed.groups())) <= tuple(map(int, ours.groups()))
+    require(fits, path, f"auditwheel allows only {found[1]}")
+    return f"auditwheel: {found[1]}"
+
+
+def interpreter(minor: int) -> str | None:
+    """A CPython 3.`minor` on the PATH, or among those of pyenv and uv."""
+    name = f"python3.{minor}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR", Path.home() / ".local/share/uv/python"))
+    places = [*pyenv.glob(f"versions/3.{minor}.*/bin/{name}"), *uv.glob(f"cpython-3.{minor}*/bin/{name}")]
+    for place in [shutil.which(name), *sorted(map(str, places))]:
+        if place is None:
+            continue
+        test = f"import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, {minor}))"
+        if subprocess.run([place, "-c", test], capture_output=True, check=False).returncode == 0:  # noqa: S603
+            return place
+    return None
+
+
+def pythons(path: Path) -> int:
+    """Install a wheel for each Python that is found, and run the smoke test in it."""
+    require(path.is_file(), path, "no such wheel")
+    absent, used = [], []
+    for minor in MINORS:
+        python = interpreter(minor)
+        if python is None:
+            absent.append(f"3.{minor}")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            own = Path(folder) / "venv" / "bin" / "python"
+            quiet = ["--quiet", "--disable-pip-version-check"]
+            for command in (
+                [python, "-m", "venv", own.parent.parent],
+                [own, "-m", "pip", "install", *quiet, "--only-binary=:all:", path.resolve()],
+                [own, "-I", Path(__file__).resolve(), "smoke"],
+            ):
+                subprocess.run(command, cwd=folder, check=True, timeout=LIMIT_S)  # noqa: S603
+        used.append(f"3.{minor}")
+    print(f"{path.name}: runs on Python {', '.join(used)}")
+    if absent:
+        print(f"NOT CHECKED: Python {', '.join(absent)} (not found)")
+    return 0 if used else 1
+
+
+def smoke() -> int:
+    """Import the installed package, move a few bytes, and replay a short trace through two processes."""
+    import numpy as np  # noqa: PLC0415  (the other commands run without these)
+
+    import llm_datadist  # noqa: PLC0415
+    import llm_datadist_v1  # noqa: PLC0415
+
+    package = Path(llm_datadist.__file__)
+    require("site-packages" in package.parts, package, "is not an installed package")
+    require(len(llm_datadist.__all__) == PUBLIC_NAMES, package, f"has the names {llm_datadist.__all__}")
+    require(all(hasattr(llm_datadist, name) for name in llm_datadist.__all__), package, "lacks a public name")
+    require(llm_datadist_v1.LLMDataDist, package, "has no llm_datadist_v1")
+
+    config = llm_datadist.LLMConfig()
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = '{"memory_size": 67108864}'
+    engine = llm_datadist.LLMDataDist(llm_datadist.LLMRole.DECODER, 1)
+    engine.init(config.generate_options())
+    manager = engine.cache_manager
+    cache = manager.allocate_blocks_cache(llm_datadist.CacheDesc(2, [8, 64], llm_datadist.DataType.DT_FLOAT))
+    tensors = [view.numpy() for view in manager.tensor_views(cache)]
+    tensors[1][2] = np.arange(64)
+    manager.copy_blocks(cache, {2: [5]})
+    require(np.array_equal(tensors[1][5], np.arange(64)), package, "copied other bytes")
+    engine.finalize()
+
+    program = Path(sys.executable).parent / "llm-datadist"
+    done = subprocess.run(  # noqa: S603
+        [program, "replay", "--requests", "50", "--quiet"], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    require(done.returncode == 0, program, done.stdout + done.stderr)
+    print(f"Python {sys.version.split()[0]}, numpy {np.__version__}: works")
     return 0
+
+
+def sdist(path: Path) -> int:
+    """Build a wheel from a source distribution alone, and check what the wheel contains."""
+    require(path.is_file(), path, "no such source distribution")
+    # Nothing may come from the checkout, so neither its target folder nor its working directory is used.
+    own = {name: value for name, value in os.environ.items() if name not in ("CARGO_TARGET_DIR", "PYTHONPATH")}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run(  # noqa: S603
+            [*command, "--verbose", "--wheel-dir", folder, path.resolve()], cwd=folder, env=own, check=True
+        )
+        (wheel,) = Path(folder).glob("*.whl")
+        contents(wheel)
+        print(f"{path}: builds {wheel.name}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that the arguments name."""
+    command, given = (arguments or [""])[0], arguments[1:]
+    try:
+        if command == "check" and len(given) > 1:
+            for path in map(Path, given[1:]):
+                print(f"{path}: the licence texts of {contents(path)} crates; {audit(path, given[0])}")
+            return 0
+        if command == "pythons" and len(given) == 1:
+            return pythons(Path(given[0]))
+        if command == "smoke" and not given:
+            return smoke()
+        if command == "sdist" and len(given) == 1:
+            return sdist(Path(given[0]))
+    except CheckError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(__doc__, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
