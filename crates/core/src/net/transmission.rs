@@ -140,7 +140,8 @@ impl<'a> Transfer<'a> {
         let events = match self.way {
             _ if stalled => PollFlags::empty(),
             Way::In => PollFlags::IN,
-            Way::Out => PollFlags::OUT,
+            // A peer that has closed its end reads nothing any more, but only a full window shows that it is gone.
+            Way::Out => PollFlags::OUT | PollFlags::RDHUP,
         };
         self.slept = true;
         let mut socket = [PollFd::new(self.stream, events)];
@@ -148,6 +149,7 @@ impl<'a> Transfer<'a> {
         match poll(&mut socket, Some(&timespec(nap))) {
             // A stalled stream would return here again and again.
             Ok(1..) if stalled => Err(self.stream.broken(Errno::CONNRESET.into())),
+            Ok(1..) if socket[0].revents() == PollFlags::RDHUP => Err(self.stream.broken(Errno::PIPE.into())),
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(errno) => Err(self.stream.broken(errno.into())),
         }

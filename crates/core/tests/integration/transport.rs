@@ -791,6 +791,26 @@ fn a_peer_that_has_gone_is_seen_behind_what_it_left() {
 }
 
 #[test]
+fn a_peer_that_closed_its_end_is_not_waited_for() {
+    // Nothing is left to arrive at the peer, so that no answer of its kernel shows that it has gone.
+    each(|_, _, near, far| {
+        let buffer = vec![7; 1 << 20];
+        let sink = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            rustix::net::shutdown(&far, rustix::net::Shutdown::Write).unwrap();
+            far
+        });
+        let error = loop {
+            if let Err(error) = near.send(&frame(&buffer), soon()) {
+                break error;
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+        drop(sink.join().unwrap());
+    });
+}
+
+#[test]
 fn a_peer_that_always_takes_more_does_not_hide_the_caller() {
     fn always() -> bool {
         true
