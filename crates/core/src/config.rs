@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::model::ClusterId;
 
-/// The role of a cluster. In CacheManager mode it is informational.
+/// The role of a cluster. In `CacheManager` mode it is informational.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Prefill.

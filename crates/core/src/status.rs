@@ -38,7 +38,7 @@ status_codes! {
     Success = 0, "LLM_SUCCESS";
     /// A failure that has no other code.
     Failed = 0xFFFF_FFFF, "LLM_FAILED";
-    /// A timeout in KvCacheManager mode.
+    /// A timeout in `KvCacheManager` mode.
     WaitProcessTimeout = BASE + 0x01, "LLM_WAIT_PROCESS_TIMEOUT";
     /// The owner has no such cache or key.
     KvCacheNotExist = BASE + 0x02, "LLM_KV_CACHE_NOT_EXIST";
@@ -118,7 +118,7 @@ impl From<ErrorKind> for StatusCode {
 }
 
 impl StatusCode {
-    /// Returns the code in KvCacheManager mode, in which some failures have codes of their own
+    /// Returns the code in `KvCacheManager` mode, in which some failures have codes of their own
     /// (contract §9.2, §9.3, §17.14).
     #[must_use]
     pub fn of_first_generation(kind: ErrorKind) -> StatusCode {

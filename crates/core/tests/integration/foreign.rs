@@ -175,7 +175,7 @@ fn blocks(pairs: &[(u64, u64)]) -> CopyPlan {
     CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
 }
 
-/// RemoteCache blocks to near ones, some written twice, so that there are waves.
+/// Copies blocks of the peer to local ones, some written twice, so that there are waves.
 fn pairs() -> Vec<(u64, u64)> {
     let mut pairs: Vec<(u64, u64)> =
         (0..ROWS as u64 - 3).map(|row| (row * 7 % ROWS as u64, (row * 11 + 3) % ROWS as u64)).collect();

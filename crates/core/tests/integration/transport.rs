@@ -815,7 +815,7 @@ fn a_peer_that_always_takes_more_does_not_hide_the_caller() {
     fn always() -> bool {
         true
     }
-    // RemoteCache more than goes through in the time it may take: only asking in between ends it.
+    // Far more than fits into the time it may take: only a check in between ends it.
     let source = Cut::new(&[1 << 20], 0, |_| 1);
     let much = vec![source.windows()[0]; 1 << 20];
     each(|_, _, local, remote| {
