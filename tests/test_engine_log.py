@@ -92,7 +92,7 @@ def test_a_line_comes_without_another_call(dist: LLMDataDist, collector: Collect
     assert (record.levelname, record.name) == ("WARNING", "LLM_DATADIST")
     assert f"cache_id={new}" in record.getMessage()
     assert f"replaced_cache_id={old}" in record.getMessage()
-    assert (record.funcName, record.filename) == ("llm_datadist.table", "mod.rs")
+    assert (record.funcName, record.filename) == ("llm_datadist.table", "table.rs")
     assert record.lineno > 0
     assert record.process == os.getpid()
     assert before - 0.01 <= record.created <= after + 0.01

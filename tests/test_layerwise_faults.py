@@ -1001,7 +1001,7 @@ def test_a_synchronizer_that_ends_the_process(ends: Ends) -> None:
     decoder = Decoder(ends, {"accessible": False, "llm__LinkTransport": "auto"})
     told, out, err = decoder.run("task = go(Model(0, lambda: sys.exit(5)))\nprint(results(task))\n")
     assert told == 0, err
-    assert "['LLM_TIMEOUT']" in out.splitlines(), out
+    assert "['LLM_TIMEOUT']" in out, "a line of the log may follow before the end of the line"
     assert out.count("synchronize_layer raised") == 1, "told once, with what was raised"
     told, _, _ = decoder.run("task = go(Model(0, lambda: os._exit(6)))\ntask.synchronize()\n")
     assert told == 6

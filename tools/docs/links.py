@@ -109,8 +109,8 @@ def main() -> int:
             links.check(f"{page}:{text.count(chr(10), 0, found.start()) + 1}", found[1], page, Path())
     print(f"{links.count} internal links on {len(html)} pages of the site and {len(arguments.pages)} others, checked")
     print(f"{len(links.external)} external links, not checked:")
-    for link, place in sorted(links.external.items()):
-        print(f"  {link} ({place})")
+    for link, source in sorted(links.external.items()):
+        print(f"  {link} ({source})")
     for line in links.broken:
         print("BROKEN", line, file=sys.stderr)
     return 1 if links.broken or not html or not links.count else 0

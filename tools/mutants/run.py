@@ -188,6 +188,19 @@ def run_python(mutants: list[Mutant]) -> list[bool]:
     return killed
 
 
+def check(whole: dict[str, Any]) -> None:
+    """Ends with a message unless the place of every mutant, and every file of tests, is in the tree."""
+    for mutant in whole["rust"]:
+        place(ROOT / CORE / mutant["file"], mutant)
+    for mutant in whole["python"]:
+        found = (ROOT / "python" / "llm_datadist" / mutant["file"]).read_text(encoding="utf-8").count(mutant["old"])
+        if found != 1:
+            sys.exit(f"{found} places in {mutant['file']}: {mutant['old']}")
+        if missing := [test for test in mutant["tests"] if not (ROOT / test.partition("::")[0]).is_file()]:
+            sys.exit(f"these tests of a mutant are not in the tree: {missing}")
+    print(f"{len(whole['rust'])} Rust and {len(whole['python'])} Python mutants have their places")
+
+
 def report(mutant: Mutant, killed: bool) -> None:
     """One line of progress."""
     what = f"{mutant['old']} => {mutant['new'] or '(left out)'}".replace("\n", " ")
@@ -198,11 +211,15 @@ def main() -> None:
     """Runs the list, or selects one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--select", type=Path, help="choose from this list of draw.py, and write it to mutants.json")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant has its place")
     parser.add_argument("--only", default="", help="an area")
     parser.add_argument("--out", type=Path, help="a file for the results")
     options = parser.parse_args()
-    copy_tree()
     whole = json.loads(LIST.read_text(encoding="utf-8")) if LIST.exists() else {"tests": {}, "rust": [], "python": []}
+    if options.check:
+        check(whole)
+        return
+    copy_tree()
     if options.select:
         whole["rust"] = select(json.loads(options.select.read_text(encoding="utf-8")), 30)
         LIST.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
