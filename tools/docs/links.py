@@ -111,8 +111,8 @@ def main() -> int:
     print(f"{len(links.external)} external links, not checked:")
     for link, source in sorted(links.external.items()):
         print(f"  {link} ({source})")
-    for line in links.broken:
-        print("BROKEN", line, file=sys.stderr)
+    for problem in links.broken:
+        print("BROKEN", problem, file=sys.stderr)
     return 1 if links.broken or not html or not links.count else 0
 
 
