@@ -6,6 +6,7 @@ With `--check` it compares instead, and exits with 1 if the page is out of date.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ exist logs the same kind of WARNING.
 
 The page is generated from the code by `make docs-options`.
 """
+SECTION = re.compile(r"contract §(\d+(?:\.\d+)?)")
 COLUMNS = """
 | attribute and key | type and default | meaning |
 | --- | --- | --- |
@@ -44,7 +46,7 @@ def line(row: Row) -> str:
     """Returns the line of one option."""
     key = f"<br>`{row.key}`" if row.key else ""
     types = ", ".join(f"`{name}`" for name in row.types)
-    meaning = row.meaning.replace("|", "\\|")
+    meaning = SECTION.sub(r"[contract §\1](contract.md#\1)", row.meaning.replace("|", "\\|"))
     return f"| `{row.attribute}`{key} | {types}; {row.default} | {meaning} |\n"
 
 
