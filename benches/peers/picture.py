@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rows import LIMIT, OURS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from rows import Row
@@ -38,10 +38,13 @@ def draw(rows: Sequence[Row], folder: Path, caveat: str) -> str:
     shown = [(title, lines) for title, lines in shown if lines]
     if not shown:
         return "no picture: no rows for it"
-    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 4.2), squeeze=False, layout="constrained")
-    for axis, (title, lines) in zip(axes[0], shown):
+    # Two columns, as wide as the text of a page: wider pictures shrink there until nobody can read them.
+    figure, axes = plt.subplots((len(shown) + 2) // 2, 2, figsize=(9, 6.6), squeeze=False, layout="constrained")
+    for axis, (title, lines) in zip(axes.flat, shown):
         panel(axis, title, lines)
-    axes[0][0].set_ylabel("GB/s")
+    legend(axes.flat[len(shown)], axes.flat[: len(shown)])
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
     if caveat:
         figure.suptitle(caveat, fontsize=8)
     figure.savefig(folder / "peers.svg", metadata={"Date": None})
@@ -69,10 +72,16 @@ def panel(axis: Any, title: str, lines: dict[str, list[tuple[int, float]]]) -> N
     ticks = sorted({size for points in lines.values() for size, _ in points})
     axis.set_xticks(ticks, [f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K" for size in ticks])
     axis.set_xlabel("bytes a block; best setting of each system")
+    axis.set_ylabel("GB/s")
     axis.set_ylim(bottom=0)
     axis.set_title(title)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
+
+
+def legend(axis: Any, panels: Iterable[Any]) -> None:
+    """One legend for all panels, in a cell of its own."""
+    handles = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels())}
+    axis.legend(handles.values(), handles.keys(), fontsize=11, ncols=2, loc="center", frameon=False)
 
 
 def style(name: str) -> dict[str, Any]:

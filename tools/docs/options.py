@@ -6,6 +6,7 @@ With `--check` it compares instead, and exits with 1 if the page is out of date.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ HEAD = """# Options
 
 This page lists every option of an engine. Set options as attributes of `LLMConfig`, and pass the result of
 `generate_options()` to `LLMDataDist.init`. `init` also takes a dict with the keys and texts directly. `llm-datadist
-options` prints the same list.
+options` ([Command line](cli.md)) prints the same list.
+
+In each row, the first line is the attribute of `LLMConfig`, and the second one is the key in the dict.
 
 `init` ignores unknown keys. If a key is at most two edits away from a known one, `init` logs one WARNING with that key,
 which the default log level (ERROR) hides ([Logging](logging.md)). Setting an attribute of `LLMConfig` that does not
@@ -24,9 +27,10 @@ exist logs the same kind of WARNING.
 
 The page is generated from the code by `make docs-options`.
 """
+SECTION = re.compile(r"contract §(\d+(?:\.\d+)?)")
 COLUMNS = """
-| attribute | key | type | default | meaning |
-| --- | --- | --- | --- | --- |
+| attribute and key | type and default | meaning |
+| --- | --- | --- |
 """
 ENVIRONMENT_HEAD = """
 ## Environment variables
@@ -40,10 +44,10 @@ ENVIRONMENT_HEAD = """
 
 def line(row: Row) -> str:
     """Returns the line of one option."""
-    key = f"`{row.key}`" if row.key else ""
+    key = f"<br>`{row.key}`" if row.key else ""
     types = ", ".join(f"`{name}`" for name in row.types)
-    meaning = row.meaning.replace("|", "\\|")
-    return f"| `{row.attribute}` | {key} | {types} | {row.default} | {meaning} |\n"
+    meaning = SECTION.sub(r"[contract §\1](contract.md#\1)", row.meaning.replace("|", "\\|"))
+    return f"| `{row.attribute}`{key} | {types}; {row.default} | {meaning} |\n"
 
 
 def page() -> str:
