@@ -67,6 +67,12 @@ test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust,
 	cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
+test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
+	$(BIN)/python -m pytest benches/tests
+
+test-docs: build $(VENV)/.test-tools  ## the tests of the pages: numbers, references, and the programs that they show
+	$(BIN)/python -m pytest tools/docs/tests
+
 # Sixty tests that are left out without a word are no proof of anything.
 cpp-tools:
 	@missing=; command -v g++ > /dev/null || command -v clang++ > /dev/null || missing="g++"; \
@@ -261,4 +267,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -1,6 +1,6 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Snippets are run by `test_examples` and `tools/docs/snippets.py`; `test_conformance` and `test_scaling` check the
+Snippets are run by `test_examples` and `tools/docs/snippets.py`; `tests/test_conformance.py` and `benches/tests` check the
 generated pages.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CORE = ROOT / "crates" / "core" / "src"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benches" / "results").glob("*.md")])
 SOURCES = sorted(

@@ -25,7 +25,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "benches" / "peers"
 REPORT = ROOT / "benches" / "results"
 PICTURES = ROOT / "docs" / "performance"

@@ -1,6 +1,6 @@
 """The README's example, the pairs of programs in the guides, and every file in `examples/`, run as a reader would.
 
-Not for: what the calls do in detail, each verb has its own file; `examples/transformer` (`test_transformer.py`); the
+Not for: what the calls do in detail, each verb has its own file; `examples/transformer` (`tests/test_transformer.py`); the
 example that needs torch (`make example-torch`).
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 GUIDES = ROOT / "docs" / "how-to"
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "transformers_torch.py")
 
