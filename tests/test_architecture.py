@@ -453,11 +453,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool, int]]:
                 for alias in child.names:
                     yield alias.name.split(".")[0], not lazy, child.lineno
             elif isinstance(child, ast.ImportFrom):
-                yield (
-                    "llm_datadist" if child.level else (child.module or "").split(".")[0],
-                    not lazy,
-                    child.lineno,
-                )
+                yield ("llm_datadist" if child.level else (child.module or "").split(".")[0], not lazy, child.lineno)
             yield from walk(child, inner)
 
     yield from walk(tree, lazy=False)
@@ -637,11 +633,7 @@ def test_the_readers_understand_what_they_read() -> None:
         "crate::c::D",
         "crate::f",
     ]
-    assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == [
-        "crate::a::B",
-        "crate::c",
-        "crate::d",
-    ]
+    assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == ["crate::a::B", "crate::c", "crate::d"]
     deep = CORE / "engine" / "ring.rs"
     assert target_of("super::route::X", deep, {}) is None
     assert target_of("super::super::plan::X", deep, {}) == "plan"

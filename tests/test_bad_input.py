@@ -126,16 +126,7 @@ NO_CACHE: list[Any] = [
     Built("a descriptor", lambda _: desc()),
     Built("a key", lambda _: CacheKey(1, 1)),
 ]
-NO_DESC: list[Any] = [
-    1,
-    True,
-    "desc",
-    [],
-    {},
-    CacheDesc,
-    Built("a cache", lambda b: b.batch),
-    DataType.DT_INT8,
-]
+NO_DESC: list[Any] = [1, True, "desc", [], {}, CacheDesc, Built("a cache", lambda b: b.batch), DataType.DT_INT8]
 UINT32: list[tuple[Any, Expected]] = [
     *[(bad, TE) for bad in (None, *NO_INTEGER)],
     *[(bad, VE) for bad in (-1, UINT32_MAX + 1, 2**64, -(2**64), 2**200)],
@@ -201,7 +192,7 @@ KEY_LISTS: list[tuple[Any, Expected]] = [
             {CacheKey(1, 90)},
             [[CacheKey(1, 90)]],
         )
-    ],
+    ]
 ]
 ADDRESS_LISTS: list[tuple[Any, Expected]] = [
     *[(bad, TE) for bad in (None, 1, "12", (1, 2), {1, 2}, range(1, 3), b"12", iter([1, 2]))],

@@ -275,16 +275,10 @@ def test_memory_utilisation(value: float, text: str) -> None:
 def test_cluster_info_addresses_become_integers() -> None:
     config = LLMConfig()
     config.cluster_info = json.dumps(
-        {
-            "cluster_id": 3,
-            "listen_ip_info": [{"ip": "1.2.3.4", "port": 26000}, {"ip": "127.0.0.1", "port": 1}],
-        }
+        {"cluster_id": 3, "listen_ip_info": [{"ip": "1.2.3.4", "port": 26000}, {"ip": "127.0.0.1", "port": 1}]}
     )
     made = json.loads(config.generate_options()["llm.ClusterInfo"])
-    assert made == {
-        "cluster_id": 3,
-        "listen_ip_info": [{"ip": 67305985, "port": 26000}, {"ip": 16777343, "port": 1}],
-    }
+    assert made == {"cluster_id": 3, "listen_ip_info": [{"ip": 67305985, "port": 26000}, {"ip": 16777343, "port": 1}]}
     with pytest.raises(json.JSONDecodeError):
         config.cluster_info = "{"
 

@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 
 import llm_datadist
-from llm_datadist import (
-    DataType,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    Memtype,
-    Placement,
-    RegisterMemStatus,
-    Status,
-)
+from llm_datadist import DataType, LLMException, LLMRole, LLMStatusCode, Memtype, Placement, RegisterMemStatus, Status
 from llm_datadist.status import code_2_status, handle_llm_status, raise_if_false, raise_if_true
 from memory import run_fresh
 

@@ -56,16 +56,8 @@ def test_logger_is_the_standard_one_and_cached() -> None:
 BASIC = "logging.basicConfig(stream=sys.stdout, format='program %(message)s')"
 CONFIGURED = {
     "nothing": ("", "", {"own": ["error"], "program": []}),
-    "basicConfig before": (
-        BASIC,
-        "",
-        {"own": [], "program": ["error"]},
-    ),
-    "basicConfig after": (
-        "",
-        BASIC,
-        {"own": [], "program": ["error"]},
-    ),
+    "basicConfig before": (BASIC, "", {"own": [], "program": ["error"]}),
+    "basicConfig after": ("", BASIC, {"own": [], "program": ["error"]}),
     "a level before": (
         "logging.getLogger('LLM_DATADIST').setLevel(logging.INFO)",
         "",

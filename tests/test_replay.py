@@ -61,11 +61,7 @@ def test_made_trace_has_the_shape_of_the_public_one() -> None:
 @public_trace
 def test_public_trace_is_read_whole_and_the_made_one_is_near_it() -> None:
     public, made = (describe(trace) for trace in (read_trace(str(PUBLIC_TRACE)), make_trace(12_031, seed=3)))
-    assert (public["requests"], public["block_references"], public["distinct_blocks"]) == (
-        12_031,
-        288_500,
-        182_790,
-    )
+    assert (public["requests"], public["block_references"], public["distinct_blocks"]) == (12_031, 288_500, 182_790)
     for name in ("block_references", "distinct_blocks", "most_blocks_in_a_request", "span_s"):
         assert math.isclose(public[name], made[name], rel_tol=0.06), name
 
@@ -656,10 +652,7 @@ def test_prefill_that_always_dies_is_given_up(
         ("import time; time.sleep(60)", "it did not answer within 0.5 s; it did not end within 0.1 s and was killed"),
         ("raise SystemExit(5)", "it closed the channel; it ended with exit status 5"),
         ("print('{}', flush=True); input()", "it sent an invalid message: b'{}'"),
-        (
-            "print('hello', flush=True); input()",
-            "it sent an invalid message: b'hello'; it ended with exit status",
-        ),
+        ("print('hello', flush=True); input()", "it sent an invalid message: b'hello'; it ended with exit status"),
     ],
 )
 def test_prefill_that_does_not_start_ends_the_replay(

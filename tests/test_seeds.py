@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCUMENTS = ("deprecated.md", "copy_cache.md", "transfer_cache_async.md", "CopyKvCache.md", "PushKvCache.md")
-CPLUSPLUS = {
-    "CopyKvCache.md:CopyKvCache": "19.cpp-copy-kv-cache",
-    "PushKvCache.md:PushKvCache": "19.cpp-push-kv-cache",
-}
+CPLUSPLUS = {"CopyKvCache.md:CopyKvCache": "19.cpp-copy-kv-cache", "PushKvCache.md:PushKvCache": "19.cpp-push-kv-cache"}
 USED: set[str] = set()
 
 

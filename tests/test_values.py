@@ -75,11 +75,7 @@ BAD_DESC: list[Case] = [
     ),
     *table(lambda v: CacheDesc(1, [1], v), ([1, "DT_FLOAT16", True, 1.0, Placement.HOST, DataType], TE)),
     *table(lambda v: CacheDesc(1, [1], FP16, v), ([1, 0, True, "DEVICE", FP16, 1.0, Placement], TE)),
-    *table(
-        lambda v: CacheDesc(1, [1, 2], FP16, batch_dim_index=v),
-        ([None, *NO_INTEGER], TE),
-        ([-1, 2, 3, 2**31], LE),
-    ),
+    *table(lambda v: CacheDesc(1, [1, 2], FP16, batch_dim_index=v), ([None, *NO_INTEGER], TE), ([-1, 2, 3, 2**31], LE)),
     *table(
         lambda v: CacheDesc(1, [1, 2], FP16, seq_len_dim_index=v),
         ([None, *NO_INTEGER], TE),
@@ -129,10 +125,7 @@ BAD_CPU_CACHE: list[Case] = [
         ([None, (1, 2), "12", {1, 2}, range(1, 3), 1, [1, "2"], [1, None], [1, 2.0], [1, True]], TE),
         ([[], [1], [1, 2, 3]], LE),
     ),
-    *table(
-        lambda v: Cache.create_cpu_cache(CacheDesc(2, [3, 4], FP16, v), [1, 2]),
-        ([Placement.DEVICE], LE),
-    ),
+    *table(lambda v: Cache.create_cpu_cache(CacheDesc(2, [3, 4], FP16, v), [1, 2]), ([Placement.DEVICE], LE)),
     *table(lambda v: Cache(v, HOST_DESC, [1, 2], None, False, False), ([None, *NO_INTEGER], TE), (sint(64), VE)),
 ]
 
@@ -331,11 +324,7 @@ def test_blocks_key_names_the_allowed_type(args: tuple[Any, ...]) -> None:
 
 
 def test_blocks_key() -> None:
-    for made in (
-        BlocksCacheKey(3, 1),
-        BlocksCacheKey(cluster_id=3, model_id=1),
-        BlocksCacheKey(3, model_id=1),
-    ):
+    for made in (BlocksCacheKey(3, 1), BlocksCacheKey(cluster_id=3, model_id=1), BlocksCacheKey(3, model_id=1)):
         assert (made.cluster_id, made.prompt_cluster_id, made.model_id) == (3, 3, 1)
         assert repr(made) == "BlocksCacheKey(cluster_id=3, model_id=1)"
     other = BlocksCacheKey(prompt_cluster_id=3, model_id=1)
@@ -478,11 +467,7 @@ WIDTHS = {
     "check_int32": (-(2**31), 2**31 - 1),
     "check_int64": (-(2**63), 2**63 - 1),
 }
-LISTS = {
-    "check_list_int32": "check_int32",
-    "check_list_int64": "check_int64",
-    "check_list_uint64": "check_uint64",
-}
+LISTS = {"check_list_int32": "check_int32", "check_list_int64": "check_int64", "check_list_uint64": "check_uint64"}
 
 
 @pytest.mark.contract("20.20")

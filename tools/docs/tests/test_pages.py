@@ -1,7 +1,7 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Snippets are run by `test_examples` and `tools/docs/snippets.py`; `tests/test_conformance.py` and `benches/tests` check the
-generated pages.
+Not for: snippets (`test_examples.py`, `tools/docs/snippets.py`), or generated pages (`tests/test_conformance.py`,
+`benches/tests`).
 """
 
 from __future__ import annotations
