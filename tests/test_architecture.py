@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memory import run_fresh
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -80,9 +78,6 @@ def rust_everywhere() -> list[Path]:
 def shown(path: Path) -> str:
     """A path for messages and test ids."""
     return str(path.relative_to(ROOT))
-
-
-# -- (a) arrows ----------------------------------------------------------------------------------------------------
 
 
 def module_of(path: Path) -> str:
@@ -238,8 +233,6 @@ def test_the_table_itself_has_no_circle() -> None:
     assert done
 
 
-# -- files: no circles ---------------------------------------------------------------------------------------------
-
 # The one circle that is left: the parts of an engine's links hold each other through `session::Shared`.
 # It may get smaller, never larger.
 KNOWN_CIRCLE = {
@@ -331,9 +324,6 @@ def test_files_import_one_another_in_no_circle() -> None:
     assert circular == KNOWN_CIRCLE, f"no longer in a circle: {sorted(KNOWN_CIRCLE - circular)}; take them off the list"
 
 
-# -- (b) unsafe ----------------------------------------------------------------------------------------------------
-
-
 def may_be_unsafe(path: Path) -> bool:
     """The four rooms, and the file that lets each of them in is not one."""
     relative = path.relative_to(ROOT).as_posix()
@@ -374,9 +364,6 @@ def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
     assert found, "no unsafe found: this guard looked at nothing"
     assert not outside, f"unsafe outside its rooms: {outside}"
     assert not silent, f"unsafe without a SAFETY comment: {silent}"
-
-
-# -- (c) and (d) the binding ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("crate", [BINDING, INTERFACE], ids=["py", "capi"])
@@ -431,9 +418,6 @@ def test_every_class_of_the_binding_is_frozen() -> None:
     assert not thawed, thawed
 
 
-# -- (e) the Python front ------------------------------------------------------------------------------------------
-
-
 def python_files() -> list[Path]:
     """All modules of the package; at least one."""
     files = sorted(PYTHON.rglob("*.py"))
@@ -475,49 +459,6 @@ def test_the_front_imports_only_the_standard_library_and_itself() -> None:
             wrong.append(f"{shown(path)}:{line}: {name}")
     assert found, "no imports found"
     assert not wrong, wrong
-
-
-def test_importing_opens_nothing() -> None:
-    out = run_fresh(
-        """
-        import os, sys, threading
-        before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
-        import llm_datadist
-        from llm_datadist import LLMConfig, LLMDataDist, LLMRole
-        LLMConfig().generate_options()
-        LLMDataDist(LLMRole.PROMPT, 1)
-        assert not {"numpy", "torch"} & set(sys.modules), "an array library was imported"
-        assert threading.active_count() == 1
-        if os.path.isdir("/proc/self/task"):
-            assert len(os.listdir("/proc/self/task")) == 1, "a native thread was started"
-            assert set(os.listdir("/proc/self/fd")) == before, "a file was opened"
-        print("quiet")
-        """
-    )
-    assert out.strip() == "quiet"
-
-
-def test_local_calls_need_no_numpy() -> None:
-    out = run_fresh(
-        """
-        import sys
-        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
-        manager = dist.cache_manager
-        cache = manager.allocate_blocks_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
-        manager.copy_blocks(cache, {0: [1]})
-        views = manager.tensor_views(cache)
-        views[0].__dlpack__()
-        dist.finalize()
-        assert "numpy" not in sys.modules
-        print("without")
-        """
-    )
-    assert out.strip() == "without"
-
-
-# -- (f) size ------------------------------------------------------------------------------------------------------
 
 
 def test_no_file_grows_out_of_one_head() -> None:
@@ -617,9 +558,6 @@ def test_names_say_what_things_are() -> None:
 def words(name: str) -> list[str]:
     """`CacheManager` and `cache_manager` are both two words."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
-
-
-# -- the guards themselves -----------------------------------------------------------------------------------------
 
 
 def test_the_readers_understand_what_they_read() -> None:

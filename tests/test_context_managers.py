@@ -157,9 +157,6 @@ def test_with_block_deallocates_a_kv_cache(start: Callable[..., LLMDataDist]) ->
             pass
 
 
-# -- repr ----------------------------------------------------------------------------------------------------
-
-
 def test_repr_of_a_config_shows_what_was_set_and_no_secret() -> None:
     assert repr(LLMConfig()) == "LLMConfig()"
     config = LLMConfig()

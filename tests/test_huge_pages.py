@@ -121,8 +121,6 @@ def test_a_reserve_that_is_too_small_is_left_alone(start: Callable[..., Any]) ->
     assert free_reserve() == before
 
 
-# -- the option ------------------------------------------------------------------------------------------------------
-
 WORDS = ("auto", "off", "merge", "merge_registered", "eager")
 
 
@@ -151,9 +149,6 @@ def test_init_refuses_other_words(text: str, way: str, start: Callable[..., Any]
     assert f'"{text[:100]}' in told
     assert "auto or off or merge or merge_registered or eager" in told
     assert len(told) < 500
-
-
-# -- eager -----------------------------------------------------------------------------------------------------------
 
 
 @needs_merging
@@ -218,9 +213,6 @@ def test_a_kernel_that_refuses_is_no_error_and_says_so() -> None:
     told = run_fresh(REFUSED_BY_THE_KERNEL).splitlines()
     asked = [f"{word} 0 22" for word in ("eager", "merge", "merge_registered") for _ in range(2)]
     assert told == [*asked, *["auto 0 None"] * 2, *["off 0 None"] * 2]
-
-
-# -- merge -----------------------------------------------------------------------------------------------------------
 
 
 def half_used(manager: Any, size: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
 
@@ -19,44 +19,21 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
-from memory import AE, GONE, LE, MISMATCH, TE, VE, UserTensors, raising
+from memory import AE, GONE, LE, MISMATCH, TE, UINT64_MAX, VE, UserTensors, raising
 from mistakes import coded, fails
+from two_modes import KV_OPTIONS
 
-UINT64_MAX = 2**64 - 1
-
-FAILED = coded(LLMStatusCode.LLM_FAILED)
-
-UNLINKED = coded(LLMStatusCode.LLM_NOT_YET_LINK)
-
-POOL = 2 << 20
-
-
-def options(pool: int | None = POOL, **extra: str) -> dict[str, str]:
-    made = {"ge.exec.deviceId": "0"}
-    if pool is not None:
-        made["ge.flowGraphMemMaxSize"] = str(pool)
-    made.update({key.replace("__", "."): value for key, value in extra.items()})
-    return made
+FAILED, UNLINKED = coded(LLMStatusCode.LLM_FAILED), coded(LLMStatusCode.LLM_NOT_YET_LINK)
 
 
 @pytest.fixture
-def begin(start: Callable[..., LLMDataDist]) -> Callable[..., LLMDataDist]:
-    """Like `start`, in the mode of the `KvCacheManager`."""
-
-    def in_mode(role: LLMRole = LLMRole.PROMPT, settings: Any = None, cluster: int = 0) -> LLMDataDist:
-        return start(options() if settings is None else settings, cluster, role)
-
-    return in_mode
+def prompt(start: Callable[..., LLMDataDist]) -> KvCacheManager:
+    return start(dict(KV_OPTIONS), 0).kv_cache_manager
 
 
 @pytest.fixture
-def prompt(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
-    return begin().kv_cache_manager
-
-
-@pytest.fixture
-def decoder(begin: Callable[..., LLMDataDist]) -> KvCacheManager:
-    return begin(LLMRole.DECODER).kv_cache_manager
+def decoder(start: Callable[..., LLMDataDist]) -> KvCacheManager:
+    return start(dict(KV_OPTIONS), 0, LLMRole.DECODER).kv_cache_manager
 
 
 def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
@@ -74,9 +51,7 @@ def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, Us
     return KvCache.create_cpu_cache(own.describe(), own.addrs), own
 
 
-def test_allocate_cache_checks_in_order(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(LLMRole.DECODER)
-    manager = dist.kv_cache_manager
+def test_allocate_cache_checks_in_order(decoder: KvCacheManager) -> None:
     none, host = desc(tensors=0), desc(placement=Placement.HOST)
     nothing_host = desc(tensors=0, placement=Placement.HOST)
     for args, expected, text in [
@@ -92,12 +67,11 @@ def test_allocate_cache_checks_in_order(begin: Callable[..., LLMDataDist]) -> No
         ((desc(), (CacheKey(0, 1),)), LE, "PROMPT"),
         ((CacheDesc(1, (4, 0), DataType.DT_INT8), []), LE, "shape"),
     ]:
-        fails(lambda args=args: manager.allocate_cache(*args), expected, text, args)
-    assert table(manager) == (0, 0, 0)
+        fails(lambda args=args: decoder.allocate_cache(*args), expected, text, args)
+    assert table(decoder) == (0, 0, 0)
 
 
-def test_allocate_blocks_cache_checks_in_order(begin: Callable[..., LLMDataDist]) -> None:
-    manager = begin(LLMRole.DECODER).kv_cache_manager
+def test_allocate_blocks_cache_checks_in_order(decoder: KvCacheManager) -> None:
     key = BlocksCacheKey(0, 1)
     for args, expected, text in [
         ((1, 1), TE, "cache_desc"),
@@ -107,8 +81,8 @@ def test_allocate_blocks_cache_checks_in_order(begin: Callable[..., LLMDataDist]
         ((desc(placement=Placement.HOST), key), LE, "HOST"),
         ((desc(), key), LE, "DECODER"),
     ]:
-        fails(lambda args=args: manager.allocate_blocks_cache(*args), expected, text, args)
-    assert table(manager) == (0, 0, 0)
+        fails(lambda args=args: decoder.allocate_blocks_cache(*args), expected, text, args)
+    assert table(decoder) == (0, 0, 0)
 
 
 def test_pull_cache_checks_in_order(decoder: KvCacheManager) -> None:

@@ -187,8 +187,6 @@ def test_pool_options_start_an_engine(start: Callable[..., LLMDataDist], name: s
     manager.copy_cache(cache, cache, 1, 0)
 
 
-# -- KvCacheManager.transfer_cache_async -----------------------------------------------------------------------------
-
 # What has to be repaired before Python can run the example at all: each is there exactly once.
 REPAIRS = (
     ("assert(len(decoder_addrs) = 2*num_layers)", "assert(len(decoder_addrs) == 2*num_layers)"),  # no Python
@@ -232,8 +230,6 @@ def test_transfer_cache_async(kv_pair: Pair) -> None:
     assert task.get_results() == [SUCCESS]
     assert equal(kv_pair.far.read("f"), sent({0: 0}, 2 * LAYERS, 2, 1024)), "slot 0 of every tensor, and nothing else"
 
-
-# -- what the pages say about results and limits ---------------------------------------------------------------------
 
 WRONG_TYPES = "test_bad_input.py::test_bad_argument"
 IN_TIME = "test_seed_contract.py::test_sync_kv_timeout_ends_the_wait_of_a_copy"

@@ -15,16 +15,13 @@ import pytest
 from llm_datadist import DataType, LLMException, LLMStatusCode, Tensor, TensorDesc
 from llm_datadist.data_type import dtype_to_np_dtype
 from llm_datadist.tensors import create_npu_tensors
-from memory import LE, TE, at, in_fresh_process, raising, run_fresh
+from memory import LE, TE, at, in_fresh_process, raising
 
 NUMBERS = [kind for kind in DataType if kind not in (DataType.DT_BF16, DataType.DT_STRING)]
 
 
 def made(kind: DataType, count: int = 6) -> np.ndarray:
     return np.arange(count).astype(dtype_to_np_dtype[kind]).reshape(2, count // 2)
-
-
-# -- descriptors ---------------------------------------------------------------------------------------------------
 
 
 def test_tensor_desc() -> None:
@@ -39,9 +36,6 @@ def test_tensor_desc() -> None:
     for args in [(0, [1]), (DataType.DT_FLOAT, 1), (DataType.DT_FLOAT, ["1"]), (DataType.DT_FLOAT, [True])]:
         with raising(TE):
             TensorDesc(*args)  # type: ignore[arg-type]
-
-
-# -- tensors -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -118,23 +112,6 @@ def test_there_are_no_native_handles() -> None:
 def test_how_a_tensor_shows() -> None:
     tensor = Tensor(np.array([1.5, 2.0], dtype=np.float32))
     assert str(tensor) == "Tensor([1.5 2. ],tensor_desc=TensorDesc(dtype=DataType.DT_FLOAT, shape=[2]))"
-
-
-def test_importing_needs_no_numpy() -> None:
-    run_fresh(
-        """
-        import sys
-        from llm_datadist import *
-        import llm_datadist.tensors, llm_datadist_v1, llm_datadist_v1.kv_cache_manager
-        import llm_datadist.v2.llm_utils, llm_datadist.v2.config
-        import llm_datadist.v2.llm_types, llm_datadist.v2.llm_datadist
-        TensorDesc(DataType.DT_FLOAT, [1])
-        assert "numpy" not in sys.modules and "torch" not in sys.modules
-        """
-    )
-
-
-# -- arrays over addresses -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", NUMBERS)

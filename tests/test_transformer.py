@@ -35,9 +35,6 @@ SHAPES = [
 ]
 
 
-# -- the model against a twin ----------------------------------------------------------------------------------------
-
-
 def twin(model: Model, tokens: list[int]) -> list[float]:
     """The logits after the last token, by plain loops over positions, heads and values; no cache, no batch."""
     shape, last = model.shape, len(tokens) - 1
@@ -129,9 +126,6 @@ def test_the_twin_is_not_easily_pleased() -> None:
     assert np.abs(np.array(twin(model, [8, 5, 13, 21])) - right).max() > 0.01, "positions"
 
 
-# -- layouts ---------------------------------------------------------------------------------------------------------
-
-
 def tensors(shape: Shape, rows: int, tokens: int) -> list[Any]:
     """Memory nobody wrote to: whatever is read from it unwritten spoils the result."""
     return [
@@ -208,9 +202,6 @@ def test_differences_are_found() -> None:
     assert found[0].startswith("request 0: tokens [")
     del right.tokens[0][2]
     assert differences(work, left, right)[0] == "request 0: 3 tokens were asked for, [3, 3, 2, 3] are there"
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
