@@ -36,6 +36,10 @@ class Row:
     expected: Expected
     text: str = ""
 
+    def judge(self, call: Callable[[], Any], what: object = "") -> None:
+        """The call must fail as the row says."""
+        fails(call, self.expected, self.text, what)
+
 
 def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> None:
     """Every row alone, and every two rows together: the first is reported."""
@@ -44,4 +48,4 @@ def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> No
     cases += [(a, {**b.wrong, **a.wrong}) for a, b in pairs if not a.wrong.keys() & b.wrong.keys()]
     assert len(cases) > 2 * len(rows), "next to no pairs"
     for row, wrong in cases:
-        fails(lambda wrong=wrong: call(**{**good, **wrong}), row.expected, row.text, wrong)
+        row.judge(lambda wrong=wrong: call(**{**good, **wrong}), wrong)

@@ -1,6 +1,7 @@
 """The token in a file: the option, the variable, which of the sources counts, and that nothing shows the token.
 
-Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects (`test_door.py`).
+Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects
+(`test_link_security.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
         # The option outranks both variables.
         both = {"LLM_DATADIST_TOKEN_FILE": wrong, "LLM_DATADIST_TOKEN": OTHER}
         option = ends.adopt(Peer(environment=both)).open(linked_options(llm__LinkTokenFile=path), cluster=5)
-        assert near.link_clusters([text.at, file.at, other.at, option.at])[1] == [OK, OK, LINK_FAILED, OK]
+        variable = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN": TOKEN})).open(cluster=6)
+        peers = [text, file, other, option, variable]
+        assert near.link_clusters([peer.at for peer in peers])[1] == [OK, OK, LINK_FAILED, OK, OK]
 
 
 def test_the_file_is_read_once_by_init(tmp_path: Path, start: Callable[..., Any]) -> None:
