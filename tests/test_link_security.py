@@ -25,7 +25,6 @@ from peers import (
     End,
     Ends,
     Peer,
-    Stranger,
     by_blocks,
     equal,
     eventually,
@@ -187,13 +186,6 @@ def test_another_version_of_the_wire_is_told_so(ends: Ends) -> None:
         (length,) = struct.unpack("<I", told[4:8])
         assert len(told) == 8 + length
         assert "version" in told[12:].decode()
-
-
-def test_a_listener_of_another_version_is_no_link(ends: Ends) -> None:
-    near = ends.near()
-    refusal = frame(struct.pack("<I", 10**6) + b"version 9 is spoken here", version=9, kind=255)
-    with Stranger(refusal) as door:
-        assert near.link_clusters([(2, door.at)])[1] == [LINK_FAILED]
 
 
 def test_a_flood_of_silent_connections_keeps_nobody_out(ends: Ends) -> None:

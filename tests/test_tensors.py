@@ -81,18 +81,11 @@ def test_strings() -> None:
 def test_what_a_tensor_is_not_made_of() -> None:
     array = made(DataType.DT_FLOAT)
     for data, desc, expected in [
-        ([1, 2], None, TypeError),
-        (None, None, TypeError),
-        (True, None, TypeError),
+        *[(data, None, TypeError) for data in ([1, 2], None, True)],
         (array, "desc", TypeError),
-        (array.T, None, RuntimeError),
-        (array[:, ::2], None, RuntimeError),
-        (array.astype(complex), None, RuntimeError),
-        (np.array([object()]), None, RuntimeError),
+        *[(bad, None, RuntimeError) for bad in (array.T, array[:, ::2], array.astype(complex), np.array([object()]))],
         (array, TensorDesc(DataType.DT_FLOAT, [3, 2]), RuntimeError),
-        (array, TensorDesc(DataType.DT_INT32, [2, 3]), RuntimeError),
-        (array, TensorDesc(DataType.DT_STRING, [2, 3]), RuntimeError),
-        (array, TensorDesc(DataType.DT_BF16, [2, 3]), RuntimeError),
+        *[(array, TensorDesc(DataType[f"DT_{kind}"], [2, 3]), RuntimeError) for kind in ("INT32", "STRING", "BF16")],
     ]:
         with pytest.raises(expected) as caught:
             Tensor(data, desc)  # type: ignore[arg-type]
@@ -155,14 +148,8 @@ def test_memory_that_is_not_there_is_refused() -> None:
         assert libc.mprotect(ctypes.c_void_p(address + 2 * page), page, 3) == 0
         del buffer
     for shape, addrs, expected in [
-        ([1], [], LE),
-        ([1], [0], LE),
-        ([0], [address], LE),
-        ([], [address], LE),
-        ([1], (address,), TE),
-        ([1], ["x"], TE),
-        (["1"], [address], TE),
-        ([2**62, 4], [address], LE),
+        *[([1], [], LE), ([1], [0], LE), ([0], [address], LE), ([], [address], LE), ([2**62, 4], [address], LE)],
+        *[([1], (address,), TE), ([1], ["x"], TE), (["1"], [address], TE)],
     ]:
         with raising(expected):
             create_npu_tensors(shape, DataType.DT_UINT8, addrs)  # type: ignore[arg-type]
