@@ -66,7 +66,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pool(memory_size: Any = POOL, page_shift: Any = PAGE_SHIFT) -> str:
-    """The JSON text of one pool."""
     return json.dumps({"memory_size": memory_size, "page_shift": page_shift})
 
 
@@ -103,11 +102,9 @@ def start() -> Iterator[Callable[..., LLMDataDist]]:
 
 @pytest.fixture
 def dist(start: Callable[..., LLMDataDist]) -> LLMDataDist:
-    """An engine with a device and a host pool of 2 MiB, pages of 4 KiB."""
     return start()
 
 
 @pytest.fixture
 def manager(dist: LLMDataDist) -> Any:
-    """The cache manager of `dist`."""
     return dist.cache_manager

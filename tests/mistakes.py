@@ -37,7 +37,6 @@ class Row:
     text: str = ""
 
     def judge(self, call: Callable[[], Any], what: object = "") -> None:
-        """The call must fail as the row says."""
         fails(call, self.expected, self.text, what)
 
 

@@ -64,24 +64,20 @@ def is_test(path: Path) -> bool:
 
 
 def rust_files(folder: Path) -> list[Path]:
-    """All Rust files below a folder that are not test modules; at least one."""
     files = sorted(path for path in folder.rglob("*.rs") if not is_test(path))
     assert files, f"no Rust files in {folder}"
     return files
 
 
 def rust_everywhere() -> list[Path]:
-    """The Rust files of every crate."""
     return [*rust_files(CORE), *rust_files(BINDING), *rust_files(INTERFACE)]
 
 
 def shown(path: Path) -> str:
-    """A path for messages and test ids."""
     return str(path.relative_to(ROOT))
 
 
 def module_of(path: Path) -> str:
-    """Top-level module of a core file."""
     first = path.relative_to(CORE).parts[0]
     return first.removesuffix(".rs")
 
@@ -115,7 +111,6 @@ def table_rows() -> list[tuple[list[str], list[str]]]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """The table: module → modules it may use."""
     allowed: dict[str, set[str]] = {}
     for modules, may in table_rows():
         targets: set[str] = set()
@@ -164,7 +159,6 @@ def use_paths(code: str) -> list[str]:
 
 
 def reexports() -> dict[str, str]:
-    """Names the crate root re-exports → module they come from."""
     code = blank((CORE / "lib.rs").read_text(encoding="utf-8"))
     names: dict[str, str] = {}
     for match in re.finditer(r"pub\s+use\s+([^;]+);", code):
@@ -419,7 +413,6 @@ def test_every_class_of_the_binding_is_frozen() -> None:
 
 
 def python_files() -> list[Path]:
-    """All modules of the package; at least one."""
     files = sorted(PYTHON.rglob("*.py"))
     assert files, f"no Python files in {PYTHON}"
     return files
@@ -540,7 +533,6 @@ GIVEN_NAMES = {"utils", "llm_utils", "cache_manager", "CacheManager", "kv_cache_
 
 
 def test_names_say_what_things_are() -> None:
-    """No module and no type is called after nothing."""
     names: list[tuple[str, str]] = []
     for path in rust_everywhere():
         code = blank(path.read_text(encoding="utf-8"))

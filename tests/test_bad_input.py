@@ -91,7 +91,6 @@ class Bench:
 
 @pytest.fixture
 def bench(manager: Any) -> Bench:
-    """A fresh bench on the default engine."""
     return Bench(manager)
 
 
@@ -281,7 +280,6 @@ ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.item
 
 
 def short(value: Any) -> str:
-    """A readable test id."""
     text = repr(value) if isinstance(value, (Built, int, float, str, type(None), list, dict, tuple)) else ""
     return text if 0 < len(text) < 50 else type(value).__name__
 
@@ -477,8 +475,6 @@ def test_attribute_error_for_none_outside_of_managers_names_the_argument() -> No
 
 def test_attribute_error_of_the_program_itself_is_left_alone(manager: Any) -> None:
     class Broken(CacheDesc):
-        """A descriptor whose own code fails."""
-
         @property
         def _num_tensors(self) -> int:  # type: ignore[override]
             return self.nothing  # type: ignore[attr-defined, no-any-return]

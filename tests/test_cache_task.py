@@ -73,7 +73,6 @@ class Gates(LayerSynchronizer):
             self.gates[layer].set()
 
     def reached(self, layer: int) -> None:
-        """Wait until the layer is asked for."""
         eventually(lambda: layer in [asked for asked, _ in self.asked], what=f"layer {layer}")
 
 
@@ -128,7 +127,6 @@ class Bench:
         return same(far.tensors, expected)
 
     def close(self) -> None:
-        """Put the other engines away."""
         for far in self.far:
             far.tensors = []
             far.native.close()
@@ -143,17 +141,14 @@ def bench(start: Any) -> Iterator[Bench]:
 
 
 def walkers() -> list[threading.Thread]:
-    """The threads that wait for layers."""
     return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
 
 
 def unlinked(layers: range = range(LAYERS)) -> TransferConfig:
-    """A destination that is linked to nobody."""
     return TransferConfig(STRANGER, list(range(1, 2 * len(layers) + 1)), layers)
 
 
 def descriptors() -> int:
-    """How many files are open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -219,8 +214,6 @@ def test_a_limit_ends_the_wait_and_not_the_transfer(bench: Bench) -> None:
 
 
 class Unspeakable(Exception):  # noqa: N818
-    """Has no text."""
-
     def __str__(self) -> str:
         raise ValueError("no text")
 
@@ -233,8 +226,6 @@ class NoAnswer:
 
 
 def raises(error: BaseException) -> Callable[[], Any]:
-    """A function that raises it."""
-
     def raise_it() -> Any:
         raise error
 

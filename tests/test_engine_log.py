@@ -61,7 +61,6 @@ class Collector(logging.Handler):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """The package's lines from WARNING on."""
     logger, collector = logging.getLogger("LLM_DATADIST"), Collector()
     level = logger.level
     logger.addHandler(collector)

@@ -65,7 +65,6 @@ def merged(manager: Any) -> dict[str, int]:
 
 
 def mergers() -> int:
-    """Threads of this process that merge."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended meanwhile
@@ -318,5 +317,4 @@ def test_registered_memory_is_merged_where_asked_once_a_peer_reads_it_through_th
 
 
 def both(manager: Any, peer: Any) -> tuple[int, int]:
-    """Bytes of the device pools of this process and the peer that were merged."""
     return merged(manager)["device"], peer.stats()["pools"]["device"]["merged_bytes"]

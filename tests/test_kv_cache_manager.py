@@ -73,7 +73,6 @@ def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placem
 
 
 def arrays(cache: KvCache) -> list[np.ndarray]:
-    """The tensors of a cache, through their addresses."""
     (addrs,) = cache.per_device_tensor_addrs
     return [at(addr, cache.cache_desc.size).reshape(cache.cache_desc.shape) for addr in addrs]
 

@@ -88,7 +88,6 @@ def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: i
 
 
 def here_table(there: Peer) -> tuple[int, int, int]:
-    """Caches, keys and used bytes of the peer."""
     stats = there.stats()
     return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
 
@@ -258,7 +257,6 @@ def sender() -> Iterator[tuple[KvCacheManager, Peer]]:
 
 
 def filled(manager: KvCacheManager, rows: int, row_bytes: int, tensors: int) -> tuple[Any, list[Any]]:
-    """A cache here and what is in it."""
     cache = manager.allocate_cache(CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8))
     views = create_npu_tensors((rows, row_bytes), np.uint8, cache.per_device_tensor_addrs[0])
     made = pattern(11, tensors, rows, row_bytes)

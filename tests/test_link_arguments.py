@@ -61,7 +61,6 @@ def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., LLMDataDist]]:
-    """A function that initialises an engine of any role."""
     opened: list[LLMDataDist] = []
 
     def start(role: LLMRole = LLMRole.PROMPT, settings: dict[str, str] | None = None, **extra: str) -> LLMDataDist:
@@ -267,7 +266,6 @@ def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
 
 
 def listening(port: int = 0) -> dict[str, str]:
-    """Options that listen at a port of this host."""
     return {"llm.listenIpInfo": f"127.0.0.1:{port}"}
 
 
@@ -366,7 +364,6 @@ def test_a_listener_without_a_token_is_noted(
 
 
 def unlogged(out: str) -> list[str]:
-    """The lines that are none of the log."""
     return [line for line in out.splitlines() if not line.startswith("[ERROR]")]
 
 

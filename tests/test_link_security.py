@@ -50,21 +50,18 @@ def ends() -> Iterator[Ends]:
 
 
 def dial(peer: Peer | str) -> socket.socket:
-    """A bare connection to a listener."""
     made = socket.create_connection(split(peer if isinstance(peer, str) else peer.address), timeout=5)
     made.settimeout(5)
     return made
 
 
 def works(near: End, far: Peer, seed: int = 1) -> None:
-    """A link is made, used and ended."""
     assert near.link_clusters([far.at]) == (OK, [OK])
     uses(near, far, seed)
     assert near.unlink_clusters([far.at]) == (OK, [OK])
 
 
 def uses(near: End, far: Peer, seed: int = 1) -> None:
-    """Bytes get across a link."""
     far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
     near.allocate("n", 4, 5000, 2, blocks=True)
     near.pull_blocks(by_blocks(far.cluster), "n", range(4), range(4))

@@ -51,12 +51,10 @@ def ends() -> Iterator[Ends]:
 
 
 def dead(cluster: int = 99) -> tuple[int, str]:
-    """A cluster at a port nobody listens at."""
     return cluster, f"127.0.0.1:{free_port()}"
 
 
 def answers(at: str) -> bool:
-    """Whether somebody listens there."""
     try:
         socket.create_connection(split(at), timeout=2).close()
     except ConnectionRefusedError:

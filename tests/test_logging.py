@@ -259,8 +259,6 @@ def test_logger_is_made_once_by_many_threads() -> None:
 
 
 class Unspeakable(list):
-    """A list that cannot be shown."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 

@@ -58,18 +58,10 @@ def test_init_names_the_option_that_was_meant(
     assert "value of it" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "ge.exec.deviceld",
-        "ge.anything",
-        "llm.ListenIpInfo",
-        "llm.BufPoolCfg",
-        "llm.OutputMaxSize",
-        "mine",
-        "llm.Nothing",
-    ],
-)
+DISTANT = "ge.exec.deviceld ge.anything llm.ListenIpInfo llm.BufPoolCfg llm.OutputMaxSize mine llm.Nothing"
+
+
+@pytest.mark.parametrize("key", DISTANT.split())
 def test_init_accepts_known_and_distant_keys_in_silence(
     start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str
 ) -> None:

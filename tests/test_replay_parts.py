@@ -306,7 +306,6 @@ def test_tail_changes_its_bytes_and_no_other() -> None:
 
 @pytest.fixture
 def pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Two pipes: (reading, writing) descriptors of each."""
     both = os.pipe(), os.pipe()
     yield both
     for descriptor in (*both[0], *both[1]):

@@ -65,7 +65,6 @@ def ends() -> Iterator[Ends]:
 
 @pytest.fixture(params=MODES)
 def pair(ends: Ends, request: pytest.FixtureRequest) -> Pair:
-    """Two linked ends in each mode."""
     return Pair(request.param, ends)
 
 
@@ -84,7 +83,6 @@ SIGNATURES = {
 
 
 def parameters(method: Any) -> str:
-    """The parameters in their order, with defaults and without annotations."""
     found = inspect.signature(method).parameters.values()
     return ", ".join(str(one.replace(annotation=one.empty)) for one in found if one.name != "self")
 
@@ -273,7 +271,6 @@ by_name = pytest.mark.parametrize(
 
 
 def begin(text: str, name: str) -> None:
-    """Open and close an engine with one pool of this text."""
     made = LLMConfig()
     setattr(made, name, text)
     made.enable_cache_manager = True

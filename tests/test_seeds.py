@@ -72,7 +72,6 @@ def run(key: str, **names: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def manager(start: Callable[..., LLMDataDist]) -> Any:
-    """The examples allocate megabytes."""
     return start(options(pool(16 << 20), pool(16 << 20))).cache_manager
 
 

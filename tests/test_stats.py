@@ -67,7 +67,6 @@ def documented() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def page() -> str:
-    """The page of the documentation."""
     text = HEAD
     for kind in CLASSES:
         text += f"\n## `{kind.__name__}`\n\n{' '.join((kind.__doc__ or '').split())}\n\n"

@@ -29,7 +29,6 @@ NOBODY = 65534
 
 
 def secret(path: Path, token: str = TOKEN, mode: int = 0o600) -> str:
-    """A file with a token and a line break."""
     path.write_text(token + "\n", encoding="utf-8")
     path.chmod(mode)
     return str(path)
@@ -148,7 +147,6 @@ def test_no_message_and_no_attribute_shows_the_token(
 
 
 def as_nobody(code: str) -> str:
-    """Run code as another user."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv, to run as another user")
     command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable, "-c"]

@@ -31,8 +31,6 @@ NOT_LINKED, FAR = coded(LLMStatusCode.LLM_NOT_YET_LINK), 2
 
 
 class Bench:
-    """One of everything, on an engine without links."""
-
     def __init__(self, dist: Any) -> None:
         self.manager = dist.cache_manager
         self.batch = self.manager.allocate_cache(desc(4, 256, 4))
@@ -64,13 +62,11 @@ class Bench:
 
 @pytest.fixture
 def bench(start: Any) -> Bench:
-    """Transfers that the owner serves."""
     return Bench(start())
 
 
 @pytest.fixture
 def one_sided(start: Any) -> Bench:
-    """Transfers that are one-sided."""
     return Bench(start(options(llm__EnableRemoteCacheAccessible="1")))
 
 
@@ -79,7 +75,6 @@ BOTH_IDS = CacheKey(FAR, 1, prefix_id=1)
 
 
 def per_layer() -> list[Row]:
-    """Rows of `tensor_num_per_layer`."""
     return [
         *[Row({"tensor_num_per_layer": bad}, TE, "tensor_num_per_layer") for bad in (None, 1.0, 2.0, "x", True, [2])],
         *[Row({"tensor_num_per_layer": bad}, VE, "uint32") for bad in (-1, UINT32_MAX + 1, 2**70)],
@@ -88,7 +83,6 @@ def per_layer() -> list[Row]:
 
 
 def pull_ranges(name: str) -> list[Row]:
-    """Rows of one layer range of a pull."""
     return [
         *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range", slice(0, 1))],
         *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(2, 0, -1), range(0, 2**80, 2**70))],
@@ -98,7 +92,6 @@ def pull_ranges(name: str) -> list[Row]:
 
 
 def push_ranges(name: str) -> list[Row]:
-    """Rows of one layer range of a push."""
     return [
         *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range")],
         *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(0, 1, -1))],
@@ -118,7 +111,6 @@ def slot_integers(index: str, cache: str, bench: Bench) -> list[Row]:
 
 
 def block_lists() -> list[Row]:
-    """Rows of both lists of blocks, as far as their types."""
     wrong = [range(2), {0: 1}, "01", 1, np.array([0, 1]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
     return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
 

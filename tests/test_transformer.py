@@ -242,7 +242,6 @@ def test_the_command_shows_what_it_claims(transport: str) -> None:
 
 
 def test_the_command_fails_on_a_difference() -> None:
-    """One bit of one logit of the run in one process."""
     done = run(
         "-c",
         textwrap.dedent(f"""

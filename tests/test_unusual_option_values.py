@@ -21,8 +21,6 @@ DEEP = 100_000
 
 
 class Text(str):
-    """A text of another class."""
-
     __slots__ = ()
 
 
@@ -31,7 +29,6 @@ class Number(int):
 
 
 def nested(levels: int = DEEP) -> list[Any]:
-    """A list in a list in a list."""
     value: list[Any] = []
     for _ in range(levels):
         value = [value]
@@ -39,7 +36,6 @@ def nested(levels: int = DEEP) -> list[Any]:
 
 
 def circular() -> list[Any]:
-    """A list that contains itself."""
     value: list[Any] = [1]
     value.append(value)
     return value

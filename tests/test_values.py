@@ -48,12 +48,10 @@ def outside(low: int, high: int) -> list[int]:
 
 
 def uint(bits: int) -> list[int]:
-    """Integers outside an unsigned width."""
     return outside(0, 2**bits - 1)
 
 
 def sint(bits: int) -> list[int]:
-    """Integers outside a signed width."""
     return outside(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
@@ -61,7 +59,6 @@ Case = tuple[Callable[[Any], Any], Any, Expected]
 
 
 def table(make: Callable[[Any], Any], *rows: tuple[Sequence[Any], Expected]) -> list[Case]:
-    """One case per bad value."""
     return [(make, bad, expected) for values, expected in rows for bad in values]
 
 
