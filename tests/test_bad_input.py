@@ -274,7 +274,7 @@ TABLE: dict[tuple[str, str], list[tuple[Any, Expected]]] = {
         (Built("the source", lambda b: b.cpu), MISMATCH),
     ],
     ("swap_blocks", "src_to_dst"): [*SWAP_MAPS, *ARRAYS],
-    ("tensor_views", "cache"): [(bad, TE) for bad in NO_CACHE],
+    ("tensor_views", "cache"): [(None, AE), *[(bad, TE) for bad in NO_CACHE]],
 }  # fmt: skip
 ROWS = [(call, argument, bad, expected) for (call, argument), rows in TABLE.items() for bad, expected in rows]
 
@@ -291,11 +291,18 @@ def short(value: Any) -> str:
 @pytest.mark.parametrize(
     ("call", "argument", "bad", "expected"), ROWS, ids=[f"{r[0]}-{r[1]}-{short(r[2])}" for r in ROWS]
 )
-def test_bad_argument(bench: Bench, call: str, argument: str, bad: Any, expected: Expected) -> None:
+def test_bad_argument(
+    bench: Bench, caplog: pytest.LogCaptureFixture, call: str, argument: str, bad: Any, expected: Expected
+) -> None:
     value = bad.make(bench) if isinstance(bad, Built) else bad
     arguments = {**bench.good[call], argument: value}
     with refused(bench.manager, expected, bench.caches, [bench.user]):
         getattr(bench.manager, call)(**arguments)
+    if expected is AE:
+        for level in ("ERROR", "INFO"):  # with INFO, the arguments are shown before they are checked
+            caplog.set_level(level, logger="LLM_DATADIST")
+            with pytest.raises(AttributeError, match=rf"^{argument} must not be None$"):
+                getattr(bench.manager, call)(**arguments)
     healthy(bench)
 
 
@@ -421,56 +428,24 @@ def test_lists_are_read_under_the_lock_of_the_interpreter() -> None:
     assert getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
-# Call → the arguments that are `None` in turn; the others are those of `made`.
-NONE_OF: dict[str, list[str]] = {
-    "allocate_cache": ["cache_desc"],
-    "allocate_blocks_cache": ["cache_desc"],
-    "deallocate_cache": ["cache"],
-    "deallocate_blocks_cache": ["cache"],
-    "remove_cache_key": ["cache_key"],
-    "check_cache_key": ["cache_key"],
-    "tensor_views": ["cache"],
-    "copy_cache": ["dst", "src"],
-    "copy_blocks": ["cache", "copy_block_info"],
-    "swap_blocks": ["src_cache", "dst_cache", "src_to_dst"],
-    "pull_cache": ["cache_key", "cache"],
-    "register_cache": ["cache_desc"],
-}
-
-
-@pytest.mark.parametrize(("call", "names"), NONE_OF.items(), ids=list(NONE_OF))
-@pytest.mark.parametrize("level", ["ERROR", "INFO"])
-def test_attribute_error_for_none_names_the_argument(
-    manager: Any, caplog: pytest.LogCaptureFixture, call: str, names: list[str], level: str
-) -> None:
-    blocks, host = manager.allocate_blocks_cache(desc()), manager.allocate_blocks_cache(desc(placement=Placement.HOST))
-    slots = manager.allocate_cache(desc())
-    made: dict[str, dict[str, Any]] = {
-        "copy_cache": {"dst": slots, "src": slots},
-        "copy_blocks": {"cache": blocks, "copy_block_info": {0: [1]}},
-        "swap_blocks": {"src_cache": blocks, "dst_cache": host, "src_to_dst": {0: 1}},
-        "pull_cache": {"cache_key": CacheKeyByIdAndIndex(2, 1), "cache": slots},
-        "register_cache": {"cache_desc": None, "addrs": [4096, 8192]},
-    }
-    with caplog.at_level(level, logger="LLM_DATADIST"):
-        for name in names:
-            with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
-                getattr(manager, call)(**{**made.get(call, {}), name: None})
-    assert names
-
-
-def test_attribute_error_for_none_outside_of_managers_names_the_argument() -> None:
+def test_attribute_error_for_none_of_other_calls_names_the_argument(start: Callable[..., LLMDataDist]) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)
-    calls: list[tuple[str, Callable[[], Any]]] = [
-        ("options", lambda: dist.init(None)),  # type: ignore[arg-type]
-        ("ge_options", lambda: setattr(LLMConfig(), "ge_options", None)),
-        ("cache_desc", lambda: Cache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
-        ("cache_desc", lambda: KvCache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
-        ("the_arg", lambda: check_dict("the_arg", None, int, int)),
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("options", lambda _: dist.init(None)),  # type: ignore[arg-type]
+        ("ge_options", lambda _: setattr(LLMConfig(), "ge_options", None)),
+        ("cache_desc", lambda _: Cache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("cache_desc", lambda _: KvCache.create_cpu_cache(None, [1])),  # type: ignore[arg-type]
+        ("the_arg", lambda _: check_dict("the_arg", None, int, int)),
+        ("cache_key", lambda manager: manager.check_cache_key(None)),
+        ("cache_key", lambda manager: manager.pull_cache(None, manager.allocate_cache(desc()))),
+        ("cache", lambda manager: manager.pull_cache(CacheKeyByIdAndIndex(2, 1), None)),
     ]
+    manager: Any = None
     for name, call in calls:
+        if name == "cache_key" and manager is None:
+            manager = start().cache_manager
         with pytest.raises(AttributeError, match=rf"^{name} must not be None$"):
-            call()
+            call(manager)
 
 
 def test_attribute_error_of_the_program_itself_is_left_alone(manager: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 import select
 import threading
@@ -144,10 +143,6 @@ def walkers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
 
 
-def unlinked(layers: range = range(LAYERS)) -> TransferConfig:
-    return TransferConfig(STRANGER, list(range(1, 2 * len(layers) + 1)), layers)
-
-
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -163,17 +158,8 @@ def test_all_layers_arrive(bench: Bench) -> None:
     assert bench.arrived(near, row=1, slot=3)
     assert bench.arrived(other, range(1, 3), row=2)
     assert gates.asked == [(layer, None) for layer in range(LAYERS)], "each once, in order"
+    assert [(thread.name, thread.daemon) for thread in gates.threads] == [("llm-layers", True)]
     assert same(tensors(bench.src), bench.bytes), "the source was changed"
-
-
-def test_only_layers_that_are_needed_are_asked_for(bench: Bench) -> None:
-    near, other = bench.far
-    gates = Gates()
-    task = bench.start(gates, near.config(range(3, 4)), other.config(range(1, 2)), near.config(range(1, 2), slot=1))
-    assert task.synchronize(SOON) is SUCCESS
-    assert [layer for layer, _ in gates.asked] == [1, 3]
-    assert [thread.name for thread in gates.threads] == ["llm-layers"]
-    assert all(thread.daemon for thread in gates.threads)
 
 
 def test_a_layer_goes_as_soon_as_it_is_ready(bench: Bench) -> None:
@@ -259,14 +245,6 @@ def test_a_synchronizer_that_raises(bench: Bench, name: str, caplog: pytest.LogC
     told = [record for record in caplog.records if "synchronize_layer raised" in record.getMessage()]
     assert len(told) == 1, "logged once"
     assert told[0].exc_info, "with its traceback"
-
-
-def test_the_first_failure_in_the_order_of_the_configs(bench: Bench) -> None:
-    wrong = TransferConfig(2, [1, 2], range(1))  # no memory of theirs
-    for order in itertools.permutations([(unlinked(range(1)), UNLINKED), (wrong, INVALID)]):
-        task = bench.start(Gates(), bench.far[1].config(), *[config for config, _ in order])
-        assert task.synchronize(SOON) is order[0][1]
-        assert task.get_results(SOON) == [SUCCESS, order[0][1], order[1][1]]
 
 
 def test_a_layer_is_waited_for_no_longer_than_said(bench: Bench) -> None:

@@ -152,14 +152,9 @@ def test_bad_argument(make: Callable[[Any], Any], bad: Any, expected: Expected) 
 def test_desc_keeps_what_it_was_given() -> None:
     shape = [4, 16, 8]
     made = CacheDesc(2, shape, FP16, Placement.HOST, 1, 2, "ND")
-    assert made.num_tensors == 2
+    assert (made.num_tensors, made.data_type, made.placement) == (2, FP16, Placement.HOST)
     assert made.shape is shape
-    assert made.data_type is FP16
-    assert made.placement is Placement.HOST
-    assert made.batch_dim == 1
-    assert made.batch_size == 16
-    assert made.seq_len_dim_index == 2
-    assert made.kv_tensor_format == "ND"
+    assert (made.batch_dim, made.batch_size, made.seq_len_dim_index, made.kv_tensor_format) == (1, 16, 2, "ND")
     assert made.size == 4 * 16 * 8 * 2
     for name in ("num_tensors", "shape", "data_type", "placement", "batch_dim", "batch_size", "size"):
         with pytest.raises(AttributeError):
@@ -267,10 +262,8 @@ def test_mem_info() -> None:
 
 def test_cluster_info() -> None:
     info = LLMClusterInfo()
-    assert info.remote_cluster_id is None
-    assert info.remote_role_type is None
-    assert list(info.local_ip_info_list) == []
-    assert list(info.remote_ip_info_list) == []
+    assert (info.remote_cluster_id, info.remote_role_type) == (None, None)
+    assert (list(info.local_ip_info_list), list(info.remote_ip_info_list)) == ([], [])
     info.remote_cluster_id = UINT64_MAX
     assert info.remote_cluster_id == UINT64_MAX
     for role in (LLMRole.PROMPT, 2, None):
