@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import contract
 from llm_datadist import LLMDataDist, LLMRole
+from peers import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,3 +109,10 @@ def dist(start: Callable[..., LLMDataDist]) -> LLMDataDist:
 @pytest.fixture
 def manager(dist: LLMDataDist) -> Any:
     return dist.cache_manager
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Engines here and in other processes, all closed afterwards."""
+    with Ends() as made:
+        yield made

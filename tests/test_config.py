@@ -334,3 +334,13 @@ def test_cluster_info_of_another_shape_is_named(text: str, kind: type[Exception]
     with pytest.raises(kind, match=r"cluster_info .*only support" if kind is TypeError else "'x'"):
         config.cluster_info = text
     assert config.cluster_info == ""
+
+
+@pytest.mark.parametrize("levels", [1, 63, 64, 65])
+def test_the_bound_of_json_is_64_levels(levels: int) -> None:
+    config = LLMConfig()
+    text = '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
+    if levels > 64:
+        fails(lambda: setattr(config, "cluster_info", text), VE, "nested deeper than 64 levels")
+    else:
+        config.cluster_info = text

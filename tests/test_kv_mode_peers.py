@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -45,25 +45,20 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 UINT64_MAX = 2**64 - 1
 
 
 @pytest.fixture
-def both() -> Iterator[Callable[..., tuple[Peer, End]]]:
+def both(ends: Ends) -> Callable[..., tuple[Peer, End]]:
     """A function that opens a prompt there and a decoder here, and links them."""
-    with Ends() as ends:
 
-        def make(far: int = 0, near: int = 0, **more: Any) -> tuple[Peer, End]:
-            there = ends.spare()
-            there.open(kv_options(), far, "PROMPT")
-            here = ends.near(kv_options(**more), near, "DECODER")
-            assert here.link_clusters([there.at], 20000) == (OK, [OK])
-            return there, here
+    def make(far: int = 0, near: int = 0, **more: Any) -> tuple[Peer, End]:
+        there = ends.spare().open(kv_options(), far, "PROMPT")
+        here = ends.near(kv_options(**more), near, "DECODER")
+        assert here.link_clusters([there.at], 20000) == (OK, [OK])
+        return there, here
 
-        yield make
+    return make
 
 
 @pytest.mark.parametrize("deallocate", [True, False], ids=["deallocated", "dropped"])
@@ -176,17 +171,14 @@ def test_blocks(both: Any) -> None:
     assert code(here.pull_blocks, by_blocks(0, 2), "blocks", [0], [0]) == GONE
 
 
-def test_a_pull_that_takes_too_long_has_the_code_of_the_mode() -> None:
-    with Ends() as ends:
-        there = ends.spare().open(kv_options(), 0, "PROMPT")
-        here = ends.near(kv_options(llm__SyncKvCacheWaitTime=200, llm__LinkTransport="tcp"), 0, "DECODER")
-        assert here.link_clusters([there.at]) == (OK, [OK])
-        there.allocate("kv", 1, 64, keys=[by_request(0, 1)])
-        here.allocate("kv", 1, 64)
-        there.stop()
-        assert code(here.pull_cache, by_request(0, 1), "kv") == "LLM_WAIT_PROCESS_TIMEOUT"
-        assert code(here.dist.check_link_status, 0) == "LLM_WAIT_PROCESS_TIMEOUT"
-        there.go_on()
+def test_a_pull_that_takes_too_long_has_the_code_of_the_mode(both: Any) -> None:
+    there, here = both(llm__SyncKvCacheWaitTime=200, llm__LinkTransport="tcp")
+    there.allocate("kv", 1, 64, keys=[by_request(0, 1)])
+    here.allocate("kv", 1, 64)
+    there.stop()
+    assert code(here.pull_cache, by_request(0, 1), "kv") == "LLM_WAIT_PROCESS_TIMEOUT"
+    assert code(here.dist.check_link_status, 0) == "LLM_WAIT_PROCESS_TIMEOUT"
+    there.go_on()
 
 
 def test_links_of_the_mode(both: Any) -> None:
@@ -246,14 +238,13 @@ class Layers(LayerSynchronizer):
 
 
 @pytest.fixture
-def sender() -> Iterator[tuple[KvCacheManager, Peer]]:
+def sender(ends: Ends) -> tuple[KvCacheManager, Peer]:
     """A prompt here and a decoder there, which links; both are cluster 0."""
-    with Ends() as ends:
-        here = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT")
-        there = ends.spare()
-        there.begin("init", kv_options(), 0, "DECODER").result()
-        assert there.link_clusters([[0, here.dist.listen_ip_info]]) == (OK, [OK])
-        yield here.manager, there
+    here = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT")
+    there = ends.spare()
+    there.begin("init", kv_options(), 0, "DECODER").result()
+    assert there.link_clusters([[0, here.dist.listen_ip_info]]) == (OK, [OK])
+    return here.manager, there
 
 
 def filled(manager: KvCacheManager, rows: int, row_bytes: int, tensors: int) -> tuple[Any, list[Any]]:
@@ -297,10 +288,8 @@ def info(cluster: int, address: str) -> LLMClusterInfo:
 
 
 @pytest.fixture
-def prompt() -> Iterator[Peer]:
-    with Ends() as ends:
-        yield ends.spare()
-    assert LLMDataDist.llm_engine_instance is None
+def prompt(ends: Ends) -> Peer:
+    return ends.spare()
 
 
 class SizeTuple(tuple[int, ...]):
@@ -312,9 +301,8 @@ class SizeTuple(tuple[int, ...]):
 def test_simple_pipe_and_buffer(prompt: Peer) -> None:
     """Client 9: both clusters are 0, three caches a request, tensors over addresses, deallocate right after filling."""
     prompt.open(kv_options(), 0, "PROMPT")
-    data_dist = LLMDataDist(LLMRole.DECODER, 0)
-    data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})
-    try:
+    with LLMDataDist(LLMRole.DECODER, 0) as data_dist:
+        data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})
         kv_cache_manager = data_dist.kv_cache_manager
         _, ret = data_dist.link_clusters([info(0, prompt.address)], 20000)
         assert ret[0] == LLMStatusCode.LLM_SUCCESS
@@ -341,8 +329,6 @@ def test_simple_pipe_and_buffer(prompt: Peer) -> None:
         with pytest.raises(LLMException):
             kv_cache_manager.pull_cache(CacheKey(0, request, 1), kv_cache_manager.allocate_cache(desc), 0)
         data_dist.unlink_clusters([info(0, prompt.address)], 5000)
-    finally:
-        data_dist.finalize()
     assert prompt.stats()["table"]["caches"] == 0
 
 
@@ -357,9 +343,8 @@ def test_connector_that_tries_again(prompt: Peer) -> None:
         "ge.exec.deviceId": "0",
     }
     config.buf_pool_cfg = '{"buf_cfg":[{"total_size":2097152,"blk_size":256,"max_buf_size":256}]}'
-    decoder = LLMDataDist(LLMRole.DECODER, 5)
-    decoder.init(config.generate_options())
-    try:
+    with LLMDataDist(LLMRole.DECODER, 5) as decoder:
+        decoder.init(config.generate_options())
         down = prompt.open(kv_options(), 4, "PROMPT").address
         prompt.finalize()
         overall, codes = decoder.link_clusters([info(4, down)], 5000)
@@ -390,8 +375,6 @@ def test_connector_that_tries_again(prompt: Peer) -> None:
         manager.pull_cache(CacheKey(4, 1, 0), held[-1], 0)
         got = create_npu_tensors((4, 1 << 16), DataType.DT_UINT8, held[-1].per_device_tensor_addrs[0])
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(got, pattern(1, 2, 4, 1 << 16)))
-    finally:
-        decoder.finalize()
 
 
 def test_graph_demo(prompt: Peer) -> None:
@@ -399,9 +382,8 @@ def test_graph_demo(prompt: Peer) -> None:
     prompt.open(kv_options(), 0, "PROMPT")
     keys = [by_request(0, number) for number in range(4)]
     prompt.allocate("kv", 4, 128, keys=keys, seed=2)
-    decoder = LLMDataDist(LLMRole.DECODER, 1)
-    decoder.init({"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000"})
-    try:
+    with LLMDataDist(LLMRole.DECODER, 1) as decoder:
+        decoder.init({"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000"})
         _, codes = decoder.link_clusters([info(0, prompt.address)])
         assert codes == [LLMStatusCode.LLM_SUCCESS]
         manager = decoder.kv_cache_manager
@@ -421,5 +403,3 @@ def test_graph_demo(prompt: Peer) -> None:
             manager.pull_blocks(BlocksCacheKey(0), manager.allocate_blocks_cache(cache.cache_desc), [0], [0])
         assert caught.value.status_code == LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         manager.deallocate_cache(cache)
-    finally:
-        decoder.finalize()

@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -35,18 +34,9 @@ from peers import (
     split,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TOKEN = "a shared token of some length"  # noqa: S105
 OTHER = "another token of some length."
 MARK = b"LD"
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 def dial(peer: Peer | str) -> socket.socket:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -37,17 +37,8 @@ from peers import (
     split,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ALREADY = "LLM_ALREADY_LINK"
 EXISTS = "LLM_EXIST_LINK"
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 def dead(cluster: int = 99) -> tuple[int, str]:

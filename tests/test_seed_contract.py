@@ -10,7 +10,7 @@ import inspect
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -49,18 +49,9 @@ from memory import (
 from peers import GONE, LIMIT, OK, Ends, by_request, code, equal, pattern
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 TIMEOUT = Expected("LLMException(TIMEOUT)", (LLMException,), (LLMStatusCode.LLM_TIMEOUT,))
 BIG = 512 << 20
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 @pytest.fixture(params=MODES)

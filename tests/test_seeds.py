@@ -11,7 +11,7 @@ it.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import Any, Callable, Optional
 
 import pytest
 
@@ -21,9 +21,6 @@ from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMDataD
 from memory import UserTensors, contents, desc, fill, same, used
 from peers import Ends, equal
 from two_modes import KV_CACHE_MANAGER, SUCCESS, Pair, sent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DOCUMENTS = ("deprecated.md", "copy_cache.md", "transfer_cache_async.md", "CopyKvCache.md", "PushKvCache.md")
 CPLUSPLUS = {"CopyKvCache.md:CopyKvCache": "19.cpp-copy-kv-cache", "PushKvCache.md:PushKvCache": "19.cpp-push-kv-cache"}
@@ -203,16 +200,10 @@ def transfer_example() -> str:
     return text
 
 
-@pytest.fixture
-def kv_pair() -> Iterator[Pair]:
-    """A prompt process, here, and a decoder process; clusters 1 and 2."""
-    with Ends() as ends:
-        yield Pair(KV_CACHE_MANAGER, ends)
-
-
 @example("transfer_cache_async.md:transfer_cache_async")
 @pytest.mark.contract("19.transfer-cache-async")
-def test_transfer_cache_async(kv_pair: Pair) -> None:
+def test_transfer_cache_async(ends: Ends) -> None:
+    kv_pair = Pair(KV_CACHE_MANAGER, ends)
     with pytest.raises(SyntaxError):
         compile(EXAMPLES["transfer_cache_async.md:transfer_cache_async"], "as written", "exec")
     kv_cache, decoder_addrs = kv_pair.caches(rows=2, row_bytes=1024, tensors=2 * LAYERS)

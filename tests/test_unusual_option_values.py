@@ -143,16 +143,6 @@ def test_deep_json_is_an_argument_without_meaning(text: str) -> None:
     dist.finalize()
 
 
-@pytest.mark.parametrize("levels", [1, 63, 64, 65])
-def test_the_bound_of_json_is_64_levels(levels: int) -> None:
-    config = LLMConfig()
-    text = '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
-    if levels > 64:
-        fails(lambda: setattr(config, "cluster_info", text), VE, "nested deeper than 64 levels")
-    else:
-        config.cluster_info = text
-
-
 def test_a_deep_text_does_not_end_the_process_on_a_small_stack() -> None:
     out = run_fresh(
         f"""
