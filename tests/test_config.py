@@ -126,7 +126,7 @@ WRONG: dict[Expected, dict[str | tuple[str, ...], tuple[Any, ...]]] = {
     },
     LE: {
         "device_id": (-1, [0, -1]),
-        "sync_kv_timeout": (0, -1, "0", "-1", "", "abc", "1.5", "nan", "1e3", "0x10", " ", "5 0"),
+        "sync_kv_timeout": (0, -1, "0", "-1", "", "abc", "1.5", "nan", "1e3", "0x10", " ", "5 0", "\u0663", "\u00b2"),
         "link_total_time": (-1, 2**32),
         "link_retry_count": (0, -1, 101),
         "mem_utilization": (-0.001, 1.001, NAN, float("inf"), float("-inf")),

@@ -18,6 +18,7 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCacheManager,
     LLMException,
     LLMStatusCode,
     MemInfo,
@@ -322,10 +323,11 @@ def test_remap_refuses_everything_with_one_code(manager: Any, given: Any, text: 
 
 
 def test_check_cache_key(manager: Any) -> None:
-    for key in (PLACEHOLDER, BOTH_IDS):
-        fails(lambda key=key: manager.check_cache_key(key), LE, "exactly one of req_id and prefix_id", key)
-    for key in (CacheKey(1, 0), CacheKey(1, UINT64_MAX, prefix_id=0)):
-        assert manager.check_cache_key(key) is None
+    for judge in (manager.check_cache_key, KvCacheManager.check_cache_key):
+        for key in (PLACEHOLDER, BOTH_IDS):
+            fails(lambda key=key, judge=judge: judge(key), LE, "exactly one of req_id and prefix_id")
+        for key in (CacheKey(1, 0), CacheKey(1, UINT64_MAX, prefix_id=0)):
+            assert judge(key) is None
 
 
 def test_check_layer_range() -> None:
