@@ -105,12 +105,16 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 
 docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
+	$(BIN)/python tools/docs/stats.py --check
 	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
 	.venv-docs/bin/zensical build --strict --clean
 	$(BIN)/python tools/docs/links.py target/docs *.md
 
 docs-options: build  ## write docs/options.md anew
 	$(BIN)/python tools/docs/options.py
+
+docs-stats: build  ## write docs/stats.md anew
+	$(BIN)/python tools/docs/stats.py
 
 .venv-docs/.tools: requirements-docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -267,4 +271,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -113,16 +113,10 @@ def test_offsets(both: Any, transport: str) -> None:
     there, here = both(llm__LinkTransport=transport)
     made = pattern(9, 2, 3, 200)
     here.allocate("kv", 4, 160)
+    # far offset, near offset, size, bytes
     cases = [
-        # far offset, near offset, size → bytes
-        (0, 0, -1, 160),
-        (40, 0, -1, 160),
-        (40, 60, -1, 100),
-        (150, 0, 50, 50),
-        (0, 159, 1, 1),
-        (199, 159, 1, 1),
-        (None, 30, 7, 7),
-        (30, None, 7, 7),
+        *[(0, 0, -1, 160), (40, 0, -1, 160), (40, 60, -1, 100), (150, 0, 50, 50), (0, 159, 1, 1), (199, 159, 1, 1)],
+        *[(None, 30, 7, 7), (30, None, 7, 7)],
     ]
     for number, (src, dst, size, count) in enumerate(cases):
         key = by_request(0, number)
@@ -138,15 +132,8 @@ def test_offsets(both: Any, transport: str) -> None:
         assert code(here.pull_cache, key, "kv") == GONE
         there.deallocate("kv")
     there.allocate("kv", 3, 200, keys=[by_request(0, 99)], seed=9)
-    for src, dst, size, expected in [
-        (41, 0, -1, INVALID),
-        (200, 0, 1, INVALID),
-        (0, 160, 1, INVALID),
-        (0, 100, 61, INVALID),
-        (150, 0, 51, INVALID),
-        (2**63 - 1, 0, 1, INVALID),
-        (-1, 0, 1, "ValueError"),
-    ]:
+    beyond = [(41, 0, -1), (200, 0, 1), (0, 160, 1), (0, 100, 61), (150, 0, 51), (2**63 - 1, 0, 1)]
+    for src, dst, size, expected in [*[(*each, INVALID) for each in beyond], (-1, 0, 1, "ValueError")]:
         here.paint("kv", 1)
         pull = {"src_cache_offset": src, "dst_cache_offset": dst}
         assert code(here.pull_cache, by_request(0, 99), "kv", 0, size, **pull) == expected
