@@ -125,6 +125,12 @@ class Bench:
             expected[tensor][slot] = self.bytes[tensor][row]
         return same(far.tensors, expected)
 
+    def source_is_released(self) -> None:
+        """Deallocate the source, and wait until nothing else holds it."""
+        before = used(self.manager)["device"]
+        self.manager.deallocate_cache(self.src)
+        eventually(lambda: used(self.manager)["device"] != before, what="the memory: nothing holds the cache")
+
     def close(self) -> None:
         for far in self.far:
             far.tensors = []
@@ -291,9 +297,7 @@ def test_no_thread_no_transfer(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.status_code is FAILED
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert not gates.asked
-    before = used(bench.manager)["device"]
-    bench.manager.deallocate_cache(bench.src)
-    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+    bench.source_is_released()
 
 
 def test_an_interrupt_while_the_thread_starts_is_that_interrupt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +316,7 @@ def test_a_synchronizer_whose_attributes_raise(bench: Bench) -> None:
 
     with pytest.raises(ArithmeticError, match="gone"):
         bench.start(Fickle())
-    before = used(bench.manager)["device"]
-    bench.manager.deallocate_cache(bench.src)
-    eventually(lambda: used(bench.manager)["device"] != before, what="the memory: nothing holds the cache")
+    bench.source_is_released()
 
 
 def test_a_task_that_nobody_asked_for_layers_is_cancelled(bench: Bench) -> None:
@@ -346,8 +348,7 @@ class StandIn:
     """A native task that has ended with whatever it is told."""
 
     def __init__(self, *codes: Optional[LLMStatusCode], timeout_code: LLMStatusCode = TIMEOUT) -> None:
-        self.codes = list(codes)
-        self.timeout_code = timeout_code
+        self.codes, self.timeout_code = list(codes), timeout_code
 
     def wait(self, _limit: Optional[int]) -> bool:
         return True
@@ -376,10 +377,8 @@ def test_no_result_is_never_success(codes: list[Optional[LLMStatusCode]], code: 
 @pytest.mark.parametrize(
     ("codes", "code"),
     [
-        ([], SUCCESS),
-        ([SUCCESS, SUCCESS], SUCCESS),
-        ([None, UNLINKED], UNLINKED),
-        ([SUCCESS, FAILED, None, INVALID], FAILED),
+        *[([], SUCCESS), ([SUCCESS, SUCCESS], SUCCESS)],
+        *[([None, UNLINKED], UNLINKED), ([SUCCESS, FAILED, None, INVALID], FAILED)],
     ],
 )
 def test_the_first_failure_counts(codes: list[Optional[LLMStatusCode]], code: LLMStatusCode) -> None:
