@@ -76,8 +76,6 @@ class Gates(LayerSynchronizer):
 
 
 class Far:
-    """An engine with one cache, in this process."""
-
     def __init__(self, cluster: int) -> None:
         given = {"llm.Role": "Prompt", "llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
         self.cluster = cluster
@@ -111,7 +109,6 @@ class Bench:
         assert self.dist.link_clusters(infos, 5000)[0] is SUCCESS
 
     def start(self, synchronizer: LayerSynchronizer, *configs: TransferConfig) -> CacheTask:
-        """Begin a transfer; all layers to both, if nothing is said."""
         task = self.manager.transfer_cache_async(
             self.src, synchronizer, list(configs) or [far.config() for far in self.far]
         )
@@ -119,7 +116,6 @@ class Bench:
         return task
 
     def arrived(self, far: Far, layers: range = range(LAYERS), row: int = 0, slot: int = 0) -> bool:
-        """Whether these layers are in place, and nothing else is."""
         expected = [np.zeros((4, ROW), dtype=np.uint8) for _ in self.bytes]
         for tensor in range(2 * layers.start, 2 * layers.stop):
             expected[tensor][slot] = self.bytes[tensor][row]
@@ -345,8 +341,6 @@ def test_a_task_that_is_asked_for_layers_goes_on_without_its_handle(bench: Bench
 
 
 class StandIn:
-    """A native task that has ended with whatever it is told."""
-
     def __init__(self, *codes: Optional[LLMStatusCode], timeout_code: LLMStatusCode = TIMEOUT) -> None:
         self.codes, self.timeout_code = list(codes), timeout_code
 
