@@ -1,4 +1,4 @@
-"""`CacheTask`: what a layer-wise transfer tells, how it can be waited for, and how it ends (python-api.md §4.13, §8).
+"""`CacheTask`: what a layer-wise transfer tells, how it can be waited for, and how it ends (contract §4.13, §8).
 
 The destinations are engines of this very process, linked like any others, so that their addresses are known and every
 byte can be looked at. Synchronizers wait for gates, not for time. Not for: arguments (`test_layerwise_arguments.py`),

@@ -1,4 +1,4 @@
-"""`KvCacheManager` and `KvCache` in one process: the table of python-api.md §9.1, roles, codes, lifetimes, the pool.
+"""`KvCacheManager` and `KvCache` in one process: the table of contract §9.1, roles, codes, lifetimes, the pool.
 
 Not for: what needs a second process (`test_kv_mode_peers.py`).
 """
@@ -237,7 +237,7 @@ def test_keys_and_codes(prompt: KvCacheManager) -> None:
     blocks = prompt.allocate_blocks_cache(desc(), BlocksCacheKey(0, 3))
     with raising(LE):
         prompt.allocate_blocks_cache(desc(), BlocksCacheKey(1, 3))
-    with raising(LE):  # python-api.md §17.7
+    with raising(LE):  # contract §17.7
         prompt.allocate_cache(desc(rows=1), [CacheKey(0, 6), CacheKey(0, 7)])
     prompt.deallocate_cache(blocks)
     assert table(prompt) == before
@@ -494,7 +494,7 @@ def test_options_without_meaning(begin: Callable[..., LLMDataDist], settings: di
 
 
 def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:
-    """clients.md §1.2, client 11 tries again for as long as it gets this code."""
+    """A client tries again for as long as it gets this code."""
     large = CacheDesc(2, (4, PAGE * 3), DataType.DT_UINT8)
     one = prompt.allocate_cache(large, [CacheKey(0, 1)])
     before = table(prompt)
@@ -545,7 +545,7 @@ def test_cluster_info_is_stored_back(begin: Callable[..., LLMDataDist]) -> None:
     assert "listen_ip_info" not in json.loads(given["llm.ClusterInfo"])
     text = given["llm.ClusterInfo"]
     decoder.finalize()
-    # The same dict again (python-api.md §20, line 19); what is there stays as it is, and ids start over.
+    # The same dict again (contract §20, line 19); what is there stays as it is, and ids start over.
     decoder.init(given)
     assert given["llm.ClusterInfo"] == text
     assert decoder.kv_cache_manager.allocate_cache(desc()).cache_id == 1

@@ -1,6 +1,6 @@
-"""The `KvCacheManager` mode between two processes, in the call shapes of its clients (clients.md §1.2, 9 to 11 and 15).
+"""The `KvCacheManager` mode between two processes, in the call shapes of its clients.
 
-Here is the decoder, the other process is the prompt; where it can be both have one cluster id, as with client 9.
+Here is the decoder, the other process is the prompt; where possible, both have one cluster id.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def here_table(there: Peer) -> tuple[int, int, int]:
 
 
 def test_ids_count_from_one(both: Any) -> None:
-    """clients.md §1.2, client 10 pulls by `CacheKeyByIdAndIndex(cluster, 1..4, 0)`."""
+    """A client pulls by `CacheKeyByIdAndIndex(cluster, 1..4, 0)`."""
     there, here = both(1, 2)
     ids = [there.allocate(f"kv{number}", 2, 64, seed=number) for number in (1, 2, 3, 4)]
     assert ids == [1, 2, 3, 4]
@@ -102,7 +102,7 @@ def test_ids_count_from_one(both: Any) -> None:
     assert code(here.pull_cache, by_slot(1, 2), "kv") == GONE
     assert code(here.pull_cache, by_slot(1, 5), "kv") == GONE
     assert code(here.pull_cache, by_slot(1, 1, 2), "kv") == GONE
-    # By id a slot that has a key uses the key up (python-api.md §12.3).
+    # By id a slot that has a key uses the key up (contract §12.3).
     there.allocate("kv5", 1, 64, keys=[by_request(1, 8)], seed=8)
     here.pull_cache(by_slot(1, 5), "kv")
     assert code(here.pull_cache, by_request(1, 8), "kv") == GONE
@@ -184,7 +184,7 @@ def test_links_of_the_mode(both: Any) -> None:
 
 @pytest.mark.parametrize("turns", [30])
 def test_a_stream_of_requests_through_a_small_pool(both: Any, turns: int) -> None:
-    """clients.md §1.2, clients 9 and 11: allocate, fill, let go; a full pool empties as requests are pulled."""
+    """Allocate, fill, let go; a full pool empties as requests are pulled."""
     there, here = both()
     here.allocate("kv", 1, 1 << 18)
     full = 0
@@ -286,7 +286,7 @@ class SizeTuple(tuple[int, ...]):
 
 
 def test_simple_pipe_and_buffer(prompt: Peer) -> None:
-    """Client 9: both clusters are 0, three caches a request, tensors over addresses, deallocate right after filling."""
+    """Both clusters are 0, three caches a request, tensors over addresses, deallocate right after filling."""
     prompt.open(kv_options(), 0, "PROMPT")
     with LLMDataDist(LLMRole.DECODER, 0) as data_dist:
         data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})
@@ -320,7 +320,7 @@ def test_simple_pipe_and_buffer(prompt: Peer) -> None:
 
 
 def test_connector_that_tries_again(prompt: Peer) -> None:
-    """Client 11: options through `ge_options` and `buf_pool_cfg`, links tried until both codes say success."""
+    """Options through `ge_options` and `buf_pool_cfg`, links tried until both codes say success."""
     from llm_datadist import LLMConfig  # noqa: PLC0415  (as the client does)
 
     config = LLMConfig()
@@ -365,7 +365,7 @@ def test_connector_that_tries_again(prompt: Peer) -> None:
 
 
 def test_graph_demo(prompt: Peer) -> None:
-    """Client 15: the default limit of `link_clusters`, one slot of a batch a request, then remove and deallocate."""
+    """The default limit of `link_clusters`, one slot of a batch a request, then remove and deallocate."""
     prompt.open(kv_options(), 0, "PROMPT")
     keys = [by_request(0, number) for number in range(4)]
     prompt.allocate("kv", 4, 128, keys=keys, seed=2)

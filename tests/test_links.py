@@ -1,6 +1,6 @@
 """Links by address: what `link_clusters` and `unlink_clusters` answer, whom they link, and when they stop waiting.
 
-Against real peers in other processes (python-api.md §6.8, §6.9; engine.md (g)). Not for: what travels over a link
+Against real peers in other processes (contract §6.8, §6.9; `docs/links.md`). Not for: what travels over a link
 (`test_pull.py`, `test_push.py`), links by rank table, who is let in (`test_link_security.py`), peers that fail.
 """
 

@@ -1,4 +1,4 @@
-"""Every public name, where it is found, and that either spelling is the same object (python-api.md §1).
+"""Every public name, where it is found, and that either spelling is the same object (contract §1).
 
 Not for: what stands behind a name.
 """

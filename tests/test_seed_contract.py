@@ -20,9 +20,7 @@ from conftest import PAGE, options, pool
 from llm_datadist import (
     BlocksCacheKey,
     Cache,
-    CacheDesc,
     CacheKey,
-    DataType,
     LLMConfig,
     LLMDataDist,
     LLMException,
@@ -33,8 +31,6 @@ from llm_datadist import (
 from memory import (
     LE,
     MISMATCH,
-    OOM,
-    TE,
     UINT64_MAX,
     Expected,
     UserTensors,
@@ -280,29 +276,6 @@ def test_pool_texts_are_kept(name: str) -> None:
     assert getattr(made, name) == text
     assert made.generate_options()[POOLS[name]] == text, "verbatim"
     begin(text, name)
-
-
-@by_name
-@pytest.mark.parametrize("bad", [5, 1.0, True, b"{}", {"memory_size": 1048576}, ['{"memory_size": 1048576}']])
-def test_pool_texts_of_wrong_type(name: str, bad: Any) -> None:
-    with raising(TE):
-        setattr(LLMConfig(), name, bad)
-
-
-@by_name
-@pytest.mark.parametrize("shift", [10, 11, 16, 21, 30])
-def test_tensors_take_whole_pages(name: str, shift: int, start: Callable[..., LLMDataDist]) -> None:
-    page = 1 << shift
-    size = json.dumps({"memory_size": 4 * page, "page_shift": shift})
-    host = name == "host_mem_pool_cfg"
-    manager = start(options(None, size) if host else options(size, None)).cache_manager
-    where = Placement.HOST if host else Placement.DEVICE
-    cache = manager.allocate_cache(CacheDesc(1, [1, 1], DataType.DT_INT8, where))
-    other = manager.allocate_cache(CacheDesc(1, [1, page + 1], DataType.DT_INT8, where))
-    assert [address % min(page, PAGE) for address in (*cache.tensor_addrs, *other.tensor_addrs)] == [0, 0]
-    assert used(manager)["host" if host else "device"] == 3 * page
-    with raising(OOM):
-        manager.allocate_cache(CacheDesc(2, [1, 1], DataType.DT_INT8, where))
 
 
 @pytest.mark.contract("19.host-mem-pool-cfg")

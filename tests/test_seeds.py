@@ -262,11 +262,11 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
         ["test_seed_contract.py::test_only_blocks_are_swapped_and_copied"],
     ),
     "deprecated.md:mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_seed_contract.py::test_pool_texts_of_wrong_type"],
+        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
         [],
     ),
     "deprecated.md:host_mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_seed_contract.py::test_pool_texts_of_wrong_type"],
+        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
         ["test_seed_contract.py::test_the_host_pool_has_at_most_20_gigabytes"],
     ),
     "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),

@@ -1,4 +1,4 @@
-"""`Tensor`, `TensorDesc` (python-api.md §9.5, §9.6) and `create_npu_tensors`.
+"""`Tensor`, `TensorDesc` (contract §9.5, §9.6) and `create_npu_tensors`.
 
 Not for: tensors of caches (`test_kv_cache_manager.py`).
 """

@@ -1,7 +1,7 @@
 """Every argument of pulls and pushes, given wrongly, and which of two mistakes is named first.
 
 No peer is needed: whatever passes all checks fails for want of a link. Each table lists one mistake a row, in the order
-of the contract (python-api.md §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
+of the contract (contract §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
 """
 
 from __future__ import annotations
