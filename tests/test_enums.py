@@ -74,6 +74,7 @@ def test_status_code_text_and_comparison() -> None:
         code = LLMStatusCode[name]
         assert str(code) == f"{code}" == "%s" % code == f"LLMStatusCode.{name}"  # noqa: UP031
         assert repr(code) == f"<LLMStatusCode.{name}: {value}>"
+        assert [format(code, kind) for kind in "dxXn"] == [format(value, kind) for kind in "dxXn"]
         assert code == value
         assert code != value + 1
         assert pickle.loads(pickle.dumps(code)) is code  # noqa: S301  (our own bytes)

@@ -141,8 +141,11 @@ def test_no_message_and_no_attribute_shows_the_token(
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
         assert path in str(caught.value)
         texts += [repr(caught.value), str(vars(caught.value))]
-    dist = start(options(llm__LinkTokenFile=secret(tmp_path / "good")))
-    texts += [repr(vars(dist)), repr(dist._engine_options), *(record.getMessage() for record in caplog.records)]
+    for given in ({"llm__LinkToken": TOKEN}, {"llm__LinkTokenFile": secret(tmp_path / "good")}):
+        dist = start(options(**given))
+        texts += [repr(vars(dist)), repr(dist._engine_options)]
+        dist.finalize()
+    texts += [record.getMessage() for record in caplog.records]
     assert not [text for text in texts if TOKEN in text or "tooshort" in text]
 
 
