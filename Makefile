@@ -67,6 +67,12 @@ test: check-tools cpp-tools build capi $(VENV)/.test-tools  ## every test: Rust,
 	cargo test --workspace --exclude llm-datadist-py
 	$(BIN)/python -m pytest
 
+test-benches: build $(VENV)/.test-tools  ## the tests of the benchmarks and of the pages written from their figures
+	$(BIN)/python -m pytest benches/tests
+
+test-docs: build $(VENV)/.test-tools  ## the tests of the pages: numbers, references, and the programs that they show
+	$(BIN)/python -m pytest tools/docs/tests
+
 # Sixty tests that are left out without a word are no proof of anything.
 cpp-tools:
 	@missing=; command -v g++ > /dev/null || command -v clang++ > /dev/null || missing="g++"; \
@@ -99,12 +105,16 @@ lint: build $(VENV)/.test-tools  ## formatting, clippy, ruff, mypy, stubs; warni
 
 docs: build .venv-docs/.tools  ## the documentation site in target/docs: runs every snippet, checks every link; warnings are errors
 	$(BIN)/python tools/docs/options.py --check
+	$(BIN)/python tools/docs/stats.py --check
 	$(BIN)/python tools/docs/snippets.py docs/*.md docs/*/*.md
 	.venv-docs/bin/zensical build --strict --clean
 	$(BIN)/python tools/docs/links.py target/docs *.md
 
 docs-options: build  ## write docs/options.md anew
 	$(BIN)/python tools/docs/options.py
+
+docs-stats: build  ## write docs/stats.md anew
+	$(BIN)/python tools/docs/stats.py
 
 .venv-docs/.tools: requirements-docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -155,7 +165,7 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
 soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
-	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_door.py tests/test_hostile_peers.py
+	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_link_security.py tests/test_hostile_peers.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test integration links::
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
 
@@ -261,4 +271,4 @@ $(VENV)/.wheel-tools: requirements-wheel.txt $(VENV)/.build-tools
 clean:  ## remove everything that was built
 	rm -rf target fuzz/target $(VENV) .venv-docs .venv-torch .venv-peers dist python/llm_datadist/_core*.so
 
-.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test docs docs-options mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean
+.PHONY: help demo demo-plan check-tools test-wheel sdist uninstall test test-benches test-docs docs docs-options docs-stats mutants cpp-tools stress-tests asan valgrind fuzz fuzz-seeds licenses check-rust check-aarch64 fast conformance lint loom thorough soak bench bench-latency bench-peers example example-torch wheel build sanitize header capi install install-files clean

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import contract
 from llm_datadist import LLMDataDist, LLMRole
+from peers import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,12 +41,7 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; the thorough profile does it
     suppress_health_check=list(HealthCheck),
 )
-settings.register_profile(
-    "thorough",
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+settings.register_profile("thorough", max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("thorough" if THOROUGH else "short")
 
 
@@ -71,15 +67,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pool(memory_size: Any = POOL, page_shift: Any = PAGE_SHIFT) -> str:
-    """The JSON text of one pool."""
     return json.dumps({"memory_size": memory_size, "page_shift": page_shift})
 
 
-def options(
-    device: str | None = pool(),
-    host: str | None = pool(),
-    **extra: str,
-) -> dict[str, str]:
+def options(device: str | None = pool(), host: str | None = pool(), **extra: str) -> dict[str, str]:
     """The options of a cache-manager engine with small pools; `extra` uses `__` for the dot of a key."""
     made = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0"}
     if device is not None:
@@ -95,8 +86,10 @@ def start() -> Iterator[Callable[..., LLMDataDist]]:
     """A function that initialises an engine; everything it started is finalized afterwards."""
     opened: list[LLMDataDist] = []
 
-    def begin(settings_: dict[str, str] | None = None, cluster_id: int = 1) -> LLMDataDist:
-        dist = LLMDataDist(LLMRole.PROMPT, cluster_id)
+    def begin(
+        settings_: dict[str, str] | None = None, cluster_id: int = 1, role: LLMRole = LLMRole.PROMPT
+    ) -> LLMDataDist:
+        dist = LLMDataDist(role, cluster_id)
         opened.append(dist)
         dist.init(options() if settings_ is None else settings_)
         return dist
@@ -110,11 +103,16 @@ def start() -> Iterator[Callable[..., LLMDataDist]]:
 
 @pytest.fixture
 def dist(start: Callable[..., LLMDataDist]) -> LLMDataDist:
-    """An engine with a device and a host pool of 2 MiB, pages of 4 KiB."""
     return start()
 
 
 @pytest.fixture
 def manager(dist: LLMDataDist) -> Any:
-    """The cache manager of `dist`."""
     return dist.cache_manager
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Engines here and in other processes, all closed afterwards."""
+    with Ends() as made:
+        yield made

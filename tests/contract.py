@@ -120,7 +120,6 @@ def specified(text: str) -> dict[str, str]:
 
 
 def lines(text: str) -> list[int]:
-    """The numbers of the lines of §20."""
     return [int(number) for number in re.findall(r"^(\d+)\. ", section(text, 20), re.MULTILINE)]
 
 
@@ -135,7 +134,6 @@ class Ended(NamedTuple):
 
     @property
     def state(self) -> str:
-        """In the words of the table."""
         return "fails" if self.failed else f"skipped: {self.skipped}" if self.skipped else "passes"
 
 
@@ -176,7 +174,6 @@ class Witness:
         }
 
     def table(self) -> str:
-        """`docs/conformance.md`."""
         states = self.states()
         rows = [
             f"| {item.key.partition('.')[0]} | {linked(item.section)} | {item.title.replace('|', '/')} "
@@ -207,7 +204,6 @@ HEAD = (
 
 
 def linked(sections: str) -> str:
-    """The numbers of sections, each a link into the contract."""
     return re.sub(r"\d+(?:\.\d+)?", lambda number: f"[{number[0]}](contract.md#{number[0]})", sections)
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memory import run_fresh
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -66,27 +64,20 @@ def is_test(path: Path) -> bool:
 
 
 def rust_files(folder: Path) -> list[Path]:
-    """All Rust files below a folder that are not test modules; at least one."""
     files = sorted(path for path in folder.rglob("*.rs") if not is_test(path))
     assert files, f"no Rust files in {folder}"
     return files
 
 
 def rust_everywhere() -> list[Path]:
-    """The Rust files of every crate."""
     return [*rust_files(CORE), *rust_files(BINDING), *rust_files(INTERFACE)]
 
 
 def shown(path: Path) -> str:
-    """A path for messages and test ids."""
     return str(path.relative_to(ROOT))
 
 
-# -- (a) arrows ----------------------------------------------------------------------------------------------------
-
-
 def module_of(path: Path) -> str:
-    """Top-level module of a core file."""
     first = path.relative_to(CORE).parts[0]
     return first.removesuffix(".rs")
 
@@ -120,7 +111,6 @@ def table_rows() -> list[tuple[list[str], list[str]]]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """The table: module → modules it may use."""
     allowed: dict[str, set[str]] = {}
     for modules, may in table_rows():
         targets: set[str] = set()
@@ -169,7 +159,6 @@ def use_paths(code: str) -> list[str]:
 
 
 def reexports() -> dict[str, str]:
-    """Names the crate root re-exports → module they come from."""
     code = blank((CORE / "lib.rs").read_text(encoding="utf-8"))
     names: dict[str, str] = {}
     for match in re.finditer(r"pub\s+use\s+([^;]+);", code):
@@ -222,23 +211,26 @@ def test_arrows_run_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def circular(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes that reach themselves."""
+
+    def reached(node: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(graph.get(node, ()))
+        while waiting:
+            if (other := waiting.pop()) not in seen:
+                seen.add(other)
+                waiting += graph.get(other, ())
+        return seen
+
+    return {node for node in graph if node in reached(node)}
+
+
 def test_the_table_itself_has_no_circle() -> None:
-    allowed = arrows()
-    done: set[str] = set()
+    allowed = {module: targets - {module} for module, targets in arrows().items()}
+    assert allowed
+    assert not circular(allowed)
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"circle: {' -> '.join([*path, module])}"
-        if module not in done:
-            for target in sorted(allowed.get(module, set()) - {module}):
-                visit(target, (*path, module))
-            done.add(module)
-
-    for name in allowed:
-        visit(name, ())
-    assert done
-
-
-# -- files: no circles ---------------------------------------------------------------------------------------------
 
 # The one circle that is left: the parts of an engine's links hold each other through `session::Shared`.
 # It may get smaller, never larger.
@@ -317,21 +309,9 @@ def test_files_import_one_another_in_no_circle() -> None:
     graph = file_graph()
     assert sum(map(len, graph.values())) > 400, "hardly any import was found"
 
-    def reached(file: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = list(graph[file])
-        while waiting:
-            if (other := waiting.pop()) not in seen:
-                seen.add(other)
-                waiting += graph[other]
-        return seen
-
-    circular = {file for file in graph if file in reached(file)}
-    assert circular <= KNOWN_CIRCLE, f"new circles among {sorted(circular - KNOWN_CIRCLE)}"
-    assert circular == KNOWN_CIRCLE, f"no longer in a circle: {sorted(KNOWN_CIRCLE - circular)}; take them off the list"
-
-
-# -- (b) unsafe ----------------------------------------------------------------------------------------------------
+    found = circular(graph)
+    assert found <= KNOWN_CIRCLE, f"new circles among {sorted(found - KNOWN_CIRCLE)}"
+    assert found == KNOWN_CIRCLE, f"no longer in a circle: {sorted(KNOWN_CIRCLE - found)}; take them off the list"
 
 
 def may_be_unsafe(path: Path) -> bool:
@@ -374,9 +354,6 @@ def test_unsafe_stays_in_its_rooms_and_is_reasoned() -> None:
     assert found, "no unsafe found: this guard looked at nothing"
     assert not outside, f"unsafe outside its rooms: {outside}"
     assert not silent, f"unsafe without a SAFETY comment: {silent}"
-
-
-# -- (c) and (d) the binding ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("crate", [BINDING, INTERFACE], ids=["py", "capi"])
@@ -431,11 +408,7 @@ def test_every_class_of_the_binding_is_frozen() -> None:
     assert not thawed, thawed
 
 
-# -- (e) the Python front ------------------------------------------------------------------------------------------
-
-
 def python_files() -> list[Path]:
-    """All modules of the package; at least one."""
     files = sorted(PYTHON.rglob("*.py"))
     assert files, f"no Python files in {PYTHON}"
     return files
@@ -453,11 +426,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool, int]]:
                 for alias in child.names:
                     yield alias.name.split(".")[0], not lazy, child.lineno
             elif isinstance(child, ast.ImportFrom):
-                yield (
-                    "llm_datadist" if child.level else (child.module or "").split(".")[0],
-                    not lazy,
-                    child.lineno,
-                )
+                yield ("llm_datadist" if child.level else (child.module or "").split(".")[0], not lazy, child.lineno)
             yield from walk(child, inner)
 
     yield from walk(tree, lazy=False)
@@ -479,49 +448,6 @@ def test_the_front_imports_only_the_standard_library_and_itself() -> None:
             wrong.append(f"{shown(path)}:{line}: {name}")
     assert found, "no imports found"
     assert not wrong, wrong
-
-
-def test_importing_opens_nothing() -> None:
-    out = run_fresh(
-        """
-        import os, sys, threading
-        before = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
-        import llm_datadist
-        from llm_datadist import LLMConfig, LLMDataDist, LLMRole
-        LLMConfig().generate_options()
-        LLMDataDist(LLMRole.PROMPT, 1)
-        assert not {"numpy", "torch"} & set(sys.modules), "an array library was imported"
-        assert threading.active_count() == 1
-        if os.path.isdir("/proc/self/task"):
-            assert len(os.listdir("/proc/self/task")) == 1, "a native thread was started"
-            assert set(os.listdir("/proc/self/fd")) == before, "a file was opened"
-        print("quiet")
-        """
-    )
-    assert out.strip() == "quiet"
-
-
-def test_local_calls_need_no_numpy() -> None:
-    out = run_fresh(
-        """
-        import sys
-        from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 1048576}'})
-        manager = dist.cache_manager
-        cache = manager.allocate_blocks_cache(CacheDesc(1, [4, 100], DataType.DT_INT8))
-        manager.copy_blocks(cache, {0: [1]})
-        views = manager.tensor_views(cache)
-        views[0].__dlpack__()
-        dist.finalize()
-        assert "numpy" not in sys.modules
-        print("without")
-        """
-    )
-    assert out.strip() == "without"
-
-
-# -- (f) size ------------------------------------------------------------------------------------------------------
 
 
 def test_no_file_grows_out_of_one_head() -> None:
@@ -603,7 +529,6 @@ GIVEN_NAMES = {"utils", "llm_utils", "cache_manager", "CacheManager", "kv_cache_
 
 
 def test_names_say_what_things_are() -> None:
-    """No module and no type is called after nothing."""
     names: list[tuple[str, str]] = []
     for path in rust_everywhere():
         code = blank(path.read_text(encoding="utf-8"))
@@ -623,9 +548,6 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
 
 
-# -- the guards themselves -----------------------------------------------------------------------------------------
-
-
 def test_the_readers_understand_what_they_read() -> None:
     code = blank('// unsafe { x }\nlet a = "unsafe"; let b = r#"unsafe "x" "#; let c = \'"\'; unsafe { y }\n')
     assert code.count("unsafe") == 1
@@ -637,11 +559,7 @@ def test_the_readers_understand_what_they_read() -> None:
         "crate::c::D",
         "crate::f",
     ]
-    assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == [
-        "crate::a::B",
-        "crate::c",
-        "crate::d",
-    ]
+    assert use_paths("use crate::{a::B,\n c};\nlet x = crate::d::new();") == ["crate::a::B", "crate::c", "crate::d"]
     deep = CORE / "engine" / "ring.rs"
     assert target_of("super::route::X", deep, {}) is None
     assert target_of("super::super::plan::X", deep, {}) == "plan"

@@ -107,8 +107,6 @@ def test_every_item_of_the_specification_is_ours() -> None:
     assert [f"20.{number}" for number in lines(text)] == [key for key in KEYS if key.startswith("20.")]
 
 
-# -- the witness itself ----------------------------------------------------------------------------------------------
-
 GOOD, BAD, SKIPPED = Ended(failed=False, skipped=""), Ended(failed=True, skipped=""), Ended(failed=False, skipped="why")
 
 

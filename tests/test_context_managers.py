@@ -22,12 +22,8 @@ from llm_datadist import (
     Placement,
     Status,
 )
-from memory import desc
-from two_modes import KV_OPTIONS
-
-
-def used(manager: Any, pool: str = "device") -> int:
-    return int(manager.stats()["pools"][pool]["used_bytes"])
+from memory import desc, used
+from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES
 
 
 def test_with_block_finalizes_the_engine() -> None:
@@ -76,31 +72,30 @@ def test_failing_finalize_does_not_hide_the_exception_of_the_block(
         pass
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("call", ["allocate_cache", "allocate_blocks_cache"])
-@pytest.mark.parametrize("raising", [False, True])
-def test_with_block_deallocates_a_cache(manager: Any, call: str, raising: bool) -> None:
-    with contextlib.suppress(KeyError), getattr(manager, call)(desc()) as cache:
-        assert isinstance(cache, Cache)
-        assert used(manager) > 0
-        if raising:
-            raise KeyError("mine")
-    assert used(manager) == 0
-    assert list(cache.tensor_addrs) == []
-
-
-@pytest.mark.parametrize(("make", "end"), [("cache", "cache"), ("blocks_cache", "blocks_cache")])
-def test_with_block_accepts_a_cache_that_is_deallocated(manager: Any, make: str, end: str) -> None:
-    with getattr(manager, f"allocate_{make}")(desc()) as cache:
-        getattr(manager, f"deallocate_{end}")(cache)
-    assert used(manager) == 0
+def test_with_block_deallocates_a_cache(start: Callable[..., LLMDataDist], mode: str, call: str) -> None:
+    dist = start(options() if mode == CACHE_MANAGER else dict(KV_OPTIONS))
+    manager = dist.cache_manager if mode == CACHE_MANAGER else dist.kv_cache_manager
+    addresses = "tensor_addrs" if mode == CACHE_MANAGER else "per_device_tensor_addrs"
+    for error in (None, KeyError("mine")):
+        with contextlib.suppress(KeyError), getattr(manager, call)(desc()) as cache:
+            assert isinstance(cache, Cache if mode == CACHE_MANAGER else KvCache)
+            assert dist.stats()["pools"]["device"]["used_bytes"] > 0
+            if error:
+                raise error
+        assert dist.stats()["pools"]["device"]["used_bytes"] == 0
+        assert list(getattr(cache, addresses)) == []
+        with cache:  # deallocated already
+            pass
 
 
 def test_keys_hold_a_cache_beyond_its_with_block(manager: Any) -> None:
     with manager.allocate_cache(desc(), [CacheKey(1, 7)]):
         pass
-    assert used(manager) > 0
+    assert used(manager)["device"] > 0
     manager.remove_cache_key(CacheKey(1, 7))
-    assert used(manager) == 0
+    assert used(manager)["device"] == 0
 
 
 def test_with_block_unregisters_a_registered_cache(manager: Any) -> None:
@@ -143,21 +138,6 @@ def test_failing_release_is_raised_unless_the_block_raised(
     with pytest.raises(KeyError, match="mine"), cache:
         raise KeyError("mine")
     assert "a transfer uses the memory" in caplog.records[-1].getMessage()
-
-
-def test_with_block_deallocates_a_kv_cache(start: Callable[..., LLMDataDist]) -> None:
-    manager = start(dict(KV_OPTIONS)).kv_cache_manager
-    for call in (manager.allocate_cache, manager.allocate_blocks_cache):
-        with call(desc()) as cache:
-            assert isinstance(cache, KvCache)
-            assert used(manager) > 0
-        assert used(manager) == 0
-        assert cache.per_device_tensor_addrs == []
-        with cache:
-            pass
-
-
-# -- repr ----------------------------------------------------------------------------------------------------
 
 
 def test_repr_of_a_config_shows_what_was_set_and_no_secret() -> None:

@@ -61,7 +61,6 @@ class Collector(logging.Handler):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    """The package's lines from WARNING on."""
     logger, collector = logging.getLogger("LLM_DATADIST"), Collector()
     level = logger.level
     logger.addHandler(collector)
@@ -123,17 +122,23 @@ def test_lines_about_a_call_are_there_when_it_returns(collector: Collector) -> N
         assert any("cluster 2" in of.getMessage() for of in of_the_engine), "no waiting"
 
 
-def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
-    code = """
-    from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-    import array
+REGISTER_TWICE = """
+import array, logging, os, sys, threading, warnings
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
+own = array.array("b", bytes(400))
+def opened():
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     dist.init({"llm.EnableCacheManager": "1"})
-    own = array.array("b", bytes(400))
+    return dist
+def twice(dist):
     for _ in range(2):
         dist.cache_manager.register_blocks_cache(
             CacheDesc(1, [4, 100], DataType.DT_INT8), [own.buffer_info()[0]], BlocksCacheKey(1, 5))
-    """
+"""
+
+
+def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
+    code = REGISTER_TWICE + "twice(opened())"
     assert run_fresh(code) == ""
     shown = run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL="2")
     # Nobody finalizes, and the process ends at once: the line comes all the same.
@@ -221,61 +226,48 @@ def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collec
 
 def test_forked_child_logs_and_exits() -> None:
     """A child has none of the threads, and its parent's lock is held for ever: here by a handler that waits."""
-    out = run_fresh(
-        """
-        import array, logging, os, sys, threading, warnings
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads, which is what is tried
-        from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-        entered, go_on = threading.Event(), threading.Event()
-        class Stuck(logging.Handler):
-            def emit(self, record):
-                if os.getpid() == parent:
-                    entered.set()
-                    assert go_on.wait(20)
-                else:
-                    seen.append(record.getMessage())
-                    came.set()
-        parent, seen, came = os.getpid(), [], threading.Event()
-        logger = logging.getLogger("LLM_DATADIST")
-        logger.setLevel(logging.WARNING)
-        logger.propagate = False
-        logger.addHandler(Stuck())
-        own = array.array("b", bytes(400))
-        def twice(dist):
-            for _ in range(2):
-                dist.cache_manager.register_blocks_cache(
-                    CacheDesc(1, [4, 100], DataType.DT_INT8), [own.buffer_info()[0]], BlocksCacheKey(1, 5))
-        def opened():
-            dist = LLMDataDist(LLMRole.PROMPT, 1)
-            dist.init({"llm.EnableCacheManager": "1"})
-            return dist
-        dist = opened()
-        twice(dist)
-        assert entered.wait(20)
-        child = os.fork()
-        if child == 0:
-            logger.handlers[0].createLock()  # the handler's own lock is logging's business
-            status = 1
-            try:
-                assert not [thread for thread in threading.enumerate() if thread.name == "llm-log"]
-                dist.finalize()
-                other = opened()
-                twice(other)
-                assert came.wait(20)
-                assert len(seen) == 1 and "replaced_cache_id=1" in seen[0], seen
-                other.finalize()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-        go_on.set()
-        twice(dist)
-        dist.finalize()
+    code = """
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads, which is what is tried
+entered, go_on = threading.Event(), threading.Event()
+class Stuck(logging.Handler):
+    def emit(self, record):
+        if os.getpid() == parent:
+            entered.set()
+            assert go_on.wait(20)
+        else:
+            seen.append(record.getMessage())
+            came.set()
+parent, seen, came = os.getpid(), [], threading.Event()
+logger = logging.getLogger("LLM_DATADIST")
+logger.setLevel(logging.WARNING)
+logger.propagate = False
+logger.addHandler(Stuck())
+dist = opened()
+twice(dist)
+assert entered.wait(20)
+child = os.fork()
+if child == 0:
+    logger.handlers[0].createLock()  # the handler's own lock is logging's business
+    status = 1
+    try:
         assert not [thread for thread in threading.enumerate() if thread.name == "llm-log"]
-        print("both")
-        """
-    )
-    assert out.strip() == "both"
+        dist.finalize()
+        other = opened()
+        twice(other)
+        assert came.wait(20)
+        assert len(seen) == 1 and "replaced_cache_id=1" in seen[0], seen
+        other.finalize()
+        status = 0
+    finally:
+        os._exit(status)
+assert os.waitpid(child, 0)[1] == 0
+go_on.set()
+twice(dist)
+dist.finalize()
+assert not [thread for thread in threading.enumerate() if thread.name == "llm-log"]
+print("both")
+"""
+    assert run_fresh(REGISTER_TWICE + code).strip() == "both"
 
 
 def test_the_queue_is_empty_after_finalize_and_the_hooks_are_quiet(start: Callable[..., LLMDataDist]) -> None:

@@ -4,7 +4,7 @@ Each test plays one attack with `hostile`, a client of the wire protocol that sh
 attack two honest peers pull from the victim, one over TCP and one by shared memory. `Trial.judge` demands that every
 pull of theirs ended in time with the right bytes, that their links are the ones they had at first, and that threads,
 descriptors and memory of the victim stayed within `hostile/budgets.py`. LLM_DATADIST_SOAK asks for larger attacks.
-Not for: who is admitted (`test_door.py`, `test_second_user.py`).
+Not for: who is admitted (`test_link_security.py`, `test_second_user.py`).
 """
 
 from __future__ import annotations

@@ -23,12 +23,7 @@ def test_package_contains_licenses_of_linked_crates() -> None:
     assert CARGO is not None
     words = "tree --locked --package llm-datadist-py --edges normal,no-proc-macro --prefix none --format"
     tree = subprocess.run(  # noqa: S603  (cargo, our own manifest)
-        [CARGO, *words.split(), "{p} ({l})"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [CARGO, *words.split(), "{p} ({l})"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     ).stdout
     linked = {re.sub(r" v(\d)", r" \1", line) for line in tree.splitlines() if "llm-datadist" not in line}
     linked = {line.removesuffix(" (*)") for line in linked}

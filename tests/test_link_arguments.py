@@ -1,16 +1,14 @@
-"""Every argument of the calls about links, given wrongly, which of two mistakes is named first, and what state allows.
+"""Calls about links without a peer: wrong arguments, roles, listeners, signals and forks.
 
-No peer is needed: where one is called, nobody listens. Not for: links that come about, or options
-(`test_config_links.py`).
+Not for: wrong arguments of clusters and roles (`test_acceptance.py`, line 11), links that come about (`test_links.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import pytest
 
@@ -25,20 +23,11 @@ from llm_datadist import (
     LLMStatusCode,
     RegisterMemStatus,
 )
-from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from memory import LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
+from mistakes import Row, check, coded, fails
 
 SUCCESS, INVALID = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_PARAM_INVALID
 LINK_FAILED, NOT_LINKED = LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK
-UNLINK_FAILED = LLMStatusCode.LLM_UNLINK_FAILED
-NOTIFY_FAILED = LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
-
-
-def coded(code: LLMStatusCode) -> Expected:
-    """An `LLMException` with this code."""
-    return Expected(str(code), (LLMException,), (code,))
 
 
 UNKNOWN = coded(NOT_LINKED)
@@ -68,136 +57,49 @@ def info(cluster: int | None = 2, remote: int = 1, local: int = 1, port: int = 1
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., LLMDataDist]]:
-    """A function that initialises an engine of any role."""
-    opened: list[LLMDataDist] = []
+def begin(start: Callable[..., LLMDataDist]) -> Callable[..., LLMDataDist]:
+    def with_role(role: LLMRole = LLMRole.PROMPT, settings: dict[str, str] | None = None, **extra: str) -> LLMDataDist:
+        return start(options(None, None, **extra) if settings is None else settings, 1, role)
 
-    def start(role: LLMRole = LLMRole.PROMPT, settings: dict[str, str] | None = None, **extra: str) -> LLMDataDist:
-        dist = LLMDataDist(role, 1)
-        opened.append(dist)
-        dist.init(options(None, None, **extra) if settings is None else settings)
-        return dist
-
-    yield start
-    for dist in opened:
-        dist.finalize()
+    return with_role
 
 
-class Row:
-    """One mistake: the arguments to give instead, what comes of it, and a piece of the text."""
-
-    def __init__(self, wrong: dict[str, Any], expected: Expected, text: str = "") -> None:
-        self.wrong, self.expected, self.text = wrong, expected, text
-
-
-def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> None:
-    """Every row alone, and every two rows together: the first is reported."""
-    cases = [(row, row.wrong) for row in rows]
-    pairs = itertools.combinations(rows, 2)
-    cases += [(a, {**b.wrong, **a.wrong}) for a, b in pairs if not a.wrong.keys() & b.wrong.keys()]
-    assert len(cases) > len(rows), "no pairs"
-    for row, wrong in cases:
-        with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
-            call(**{**good, **wrong})
-        try:
-            row.expected.judge(caught.value)
-            assert row.text in str(caught.value), str(caught.value)
-        except AssertionError as failure:
-            raise AssertionError(f"{wrong}: {failure}") from caught.value
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
-
-
-CALLS: dict[str, Callable[[Any], Any]] = {
+RANK_TABLE_CALLS: dict[str, Callable[[Any], Any]] = {
     "link": lambda dist: dist.link("name", {1: 0, 2: 1}, "{}"),
     "unlink": lambda dist: dist.unlink(1),
     "query_register_mem_status": lambda dist: dist.query_register_mem_status(1),
-    "link_clusters": lambda dist: dist.link_clusters([info()]),
-    "unlink_clusters": lambda dist: dist.unlink_clusters([info()]),
-    "switch_role": lambda dist: dist.switch_role(LLMRole.DECODER),
-    "check_link_status": lambda dist: dist.check_link_status(1),
-    "listen_ip_info": lambda dist: dist.listen_ip_info,
-    "stats": lambda dist: dist.stats(),
 }
 
 
-@pytest.mark.contract("20.11")
-@pytest.mark.parametrize("name", CALLS)
-def test_before_init_and_after_finalize_it_is_a_runtime_error(name: str, begin: Callable[..., LLMDataDist]) -> None:
-    finalized = begin()
-    finalized.finalize()
-    for dist in (LLMDataDist(LLMRole.DECODER, 1), finalized):
-        with pytest.raises(RuntimeError, match="not initialized") as caught:
-            CALLS[name](dist)
-        assert not isinstance(caught.value, LLMException)
-
-
-@pytest.mark.parametrize("name", ["link", "unlink", "query_register_mem_status"])
+@pytest.mark.parametrize("name", RANK_TABLE_CALLS)
 def test_rank_tables_need_the_cache_manager(name: str, begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(settings=V1)
-    with pytest.raises(LLMException, match="EnableCacheManager") as caught:
-        CALLS[name](dist)
-    assert caught.value.status_code is INVALID
-    bad_arguments: dict[str, Callable[[], Any]] = {
-        "link": lambda: dist.link(None, None, None),
-        "unlink": lambda: dist.unlink(None),
-        "query_register_mem_status": lambda: dist.query_register_mem_status(None),
-    }
-    with raising(LE):
-        bad_arguments[name]()
-
-
-# -- rank tables -----------------------------------------------------------------------------------------------------
+    fails(lambda: RANK_TABLE_CALLS[name](dist), LE, "EnableCacheManager")
+    fails(lambda: getattr(dist, name)(*[None] * (3 if name == "link" else 1)), LE, "EnableCacheManager")
 
 
 @pytest.mark.contract("20.11")
 def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
-    good = {"comm_name": "name", "cluster_rank_info": {1: 0, 2: 1}, "rank_table": "no json"}
-    members = "cluster_rank_info"
-    check(
-        dist.link,
-        good,
-        [
-            *[Row({"comm_name": bad}, TE, "comm_name") for bad in (None, 5, b"name", ["name"], True)],
-            *[Row({"comm_name": bad}, LE, "comm_name") for bad in ("", "x" * 128)],
-            Row({members: None}, AE),
-            *[Row({members: bad}, TE, members) for bad in (5, [(1, 0), (2, 1)], "x", {"1": 0, 2: 1}, {1: "0", 2: 1})],
-            *[Row({members: bad}, TE, members) for bad in ({1: None, 2: 1}, {True: 0, 2: 1}, {1: True, 2: 1})],
-            Row({members: {-1: "0"}}, TE, members),
-            Row({members: {number: number for number in range(1, 6)}}, LE, members),
-            Row({members: {-number: number for number in range(1, 6)}}, LE, members),
-            *[Row({members: bad}, VE, "uint64") for bad in ({-1: 0, 2: 1}, {1: 0, UINT64_MAX + 1: 1}, {-1: 0})],
-            *[Row({members: bad}, VE, "uint32") for bad in ({1: -1, 2: 1}, {1: 0, 2: UINT32_MAX + 1})],
-            *[Row({"rank_table": bad}, TE, "rank_table") for bad in (5, b"{}", {}, True)],
-            *[Row({members: bad}, LE, members) for bad in ({}, {1: 0})],
-            *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
-            Row({members: {3: 0, 2: 1}}, LE, "must name this cluster"),
-            Row({"rank_table": None}, TE, "rank_table"),
-            *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
-        ],
-    )
+    link, members = begin().link, "cluster_rank_info"
+    good = {"comm_name": "name", members: {1: 0, 2: 1}, "rank_table": "no json"}
+    rows = [
+        *[Row({"comm_name": bad}, TE, "comm_name") for bad in (["name"], True)],
+        Row({"comm_name": "x" * 128}, LE, "comm_name"),
+        *[Row({members: bad}, TE, members) for bad in ("x", {1: None, 2: 1}, {True: 0, 2: 1}, {1: True, 2: 1})],
+        *[Row({members: bad}, TE, members) for bad in ({-1: "0"}, [(1, 0), (2, 1)])],
+        Row({members: {-number: number for number in range(1, 6)}}, LE, members),
+        *[Row({members: bad}, VE, "uint64") for bad in ({-1: 0, 2: 1}, {1: 0, UINT64_MAX + 1: 1}, {-1: 0})],
+        *[Row({members: bad}, VE, "uint32") for bad in ({1: -1, 2: 1}, {1: 0, 2: UINT32_MAX + 1})],
+        Row({"rank_table": True}, TE, "rank_table"),
+        *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
+        Row({members: {3: 0, 2: 1}}, LE, "must name this cluster"),
+        Row({"rank_table": None}, TE, "rank_table"),
+        *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
+    ]
+    check(link, good, rows)
     # Neither a name nor a number is refused at its bound: what is left to refuse is the table.
     for name in ("x", "x" * 127):
-        with pytest.raises(LLMException, match="rank_table"):
-            dist.link(name, {1: 0, 2: UINT32_MAX}, "no json")
-
-
-@pytest.mark.parametrize("name", ["unlink", "query_register_mem_status"])
-def test_communicator_numbers(name: str, begin: Callable[..., LLMDataDist]) -> None:
-    call = getattr(begin(), name)
-    for bad in (None, "1", 1.0, True, [1]):
-        with raising(TE):
-            call(bad)
-        with raising(TE):
-            call(comm_id=bad)
-    for bad in (-1, UINT64_MAX + 1, 2**200):
-        with raising(VE):
-            call(bad)
-    for unknown in (0, 1, UINT64_MAX):
-        with raising(UNKNOWN):
-            call(comm_id=unknown)
+        fails(lambda name=name: link(name, {1: 0, 2: UINT32_MAX}, "no json"), LE, "rank_table")
 
 
 TABLE = """{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
@@ -230,55 +132,10 @@ def test_registering_as_accessible_is_refused_after_link(begin: Callable[..., LL
     manager.register_cache(made_of, user.addrs, remote_accessible=True)
     comm = dist.link("name", {1: 0, 2: 1}, TABLE)
     for register in (manager.register_cache, manager.register_blocks_cache):
-        with pytest.raises(LLMException, match="remote_accessible") as caught:
-            register(made_of, user.addrs, remote_accessible=True)
-        assert caught.value.status_code is INVALID
+        fails(lambda register=register: register(made_of, user.addrs, remote_accessible=True), LE, "remote_accessible")
         for allowed in (None, False):
             register(made_of, user.addrs, remote_accessible=allowed)
     dist.unlink(comm)
-
-
-# -- clusters --------------------------------------------------------------------------------------------------------
-
-
-def cluster_rows() -> list[Row]:
-    """Rows that linking and unlinking share, as far as the type of the list."""
-    wrong = (None, 5, "x", {}, {info()}, iter([info()]), [5], [info(), None], (LLMClusterInfo,))
-    return [
-        *[Row({"timeout": bad}, TE, "timeout") for bad in (None, "1", 1.0, True, [1])],
-        *[Row({"timeout": bad}, VE, "int32") for bad in (2**31, -(2**31) - 1, 2**100)],
-        *[Row({"timeout": bad}, LE, "timeout") for bad in (0, -1, -(2**31))],
-        *[Row({"clusters": bad}, TE, "clusters") for bad in wrong],
-    ]
-
-
-@pytest.mark.contract("20.11")
-def test_link_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
-    check(
-        dist.link_clusters,
-        {"clusters": [info()], "timeout": 1000},
-        [
-            *cluster_rows(),
-            Row({"clusters": [info(local=0)]}, LE, "local_ip_info_list is empty"),
-            Row({"clusters": [info(None), info(local=0)]}, LE, "local_ip_info_list is empty"),
-            Row({"clusters": (info(), info(None))}, TE, "remote_cluster_id"),
-        ],
-    )
-
-
-@pytest.mark.contract("20.11")
-def test_unlink_clusters_arguments(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
-    check(
-        dist.unlink_clusters,
-        {"clusters": [info()], "timeout": 1000, "force": False},
-        [
-            *cluster_rows(),
-            *[Row({"force": bad}, TE, "force") for bad in (0, 1, "True", [])],
-            Row({"clusters": (info(), info(None))}, TE, "remote_cluster_id"),
-        ],
-    )
 
 
 def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Callable[..., LLMDataDist]) -> None:
@@ -302,13 +159,6 @@ def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Cal
             dist.link_clusters([peer])
 
 
-def test_no_clusters(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
-    for none in ([], ()):
-        assert dist.link_clusters(none) == (INVALID, [])
-        assert dist.unlink_clusters(none) == (INVALID, [])
-
-
 def test_a_link_that_fails_raises_nothing_and_says_why(
     begin: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -326,15 +176,10 @@ def test_a_link_that_fails_raises_nothing_and_says_why(
     assert str(UINT64_MAX) in text
 
 
-def test_each_cluster_has_its_own_code_and_the_last_that_failed_is_the_whole(
-    begin: Callable[..., LLMDataDist],
-) -> None:
+def test_at_most_one_own_address_and_more_than_16_links_queue(begin: Callable[..., LLMDataDist]) -> None:
     dist, port = begin(), free_port()
-    refused = info(port=port)
-    assert dist.link_clusters([info(remote=0), refused]) == (LINK_FAILED, [INVALID, LINK_FAILED])
-    assert dist.link_clusters((refused, info(remote=2))) == (INVALID, [LINK_FAILED, INVALID])
-    assert dist.link_clusters([refused, info(local=2)], timeout=2000) == (INVALID, [LINK_FAILED, INVALID])
-    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 queue"
+    assert dist.link_clusters([info(local=2), info(port=port)], timeout=2000) == (LINK_FAILED, [INVALID, LINK_FAILED])
+    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20
 
 
 def test_with_communication_resources_no_own_address_is_needed(begin: Callable[..., LLMDataDist]) -> None:
@@ -353,11 +198,7 @@ def test_unlinking_what_is_not_linked(begin: Callable[..., LLMDataDist]) -> None
     for force in (True, None, False):
         assert dist.unlink_clusters([info(port=free_port())], 1000, force) == (SUCCESS, [SUCCESS])
     assert dist.unlink_clusters([info(remote=0, local=0)], force=True) == (SUCCESS, [SUCCESS])
-    assert dist.unlink_clusters([info(), info(remote=0)]) == (INVALID, [SUCCESS, INVALID])
     assert dist.unlink_clusters(clusters=(info(0), info(3)), timeout=1, force=True) == (SUCCESS, [SUCCESS] * 2)
-
-
-# -- the mode without a cache manager --------------------------------------------------------------------------------
 
 
 def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., LLMDataDist]) -> None:
@@ -395,21 +236,15 @@ def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
         prompt.check_link_status("1")
     prompt.finalize()
     decoder = begin(LLMRole.DECODER, V1)
-    for bad in (None, "1", 1.0, True):
-        with raising(TE):
-            decoder.check_link_status(bad)
-    for bad in (-1, UINT64_MAX + 1):
-        with raising(VE):
+    wrong = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE)]
+    for bad, expected in wrong:
+        with raising(expected):
             decoder.check_link_status(bad)
     with raising(UNKNOWN):
         decoder.check_link_status(remote_cluster_id=2)
 
 
-# -- roles and listening ---------------------------------------------------------------------------------------------
-
-
 def listening(port: int = 0) -> dict[str, str]:
-    """Options that listen at a port of this host."""
     return {"llm.listenIpInfo": f"127.0.0.1:{port}"}
 
 
@@ -441,53 +276,6 @@ def test_an_address_that_is_taken_fails_init_with_its_reason(begin: Callable[...
             begin(llm__listenIpInfo=address)
         FAILED.judge(caught.value)
     assert LLMDataDist.llm_engine_instance is None
-
-
-@pytest.mark.contract("20.11")
-def test_switch_role_arguments(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
-    no_port = {"llm.listenIpInfo": "127.0.0.1:x"}
-    check(
-        dist.switch_role,
-        {"role": LLMRole.DECODER, "switch_options": None},
-        [
-            *[Row({"role": bad}, TE, "role") for bad in (None, 2, "DECODER", True, LLMRole)],
-            *[Row({"switch_options": bad}, TE, "switch_options") for bad in (5, "x", [], [("llm.listenIpInfo", "x")])],
-        ],
-    )
-    entries: list[tuple[Any, Expected]] = [
-        (5, TE),
-        ("127.0.0.1", LE),
-        ("127.0.0.1:1:2", LE),
-        ("", LE),
-        ("127.0.0.1:x", VE),
-        ("127.0.0.1:65536", VE),
-        ("no host:1", LE),
-    ]
-    for entry, expected in entries:
-        for key in ("llm.listenIpInfo", "llm.ListenIpInfo"):
-            with raising(expected):
-                dist.switch_role(LLMRole.DECODER, {key: entry})
-    with raising(TE):
-        dist.switch_role(5, no_port)
-    assert dist._role is LLMRole.PROMPT
-    assert dist.listen_ip_info is None
-
-
-def test_switching_moves_the_listener(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(llm__listenIpInfo="127.0.0.1:0")
-    first = dist.listen_ip_info
-    dist.switch_role(LLMRole.PROMPT, {"llm.listenIpInfo": first})
-    assert dist.listen_ip_info == first
-    other = listening(free_port())
-    dist.switch_role(LLMRole.MIX, other)
-    assert dist._role is LLMRole.MIX
-    assert dist.listen_ip_info == other["llm.listenIpInfo"]
-    dist.switch_role(LLMRole.DECODER)
-    assert dist.listen_ip_info is None
-    dist.switch_role(role=LLMRole.DECODER, switch_options={})
-    dist.switch_role(LLMRole.PROMPT, listening())
-    assert dist.listen_ip_info is not None
 
 
 def test_switching_to_an_address_that_is_taken_changes_nothing(begin: Callable[..., LLMDataDist]) -> None:
@@ -524,9 +312,9 @@ def test_without_the_cache_manager_switching_has_rules(begin: Callable[..., LLMD
 def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(llm__TransferBackend="hixl", llm__listenIpInfo="127.0.0.1:0")
     now = dist.listen_ip_info
-    for name in ("link", "unlink", "query_register_mem_status"):
+    for call in RANK_TABLE_CALLS.values():
         with raising(NOT_ENABLED):
-            CALLS[name](dist)
+            call(dist)
     with raising(TE):
         dist.unlink("1")
     with raising(NOT_ENABLED):
@@ -536,9 +324,6 @@ def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callab
         dist.switch_role(LLMRole.DECODER, given)
         assert dist.listen_ip_info == now
     assert dist.unlink_clusters([info(remote=0)]) == (SUCCESS, [SUCCESS]), "always local"
-
-
-# -- what is logged, counted and interrupted -------------------------------------------------------------------------
 
 
 def test_stats_without_links(begin: Callable[..., LLMDataDist]) -> None:
@@ -558,51 +343,73 @@ def test_a_listener_without_a_token_is_noted(
 
 
 def unlogged(out: str) -> list[str]:
-    """The lines that are none of the log."""
     return [line for line in out.splitlines() if not line.startswith("[ERROR]")]
+
+
+SILENT_PEER = """
+import os, signal, socket, threading, time
+from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole
+silent = socket.socket()
+silent.bind(("127.0.0.1", 0))
+silent.listen()
+dist = LLMDataDist(LLMRole.PROMPT, 1)
+dist.init({"llm.EnableCacheManager": "1"})
+peer = LLMClusterInfo()
+peer.remote_cluster_id = 2
+peer.append_local_ip_info("127.0.0.1", 0)
+peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
+"""
 
 
 def test_ctrl_c_ends_a_call_that_waits() -> None:
     out = run_fresh(
-        """
-        import os, signal, socket, threading, time
-        from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole
-        silent = socket.socket()
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1"})
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = 2
-        peer.append_local_ip_info("127.0.0.1", 0)
-        peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        before = time.monotonic()
-        try:
-            print(dist.link_clusters([peer], 30000))
-        except KeyboardInterrupt:
-            print("interrupted")
-        assert time.monotonic() - before < 15
+        SILENT_PEER
+        + """
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+before = time.monotonic()
+try:
+    print(dist.link_clusters([peer], 30000))
+except KeyboardInterrupt:
+    print("interrupted")
+assert time.monotonic() - before < 15
 
-        class Mine(Exception):
-            pass
+class Mine(Exception):
+    pass
 
-        def handler(*_):
-            raise Mine
+def handler(*_):
+    raise Mine
 
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            print(dist.link_clusters([peer], 30000))
-        except Mine:
-            print("mine")
-        code, _ = dist.link_clusters([peer], 300)
-        print(code)
-        dist.finalize()
-        silent.close()
-        """
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    print(dist.link_clusters([peer], 30000))
+except Mine:
+    print("mine")
+print(dist.link_clusters([peer], 300)[0])
+silent.close()
+dist.finalize()
+"""
     )
     assert unlogged(out) == ["interrupted", "mine", "LLMStatusCode.LLM_TIMEOUT"]
+
+
+def test_waiting_for_a_peer_lets_other_threads_run() -> None:
+    out = run_fresh(
+        SILENT_PEER
+        + """
+waiting = threading.Thread(target=dist.link_clusters, args=([peer], 2000))
+waiting.start()
+turns = 0
+while waiting.is_alive():
+    turns += 1
+    time.sleep(0.01)
+assert turns > 20, turns
+silent.close()
+dist.finalize()
+print("ran")
+"""
+    )
+    assert unlogged(out) == ["ran"]
 
 
 def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
@@ -638,35 +445,6 @@ def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
         LLM_DATADIST_RANK_PORT=str(free_port()),
     )
     assert unlogged(out) == ["0 LLM_NOT_YET_LINK LLM_NOT_YET_LINK"]
-
-
-def test_waiting_for_a_peer_lets_other_threads_run() -> None:
-    out = run_fresh(
-        """
-        import socket, threading, time
-        from llm_datadist import LLMClusterInfo, LLMDataDist, LLMRole
-        silent = socket.socket()
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        dist = LLMDataDist(LLMRole.PROMPT, 1)
-        dist.init({"llm.EnableCacheManager": "1"})
-        peer = LLMClusterInfo()
-        peer.remote_cluster_id = 2
-        peer.append_local_ip_info("127.0.0.1", 0)
-        peer.append_remote_ip_info("127.0.0.1", silent.getsockname()[1])
-        waiting = threading.Thread(target=dist.link_clusters, args=([peer], 2000))
-        waiting.start()
-        turns = 0
-        while waiting.is_alive():
-            turns += 1
-            time.sleep(0.01)
-        assert turns > 20, turns
-        dist.finalize()
-        silent.close()
-        print("ran")
-        """
-    )
-    assert unlogged(out) == ["ran"]
 
 
 def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:

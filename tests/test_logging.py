@@ -51,58 +51,29 @@ def test_logger_is_the_standard_one_and_cached() -> None:
     assert isinstance(log.LOG_FORMAT, str)
 
 
-# What a program does before or after the first use of the package, and what then becomes of the three lines below: how
-# often each is shown by the package's own handler, and by the program's.
-BASIC = "logging.basicConfig(stream=sys.stdout, format='program %(message)s')"
-CONFIGURED = {
-    "nothing": ("", "", {"own": ["error"], "program": []}),
-    "basicConfig before": (
-        BASIC,
-        "",
-        {"own": [], "program": ["error"]},
-    ),
-    "basicConfig after": (
-        "",
-        BASIC,
-        {"own": [], "program": ["error"]},
-    ),
-    "a level before": (
-        "logging.getLogger('LLM_DATADIST').setLevel(logging.INFO)",
-        "",
-        {"own": ["info", "warning", "error"], "program": []},
-    ),
-    "a level and basicConfig before": (
-        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING); " + BASIC,
-        "",
-        {"own": [], "program": ["warning", "error"]},
-    ),
-    "a level after": (
-        "",
-        "logging.getLogger('LLM_DATADIST').setLevel(logging.WARNING)",
-        {"own": ["warning", "error"], "program": []},
-    ),
-    "a handler of the logger before": (
-        "logging.getLogger('LLM_DATADIST').addHandler(handler)",
-        "",
-        {"own": [], "program": ["error"]},
-    ),
-    "a handler of the logger after": (
-        "",
-        "logging.getLogger('LLM_DATADIST').addHandler(handler)",
-        {"own": [], "program": ["error"]},
-    ),
-    "no propagation": (
-        BASIC + "; logging.getLogger('LLM_DATADIST').propagate = False",
-        "",
-        {"own": ["error"], "program": []},
-    ),
+# What a program does before or after the first use of the package, and which of three lines are then shown by the
+# package's own handler and by the program's.
+BASIC, LOGGER = (
+    "logging.basicConfig(stream=sys.stdout, format='program %(message)s')",
+    "logging.getLogger('LLM_DATADIST')",
+)
+CONFIGURED: dict[str, tuple[str, str, str, str]] = {
+    "nothing": ("", "", "error", ""),
+    "basicConfig before": (BASIC, "", "", "error"),
+    "basicConfig after": ("", BASIC, "", "error"),
+    "a level before": (f"{LOGGER}.setLevel(logging.INFO)", "", "info warning error", ""),
+    "a level and basicConfig before": (f"{LOGGER}.setLevel(logging.WARNING); {BASIC}", "", "", "warning error"),
+    "a level after": ("", f"{LOGGER}.setLevel(logging.WARNING)", "warning error", ""),
+    "a handler of the logger before": (f"{LOGGER}.addHandler(handler)", "", "", "error"),
+    "a handler of the logger after": ("", f"{LOGGER}.addHandler(handler)", "", "error"),
+    "no propagation": (f"{BASIC}; {LOGGER}.propagate = False", "", "error", ""),
 }
 
 
 @pytest.mark.parametrize("configured", CONFIGURED)
 @pytest.mark.parametrize("first_use", ["log.get_logger()", "refused()"])
 def test_what_the_program_configured_is_respected_and_no_line_comes_twice(configured: str, first_use: str) -> None:
-    before, after, expected = CONFIGURED[configured]
+    before, after, own, program = CONFIGURED[configured]
     out = run_fresh(
         f"""
 import logging, sys
@@ -129,66 +100,27 @@ log.error("error")
     for line in out.split("now\n")[1].splitlines():
         match = LINE.match(line)
         shown["own" if match else "program"].append(match["message"] if match else line.split("program ")[1])
-    assert shown == expected
-
-
-def test_a_level_that_was_set_outranks_the_environment() -> None:
-    code = """
-    import logging
-    logging.getLogger("LLM_DATADIST").setLevel(logging.WARNING)
-    from llm_datadist.utils.log import get_logger
-    print(get_logger().level)
-    """
-    assert int(run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL="0")) == logging.WARNING
+    assert shown == {"own": own.split(), "program": program.split()}
 
 
 @pytest.mark.parametrize(
     ("text", "level"),
     [
-        ("0", logging.DEBUG),
-        ("1", logging.INFO),
-        ("2", logging.WARNING),
-        ("3", logging.ERROR),
-        ("4", logging.ERROR),
-        ("-1", logging.ERROR),
-        ("", logging.ERROR),
-        ("INFO", logging.ERROR),
-        ("nan", logging.ERROR),
+        *[("0", logging.DEBUG), ("1", logging.INFO), ("2", logging.WARNING)],
+        *[(text, logging.ERROR) for text in ("3", "4", "-1", "", "INFO", "nan")],
     ],
 )
-def test_level_comes_from_the_environment(text: str, level: int) -> None:
-    code = "from llm_datadist.utils.log import get_logger; print(get_logger().level)"
-    assert int(run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL=text)) == level
-
-
-def test_level_is_read_once_at_first_use() -> None:
-    out = run_fresh(
-        """
-        import logging, os
-        import llm_datadist
-        from llm_datadist.utils.log import get_logger
-        os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "1"
-        assert get_logger().level == logging.INFO
-        os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "3"
-        assert get_logger().level == logging.INFO
-        print("once")
-        """
-    )
-    assert out.strip() == "once"
-
-
-def test_without_the_variable_only_errors_are_shown() -> None:
-    shown = lines(
-        """
-manager.allocate_cache(desc)
-from llm_datadist import LLMException
-from llm_datadist.utils import log
-log.info("quiet")
-log.warn("quiet")
-log.error("loud %s", 5)
-        """
-    )
-    assert [(line["level"], line["message"]) for line in shown] == [("ERROR", "loud 5")]
+def test_level_comes_from_the_environment_once_unless_it_was_set(text: str, level: int) -> None:
+    code = """
+    import logging, os
+    from llm_datadist.utils.log import get_logger
+    print(get_logger().level)
+    os.environ["ASCEND_GLOBAL_LOG_LEVEL"] = "0" if get_logger().level != logging.DEBUG else "3"
+    print(get_logger().level)
+    """
+    assert run_fresh(code, ASCEND_GLOBAL_LOG_LEVEL=text).split() == [str(level)] * 2
+    set_before = "import logging; logging.getLogger('LLM_DATADIST').setLevel(25)"
+    assert run_fresh(set_before + code.replace("\n    ", "\n"), ASCEND_GLOBAL_LOG_LEVEL=text).split() == ["25"] * 2
 
 
 def test_every_manager_call_logs_its_start_and_success() -> None:
@@ -210,16 +142,8 @@ manager.deallocate_blocks_cache(blocks)
         ASCEND_GLOBAL_LOG_LEVEL="1",
     )
     messages = [line["message"] for line in shown]
-    for method in (
-        "allocate_cache",
-        "allocate_blocks_cache",
-        "copy_cache",
-        "copy_blocks",
-        "transfer_cache_async",
-        "remove_cache_key",
-        "deallocate_cache",
-        "deallocate_blocks_cache",
-    ):
+    called = "allocate_cache allocate_blocks_cache copy_cache copy_blocks transfer_cache_async remove_cache_key"
+    for method in [*called.split(), "deallocate_cache", "deallocate_blocks_cache"]:
         for step in ("start", "success"):
             assert any(text.startswith(f"[{method}] {step}") for text in messages), (method, step)
     starts = [text for text in messages if text.startswith("[copy_cache] start")]
@@ -230,53 +154,29 @@ manager.deallocate_blocks_cache(blocks)
     assert not any(line["file"].endswith("log.py") for line in shown)
 
 
-def test_a_semantic_refusal_is_logged_as_an_error_with_its_text() -> None:
-    shown = lines(
-        """
-cache = manager.allocate_cache(desc)
-try:
-    manager.copy_cache(cache, cache, 0, 0, 0, 0)
-except LLMException as error:
-    text = str(error)
-from llm_datadist import LLMException
-from llm_datadist.utils import log
-log.error("%s", "SAID " + " ".join(text.split()))
-        """
-    )
-    assert shown[-1]["message"].startswith("SAID ")
-    said = shown[-1]["message"][5:]
-    assert any(said in " ".join(line["message"].split()) for line in shown[:-1]), shown
-    assert all(line["level"] == "ERROR" for line in shown)
-
-
-def test_wrong_types_are_not_logged() -> None:
-    shown = lines(
-        """
-for bad in (5, "x"):
-    try:
-        manager.allocate_cache(bad)
-    except TypeError:
-        pass
-        """
-    )
-    assert shown == []
+def test_a_semantic_refusal_is_logged_as_an_error_with_its_text_and_a_wrong_type_is_not(
+    manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = manager.allocate_cache(desc())
+    for bad in (5, "x"):
+        with pytest.raises(TypeError):
+            manager.allocate_cache(bad)
+    assert caplog.records == []
+    with pytest.raises(LLMException) as caught:
+        manager.copy_cache(cache, cache, 0, 0, 0, 0)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert str(caught.value) in caplog.records[0].getMessage()
 
 
 def test_find_caller_names_the_caller_and_survives_the_top_of_a_thread() -> None:
     name, number, function, stack = log._find_caller()
-    assert isinstance(name, str)
-    assert isinstance(number, int)
-    assert isinstance(function, str)
-    assert stack is None
+    assert (type(name), type(number), type(function), stack) == (str, int, str, None)
     results: list[tuple[Any, ...]] = []
-    thread = threading.Thread(target=lambda: results.append(log._find_caller(False, 1)))
-    thread.start()
-    thread.join()
-    bare = threading.Thread(target=log._find_caller)
-    bare.start()
-    bare.join()
-    assert len(results) == 1
-    assert len(results[0]) == 4
+    for target in (lambda: results.append(log._find_caller(False, 1)), log._find_caller):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert [len(found) for found in results] == [4]
 
 
 def test_lines_name_the_place_that_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -327,8 +227,6 @@ def test_logger_is_made_once_by_many_threads() -> None:
 
 
 class Unspeakable(list):
-    """A list that cannot be shown."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 

@@ -21,16 +21,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("left", "right", "edits"),
     [
-        ("", "", 0),
-        ("abc", "abc", 0),
-        ("", "abc", 3),
-        ("abc", "", 3),
-        ("abc", "abd", 1),
-        ("abc", "bc", 1),
-        ("abc", "abcd", 1),
-        ("abc", "acb", 2),
-        ("kitten", "sitting", 3),
-        ("flaw", "lawn", 2),
+        *[("", "", 0), ("abc", "abc", 0), ("", "abc", 3), ("abc", "abd", 1), ("abc", "bc", 1), ("abc", "abcd", 1)],
+        *[("abc", "acb", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)],
     ],
 )
 def test_edit_distance(left: str, right: str, edits: int) -> None:
@@ -66,18 +58,10 @@ def test_init_names_the_option_that_was_meant(
     assert "value of it" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "ge.exec.deviceld",
-        "ge.anything",
-        "llm.ListenIpInfo",
-        "llm.BufPoolCfg",
-        "llm.OutputMaxSize",
-        "mine",
-        "llm.Nothing",
-    ],
-)
+DISTANT = "ge.exec.deviceld ge.anything llm.ListenIpInfo llm.BufPoolCfg llm.OutputMaxSize mine llm.Nothing"
+
+
+@pytest.mark.parametrize("key", DISTANT.split())
 def test_init_accepts_known_and_distant_keys_in_silence(
     start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str
 ) -> None:

@@ -1,7 +1,7 @@
 """Peers that die, stop, fall silent or restart: calls end in time with a code and a reason, and linking again works.
 
 Real processes and real signals; a wire that can be cut (`Proxy`) for what signals cannot do. LLM_DATADIST_SOAK is the
-number of rounds of the random kills. Not for: strangers at the door (`test_door.py`).
+number of rounds of the random kills. Not for: strangers at the door (`test_link_security.py`).
 """
 
 from __future__ import annotations

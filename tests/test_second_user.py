@@ -1,7 +1,7 @@
 """Other users of the host: without a token they get nothing, and both sides say why (docs/security.md).
 
 The tests need root, because a child of theirs becomes another user; elsewhere they are skipped and counted. Not for:
-tokens between processes of one user (`test_door.py`), or what an admitted peer may cost (`test_hostile_peers.py`).
+tokens between processes of one user (`test_link_security.py`), or costs of admitted peers (`test_hostile_peers.py`).
 """
 
 from __future__ import annotations

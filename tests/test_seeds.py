@@ -11,7 +11,7 @@ it.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import Any, Callable, Optional
 
 import pytest
 
@@ -22,14 +22,8 @@ from memory import UserTensors, contents, desc, fill, same, used
 from peers import Ends, equal
 from two_modes import KV_CACHE_MANAGER, SUCCESS, Pair, sent
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 DOCUMENTS = ("deprecated.md", "copy_cache.md", "transfer_cache_async.md", "CopyKvCache.md", "PushKvCache.md")
-CPLUSPLUS = {
-    "CopyKvCache.md:CopyKvCache": "19.cpp-copy-kv-cache",
-    "PushKvCache.md:PushKvCache": "19.cpp-push-kv-cache",
-}
+CPLUSPLUS = {"CopyKvCache.md:CopyKvCache": "19.cpp-copy-kv-cache", "PushKvCache.md:PushKvCache": "19.cpp-push-kv-cache"}
 USED: set[str] = set()
 
 
@@ -75,7 +69,6 @@ def run(key: str, **names: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def manager(start: Callable[..., LLMDataDist]) -> Any:
-    """The examples allocate megabytes."""
     return start(options(pool(16 << 20), pool(16 << 20))).cache_manager
 
 
@@ -190,8 +183,6 @@ def test_pool_options_start_an_engine(start: Callable[..., LLMDataDist], name: s
     manager.copy_cache(cache, cache, 1, 0)
 
 
-# -- KvCacheManager.transfer_cache_async -----------------------------------------------------------------------------
-
 # What has to be repaired before Python can run the example at all: each is there exactly once.
 REPAIRS = (
     ("assert(len(decoder_addrs) = 2*num_layers)", "assert(len(decoder_addrs) == 2*num_layers)"),  # no Python
@@ -209,16 +200,10 @@ def transfer_example() -> str:
     return text
 
 
-@pytest.fixture
-def kv_pair() -> Iterator[Pair]:
-    """A prompt process, here, and a decoder process; clusters 1 and 2."""
-    with Ends() as ends:
-        yield Pair(KV_CACHE_MANAGER, ends)
-
-
 @example("transfer_cache_async.md:transfer_cache_async")
 @pytest.mark.contract("19.transfer-cache-async")
-def test_transfer_cache_async(kv_pair: Pair) -> None:
+def test_transfer_cache_async(ends: Ends) -> None:
+    kv_pair = Pair(KV_CACHE_MANAGER, ends)
     with pytest.raises(SyntaxError):
         compile(EXAMPLES["transfer_cache_async.md:transfer_cache_async"], "as written", "exec")
     kv_cache, decoder_addrs = kv_pair.caches(rows=2, row_bytes=1024, tensors=2 * LAYERS)
@@ -235,8 +220,6 @@ def test_transfer_cache_async(kv_pair: Pair) -> None:
     assert task.get_results() == [SUCCESS]
     assert equal(kv_pair.far.read("f"), sent({0: 0}, 2 * LAYERS, 2, 1024)), "slot 0 of every tensor, and nothing else"
 
-
-# -- what the pages say about results and limits ---------------------------------------------------------------------
 
 WRONG_TYPES = "test_bad_input.py::test_bad_argument"
 IN_TIME = "test_seed_contract.py::test_sync_kv_timeout_ends_the_wait_of_a_copy"
@@ -279,11 +262,11 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
         ["test_seed_contract.py::test_only_blocks_are_swapped_and_copied"],
     ),
     "deprecated.md:mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_seed_contract.py::test_pool_texts_of_wrong_type"],
+        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
         [],
     ),
     "deprecated.md:host_mem_pool_cfg": (
-        ["test_seed_contract.py::test_pool_texts_are_kept", "test_seed_contract.py::test_pool_texts_of_wrong_type"],
+        ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
         ["test_seed_contract.py::test_the_host_pool_has_at_most_20_gigabytes"],
     ),
     "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),

@@ -1,6 +1,7 @@
 """The token in a file: the option, the variable, which of the sources counts, and that nothing shows the token.
 
-Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects (`test_door.py`).
+Not for: which files are refused (`token_file.rs` of the core's tests), or what a token protects
+(`test_link_security.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ NOBODY = 65534
 
 
 def secret(path: Path, token: str = TOKEN, mode: int = 0o600) -> str:
-    """A file with a token and a line break."""
     path.write_text(token + "\n", encoding="utf-8")
     path.chmod(mode)
     return str(path)
@@ -63,7 +63,9 @@ def test_a_token_from_a_file_is_the_same_token(tmp_path: Path) -> None:
         # The option outranks both variables.
         both = {"LLM_DATADIST_TOKEN_FILE": wrong, "LLM_DATADIST_TOKEN": OTHER}
         option = ends.adopt(Peer(environment=both)).open(linked_options(llm__LinkTokenFile=path), cluster=5)
-        assert near.link_clusters([text.at, file.at, other.at, option.at])[1] == [OK, OK, LINK_FAILED, OK]
+        variable = ends.adopt(Peer(environment={"LLM_DATADIST_TOKEN": TOKEN})).open(cluster=6)
+        peers = [text, file, other, option, variable]
+        assert near.link_clusters([peer.at for peer in peers])[1] == [OK, OK, LINK_FAILED, OK, OK]
 
 
 def test_the_file_is_read_once_by_init(tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -139,13 +141,15 @@ def test_no_message_and_no_attribute_shows_the_token(
         assert caught.value.status_code is LLMStatusCode.LLM_PARAM_INVALID
         assert path in str(caught.value)
         texts += [repr(caught.value), str(vars(caught.value))]
-    dist = start(options(llm__LinkTokenFile=secret(tmp_path / "good")))
-    texts += [repr(vars(dist)), repr(dist._engine_options), *(record.getMessage() for record in caplog.records)]
+    for given in ({"llm__LinkToken": TOKEN}, {"llm__LinkTokenFile": secret(tmp_path / "good")}):
+        dist = start(options(**given))
+        texts += [repr(vars(dist)), repr(dist._engine_options)]
+        dist.finalize()
+    texts += [record.getMessage() for record in caplog.records]
     assert not [text for text in texts if TOKEN in text or "tooshort" in text]
 
 
 def as_nobody(code: str) -> str:
-    """Run code as another user."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv, to run as another user")
     command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable, "-c"]

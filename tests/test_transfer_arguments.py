@@ -1,13 +1,11 @@
 """Every argument of pulls and pushes, given wrongly, and which of two mistakes is named first.
 
 No peer is needed: whatever passes all checks fails for want of a link. Each table lists one mistake a row, in the order
-of the contract (python-api.md §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
+of the contract (contract §7.12 to §7.17); of every two rows the first must be reported. Not for: what moves.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any, Callable
 
 import numpy as np
@@ -20,40 +18,20 @@ from llm_datadist import (
     CacheKey,
     CacheKeyByIdAndIndex,
     DataType,
+    KvCacheManager,
     LLMException,
     LLMStatusCode,
     MemInfo,
     Memtype,
 )
 from llm_datadist.v2.llm_types import check_layer_range
-from memory import AE, GONE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, desc, raising
+from memory import AE, GONE, LE, TE, UINT32_MAX, UINT64_MAX, VE, UserTensors, desc, raising
+from mistakes import Row, check, coded, fails
 
-NOT_LINKED = Expected("LLMException(NOT_YET_LINK)", (LLMException,), (LLMStatusCode.LLM_NOT_YET_LINK,))
-FAR = 2
-
-
-@dataclass
-class Row:
-    """One mistake: the arguments to give instead, what comes of it, and a piece of the text."""
-
-    wrong: dict[str, Any]
-    expected: Expected
-    text: str = ""
-
-    def judge(self, call: Callable[[], Any], what: object) -> None:
-        """The call must fail as the row says."""
-        with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
-            call()
-        try:
-            self.expected.judge(caught.value)
-            assert self.text in str(caught.value), str(caught.value)
-        except AssertionError as failure:
-            raise AssertionError(f"{what}: {failure}") from caught.value
+NOT_LINKED, FAR = coded(LLMStatusCode.LLM_NOT_YET_LINK), 2
 
 
 class Bench:
-    """One of everything, on an engine without links."""
-
     def __init__(self, dist: Any) -> None:
         self.manager = dist.cache_manager
         self.batch = self.manager.allocate_cache(desc(4, 256, 4))
@@ -65,21 +43,12 @@ class Bench:
         sideways = CacheDesc(4, [4, 256], DataType.DT_INT8, batch_dim_index=1)
         self.sideways = self.manager.allocate_cache(sideways)
         self.cpu = UserTensors(4, 256, 4).cpu_cache()
+        lists = {"src_blocks": [0, 1], "dst_blocks": [2, 3]}
         self.good: dict[str, dict[str, Any]] = {
             "pull_cache": {"cache_key": CacheKeyByIdAndIndex(FAR, 1), "cache": self.batch},
-            "pull_blocks": {
-                "src_cache_key": BlocksCacheKey(FAR),
-                "dst_cache": self.blocks,
-                "src_blocks": [0, 1],
-                "dst_blocks": [2, 3],
-            },
+            "pull_blocks": {"src_cache_key": BlocksCacheKey(FAR), "dst_cache": self.blocks, **lists},
             "push_cache": {"dst_cache_key": CacheKeyByIdAndIndex(FAR, 1), "src_cache": self.batch},
-            "push_blocks": {
-                "dst_cache_key": BlocksCacheKey(FAR),
-                "src_cache": self.blocks,
-                "src_blocks": [0, 1],
-                "dst_blocks": [2, 3],
-            },
+            "push_blocks": {"dst_cache_key": BlocksCacheKey(FAR), "src_cache": self.blocks, **lists},
         }
 
     def call(self, name: str, **given: Any) -> Callable[[], Any]:
@@ -88,27 +57,17 @@ class Bench:
 
     def check(self, name: str, rows: list[Row]) -> None:
         """Every row alone, and every two rows together: the first is reported. Nothing ever moves."""
-        for row in [*rows, Row({}, NOT_LINKED)]:
-            row.judge(self.call(name, **row.wrong), f"{name}({row.wrong})")
-        pairs = 0
-        for first, second in itertools.combinations(rows, 2):
-            if first.wrong.keys() & second.wrong.keys():
-                continue
-            wrong = {**second.wrong, **first.wrong}
-            first.judge(self.call(name, **wrong), f"{name}({wrong}), {first.expected} before {second.expected}")
-            pairs += 1
-        assert pairs > len(rows), "next to no pairs"
+        fails(self.call(name), NOT_LINKED)
+        check(getattr(self.manager, name), self.good[name], rows)
 
 
 @pytest.fixture
 def bench(start: Any) -> Bench:
-    """Transfers that the owner serves."""
     return Bench(start())
 
 
 @pytest.fixture
 def one_sided(start: Any) -> Bench:
-    """Transfers that are one-sided."""
     return Bench(start(options(llm__EnableRemoteCacheAccessible="1")))
 
 
@@ -117,7 +76,6 @@ BOTH_IDS = CacheKey(FAR, 1, prefix_id=1)
 
 
 def per_layer() -> list[Row]:
-    """Rows of `tensor_num_per_layer`."""
     return [
         *[Row({"tensor_num_per_layer": bad}, TE, "tensor_num_per_layer") for bad in (None, 1.0, 2.0, "x", True, [2])],
         *[Row({"tensor_num_per_layer": bad}, VE, "uint32") for bad in (-1, UINT32_MAX + 1, 2**70)],
@@ -126,7 +84,6 @@ def per_layer() -> list[Row]:
 
 
 def pull_ranges(name: str) -> list[Row]:
-    """Rows of one layer range of a pull."""
     return [
         *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range", slice(0, 1))],
         *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(2, 0, -1), range(0, 2**80, 2**70))],
@@ -136,7 +93,6 @@ def pull_ranges(name: str) -> list[Row]:
 
 
 def push_ranges(name: str) -> list[Row]:
-    """Rows of one layer range of a push."""
     return [
         *[Row({name: bad}, TE, name) for bad in (0, [0, 1], (0, 1), "range")],
         *[Row({name: bad}, LE, "step 1") for bad in (range(0, 4, 2), range(0, 1, -1))],
@@ -156,7 +112,6 @@ def slot_integers(index: str, cache: str, bench: Bench) -> list[Row]:
 
 
 def block_lists() -> list[Row]:
-    """Rows of both lists of blocks, as far as their types."""
     wrong = [range(2), {0: 1}, "01", 1, np.array([0, 1]), iter([0]), [0, "1"], [0, None], (0, 1.0), [True]]
     return [Row({name: bad}, TE, name) for name in ("src_blocks", "dst_blocks") for bad in wrong]
 
@@ -189,17 +144,11 @@ def test_pull_cache(bench: Bench) -> None:
     )
 
 
-@pytest.mark.parametrize("key", [CacheKey(FAR, 1), CacheKey(FAR, UINT64_MAX, prefix_id=3)])
-def test_pull_cache_takes_every_key_of_a_slot(bench: Bench, key: CacheKey) -> None:
-    with raising(NOT_LINKED):
-        bench.call("pull_cache", cache_key=key)()
-
-
 def test_pull_cache_one_sided_takes_only_an_id(one_sided: Bench) -> None:
     for key in (CacheKey(FAR, 1), BlocksCacheKey(FAR), PLACEHOLDER, 5):
         with raising(TE):
             one_sided.call("pull_cache", cache_key=key)()
-    Row({}, TE, "'CacheKeyByIdAndIndex'").judge(one_sided.call("pull_cache", cache_key=PLACEHOLDER), "a placeholder")
+    fails(one_sided.call("pull_cache", cache_key=PLACEHOLDER), TE, "'CacheKeyByIdAndIndex'", "a placeholder")
     with raising(AE):
         one_sided.call("pull_cache", cache_key=None)()
     with raising(NOT_LINKED):
@@ -242,22 +191,20 @@ def test_pull_blocks_of_a_slot(bench: Bench) -> None:
     text = "exactly one of req_id and prefix_id"
     for key in (PLACEHOLDER, BOTH_IDS):
         wrong = {**slot, "src_cache_key": key, "src_layer_range": 5}
-        Row({}, LE, text).judge(bench.call("pull_blocks", **wrong), key)
+        fails(bench.call("pull_blocks", **wrong), LE, text, key)
         wrong = {**wrong, "src_blocks": [1]}
-        Row({}, LE, "src_blocks").judge(bench.call("pull_blocks", **wrong), key)
+        fails(bench.call("pull_blocks", **wrong), LE, "src_blocks", key)
     # A key that is missing is one of the others, and missed only when it is read.
-    Row({}, LE, "src_blocks").judge(bench.call("pull_blocks", src_cache_key=None), "src_blocks first")
+    fails(bench.call("pull_blocks", src_cache_key=None), LE, "src_blocks", "src_blocks first")
     with raising(AE):
         bench.call("pull_blocks", **{**slot, "src_cache_key": None})()
-    Row({}, TE, "src_layer_range").judge(
-        bench.call("pull_blocks", **{**slot, "src_cache_key": None, "src_layer_range": 5}), "ranges first"
-    )
+    fails(bench.call("pull_blocks", **{**slot, "src_cache_key": None, "src_layer_range": 5}), TE, "src_layer_range")
 
 
 @pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
 @pytest.mark.parametrize("wide", [2**63, -(2**63) - 1, 2**200])
 def test_a_block_beyond_64_bits(bench: Bench, name: str, wide: int) -> None:
-    Row({}, LE, name).judge(bench.call("pull_blocks", **{name: [0, wide]}), wide)
+    fails(bench.call("pull_blocks", **{name: [0, wide]}), LE, name, wide)
 
 
 def test_unknown_keywords_of_a_pull_are_ignored(bench: Bench) -> None:
@@ -278,7 +225,7 @@ def test_an_empty_range_of_a_pull_is_all_layers(bench: Bench, empty: Any) -> Non
 def test_pushes_need_one_sided_transfers_before_anything_else(bench: Bench) -> None:
     for name in ("push_cache", "push_blocks"):
         for wrong in ({}, {"dst_cache_key": 5, "src_cache": 5, "tensor_num_per_layer": "x"}):
-            Row({}, LE, "llm.EnableRemoteCacheAccessible").judge(bench.call(name, **wrong), name)
+            fails(bench.call(name, **wrong), LE, "llm.EnableRemoteCacheAccessible", name)
 
 
 @pytest.mark.contract("20.9")
@@ -306,8 +253,8 @@ def test_push_cache(one_sided: Bench) -> None:
         ],
     )
     ranges = {"src_layer_range": range(1), "dst_layer_range": range(1)}
-    Row({}, LE, "tensor_num_per_layer = 3").judge(bench.call("push_cache", tensor_num_per_layer=3, **ranges), "3 of 4")
-    Row({}, LE, "without src_layer_range").judge(bench.call("push_cache", dst_layer_range=range(1)), "half given")
+    fails(bench.call("push_cache", tensor_num_per_layer=3, **ranges), LE, "tensor_num_per_layer = 3", "3 of 4")
+    fails(bench.call("push_cache", dst_layer_range=range(1)), LE, "without src_layer_range", "half given")
 
 
 @pytest.mark.contract("20.9")
@@ -372,21 +319,15 @@ def test_positions_are_those_of_the_contract(one_sided: Bench) -> None:
     ],
 )
 def test_remap_refuses_everything_with_one_code(manager: Any, given: Any, text: str) -> None:
-    Row({}, LE, text).judge(lambda: manager.remap_registered_memory(given), given)
-
-
-def test_remap_needs_a_link(manager: Any) -> None:
-    info = MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 1)
-    for given in (info, [info], [info, info]):
-        with raising(NOT_LINKED):
-            manager.remap_registered_memory(given)
+    fails(lambda: manager.remap_registered_memory(given), LE, text, given)
 
 
 def test_check_cache_key(manager: Any) -> None:
-    for key in (PLACEHOLDER, BOTH_IDS):
-        Row({}, LE, "exactly one of req_id and prefix_id").judge(lambda key=key: manager.check_cache_key(key), key)
-    for key in (CacheKey(1, 0), CacheKey(1, UINT64_MAX, prefix_id=0)):
-        assert manager.check_cache_key(key) is None
+    for judge in (manager.check_cache_key, KvCacheManager.check_cache_key):
+        for key in (PLACEHOLDER, BOTH_IDS):
+            fails(lambda key=key, judge=judge: judge(key), LE, "exactly one of req_id and prefix_id")
+        for key in (CacheKey(1, 0), CacheKey(1, UINT64_MAX, prefix_id=0)):
+            assert judge(key) is None
 
 
 def test_check_layer_range() -> None:
@@ -395,24 +336,9 @@ def test_check_layer_range() -> None:
     assert check_layer_range("name", None) is None
     assert check_layer_range("name", None, allow_none=True) is None
     for refused in (range(0), range(4, 1), range(0, 5, 2), range(0, 1, -1), range(-1, 2)):
-        Row({}, LE, "name").judge(lambda refused=refused: check_layer_range("name", refused), refused)
-    Row({}, TE, "name").judge(lambda: check_layer_range("name", [0, 1]), "a list")
-    Row({}, TE, "name").judge(lambda: check_layer_range("name", None, allow_none=False), "None")
-
-
-def test_an_expired_manager_says_so_before_it_looks_at_arguments(dist: Any) -> None:
-    manager = dist.cache_manager
-    dist.finalize()
-    over = Expected("ENGINE_FINALIZED", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
-    for call in (
-        lambda: manager.pull_cache(5, 5),
-        lambda: manager.pull_blocks(5, 5),
-        lambda: manager.push_cache(5, 5),
-        lambda: manager.push_blocks(5, 5),
-        lambda: manager.remap_registered_memory(5),
-    ):
-        with raising(over):
-            call()
+        fails(lambda refused=refused: check_layer_range("name", refused), LE, "name", refused)
+    fails(lambda: check_layer_range("name", [0, 1]), TE, "name", "a list")
+    fails(lambda: check_layer_range("name", None, allow_none=False), TE, "name", "None")
 
 
 def test_a_failure_that_moved_nothing_has_nothing_that_arrived(bench: Bench) -> None:

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ SHAPES = [
     Shape(layers=3, hidden=16, heads=4, kv_heads=1, inner=20, vocabulary=30, tokens=32),
     Shape(layers=1, hidden=32, heads=4, kv_heads=4, inner=16, vocabulary=20, tokens=32),
 ]
-
-
-# -- the model against a twin ----------------------------------------------------------------------------------------
 
 
 def twin(model: Model, tokens: list[int]) -> list[float]:
@@ -129,9 +125,6 @@ def test_the_twin_is_not_easily_pleased() -> None:
     assert np.abs(np.array(twin(model, [8, 5, 13, 21])) - right).max() > 0.01, "positions"
 
 
-# -- layouts ---------------------------------------------------------------------------------------------------------
-
-
 def tensors(shape: Shape, rows: int, tokens: int) -> list[Any]:
     """Memory nobody wrote to: whatever is read from it unwritten spoils the result."""
     return [
@@ -210,9 +203,6 @@ def test_differences_are_found() -> None:
     assert differences(work, left, right)[0] == "request 0: 3 tokens were asked for, [3, 3, 2, 3] are there"
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
-
-
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603  (this interpreter, our own files)
         [sys.executable, "-W", "error", *arguments],
@@ -250,26 +240,25 @@ def test_the_command_shows_what_it_claims(transport: str) -> None:
     assert int(swaps["paged"]) > len(work.requests)
 
 
-def test_the_command_fails_on_a_difference() -> None:
-    """One bit of one logit of the run in one process."""
-    done = run(
-        "-c",
-        textwrap.dedent(f"""
-            import runpy, sys
-            sys.path.insert(0, {str(EXAMPLE)!r})
-            import generation, numpy
-            right = generation.in_one_process
-            def wrong(work):
-                made = right(work)
-                made.logits[4][2].view(numpy.uint32)[9] ^= 1
-                return made
-            generation.in_one_process = wrong
-            sys.argv = ["transformer", "--small"]
-            runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-        """),
-        # This program loads numpy before the command can limit it to one thread, and two sum in another order.
-        **ONE_THREAD,
-    )
+def run_patched(patch: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command with the lines of `patch` run before it, after `import generation`."""
+    start = f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport generation\n"
+    end = f"\nsys.argv = {['transformer', *arguments]!r}\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
+    return run("-c", start + textwrap.dedent(patch) + end, **variables)
+
+
+def test_the_command_fails_on_one_wrong_bit_of_one_logit() -> None:
+    patch = """
+    import numpy
+    right = generation.in_one_process
+    def wrong(work):
+        made = right(work)
+        made.logits[4][2].view(numpy.uint32)[9] ^= 1
+        return made
+    generation.in_one_process = wrong
+    """
+    # This program loads numpy before the command can limit it to one thread, and two sum in another order.
+    done = run_patched(patch, "--small", **ONE_THREAD)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("DIFFERENT: request 4: logits of new token 2") == 2
 
@@ -278,55 +267,18 @@ def test_the_command_fails_on_a_difference() -> None:
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_the_command_ends_when_a_process_dies(victim: str, delay: float) -> None:
     """Killed at its start, or about when it is linked and works."""
-    done = run(
-        "-c",
-        textwrap.dedent(f"""
-            import multiprocessing.connection, runpy, sys, time
-            sys.path.insert(0, {str(EXAMPLE)!r})
-            import generation
-            generation.in_one_process = lambda work: generation.Generation(work.requests)  # not needed here
-            wait = multiprocessing.connection.wait
-            def kill_first(*args):
-                time.sleep({delay})
-                for child in multiprocessing.active_children():
-                    if child.name == {victim!r}:
-                        child.kill()
-                return wait(*args)
-            multiprocessing.connection.wait = kill_first
-            sys.argv = ["transformer"]
-            runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-        """),
-    )
+    patch = f"""
+    import multiprocessing.connection, time
+    generation.in_one_process = lambda work: generation.Generation(work.requests)  # not needed here
+    wait = multiprocessing.connection.wait
+    def kill_first(*args):
+        time.sleep({delay})
+        for child in multiprocessing.active_children():
+            if child.name == {victim!r}:
+                child.kill()
+        return wait(*args)
+    multiprocessing.connection.wait = kill_first
+    """
+    done = run_patched(patch)
     assert done.returncode == 1
     assert "ended without a result" in done.stderr
-
-
-def test_no_process_outlives_the_command() -> None:
-    with subprocess.Popen(  # noqa: S603  (this interpreter, our own files)
-        [sys.executable, str(EXAMPLE)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as command:
-        assert command.stdout is not None
-        for line in command.stdout:
-            if line.startswith("  request 8"):
-                break  # the processes start now
-        until = time.monotonic() + LIMIT_S
-        while len(children := descendants(command.pid)) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-        command.kill()
-    assert len(children) >= 2
-    while any(map(alive, children)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [child for child in children if alive(child)]
-
-
-def descendants(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()] if path.exists() else []
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

@@ -23,8 +23,6 @@ SUCCESS = LLMStatusCode.LLM_SUCCESS
 
 
 class Pair:
-    """Both ends in one mode."""
-
     def __init__(self, mode: str, ends: Ends, **extra: Any) -> None:
         self.mode, self.ends = mode, ends
         self.near: End
@@ -50,13 +48,11 @@ class Pair:
 
     @property
     def manager(self) -> Any:
-        """The manager of the near end."""
         dist = self.near.dist
         return dist.cache_manager if self.mode == CACHE_MANAGER else dist.kv_cache_manager
 
     @property
     def late(self) -> LLMStatusCode:
-        """The code of a time limit (python-api.md §8.4)."""
         if self.mode == CACHE_MANAGER:
             return LLMStatusCode.LLM_TIMEOUT
         return LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
@@ -73,12 +69,10 @@ class Pair:
         return handle, self.far.addresses("f")
 
     def send(self, src: Any, synchronizer: Any, configs: Any, *blocks: Any, **more: Any) -> Any:
-        """`transfer_cache_async`."""
         return self.manager.transfer_cache_async(src, synchronizer, configs, *blocks, **more)
 
 
 def config(*args: Any, **kwargs: Any) -> Any:
-    """A `TransferConfig`."""
     return llm_datadist.TransferConfig(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """The types of the dicts that ``stats()`` returns.
 
-``docs/stats.md`` is generated from these texts, and ``tests/test_stats.py`` compares both with a real result.
+``docs/stats.md`` is generated from these texts, and ``tests/test_stats.py`` compares the types with a real result.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benches" / "peers"
 LIMIT_S = 300
 MEMORY = 4 << 20

@@ -1,7 +1,7 @@
 """Numbers and references in the documentation that can go stale, held against the code.
 
-Snippets are run by `test_examples` and `tools/docs/snippets.py`; `test_conformance` and `test_scaling` check the
-generated pages.
+Not for: snippets (`test_examples.py`, `tools/docs/snippets.py`), or generated pages (`tests/test_conformance.py`,
+`benches/tests`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CORE = ROOT / "crates" / "core" / "src"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benches" / "results").glob("*.md")])
 SOURCES = sorted(

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 from llm_datadist import DataType, LLMConfig, LLMDataDist, LLMException, LLMRole, LLMStatusCode, configs
-from memory import run_fresh
+from memory import LE, VE, run_fresh
+from mistakes import fails
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 DEEP = 100_000
 
 
 class Text(str):
-    """A text of another class."""
-
     __slots__ = ()
 
 
@@ -30,7 +29,6 @@ class Number(int):
 
 
 def nested(levels: int = DEEP) -> list[Any]:
-    """A list in a list in a list."""
     value: list[Any] = []
     for _ in range(levels):
         value = [value]
@@ -38,7 +36,6 @@ def nested(levels: int = DEEP) -> list[Any]:
 
 
 def circular() -> list[Any]:
-    """A list that contains itself."""
     value: list[Any] = [1]
     value.append(value)
     return value
@@ -134,37 +131,16 @@ def test_init_takes_an_option_or_raises_what_is_documented(key: str, mode: str) 
 @pytest.mark.parametrize("text", DEEP_JSON, ids=range(len(DEEP_JSON)))
 def test_deep_json_is_an_argument_without_meaning(text: str) -> None:
     """Where `init` reads it, `LLM_PARAM_INVALID`; where a setter does, the error of malformed JSON."""
-    for key, mode in [
-        ("llm.MemPoolConfig", "1"),
-        ("llm.HostMemPoolConfig", "1"),
-        ("llm.RankHosts", "1"),
-        ("llm.ClusterInfo", "0"),
-    ]:
-        with pytest.raises(LLMException, match="nested deeper than 64 levels") as caught:
-            LLMDataDist(LLMRole.PROMPT, 1).init({**small(mode), key: text})
-        assert caught.value.status_code is INVALID
-    config = LLMConfig()
-    with pytest.raises(LLMException, match="nested deeper than 64 levels"):
-        config.rank_hosts = text
-    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-        config.cluster_info = text
+    deep = "nested deeper than 64 levels"
+    for key, mode in [("MemPoolConfig", "1"), ("HostMemPoolConfig", "1"), ("RankHosts", "1"), ("ClusterInfo", "0")]:
+        given = {**small(mode), f"llm.{key}": text}
+        fails(lambda given=given: LLMDataDist(LLMRole.PROMPT, 1).init(given), LE, deep)
+    fails(lambda: setattr(LLMConfig(), "rank_hosts", text), LE, deep)
+    fails(lambda: setattr(LLMConfig(), "cluster_info", text), VE, deep)
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     dist.init(small("1"))
-    with pytest.raises(LLMException, match="nested deeper than 64 levels") as caught:
-        dist.link("deep", {1: 0, 2: 1}, text)
-    assert caught.value.status_code is INVALID
+    fails(lambda: dist.link("deep", {1: 0, 2: 1}, text), LE, deep)
     dist.finalize()
-
-
-@pytest.mark.parametrize("levels", [1, 63, 64, 65])
-def test_the_bound_of_json_is_64_levels(levels: int) -> None:
-    config = LLMConfig()
-    text = '{"a": ' + "[" * (levels - 1) + "1" + "]" * (levels - 1) + "}"
-    if levels > 64:
-        with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-            config.cluster_info = text
-    else:
-        config.cluster_info = text
 
 
 def test_a_deep_text_does_not_end_the_process_on_a_small_stack() -> None:

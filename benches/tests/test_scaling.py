@@ -64,34 +64,37 @@ def test_a_fit_by_hand():
     assert each == pytest.approx((1 + 0.25) / (1 + 0.0625))
 
 
-def test_cost_that_falls_is_not_called_constant_or_linear():
-    found = slopes.named(points(lambda size: 900 * size**-0.4))
-    assert (found.shape, found.power) == ("power", pytest.approx(-0.4, abs=0.02))
-    assert found.text("ns", "one").startswith("falls")
+@pytest.mark.parametrize(
+    ("curve", "text"),
+    [
+        ([(size, 100 if size < 5000 else 180) for size in SIZES], "nearly constant, 100 to 180 ns"),
+        (
+            [(size, 10 if size < 5000 else 40 * (size / 4096) ** 0.6) for size in SIZES],
+            "no simple shape, from 10 to 1,114 ns",
+        ),
+        # A curve that changes on the way may be plain at its end.
+        (
+            [(size, size**2 if size <= 4096 else 4096 * size) for size in SIZES],
+            "linear at the end, from 1 to 4,294,967,296 ns",
+        ),
+        ([(size, min(size, 64)) for size in SIZES], "constant at the end, from 1 to 64 ns"),
+        ([(64, 110.0)], "constant, 110 ns"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_curve_is_described_by_what_it_shows(curve, text):
+    assert slopes.named(curve).text("ns", "one") == text
 
 
-def test_what_hardly_grows_is_called_nearly_constant():
-    """From 100 to 180 over six decades, by steps, as a look-up that leaves one cache after the other."""
-    found = slopes.named([(size, 100 if size < 5000 else 180) for size in SIZES])
-    assert found.shape == "nearly constant"
-    assert found.text("ns", "one") == "nearly constant, 100 to 180 ns"
-    # Over two decades the same growth is worth a name.
+def test_a_name_needs_enough_points_and_growth():
+    falling = slopes.named(points(lambda size: 900 * size**-0.4))
+    assert (falling.shape, falling.power) == ("power", pytest.approx(-0.4, abs=0.02))
+    assert falling.text("ns", "one").startswith("falls")
     assert slopes.named([(1, 100.0), (10, 140.0), (100, 180.0)]).shape == "logarithmic"
-
-
-def test_a_curve_that_is_like_no_shape_is_not_given_one():
-    found = slopes.named([(size, 10 if size < 5000 else 40 * (size / 4096) ** 0.6) for size in SIZES])
-    assert found.worst > slopes.FAR_OFF
-    assert found.name == "no simple shape"
-    assert found.text("ns", "one") == "no simple shape, from 10 to 1,114 ns"
-
-
-def test_a_curve_that_changes_on_the_way_may_be_plain_at_the_end():
-    """Twice as steep up to 4,096 as from there on, where it is a line; and one that ends flat."""
-    found = slopes.named([(size, size**2 if size <= 4096 else 4096 * size) for size in SIZES])
-    assert found.text("ns", "one") == "linear at the end, from 1 to 4,294,967,296 ns"
-    flat = slopes.named([(size, min(size, 64)) for size in SIZES])
-    assert flat.text("ns", "one") == "constant at the end, from 1 to 64 ns"
+    assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
+    assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
+    unlike = slopes.named([(size, 10 if size < 5000 else 40 * (size / 4096) ** 0.6) for size in SIZES])
+    assert (unlike.worst > slopes.FAR_OFF, unlike.name) == (True, "no simple shape")
 
 
 def test_one_odd_point_does_not_move_the_exponent():
@@ -99,13 +102,6 @@ def test_one_odd_point_does_not_move_the_exponent():
     curve[-2] = (curve[-2][0], curve[-2][1] * 5)
     assert slopes.named(curve).exponent == pytest.approx(1.0, abs=0.35)
     assert slopes.steepness(points(lambda size: 2.0 * size, noise=0)) == pytest.approx(1.0)
-
-
-def test_few_points_are_no_proof_of_a_shape():
-    """Of one point nothing is said but itself; of two, a constant or the power between them."""
-    assert slopes.named([(64, 110.0)]).text("ns", "one") == "constant, 110 ns"
-    assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
-    assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
 
 
 def test_growth_that_sets_in_late_shows_in_the_exponent():
@@ -119,9 +115,6 @@ def test_growth_that_sets_in_late_shows_in_the_exponent():
 def test_a_slope_of_nothing_is_refused(wrong):
     with pytest.raises(ValueError, match="needs points"):
         slopes.named(wrong)
-
-
-# -- the model of crowds ---------------------------------------------------------------------------------------------
 
 
 def test_one_server_serves_one_after_another():
@@ -174,9 +167,6 @@ def test_a_crowd_of_nobody_is_refused():
             crowd_model.run(clients, stages, servers)
 
 
-# -- the paper plan --------------------------------------------------------------------------------------------------
-
-
 def test_the_work_that_is_counted():
     # 80 layers, keys and values, 8 heads of 128, two bytes each.
     assert fleet.TOKEN == 80 * 2 * 8 * 128 * 2 == 327_680
@@ -190,11 +180,7 @@ def test_the_work_that_is_counted():
     ("file", "constant", "said"),
     [
         ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
-        (
-            "session/limits.rs",
-            "newcomers: (descriptors / 16).clamp(4, 256)",
-            "a sixteenth of the open-file limit",
-        ),
+        ("session/limits.rs", "newcomers: (descriptors / 16).clamp(4, 256)", "a sixteenth of the open-file limit"),
         ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
         ("session/remote_cache.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("session/stream_pool.rs", "MOST_CALLS: usize = 64;", "at most 64"),

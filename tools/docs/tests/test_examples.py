@@ -1,7 +1,7 @@
 """The README's example, the pairs of programs in the guides, and every file in `examples/`, run as a reader would.
 
-Not for: what the calls do in detail, each verb has its own file; `examples/transformer` (`test_transformer.py`); the
-example that needs torch (`make example-torch`).
+Not for: the calls in detail; `examples/transformer` (`tests/test_transformer.py`); the example that needs torch
+(`make example-torch`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 GUIDES = ROOT / "docs" / "how-to"
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "transformers_torch.py")
 
 
 def run(arguments: list[str]) -> str:
     """Run Python on `arguments` in a fresh process; its output, or a failure that shows what it said."""
-    done = subprocess.run(  # noqa: S603  (this interpreter, our own files)
+    done = subprocess.run(
         [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
@@ -66,11 +66,8 @@ def run_pair(page: Path, documented: str, prompt: str) -> tuple[str, str]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     listens, links = [block.replace(documented, port) for block in blocks(page) if documented in block]
-    with subprocess.Popen(  # noqa: S603  (this interpreter, the text of the page)
-        [sys.executable, "-u", "-W", "error", "-c", listens],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    with subprocess.Popen(
+        [sys.executable, "-u", "-W", "error", "-c", listens], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None

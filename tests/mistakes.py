@@ -1,0 +1,50 @@
+"""Refused calls: what one mistake raises, and which of two mistakes is reported."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import pytest
+
+from llm_datadist import LLMException, LLMStatusCode
+from memory import Expected
+
+
+def coded(code: LLMStatusCode) -> Expected:
+    """An `LLMException` with this code."""
+    return Expected(str(code), (LLMException,), (code,))
+
+
+def fails(call: Callable[[], Any], expected: Expected, text: str = "", what: object = "") -> None:
+    """The call must raise what is expected, with `text` in its message."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (judged below)
+        call()
+    try:
+        expected.judge(caught.value)
+        assert text in str(caught.value), str(caught.value)
+    except AssertionError as failure:
+        raise AssertionError(f"{what}: {failure}") from caught.value
+
+
+@dataclass
+class Row:
+    """One mistake: the arguments to give instead, the error, and a piece of its message."""
+
+    wrong: dict[str, Any]
+    expected: Expected
+    text: str = ""
+
+    def judge(self, call: Callable[[], Any], what: object = "") -> None:
+        fails(call, self.expected, self.text, what)
+
+
+def check(call: Callable[..., Any], good: dict[str, Any], rows: list[Row]) -> None:
+    """Every row alone, and every two rows together: the first is reported."""
+    cases = [(row, row.wrong) for row in rows]
+    pairs = itertools.combinations(rows, 2)
+    cases += [(a, {**b.wrong, **a.wrong}) for a, b in pairs if not a.wrong.keys() & b.wrong.keys()]
+    assert len(cases) > 2 * len(rows), "next to no pairs"
+    for row, wrong in cases:
+        row.judge(lambda wrong=wrong: call(**{**good, **wrong}), wrong)

@@ -1,0 +1,266 @@
+"""Wrong arguments of the `KvCacheManager`: the error of each, and which of several is reported (contract §9.1)."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import pytest
+
+from llm_datadist import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    DataType,
+    KvCache,
+    KvCacheManager,
+    LLMDataDist,
+    LLMRole,
+    LLMStatusCode,
+    Placement,
+)
+from memory import AE, GONE, LE, MISMATCH, TE, UINT64_MAX, VE, UserTensors, raising
+from mistakes import coded, fails
+from two_modes import KV_OPTIONS
+
+FAILED, UNLINKED = coded(LLMStatusCode.LLM_FAILED), coded(LLMStatusCode.LLM_NOT_YET_LINK)
+
+
+@pytest.fixture
+def prompt(start: Callable[..., LLMDataDist]) -> KvCacheManager:
+    return start(dict(KV_OPTIONS), 0).kv_cache_manager
+
+
+@pytest.fixture
+def decoder(start: Callable[..., LLMDataDist]) -> KvCacheManager:
+    return start(dict(KV_OPTIONS), 0, LLMRole.DECODER).kv_cache_manager
+
+
+def desc(rows: int = 4, row_bytes: int = 64, tensors: int = 2, placement: Placement = Placement.DEVICE) -> CacheDesc:
+    return CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8, placement)
+
+
+def table(manager: KvCacheManager) -> tuple[int, int, int]:
+    """Caches, keys, and bytes of the pool that are used."""
+    stats = manager.stats()
+    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
+
+
+def cpu(rows: int = 4, row_bytes: int = 64, count: int = 2) -> tuple[KvCache, UserTensors]:
+    own = UserTensors(rows, row_bytes, count)
+    return KvCache.create_cpu_cache(own.describe(), own.addrs), own
+
+
+def test_allocate_cache_checks_in_order(decoder: KvCacheManager) -> None:
+    none, host = desc(tensors=0), desc(placement=Placement.HOST)
+    nothing_host = desc(tensors=0, placement=Placement.HOST)
+    for args, expected, text in [
+        ((1, 1), TE, "cache_desc"),
+        ((None, [1]), TE, "cache_keys"),
+        ((none, {CacheKey(0, 1)}), TE, "cache_keys"),
+        ((none, [CacheKey(0, 1), 2]), TE, "inner type"),
+        ((none, None), TE, "cache_keys"),
+        ((None, []), AE, ""),
+        ((nothing_host, [CacheKey(0, 1)]), LE, "num_tensors"),
+        ((host, [CacheKey(0, 1)]), LE, "HOST"),
+        ((desc(), [CacheKey(0, 1)]), LE, "PROMPT"),
+        ((desc(), (CacheKey(0, 1),)), LE, "PROMPT"),
+        ((CacheDesc(1, (4, 0), DataType.DT_INT8), []), LE, "shape"),
+    ]:
+        fails(lambda args=args: decoder.allocate_cache(*args), expected, text, args)
+    assert table(decoder) == (0, 0, 0)
+
+
+def test_allocate_blocks_cache_checks_in_order(decoder: KvCacheManager) -> None:
+    key = BlocksCacheKey(0, 1)
+    for args, expected, text in [
+        ((1, 1), TE, "cache_desc"),
+        ((None, CacheKey(0, 1)), TE, "blocks_cache_key"),
+        ((None, None), AE, ""),
+        ((desc(tensors=0, placement=Placement.HOST), key), LE, "num_tensors"),
+        ((desc(placement=Placement.HOST), key), LE, "HOST"),
+        ((desc(), key), LE, "DECODER"),
+    ]:
+        fails(lambda args=args: decoder.allocate_blocks_cache(*args), expected, text, args)
+    assert table(decoder) == (0, 0, 0)
+
+
+def test_pull_cache_checks_in_order(decoder: KvCacheManager) -> None:
+    cache, blocks, host = decoder.allocate_cache(desc()), decoder.allocate_blocks_cache(desc()), cpu()[0]
+    key, both = CacheKey(1, 1), CacheKey(1, 1, prefix_id=1)
+    row = CacheKeyByIdAndIndex(1, 1)
+    wrong = {"src_cache_offset": -1, "dst_cache_offset": -1, "tensor_num_per_layer": 0, "src_layer_range": 1}
+    for args, more, expected, text in [
+        ((BlocksCacheKey(1), 1, "x", "x"), wrong, TE, "cache_key"),
+        ((key, 1, "x", "x"), wrong, TE, "kv_cache"),
+        ((None, None, "x", "x"), wrong, AE, ""),
+        ((both, host, "x", "x"), wrong, LE, "HOST"),
+        ((both, cache, "x", "x"), wrong, TE, "size"),
+        ((both, cache, "x", 2**63), wrong, VE, "size"),
+        ((both, cache, "x", 0), wrong, TE, "batch_index"),
+        ((both, cache, -1, 0), wrong, VE, "batch_index"),
+        ((both, cache, 0, 0), wrong, LE, "size = 0"),
+        ((both, cache, 0, -2), wrong, LE, "size = -2"),
+        ((both, cache, 0, 1), {**wrong, "src_cache_offset": "1"}, TE, "src_cache_offset"),
+        ((both, cache, 0, 1), wrong, VE, "src_cache_offset"),
+        ((both, cache, 0, 1), {**wrong, "src_cache_offset": 2**63}, VE, "src_cache_offset"),
+        ((both, cache, 0, 1), {**wrong, "src_cache_offset": True}, TE, "src_cache_offset"),
+        ((both, cache, 0, 1), {**wrong, "src_cache_offset": 0}, VE, "dst_cache_offset"),
+        ((both, cache, 0, 1), {**wrong, "src_cache_offset": None, "dst_cache_offset": 1.0}, TE, "dst_cache_offset"),
+        ((both, cache), {"tensor_num_per_layer": 0}, LE, "exactly one"),
+        ((CacheKey(1, UINT64_MAX), cache), {"tensor_num_per_layer": 0}, LE, "exactly one"),
+        ((key, cache), {"tensor_num_per_layer": 0, "src_layer_range": 1}, LE, "tensor_num_per_layer"),
+        ((key, cache), {"tensor_num_per_layer": 1.0, "src_layer_range": 1}, TE, "tensor_num_per_layer"),
+        ((row, cache), {"tensor_num_per_layer": -1}, VE, "tensor_num_per_layer"),
+        ((row, cache), {"src_layer_range": [0]}, TE, "src_layer_range"),
+        ((row, cache), {"dst_layer_range": range(0, 2, 2)}, LE, "dst_layer_range"),
+        ((None, cache), {}, AE, ""),
+        ((key, blocks), {}, LE, "blocks cache"),
+        ((row, cache, 4), {}, LE, "batch_index = 4"),
+        ((row, cache, 0, 65), {}, LE, "size = 65"),
+        ((row, cache, 0, 10), {"dst_cache_offset": 55}, LE, "size = 10"),
+        ((row, cache, 0, -1), {"dst_cache_offset": 64}, LE, "dst_cache_offset = 64"),
+        ((row, cache, 0, 64), {"src_cache_offset": 1, "unknown": object()}, UNLINKED, "cluster 1"),
+        ((CacheKey(0, 1), cache), {}, UNLINKED, "cluster 0"),
+    ]:
+        fails(lambda args=args, more=more: decoder.pull_cache(*args, **more), expected, text, args)
+    decoder.deallocate_cache(cache)
+    with raising(GONE):
+        decoder.pull_cache(row, cache)
+
+
+def test_pull_blocks_checks_in_order(decoder: KvCacheManager) -> None:
+    cache, plain, host = decoder.allocate_blocks_cache(desc()), decoder.allocate_cache(desc()), cpu()[0]
+    key = BlocksCacheKey(1)
+    for args, more, expected, text in [
+        ((CacheKey(1, 1), 1, 1, 1), {}, TE, "prompt_cache_key"),
+        ((key, 1, 1, 1), {}, TE, "decoder_kv_cache"),
+        ((key, host, (0,), 1), {}, TE, "prompt_blocks"),
+        ((key, host, ["x"], 1), {}, TE, "prompt_blocks inner type"),
+        ((key, host, [], (0,)), {}, TE, "decoder_blocks"),
+        ((key, host, None, []), {}, TE, "prompt_blocks"),
+        ((key, host, [], [True]), {}, TE, "decoder_blocks inner type"),
+        ((key, None, [], []), {}, AE, ""),
+        ((key, host, [], []), {}, LE, "HOST"),
+        ((key, cache, [], []), {}, LE, "prompt_blocks"),
+        ((key, cache, [0], []), {}, LE, "decoder_blocks"),
+        ((key, cache, [0, 1], [0]), {"tensor_num_per_layer": 0}, LE, "2 entries and decoder_blocks 1"),
+        ((key, cache, [0], [0]), {"tensor_num_per_layer": 0, "src_layer_range": 1}, LE, "tensor_num_per_layer"),
+        ((key, cache, [0], [0]), {"src_layer_range": range(1, 0, -1)}, LE, "src_layer_range"),
+        ((None, cache, [0], [0]), {}, AE, ""),
+        ((key, plain, [0], [0]), {}, LE, "continuous"),
+        ((key, cache, [0], [4]), {}, LE, "4"),
+        ((key, cache, [0], [-1]), {}, LE, "-1"),
+        ((key, cache, [0], [3]), {}, UNLINKED, ""),
+    ]:
+        fails(lambda args=args, more=more: decoder.pull_blocks(*args, **more), expected, text, args)
+
+
+def test_copy_cache_checks_in_order(prompt: KvCacheManager) -> None:
+    cache, blocks, host = prompt.allocate_cache(desc()), prompt.allocate_blocks_cache(desc()), cpu()[0]
+    more = prompt.allocate_cache(desc(tensors=3))
+    for args, expected, text in [
+        ((1, 1, "x"), TE, "dst"),
+        ((None, 1, "x"), AE, ""),
+        ((host, 1, "x"), LE, "dst is in HOST"),
+        ((cache, 1, "x"), TE, "src"),
+        ((cache, None, "x"), AE, ""),
+        ((cache, host, "x"), LE, "src is in HOST"),
+        ((cache, cache, "x", "x"), TE, "dst_batch_index"),
+        ((cache, cache, -1, "x"), VE, "dst_batch_index"),
+        ((cache, cache, 0, 2**32, "x"), VE, "src_batch_index"),
+        ((cache, cache, 0, 0, -1, "x"), VE, "offset"),
+        ((cache, cache, 0, 0, 0, "x", "x"), TE, "size"),
+        ((cache, cache, 0, 0, 0, 0, "x"), LE, "size = 0"),
+        ((cache, cache, 0, 0, 0, -2, "x"), LE, "size = -2"),
+        ((cache, cache, 0, 0, 0, 1, "x"), TE, "req_id"),
+        ((cache, cache, 0, 0, 0, 1, -1), VE, "req_id"),
+        ((cache, blocks), LE, "src is a blocks cache"),
+        ((blocks, cache), LE, "dst is a blocks cache"),
+        ((more, cache), FAILED, "2 tensors"),
+        ((cache, cache, 4), LE, "dst_batch_index = 4"),
+        ((cache, cache, 0, 0, 64, 1), LE, "offset = 64"),
+        ((cache, KvCache(99, desc(), [[1, 2]], None)), GONE, "99"),
+    ]:
+        fails(lambda args=args: prompt.copy_cache(*args), expected, text, args)
+
+
+def test_copy_blocks_checks_in_order(prompt: KvCacheManager) -> None:
+    cache, host = prompt.allocate_blocks_cache(desc()), cpu()[0]
+    for args, expected, text in [
+        ((1, 1), TE, "cache"),
+        ((host, [1]), TE, "copy_block_info"),
+        ((host, None), AE, ""),
+        ((host, {"0": [1]}), TE, "dict key"),
+        ((host, {0: (1,)}), TE, "only support"),
+        ((host, {0: ["1"]}), TE, "inner type only support"),
+        ((None, {-1: [0]}), AE, ""),
+        ((host, {-1: [0]}), LE, "HOST"),
+        ((cache, {-1: [0]}), VE, "-1"),
+        ((cache, {0: [1, -1]}), VE, "-1"),
+        ((cache, {0: [2**64]}), VE, "copy_block_info"),
+        ((cache, {2**64: [0]}), VE, "copy_block_info"),
+        ((cache, {0: [1], 1: [9, 2**70]}), VE, "copy_block_info"),
+        ((cache, {0: [2**64 - 1]}), LE, ""),
+        ((cache, {2**63: [0]}), LE, ""),
+        ((host, {0: [2**64]}), LE, ""),
+        ((cache, {0: [4]}), LE, "4"),
+        ((cache, {4: [0]}), LE, "4"),
+        ((KvCache(99, desc(), [[1, 2]], None), {}), GONE, "99"),
+    ]:
+        fails(lambda args=args: prompt.copy_blocks(*args), expected, text, args)
+
+
+def test_swap_blocks_checks_in_order(prompt: KvCacheManager) -> None:
+    device, (host, _) = prompt.allocate_cache(desc()), cpu()
+    wider, more = cpu(4, 128)[0], cpu(4, 64, 3)[0]
+    own = UserTensors(4, 64, 4)
+    two = KvCache.create_cpu_cache(desc(placement=Placement.HOST), [own.addrs[:2], own.addrs[2:]])
+    for args, expected, text in [
+        ((1, 1, 1), TE, "src"),
+        ((host, 1, 1), TE, "dst"),
+        ((host, device, 1), TE, "src_to_dst"),
+        ((host, device, None), AE, ""),
+        ((None, device, {}), AE, ""),
+        ((device, None, {}), AE, ""),
+        ((host, device, {0: "1"}), TE, "dict value"),
+        ((wider, device, {0: 9}), MISMATCH, "block sizes"),
+        ((more, device, {0: 9}), MISMATCH, "num_tensors"),
+        ((host, device, {0: 4}), MISMATCH, "destination block = 4"),
+        ((host, device, {-1: 0}), MISMATCH, "source block = -1"),
+        ((device, device, {0: 1}), MISMATCH, "placements"),
+        ((host, host, {0: 1}), MISMATCH, "placements"),
+        ((two, device, {0: 1}), MISMATCH, "devices"),
+        ((KvCache(99, desc(), [[1, 2]], None), host, {}), GONE, "99"),
+    ]:
+        fails(lambda args=args: prompt.swap_blocks(*args), expected, text, args)
+
+
+@pytest.mark.contract("19.kv-cache")
+def test_create_cpu_cache_checks_in_order() -> None:
+    own, host = UserTensors(4, 64, 4), desc(placement=Placement.HOST)
+    a, b, c, d = own.addrs
+    for args, expected, text in [
+        ((1, 1), TE, "cache_desc"),
+        ((None, 1), AE, ""),
+        ((desc(), 1), LE, "placement"),
+        ((host, (a, b)), TE, "addrs"),
+        ((host, None), TE, "addrs"),
+        ((host, []), LE, "addrs"),
+        ((host, [a, "x"]), TE, "only support"),
+        ((host, [(a, b)]), TE, "only support"),
+        ((host, [[a, "x"], 1]), TE, "inner type"),
+        ((host, [[a, b, c], a]), LE, "len(addrs)=3"),
+        ((host, [[a, b], a]), LE, "should be consistent"),
+        ((host, [a, [a, b]]), LE, "should be consistent"),
+        ((host, [a, b, c]), LE, "len(addrs)=3"),
+        ((host, [[a, b], [c]]), LE, "len(addrs)=1"),
+        ((host, [a, True]), TE, "only support"),
+        ((host, [a, 0]), LE, "addrs[1] = 0"),
+        ((host, [a, -1]), VE, "-1"),
+    ]:
+        fails(lambda args=args: KvCache.create_cpu_cache(*args), expected, text, args)
+    flat, nested = KvCache.create_cpu_cache(host, [a, b]), KvCache.create_cpu_cache(host, [[a, b], [c, d]])
+    assert (flat.cache_id, flat.per_device_tensor_addrs) == (-1, [[a, b]])
+    assert (nested.cache_id, nested.per_device_tensor_addrs) == (-1, [[a, b], [c, d]])
+    assert str(nested) == "KvCache(cache_id = -1, num_devices = 2)"

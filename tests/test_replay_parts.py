@@ -1,0 +1,384 @@
+"""The parts of the replay command: traces, block table against a naive twin, contents, channel.
+
+Tests marked with `public_trace` are skipped, and counted as skipped, where the public trace is absent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llm_datadist.replay.channel import Channel, ChannelError
+from llm_datadist.replay.content import Pattern, Tail, flip
+from llm_datadist.replay.geometry import Geometry
+from llm_datadist.replay.table import BlockTable, Plan
+from llm_datadist.replay.trace import Request, TraceError, describe, make_trace, read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+PUBLIC_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "conversation_trace.jsonl"
+
+
+public_trace = pytest.mark.skipif(not PUBLIC_TRACE.exists(), reason="needs ../shared/data/conversation_trace.jsonl")
+
+
+def test_made_trace_has_the_shape_of_the_public_one() -> None:
+    made = make_trace(6000, seed=1)
+    found = describe(made)
+    lengths = sorted(request.input_tokens for request in made)
+    assert 22 < found["block_references"] / len(made) < 27
+    assert 0.32 < 1 - found["distinct_blocks"] / found["block_references"] < 0.42
+    assert 200 < found["most_blocks_in_a_request"] <= 247
+    assert sum(request.input_tokens % 512 != 0 for request in made) / len(made) > 0.99
+    assert 5000 < lengths[3000] < 8500
+    assert 24000 < lengths[5400] < 32000
+    assert min(request.output_tokens for request in made) >= 1
+
+
+@public_trace
+def test_public_trace_is_read_whole_and_the_made_one_is_near_it() -> None:
+    public, made = (describe(trace) for trace in (read_trace(str(PUBLIC_TRACE)), make_trace(12_031, seed=3)))
+    assert (public["requests"], public["block_references"], public["distinct_blocks"]) == (12_031, 288_500, 182_790)
+    for name in ("block_references", "distinct_blocks", "most_blocks_in_a_request", "span_s"):
+        assert math.isclose(public[name], made[name], rel_tol=0.06), name
+
+
+@pytest.mark.parametrize("tokens", [16, 512, 4096])
+def test_made_requests_are_well_formed(tokens: int) -> None:
+    made = make_trace(400, seed=5, block_tokens=tokens)
+    before: dict[int, int | None] = {}
+    for request in made:
+        assert len(request.blocks) == -(-request.input_tokens // tokens)
+        assert len(set(request.blocks)) == len(request.blocks)
+        for previous, block in zip((None, *request.blocks), request.blocks):
+            assert before.setdefault(block, previous) == previous, "an id names one prefix"
+    assert [request.arrival_ms for request in made] == sorted(request.arrival_ms for request in made)
+
+
+def test_made_trace_depends_on_its_seed_alone() -> None:
+    assert make_trace(50, seed=1) == make_trace(50, seed=1)
+    assert make_trace(50, seed=1) != make_trace(50, seed=2)
+    assert make_trace(50, seed=1) == make_trace(90, seed=1)[:50]
+
+
+GOOD = {"timestamp": 3000, "input_length": 600, "output_length": 7, "hash_ids": [4, 9]}
+
+
+def _write(folder: Path, *lines: object) -> str:
+    path = folder / "trace.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def test_trace_file_is_read(tmp_path: Path) -> None:
+    path = _write(tmp_path, GOOD, "", {**GOOD, "hash_ids": [4, 10], "extra": 1})
+    assert read_trace(path) == [Request(3000, 600, 7, (4, 9)), Request(3000, 600, 7, (4, 10))]
+    assert len(read_trace(path, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not"),
+        ("[1]", "an object was expected, not list"),
+        ({"timestamp": 1, "hash_ids": []}, "missing input_length, output_length"),
+        *[({**GOOD, "timestamp": bad}, "timestamp") for bad in (-1, True, float("nan"))],
+        ({**GOOD, "timestamp": 2999}, "before the request above"),
+        *[({**GOOD, "input_length": bad}, "input_length") for bad in (0, 600.0)],
+        ({**GOOD, "output_length": -1}, "output_length"),
+        ({**GOOD, "hash_ids": [4]}, "1 hash_ids, but input_length 600 takes 2"),
+        ({**GOOD, "hash_ids": [4, 5, 6]}, "3 hash_ids, but input_length 600 takes 2"),
+        ({**GOOD, "hash_ids": {"4": 5}}, "hash_ids must be a list"),
+        *[({**GOOD, "hash_ids": [4, bad]}, "a hash id must be an integer") for bad in ("5", 2**62)],
+        ({**GOOD, "hash_ids": [4, 4]}, "stands twice"),
+    ],
+)
+def test_trace_error_names_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
+    path = _write(tmp_path, GOOD, line)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert reason in str(caught.value)
+
+
+def test_unreadable_traces_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (_write(tmp_path), str(tmp_path / "absent"), str(tmp_path), str(binary)):
+        with pytest.raises(TraceError, match=r"no request|absent|directory|codec"):
+            read_trace(path)
+
+
+class Twin:
+    """The same policy one block at a time, by scanning: ids and time stamps, no slots."""
+
+    def __init__(self, device_slots: int, host_slots: int) -> None:
+        self.device_slots, self.host_slots = device_slots, host_slots
+        self.device: dict[int, int] = {}  # id -> time it became idle, 0 while referenced
+        self.references: dict[int, int] = {}
+        self.host: dict[int, int] = {}  # id -> time it came
+        self.private = 0
+        self.clock = 0
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def admit(self, blocks: list[int], private: int) -> tuple[set[int], set[int], set[int]] | None:
+        """Return the ids swapped in, computed and gone; None when it does not fit."""
+        pinned = {block for block in self.device if self.references.get(block)} | {
+            b for b in blocks if b in self.device
+        }
+        new = [block for block in blocks if block not in self.device]
+        if len(pinned) + len(new) + private + self.private > self.device_slots:
+            return None
+        for block in blocks:
+            self.references[block] = self.references.get(block, 0) + 1
+        swapped_in = {block for block in new if block in self.host}
+        gone: set[int] = set()
+        for _ in range(len(new) + private):
+            used = len(self.device) + self.private
+            if used == self.device_slots:
+                gone |= self._swap_one_out(swapped_in)
+            self.private += 1  # the slot just taken; shared ones are named below
+        self.private -= len(new)
+        for block in new:
+            self.device[block] = 0
+            self.host.pop(block, None)
+        return swapped_in, set(new) - swapped_in, gone
+
+    def _swap_one_out(self, kept: set[int]) -> set[int]:
+        idle = [block for block in self.device if not self.references.get(block)]
+        victim = min(idle, key=self.device.__getitem__)
+        del self.device[victim]
+        if len(self.host) < self.host_slots:
+            self.host[victim] = self.tick()
+            return set()
+        candidates = [block for block in self.host if block not in kept]
+        if not candidates:
+            return {victim}
+        oldest = min(candidates, key=self.host.__getitem__)
+        del self.host[oldest]
+        self.host[victim] = self.tick()
+        return {oldest}
+
+    def finish(self, blocks: list[int], private: int) -> None:
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if not self.references[block]:
+                self.device[block] = self.tick()
+        self.private -= private
+
+
+class Memory:
+    """Slots that hold ids: carries plans out, so that a slot used too early shows as a wrong id."""
+
+    def __init__(self, device_slots: int, host_slots: int) -> None:
+        self.device: list[int | None] = [None] * device_slots
+        self.host: list[int | None] = [None] * host_slots
+
+    def carry_out(self, plan: Plan) -> None:
+        for block, source, target in plan.swap_out:
+            assert self.device[source] == block
+            self.host[target] = block
+        for block, source, target in plan.swap_in:
+            assert self.host[source] == block
+            self.device[target] = block
+        for block, slot in plan.writes:
+            self.device[slot] = block
+        for slot in plan.private:
+            self.device[slot] = None
+        for block, slot in plan.hits:
+            assert self.device[slot] == block
+
+
+def _check_places(table: BlockTable, twin: Twin, memory: Memory, private: list[int]) -> None:
+    device, host = table.cached()
+    assert set(device) == set(twin.device)
+    assert set(host) == set(twin.host)
+    assert not set(device) & set(host), "a block lies in one place"
+    slots = [*device.values(), *private]
+    assert len(set(slots)) == len(slots) <= twin.device_slots, "a slot has one use"
+    assert len(set(host.values())) == len(host) <= twin.host_slots
+    for block, slot in device.items():
+        assert memory.device[slot] == block
+    for block, slot in host.items():
+        assert memory.host[slot] == block
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_block_table_agrees_with_the_twin(seed: int) -> None:
+    dice = random.Random(seed)  # noqa: S311
+    device_slots, host_slots = dice.randint(4, 40), dice.randint(1, 60)
+    ids = dice.choice([30, 80, 300])
+    table, twin, memory = (
+        BlockTable(device_slots, host_slots),
+        Twin(device_slots, host_slots),
+        Memory(device_slots, host_slots),
+    )
+    running: list[tuple[list[int], list[int]]] = []
+    refused = gone_in_all = 0
+    for _ in range(300):
+        if running and dice.random() < 0.45:
+            blocks, own = running.pop(dice.randrange(len(running)))
+            table.release(blocks, own)
+            twin.finish(blocks, len(own))
+        else:
+            start = dice.randrange(ids)
+            blocks = [(start + step) % ids for step in range(dice.randint(1, min(12, ids)))]
+            private = dice.randint(0, 3)
+            plan, expected = table.plan(blocks, private), twin.admit(blocks, private)
+            assert (plan is None) == (expected is None)
+            if plan is None or expected is None:
+                refused += 1
+            else:
+                memory.carry_out(plan)
+                assert {move[0] for move in plan.swap_in} == expected[0]
+                assert {move[0] for move in plan.writes} == expected[1]
+                assert {*plan.evicted, *plan.dropped} == expected[2]
+                assert len(plan.private) == private
+                assert sorted(b for b, *_ in (*plan.hits, *plan.swap_in, *plan.writes)) == sorted(blocks)
+                running.append((blocks, plan.private))
+                gone_in_all += len(expected[2])
+        _check_places(table, twin, memory, [slot for _, own in running for slot in own])
+    assert refused or gone_in_all, "the pools must have been under pressure"
+
+
+def test_oldest_blocks_leave_first_and_prefixes_last() -> None:
+    table = BlockTable(4, 2)
+    for blocks in ([1, 2], [3, 4]):
+        assert table.plan(blocks, 0) is not None
+        table.release(blocks, [])
+    plan = table.plan([5], 0)
+    assert plan is not None
+    assert [move[0] for move in plan.swap_out] == [2], "the end of the oldest chain goes first"
+    plan = table.plan([6, 7], 0)
+    assert plan is not None
+    assert {move[0] for move in plan.swap_out} == {1, 4}
+    assert plan.evicted == [2]
+    assert table.plan([1, 2, 3], 0) is None, "only the block 3 is idle"
+
+
+def test_every_wrong_byte_is_found() -> None:
+    pattern = Pattern(tensors=3, row_bytes=64, seed=1)
+    rows = [np.zeros((4, 8), dtype=np.uint64) for _ in range(3)]
+    pattern.fill(rows, 2, 77)
+    assert pattern.mismatch(rows, 2, 77) is None
+    for tensor in range(3):
+        for offset in range(64):
+            flip(rows, 2, tensor, offset)
+            wrong = pattern.mismatch(rows, 2, 77)
+            assert wrong is not None
+            assert (wrong.tensor, wrong.offset, wrong.expected ^ wrong.got) == (tensor, offset, 0x40)
+            flip(rows, 2, tensor, offset)
+    assert pattern.mismatch(rows, 2, 77) is None
+    assert pattern.mismatch(rows, 2, 78) is not None
+    rows[0], rows[1] = rows[1], rows[0]
+    assert pattern.mismatch(rows, 2, 77) is not None
+
+
+def test_tail_changes_its_bytes_and_no_other() -> None:
+    pattern = Pattern(tensors=2, row_bytes=64, seed=1)
+    rows = [np.zeros((1, 8), dtype=np.uint64) for _ in range(2)]
+    pattern.fill(rows, 0, 5)
+    before = [tensor.view(np.uint8).copy() for tensor in rows]
+    tail = Tail(10, 30, salt=200)
+    pattern.append(rows, 0, tail)
+    for old, tensor in zip(before, rows):
+        changed = np.flatnonzero(old[0] != tensor.view(np.uint8)[0])
+        assert list(changed) == list(range(10, 30))
+    assert pattern.mismatch(rows, 0, 5, tail) is None
+    wrong = pattern.mismatch(rows, 0, 5)
+    assert wrong is not None
+    assert (wrong.tensor, wrong.offset) == (0, 10)
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    both = os.pipe(), os.pipe()
+    yield both
+    for descriptor in (*both[0], *both[1]):
+        try:
+            os.close(descriptor)
+        except OSError:  # noqa: PERF203  (a test closed it)
+            assert descriptor >= 0
+
+
+Pipes = tuple[tuple[int, int], tuple[int, int]]
+
+
+def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: Pipes) -> None:
+    (to_left, from_right), (to_right, from_left) = pipes
+    left, right = Channel(to_left, from_left), Channel(to_right, from_right)
+    large = {"text": "x" * 2**20}
+    received: list[object] = []
+
+    def exchange(channel: Channel) -> None:
+        channel.send(large, 20.0)
+        received.append(channel.receive(20.0))
+
+    other = threading.Thread(target=exchange, args=(left,))
+    other.start()
+    exchange(right)
+    other.join()
+    assert received == [large, large]
+
+
+def test_messages_are_taken_apart(pipes: Pipes) -> None:
+    (reading, writing), (_, other) = pipes
+    channel = Channel(reading, other)
+    os.write(writing, b'{"a":1}\n{"b":2}\n{"c"')
+    assert [channel.receive(5.0), channel.receive(5.0)] == [{"a": 1}, {"b": 2}]
+    os.write(writing, b":3}\n")
+    assert channel.receive(5.0) == {"c": 3}
+
+
+def test_waits_for_the_other_process_are_bounded(pipes: Pipes) -> None:
+    (reading, _), (_, writing) = pipes
+    channel = Channel(reading, writing)
+    with pytest.raises(ChannelError, match=r"did not answer within 0.05 s"):
+        channel.receive(0.05)
+    with pytest.raises(ChannelError, match=r"took no message within 0.05 s"):
+        channel.send({"text": "x" * 2**20}, 0.05)
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b"{\n", b"\xff\n", b"\n"])
+def test_what_is_no_message_is_refused(pipes: Pipes, line: bytes) -> None:
+    (reading, writing), (_, other) = pipes
+    os.write(writing, line)
+    with pytest.raises(ChannelError, match="sent an invalid message"):
+        Channel(reading, other).receive(5.0)
+
+
+def test_end_of_the_other_process_is_seen(pipes: Pipes) -> None:
+    (reading, writing), (to_other, from_here) = pipes
+    channel = Channel(reading, from_here)
+    os.write(writing, b'{"half')
+    os.close(writing)
+    os.close(to_other)
+    with pytest.raises(ChannelError, match="closed the channel"):
+        channel.receive(5.0)
+    with pytest.raises(ChannelError, match=r"closed the channel \(Broken pipe\)"):
+        channel.send({}, 5.0)
+
+
+@pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))
+def test_device_bytes_is_the_inverse_of_device_blocks(pool: int) -> None:
+    shape = Geometry(layers=2, heads=1, head_dim=8, dtype="float16", tokens=24)
+    blocks = shape.device_blocks(pool, 4)
+    assert blocks > 0
+    smallest = shape.device_bytes(blocks, 4)
+    assert smallest <= pool
+    assert shape.device_blocks(smallest, 4) >= blocks
+    assert shape.device_blocks(shape.device_bytes(blocks + 1, 4), 4) >= blocks + 1
