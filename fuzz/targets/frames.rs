@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::protocol::{
     self, GREETING_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL, VERSION,
 };
 use llm_datadist_core::{Error, ErrorKind};

@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::config::LinkConfig;
-use llm_datadist_core::validate::rank_table::{self, RankEnd};
+use llm_datadist_core::testing::config::LinkConfig;
+use llm_datadist_core::testing::validate::rank_table::{self, RankEnd};
 use llm_datadist_core::{ClusterId, ErrorKind};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;

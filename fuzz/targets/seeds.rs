@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use llm_datadist_core::plan::{Span, SpanList};
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::plan::{Span, SpanList};
+use llm_datadist_core::testing::protocol::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, Pairs, Party, Place, Proof,
     Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName, WirePlan, WireSteps,
 };

@@ -100,6 +100,11 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+// Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
+// for the tests, which reach it through `testing`.
+#![allow(unreachable_pub, reason = "the modules are private")]
+#![warn(unnameable_types)]
+
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
@@ -108,32 +113,33 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 
-pub mod cache;
-pub mod cluster;
-pub mod config;
-pub mod copy;
-pub mod device;
-pub mod engine;
-pub mod error;
-pub mod fallible;
-pub mod huge_pages;
-pub mod log;
+pub mod bindings;
+mod cache;
+mod cluster;
+mod config;
+mod copy;
+mod device;
+mod engine;
+mod error;
+mod fallible;
+mod huge_pages;
+mod log;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
-pub mod memory;
-pub mod model;
-pub mod net;
-pub mod plan;
-pub mod pool;
-pub mod protocol;
-pub mod session;
-pub mod stats;
-pub mod status;
+mod memory;
+mod model;
+mod net;
+mod plan;
+mod pool;
+mod protocol;
+mod session;
+mod stats;
+mod status;
 mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
-pub mod token_file;
-pub mod transfer;
-pub mod validate;
+mod token_file;
+mod transfer;
+mod validate;
 
 pub use cache::Cache;
 pub use config::{
@@ -143,7 +149,7 @@ pub use config::{
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{Error, ErrorKind, Result};
 pub use log::{Level, Line, Sink, install as install_log};
-pub use memory::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
+pub use memory::{Access, Adopted};
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,
     tensor_bytes,

@@ -4,9 +4,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{
-    Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result, fallible,
-};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};

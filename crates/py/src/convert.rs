@@ -5,7 +5,8 @@
 
 use std::fmt::Display;
 
-use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement, fallible};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;

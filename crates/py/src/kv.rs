@@ -3,7 +3,8 @@
 //! What follows the checks is the same engine. Not for: roles (the Python front), or what differs behind the checks
 //! (`core::config::Mode`).
 
-use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows, validate};
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;

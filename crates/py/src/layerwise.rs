@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
     CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Mode, Target,
-    validate,
 };
 use pyo3::intern;
 use pyo3::prelude::*;

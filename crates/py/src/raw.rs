@@ -10,7 +10,8 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result, fallible};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
 use pyo3::Borrowed;
 use pyo3::exceptions::PyImportError;
 use pyo3::ffi;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
 use std::slice;
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
     ExtParam, PeerAddress, Result,

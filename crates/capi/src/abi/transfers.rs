@@ -2,7 +2,7 @@
 //!
 //! Not for: links and caches (the file above), or which bytes those are (the core).
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CopyArgs, ErrorKind};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};

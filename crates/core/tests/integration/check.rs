@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use llm_datadist_core::config::{LinkConfig, Token, TransportChoice};
-use llm_datadist_core::validate::{self, CopyArgs, Pools, Side};
+use llm_datadist_core::testing::config::{LinkConfig, Token, TransportChoice};
+use llm_datadist_core::testing::validate::{self, CopyArgs, Pools, Side};
 use llm_datadist_core::{
     CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataType, Error, ErrorKind, Geometry, HugeChoice,
     KernelChoice, Placement, PoolConfig, Result, Role, SwapInPath,

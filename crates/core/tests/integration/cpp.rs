@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use llm_datadist_core::validate::cpp::{self, Options};
+use llm_datadist_core::testing::validate::cpp::{self, Options};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind,
     ExtParam, PeerAddress, Placement, PoolConfig, Role,

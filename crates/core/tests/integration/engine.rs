@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::memory::kernels::Kernel;
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::oracle::{Twin, TwinCache};
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKind, CopyArgs, DataDist, End, ErrorKind, KernelChoice, Placement, SwapInPath,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind,
     LayerRange, LayerwiseArgs, Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,

@@ -12,15 +12,15 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::copy::{Arrived, CopyEngine, Progress, Staging};
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::device::{DeviceSet, HostReach};
-use llm_datadist_core::memory::kernels::{Kernel, copy};
-use llm_datadist_core::memory::{
+use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress, Staging};
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
+use llm_datadist_core::testing::memory::{
     Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, socket_io,
 };
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, SwapInPath};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 

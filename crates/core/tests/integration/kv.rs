@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use llm_datadist_core::memory::{usable_bytes, usable_under};
-use llm_datadist_core::validate::{self, Side};
+use llm_datadist_core::testing::memory::{usable_bytes, usable_under};
+use llm_datadist_core::testing::validate::{self, Side};
 use llm_datadist_core::{
     CacheKey, CacheKind, ClusterId, Config, CopyArgs, DataDist, End, Error, ErrorKind, Geometry, Layers,
     Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,

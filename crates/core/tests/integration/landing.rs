@@ -2,9 +2,9 @@
 //!
 //! Not for: engines (`links/layerwise`).
 
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::plan::Moves;
-use llm_datadist_core::validate::{Landing, LayerRows, RemoteCache, Side, landed_layers, landing};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::plan::Moves;
+use llm_datadist_core::testing::validate::{Landing, LayerRows, RemoteCache, Side, landed_layers, landing};
 use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 

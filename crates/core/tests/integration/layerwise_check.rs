@@ -5,7 +5,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use llm_datadist_core::validate::{self, LayerRows, LayerwiseArgs, Side};
+use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs, Side};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKind, ClusterId, DataType, Destination, ErrorKind, Geometry, LayerRange, Name,
     Placement, Result, Target,

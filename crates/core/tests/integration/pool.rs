@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use llm_datadist_core::ErrorKind;
-use llm_datadist_core::pool::{Extent, Pool, PoolState};
+use llm_datadist_core::testing::pool::{Extent, Pool, PoolState};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};

@@ -4,8 +4,8 @@
 
 use std::net::SocketAddr;
 
-use llm_datadist_core::config::LinkConfig;
-use llm_datadist_core::validate::rank_table::{RankEnd, ends, members};
+use llm_datadist_core::testing::config::LinkConfig;
+use llm_datadist_core::testing::validate::rank_table::{RankEnd, ends, members};
 use llm_datadist_core::{ClusterId, ErrorKind, Result};
 use proptest::prelude::*;
 

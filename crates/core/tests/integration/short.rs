@@ -7,14 +7,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::cache::{pin_reads, pin_writes};
-use llm_datadist_core::net::{Address, Local, Transport};
-use llm_datadist_core::plan::{BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
+use llm_datadist_core::testing::net::{Address, Local, Transport};
+use llm_datadist_core::testing::plan::{
+    BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
+};
+use llm_datadist_core::testing::protocol::{
     self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
     WirePlan,
 };
-use llm_datadist_core::validate::{self, RemoteCache, Side};
+use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,

@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::cache::{pin_reads, pin_writes};
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::oracle::TwinTable;
 use llm_datadist_core::{
     Cache, CacheId, CacheKey, CacheKind, Config, DataDist, Deadline, End, ErrorKind, Placement, PoolConfig,

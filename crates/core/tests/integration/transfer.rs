@@ -4,9 +4,9 @@
 
 use std::collections::BTreeSet;
 
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::plan::Moves;
-use llm_datadist_core::validate::{
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::plan::Moves;
+use llm_datadist_core::testing::validate::{
     self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, Side, accessible, pull,
     pull_kv_layers, pull_local, push, push_kv_cache, push_local,
 };

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::memory::{Tensors, Window};
-use llm_datadist_core::net::{
+use llm_datadist_core::testing::memory::{Tensors, Window};
+use llm_datadist_core::testing::net::{
     Accepted, Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport,
     Unix,
 };
-use llm_datadist_core::protocol::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
+use llm_datadist_core::testing::protocol::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::bed::{Buffer, accepted, pattern, skipped};

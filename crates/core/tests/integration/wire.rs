@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::model::Name;
-use llm_datadist_core::plan::{CopyPlan, Span, SpanList};
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::model::Name;
+use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
+use llm_datadist_core::testing::protocol::{
     self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
     Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
     Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
 };
-use llm_datadist_core::validate::Side;
+use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
 use proptest::prelude::*;
 use serde::Serialize;

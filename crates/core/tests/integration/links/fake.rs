@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
-use llm_datadist_core::net::{Address, Listener, Stream, Tcp, Transport};
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
     Purpose, Welcome,
 };

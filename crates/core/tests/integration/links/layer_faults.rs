@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::{DeviceSet, HostReach};
-use llm_datadist_core::net::{Fault, Faults, Faulty, Tcp, Unix};
-use llm_datadist_core::protocol::{self, Location, MAX_ADDRS, Place, Record, Reply, Request, Spot};
-use llm_datadist_core::session::Transports;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::testing::protocol::{self, Location, MAX_ADDRS, Place, Record, Reply, Request, Spot};
+use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Deadline, Destination, Error,
     ErrorKind, LayerRange, Layers, LayerwiseArgs, Name, Outcome, Placement, PullRows, PushRows, Target, Task,

@@ -6,8 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::net::{Address, Unix};
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::net::{Address, Unix};
+use llm_datadist_core::testing::protocol::{
     Challenge, Control, GREETING_LIMIT, HEADER, Hello, Proof, Purpose, Request, Welcome, decode, encode,
 };
 use llm_datadist_core::{

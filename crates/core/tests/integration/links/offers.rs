@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::time::Duration;
 
-use llm_datadist_core::memory::{Generations, MapBudget};
-use llm_datadist_core::net::Address;
-use llm_datadist_core::protocol::{self, Attach, Attached, Control, GREETING_LIMIT};
-use llm_datadist_core::stats::LinkState;
+use llm_datadist_core::testing::memory::{Generations, MapBudget};
+use llm_datadist_core::testing::net::Address;
+use llm_datadist_core::testing::protocol::{self, Attach, Attached, Control, GREETING_LIMIT};
+use llm_datadist_core::testing::stats::LinkState;
 use llm_datadist_core::{
     CacheKind, Config, DataDist, Deadline, ErrorKind, Layers, Placement, PoolConfig, PullRows, PushRows,
 };
