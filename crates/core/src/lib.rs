@@ -12,7 +12,27 @@
 //! ```
 //!
 //! A module uses only modules on its own line or below. `docs/architecture.md` has the exact table, which
-//! `tests/test_architecture.py` checks. `testing` has test support (feature `testing`).
+//! `tests/test_architecture.py` checks. The modules are private; this page is the whole interface:
+//!
+//! - **Open an engine:** [`DataDist::open`] with a [`Config`]: [`Role`], [`ClusterId`], [`Mode`],
+//!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
+//!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
+//! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
+//!   [`Geometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] for memory of the caller.
+//! - **Copy and swap:** [`End`], [`CopyArgs`].
+//! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
+//! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
+//!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
+//! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
+//!   [`Outcome`]s and what it has [`Carried`].
+//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`LinkState`], [`OpState`]) and the log ([`install_log`],
+//!   [`Sink`], [`Line`], [`Level`]).
+//! - **Errors:** [`Error`] with its [`ErrorKind`] and facts; [`StatusCode`] for the bindings.
+//!
+//! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
+//! which opens the private modules to tests and benchmarks.
+//!
+//! # Example
 //!
 //! ```
 //! use llm_datadist_core::*;
@@ -103,8 +123,6 @@
 // Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
 // for the tests, which reach it through `testing`.
 #![allow(unreachable_pub, reason = "the modules are private")]
-#![warn(unnameable_types)]
-
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
@@ -141,7 +159,7 @@ mod token_file;
 mod transfer;
 mod validate;
 
-pub use cache::Cache;
+pub use cache::{Cache, TableState};
 pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
@@ -149,11 +167,12 @@ pub use config::{
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{Error, ErrorKind, Result};
 pub use log::{Level, Line, Sink, install as install_log};
-pub use memory::{Access, Adopted};
+pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,
     tensor_bytes,
 };
+pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;

@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use super::row_pins::Pins;
-use crate::memory::{Adopted, Tensors};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Access, Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
 use crate::validate::Side;
 
@@ -92,7 +93,7 @@ impl Cache {
 
     /// Returns the provider of the memory.
     #[must_use]
-    pub fn origin(&self) -> Origin {
+    pub(crate) fn origin(&self) -> Origin {
         self.origin
     }
 
@@ -147,9 +148,24 @@ impl Cache {
         self.tensors.addrs()
     }
 
-    /// Returns the memory of the cache.
+    /// Returns the address of every tensor, to keep.
     #[must_use]
-    pub fn tensors(&self) -> &Arc<Tensors> {
+    pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
+        self.tensors.shared_addrs()
+    }
+
+    /// Checks that the CPU can read and write the tensors at their addresses, and that they are mapped.
+    pub fn check_views(&self) -> Result<()> {
+        self.tensors.check_mapped(Access::Read)?;
+        self.tensors.check_mapped(Access::Write)?;
+        if self.tensors.host_addressable() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::NotEnabled, "the tensors are in memory that the CPU cannot address"))
+    }
+
+    /// Returns the memory of the cache.
+    pub(crate) fn tensors(&self) -> &Arc<Tensors> {
         &self.tensors
     }
 }

@@ -25,6 +25,7 @@ pub struct Pin {
 
 impl Pin {
     /// Returns the pinned cache.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn cache(&self) -> &Arc<Cache> {
         &self.cache

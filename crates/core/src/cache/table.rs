@@ -9,7 +9,7 @@
 mod pulled;
 mod remote;
 
-pub use remote::{Found, Spot};
+pub use remote::Spot;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

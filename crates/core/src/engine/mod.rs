@@ -66,10 +66,11 @@ impl DataDist {
     /// Opens an engine over host memory, and a listener if `config` names an address. The pools of `config`
     /// use only address space until they are touched.
     pub fn open(config: Config) -> Result<Self> {
-        Self::open_on(config, DeviceSet::host_only())
+        Self::open_with(config, DeviceSet::host_only(), Transports::default())
     }
 
     /// Opens an engine over `devices`.
+    #[cfg(feature = "testing")]
     pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
         Self::open_with(config, devices, Transports::default())
     }

@@ -43,12 +43,6 @@ impl SpanList {
         self.count
     }
 
-    /// Returns whether the list is empty.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.count == 0
-    }
-
     /// Returns the size of the packed spans in bytes.
     pub(super) fn packed_bytes(&self) -> usize {
         self.bytes.len()

@@ -205,6 +205,7 @@ impl Pool {
 
     /// Allocates a range of at least `bytes` bytes; 0 bytes take one page. Returns `None` if no free run is
     /// long enough.
+    #[cfg(feature = "testing")]
     #[inline]
     pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         let Some(extent) = self.pages_for(bytes).and_then(|pages| self.take(pages)) else {

@@ -12,11 +12,15 @@ mod messages;
 mod plan_codec;
 
 pub use convert::{kind_number, kind_of};
+#[cfg(feature = "testing")]
+pub use messages::{Arrived, MAX_FACTS, WireName};
 pub use messages::{
-    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_ARRIVED, MAX_FACTS,
-    MAX_RUNS, Party, Place, Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
+    Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party, Place, Proof,
+    Purpose, Record, Reply, Request, Run, Spot, Welcome,
 };
-pub use plan_codec::{Pairs, Unusable, WirePlan, WireSpan, WireSteps};
+pub use plan_codec::WirePlan;
+#[cfg(feature = "testing")]
+pub use plan_codec::{Pairs, Unusable, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

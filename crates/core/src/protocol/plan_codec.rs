@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
+#[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
 use crate::plan::{MOST_WAVES, Received, SpanList};
 

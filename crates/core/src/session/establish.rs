@@ -215,6 +215,7 @@ fn transport_name(address: &Address) -> &'static str {
     match address {
         Address::Tcp(_) => "tcp",
         Address::Unix(_) => "shm",
+        #[cfg(feature = "testing")]
         Address::Local(_) => "local",
     }
 }

@@ -5,7 +5,9 @@
 
 mod counters;
 
-pub use counters::{BUCKETS, Counters, OpState};
+#[cfg(feature = "testing")]
+pub use counters::BUCKETS;
+pub use counters::{Counters, OpState};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -85,6 +85,12 @@
 
 pub mod oracle;
 
+/// Returns the memory of a cache.
+#[must_use]
+pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
+    cache.tensors()
+}
+
 /// Re-exports private modules of the crate under their own names.
 macro_rules! internals {
     ($($module:ident)*) => {

@@ -20,6 +20,7 @@ use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
     MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
 };
+use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -358,7 +359,7 @@ fn eager_pools_are_there_when_open_returns() {
     let cache = engine.allocate(&desc(Device, 1, 8, 1 << 20), CacheKind::Blocks, &[]).unwrap();
     let buffer = Buffer::new(1 << 20, |_| 9);
     let to = Tensors::adopted(buffer.adopt(0, 1 << 20));
-    let window = cache.tensors().window(0, 7 << 20, 1 << 20).unwrap();
+    let window = tensors(&cache).window(0, 7 << 20, 1 << 20).unwrap();
     copy(window, to.window(0, 0, 1 << 20).unwrap(), Kernel::PLAIN).unwrap();
     assert_eq!(buffer.read(0, 1 << 20), vec![0; 1 << 20]);
     drop(cache);
