@@ -5,7 +5,7 @@ pub use crate::memory::{KeptLists, abandon as abandon_sockets, remember_process,
 
 /// Lists whose length the caller chooses: a failed allocation is an error, not the end of the process.
 pub mod fallible {
-    pub use crate::fallible::{collect, grow, push, room, short};
+    pub use crate::fallible::{collect, grow, out_of_memory, push, with_capacity};
 }
 
 /// The rules for single arguments, for what a caller builds before it reaches the engine.
@@ -15,8 +15,8 @@ pub mod validate {
         copy_size, copy_workers, destination, device_id, dimensions, equally_many, huge_pages, layerwise,
         link_heartbeat, link_pin_limit, link_remote_memory, link_retry_count, link_silence, link_streams,
         link_token, link_token_file, link_total_time, link_transport, mem_utilization, named, on_device,
-        push_size, push_spans, rank_hosts, rank_port, socket_address, source_placement, swap_in_path,
-        sync_kv_timeout, tensors_per_layer, whole_layers,
+        push_size, push_spans, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
+        tensors_per_layer, whole_layers,
     };
 
     /// The rules for the table of a communicator.

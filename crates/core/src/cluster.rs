@@ -107,7 +107,7 @@ impl Cluster {
     /// Checks that the memory of `cache` still belongs to the engine. `Err` if the cache is registered memory
     /// that the program has unregistered in the meantime. The caller must hold pins on the rows, for which
     /// `unregister` waits.
-    pub fn kept(&self, cache: &Cache) -> Result<()> {
+    pub fn still_registered(&self, cache: &Cache) -> Result<()> {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
@@ -118,7 +118,9 @@ impl Cluster {
     pub fn described_to_peer(&self, cache: &Cache, place: &MemoryLocation) {
         let through_kernel =
             cache.origin() == Origin::Registered && matches!(place, MemoryLocation::Process(_));
-        if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {
+        if through_kernel
+            && self.merger.lend(cache.id(), cache.tensors(), || self.still_registered(cache).is_ok())
+        {
             self.merger.look();
         }
     }

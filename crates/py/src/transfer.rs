@@ -364,7 +364,7 @@ fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     if range.is_truthy()? {
         Ok(())
     } else {
-        Err(invalid(range.py(), name, shown(range), "at least one layer"))
+        Err(invalid(range.py(), name, shown(range), "a range of at least one layer"))
     }
 }
 

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use super::cache::Cache;
-use super::row_pins::{MOST, PINS, RowUse};
+use super::row_pins::{MAX_COUNTERS, PINS, RowUse};
 use crate::error::Result;
 use crate::fallible;
 use crate::model::Deadline;
@@ -65,7 +65,7 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
         (cache.geometry().rows(), 1u64 << rows.shift)
     };
     let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let all = fallible::gathered(PINS, all.size_hint().0, all)?;
+    let all = fallible::collect_growing(PINS, all.size_hint().0, all)?;
     pin_writes(cache, all, deadline).map(|_| ())
 }
 
@@ -74,7 +74,7 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
 #[must_use]
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     let mut shift = 0;
-    while cache.geometry().rows() >> shift > MOST {
+    while cache.geometry().rows() >> shift > MAX_COUNTERS {
         shift += 1;
     }
     1 << shift

@@ -9,7 +9,7 @@
 mod pulled;
 mod remote;
 
-pub use remote::Spot;
+pub use remote::AddressLocation;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -18,19 +18,16 @@ use hashbrown::HashMap;
 
 use self::pulled::Pulled;
 use super::cache::{Cache, Origin};
-use super::shards::Shards;
+use super::shards::{Shards, TABLE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
 use crate::validate::Side;
 
-/// Name of the lists of the table in out-of-memory errors.
-const TABLE: &str = "the table of caches";
-
 /// What to do with a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Taken {
+enum OnBoundKey {
     Refuse,
     Replace,
 }
@@ -145,7 +142,9 @@ impl Table {
         tensors: Tensors,
         keys: &[(u64, CacheKey)],
     ) -> Result<Arc<Cache>> {
-        self.enter(Taken::Refuse, keys, |id| Cache::new(id, Origin::Allocated, desc, side, tensors, true))
+        self.enter(OnBoundKey::Refuse, keys, |id| {
+            Cache::new(id, Origin::Allocated, desc, side, tensors, true)
+        })
     }
 
     /// Adds the caller's memory as a cache under a new id, and binds its keys. A key that names another cache
@@ -158,14 +157,14 @@ impl Table {
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
         let (desc, side) = (adopted.desc().clone(), adopted.side());
-        self.enter(Taken::Replace, keys, |id| {
+        self.enter(OnBoundKey::Replace, keys, |id| {
             Cache::new(id, Origin::Registered, &desc, side, Tensors::adopted(adopted), remote_accessible)
         })
     }
 
     fn enter(
         &self,
-        taken: Taken,
+        on_bound_key: OnBoundKey,
         keys: &[(u64, CacheKey)],
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
@@ -174,7 +173,7 @@ impl Table {
         // released.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
-        if taken == Taken::Refuse
+        if on_bound_key == OnBoundKey::Refuse
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
             let text = format!("{key} already names a live cache");
@@ -183,7 +182,7 @@ impl Table {
         let replaced = state.replaced(keys);
         // Everything that allocates memory happens before the first change.
         state.make_room(keys)?;
-        if taken == Taken::Replace {
+        if on_bound_key == OnBoundKey::Replace {
             fallible::grow(TABLE, &mut released, keys.len())?;
         }
         for &(_, key) in keys {
@@ -230,7 +229,7 @@ impl Table {
         };
         slot.held = false;
         let released = match slot.cache.kind() {
-            CacheKind::Batch => state.settle(place),
+            CacheKind::Batch => state.remove_if_unreferenced(place),
             CacheKind::Blocks => state.remove(place),
         };
         drop(state);
@@ -256,7 +255,7 @@ impl Table {
         }
     }
 
-    /// Removes a registered cache and its keys, and returns it. Until [`left`](Self::left) is called, later
+    /// Removes a registered cache and its keys, and returns it. Until [`forget_unregistered`](Self::forget_unregistered) is called, later
     /// calls with the same id return it again, as long as it is in use. Returns `None` for unknown and
     /// allocated ids (contract §7.8), and `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory to
     /// remember the cache.
@@ -266,7 +265,7 @@ impl Table {
             // A pin keeps its cache alive, so a cache that is already dropped is not in use.
             return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
         };
-        state.leaving.try_reserve(1).map_err(|_| fallible::short(TABLE, state.leaving.len()))?;
+        state.leaving.try_reserve(1).map_err(|_| fallible::out_of_memory(TABLE, state.leaving.len()))?;
         let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
         let cache = released.map(|slot| slot.cache);
@@ -279,7 +278,7 @@ impl Table {
     }
 
     /// Forgets a cache that was unregistered and is no longer in use.
-    pub fn left(&self, id: CacheId) {
+    pub fn forget_unregistered(&self, id: CacheId) {
         self.locked().leaving.remove(&id);
     }
 
@@ -351,11 +350,11 @@ impl State {
         let (place, _) = self.keys.remove(&key)?;
         self.forget(place, key);
         self.slot_mut(place)?.bound -= 1;
-        self.settle(place)
+        self.remove_if_unreferenced(place)
     }
 
     /// Removes an allocated cache without references.
-    fn settle(&mut self, place: Place) -> Option<Slot> {
+    fn remove_if_unreferenced(&mut self, place: Place) -> Option<Slot> {
         let slot = self.slot(place)?;
         let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
         if gone { self.take(place) } else { None }

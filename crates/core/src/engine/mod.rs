@@ -189,7 +189,7 @@ impl DataDist {
             let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
             self.cluster.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
-            self.cluster.table.left(id);
+            self.cluster.table.forget_unregistered(id);
             Ok(())
         })
     }
@@ -324,8 +324,8 @@ impl DataDist {
         let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
         drop(rows);
         let _pins = pin((src, reads), (dst, writes), deadline)?;
-        self.cluster.kept(src)?;
-        self.cluster.kept(dst)?;
+        self.cluster.still_registered(src)?;
+        self.cluster.still_registered(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
         let outcome = self.cluster.engine.run(
             plan,

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 macro_rules! data_types {
     ($($(#[$doc:meta])* $variant:ident = $value:literal, $bytes:literal, $name:literal;)*) => {
@@ -135,8 +135,8 @@ impl Geometry {
     /// 31 dimensions, each above zero, 1 to 2^24 tensors, and less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
         if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
-            let allowed = format!("1 to {}", Self::MAX_TENSORS);
-            return Err(Error::argument("num_tensors", desc.num_tensors, allowed));
+            let range = format_args!("1 to {}", Self::MAX_TENSORS);
+            return Err(Error::out_of_range("num_tensors", desc.num_tensors, range));
         }
         let tensor_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
         let whole = tensor_bytes.checked_mul(u64::from(desc.num_tensors));
@@ -181,13 +181,14 @@ impl Geometry {
 /// Returns the bytes of one tensor of `shape`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it
 /// has 1 to 31 dimensions, each above zero, and less than 2^63 bytes in total.
 pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
+    let invalid = |required: &str| Error::argument("shape", format_args!("{shape:?}"), required);
     if shape.is_empty() || shape.len() > Geometry::MAX_RANK {
-        return Err(Error::argument("shape", format_args!("{shape:?}"), "1 to 31 dimensions"));
+        return Err(invalid("a list of 1 to 31 dimensions"));
     }
     let mut bytes = data_type.bytes();
     for &dim in shape {
         let Some(dim) = u64::try_from(dim).ok().filter(|&dim| dim > 0) else {
-            return Err(Error::argument("shape", format_args!("{shape:?}"), "every dimension above 0"));
+            return Err(invalid("a list of dimensions above 0"));
         };
         bytes = bytes.checked_mul(dim).ok_or_else(|| too_large(shape))?;
     }
@@ -199,5 +200,5 @@ pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
 
 #[cold]
 fn too_large(shape: &[i64]) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("shape = {shape:?} is not allowed: 2^63 bytes or more"))
+    Error::argument("shape", format_args!("{shape:?}"), "a shape of less than 2^63 bytes in all tensors")
 }

@@ -139,5 +139,5 @@ fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Pi
         order::by_source(&mut wave)?;
         Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))?)?)
     };
-    fallible::tried(PLAN, levels.into_iter().map(wave))
+    fallible::try_collect(PLAN, levels.into_iter().map(wave))
 }

@@ -79,7 +79,7 @@ impl SpanList {
         if capacity - len < packed.len() {
             // Grow by a quarter instead of doubling, because reserved memory counts as used.
             let more = (len / 4).max(64 * LONGEST);
-            self.bytes.try_reserve_exact(more).map_err(|_| fallible::short("a plan", len + more))?;
+            self.bytes.try_reserve_exact(more).map_err(|_| fallible::out_of_memory("a plan", len + more))?;
         }
         self.bytes.extend_from_slice(packed);
         self.count += 1;

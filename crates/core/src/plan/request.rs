@@ -4,7 +4,7 @@
 //! bytes; a [`Piece`] takes 24 (docs/performance.md).
 
 use super::spans::Piece;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 
 /// Name of the lists of a request in out-of-memory errors.
@@ -90,7 +90,7 @@ impl Pieces {
         len: u64,
         pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
     ) -> Result<Pieces> {
-        total_bytes(pairs.len(), len)?;
+        total_bytes(pairs.len() as u64, len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
@@ -133,12 +133,12 @@ impl Pieces {
 
 /// Returns `Err(InvalidArgument)` if blocks of a list have 2^63 bytes or more in all. The size of a tensor
 /// does not bound this sum, because a list may repeat blocks.
-pub(crate) fn total_bytes(blocks: usize, block_bytes: u64) -> Result<()> {
-    match (blocks as u64).checked_mul(block_bytes) {
+pub(crate) fn total_bytes(blocks: u64, block_bytes: u64) -> Result<()> {
+    match blocks.checked_mul(block_bytes) {
         Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
         _ => {
-            let allowed = format!("below 2^63 bytes in all, in blocks of {block_bytes} bytes");
-            Err(Error::argument("the number of blocks", blocks, allowed))
+            let text = format!("{blocks} blocks of {block_bytes} bytes are 2^63 bytes or more");
+            Err(Error::new(ErrorKind::InvalidArgument, text))
         }
     }
 }

@@ -37,13 +37,13 @@ impl CopyPlan {
         waves: Vec<Vec<Span>>,
     ) -> Result<CopyPlan> {
         tensors(num_tensors, src_tensor, dst_tensor)?;
-        few_waves(waves.len())?;
+        check_wave_count(waves.len())?;
         let mut tally = Tally::default();
         waves.iter().flatten().try_for_each(|span| tally.add(span))?;
         total(tally.bytes(), num_tensors)?;
         let taken = waves.iter().map(|wave| size_of_val(&wave[..])).sum();
         waves.iter().try_for_each(|wave| check_spans(&wave.iter().copied(), taken))?;
-        let waves = fallible::tried(PLAN, waves.into_iter().map(Wave::new))?;
+        let waves = fallible::try_collect(PLAN, waves.into_iter().map(Wave::new))?;
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
@@ -58,7 +58,7 @@ impl CopyPlan {
         counts: &[u32],
         spans: SpanList,
     ) -> Result<CopyPlan> {
-        few_waves(counts.len())?;
+        check_wave_count(counts.len())?;
         let sum = counts.iter().fold(0u64, |sum, &count| sum + u64::from(count));
         if counts.contains(&0) || sum != spans.len() as u64 {
             let text = "the peer sent a plan whose waves and spans do not fit together";
@@ -66,8 +66,9 @@ impl CopyPlan {
         }
         if spans.len() <= FEW {
             let mut rest = spans.iter();
-            let wave = |&count| fallible::gathered(PLAN, count as usize, rest.by_ref().take(count as usize));
-            let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+            let wave =
+                |&count| fallible::collect_growing(PLAN, count as usize, rest.by_ref().take(count as usize));
+            let waves = fallible::try_collect(PLAN, counts.iter().map(wave))?;
             return Self::from_parts(num_tensors, src_tensor, dst_tensor, waves);
         }
         tensors(num_tensors, src_tensor, dst_tensor)?;
@@ -82,7 +83,7 @@ impl CopyPlan {
             check_spans(&wave.iter(), spans.packed_bytes())?;
             Ok(Wave::of_packed(wave, bytes))
         };
-        let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+        let waves = fallible::try_collect(PLAN, counts.iter().map(wave))?;
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
@@ -188,7 +189,7 @@ impl End {
     }
 
     /// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
-    fn ascending(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_if_sorted(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let first = self.of((blocks.src, blocks.dst));
         let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
         if blocks.len != row_bytes
@@ -203,7 +204,7 @@ impl End {
     /// Returns the rows of `blocks` by marking one bit for each row, which takes a fraction of the time and
     /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
     /// more than two rows.
-    fn dense(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_by_bitmap(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let reach = blocks.reach().filter(|_| blocks.len <= row_bytes);
         let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
         let words = words.and_then(|words| usize::try_from(words).ok());
@@ -225,7 +226,8 @@ impl End {
                 set((start + (blocks.len - 1)) / row_bytes);
             }
         }
-        let mut rows = fallible::room(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
+        let mut rows =
+            fallible::with_capacity(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
         for (at, mut word) in (0u64..).step_by(64).zip(bits) {
             while word != 0 {
                 rows.push(at + u64::from(word.trailing_zeros()));
@@ -239,13 +241,13 @@ impl End {
 /// Ranges of rows, as the first and last row of each. Ranges that touch are joined whenever the list has
 /// grown to twice its size after the previous join. So its memory follows the number of rows, however many
 /// pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-struct Stretches {
+struct RowRanges {
     all: Vec<(u64, u64)>,
     /// Number of ranges at which they are joined.
     most: usize,
 }
 
-impl Stretches {
+impl RowRanges {
     /// Shorter lists are joined only at the end.
     const FEW: usize = 1024;
 
@@ -285,7 +287,7 @@ fn outside(end: End, tensor_bytes: u64) -> Error {
         .with("tensor_bytes", tensor_bytes)
 }
 
-fn few_waves(count: usize) -> Result<()> {
+fn check_wave_count(count: usize) -> Result<()> {
     if count <= MOST_WAVES {
         return Ok(());
     }
@@ -312,13 +314,13 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
     if let [wave] = waves
         && let Some(blocks) = wave.blocks()
     {
-        let ascending = end.ascending(blocks, row_bytes)?;
-        let rows = if ascending.is_some() { ascending } else { end.dense(blocks, row_bytes)? };
+        let sorted = end.rows_if_sorted(blocks, row_bytes)?;
+        let rows = if sorted.is_some() { sorted } else { end.rows_by_bitmap(blocks, row_bytes)? };
         if let Some(rows) = rows {
             return Ok(rows);
         }
     }
-    let mut touched = Stretches { all: Vec::new(), most: Stretches::FEW };
+    let mut touched = RowRanges { all: Vec::new(), most: RowRanges::FEW };
     let mut add = |start: u64, bytes: u64| touched.add(start / row_bytes, (start + (bytes - 1)) / row_bytes);
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
@@ -340,7 +342,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
     touched.join();
     let count = touched.all.iter().fold(0, |sum, (first, last)| last - first + 1 + sum);
     let rows = touched.all.into_iter().flat_map(|(first, last)| first..=last);
-    fallible::gathered(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
+    fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }
 
 /// Returns the start of piece `k`. The checks of plans keep it within 64 bits.

@@ -165,7 +165,7 @@ impl Pool {
     /// the capacity, or if there would be 2^32 - 1 pages or more.
     pub fn new(capacity: u64, page_shift: u32) -> Result<Pool> {
         if !(10..=30).contains(&page_shift) {
-            return Err(Error::argument("page_shift", page_shift, "10 to 30"));
+            return Err(Error::out_of_range("page_shift", page_shift, "10 to 30"));
         }
         let pages = match u32::try_from(capacity >> page_shift) {
             Ok(0) => {

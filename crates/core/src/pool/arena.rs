@@ -54,7 +54,7 @@ impl Arena {
             .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
         // From here on a failure returns the extents to the pool, because it drops the lease.
         let count = geometry.num_tensors() as usize;
-        let tensors = fallible::gathered("the addresses of tensors", count, tensors)?;
+        let tensors = fallible::collect_growing("the addresses of tensors", count, tensors)?;
         Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
     }
 

@@ -36,7 +36,7 @@ pub fn kind_of(number: u8) -> ErrorKind {
 
 /// Returns the kind that an error reported by the peer has in this process. Some kinds describe the process
 /// that reports them, and must not be taken for a state of this one.
-pub(super) fn told(kind: ErrorKind) -> ErrorKind {
+pub(super) fn local_kind(kind: ErrorKind) -> ErrorKind {
     match kind {
         ErrorKind::Closed | ErrorKind::Interrupted => ErrorKind::NotLinked,
         ErrorKind::Forked => ErrorKind::System,
@@ -109,7 +109,7 @@ impl TryFrom<WirePlan> for CopyPlan {
             WireSteps::Spans { waves, spans } => {
                 CopyPlan::from_list(num_tensors, src_tensor, dst_tensor, &waves, spans)
             }
-            WireSteps::Unusable(unusable) => Err(unusable.0),
+            WireSteps::Unusable(error) => Err(error),
         }
     }
 }
@@ -183,7 +183,7 @@ impl Run {
                 .with("tensors", expected));
         }
         let numbers = runs.iter().flat_map(|run| (0..run.count).map(|k| run.at(k)));
-        fallible::gathered(TENSORS, expected as usize, numbers)
+        fallible::collect_growing(TENSORS, expected as usize, numbers)
     }
 
     fn at(&self, k: u32) -> u64 {
@@ -223,7 +223,7 @@ impl Reply {
             (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
         };
         let arrived = arrived.into_iter().map(rows).collect();
-        Error::new(told(kind_of(kind)), printable(&text)).with_arrived(arrived)
+        Error::new(local_kind(kind_of(kind)), printable(&text)).with_arrived(arrived)
     }
 
     /// Returns the name of the reply, for error messages.

@@ -297,12 +297,12 @@ pub enum Reply {
         arrived: Vec<Arrived>,
     },
     /// Reply to [`Request::Locate`]: one spot for each address.
-    Located(#[serde(deserialize_with = "addresses")] Vec<Spot>),
+    Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
 }
 
 /// The cache, tensor and offset of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spot {
+pub struct AddressLocation {
     /// Id of the cache.
     pub cache: i64,
     /// Index of the tensor.
@@ -447,14 +447,14 @@ fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error> {
-    from.deserialize_seq(Stretches(&mut 0))
+    from.deserialize_seq(ArrivedRanges(&mut 0))
 }
 
 /// Reads what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all, which it counts. The
 /// number is bounded because each may take only 2 bytes in the message.
-struct Stretches<'a>(&'a mut usize);
+struct ArrivedRanges<'a>(&'a mut usize);
 
-impl Stretches<'_> {
+impl ArrivedRanges<'_> {
     fn push<T, E: serde::de::Error>(&mut self, list: &mut Vec<T>, item: T) -> Result<(), E> {
         *self.0 += 1;
         if *self.0 > MAX_ARRIVED {
@@ -464,7 +464,7 @@ impl Stretches<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Stretches<'_> {
+impl<'de> Visitor<'de> for ArrivedRanges<'_> {
     type Value = Vec<Arrived>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -473,7 +473,7 @@ impl<'de> Visitor<'de> for Stretches<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Vec<Arrived>, A::Error> {
         let mut list = Vec::new();
-        while let Some(next) = seq.next_element_seed(OfTensor(Stretches(self.0)))? {
+        while let Some(next) = seq.next_element_seed(OfTensor(ArrivedRanges(self.0)))? {
             self.push(&mut list, next)?;
         }
         Ok(list)
@@ -481,7 +481,7 @@ impl<'de> Visitor<'de> for Stretches<'_> {
 }
 
 /// Reads the rows of one tensor.
-struct OfTensor<'a>(Stretches<'a>);
+struct OfTensor<'a>(ArrivedRanges<'a>);
 
 impl<'de> DeserializeSeed<'de> for OfTensor<'_> {
     type Value = Arrived;
@@ -507,7 +507,7 @@ impl<'de> Visitor<'de> for OfTensor<'_> {
 }
 
 /// Reads the ranges of rows of one tensor.
-struct Rows<'a>(Stretches<'a>);
+struct Rows<'a>(ArrivedRanges<'a>);
 
 impl<'de> DeserializeSeed<'de> for Rows<'_> {
     type Value = Vec<(u64, u64)>;

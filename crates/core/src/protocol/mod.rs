@@ -12,15 +12,15 @@ mod messages;
 mod plan_codec;
 
 pub use convert::{kind_number, kind_of};
+pub use messages::{
+    AddressLocation, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party,
+    Place, Proof, Purpose, Record, Reply, Request, Run, Welcome,
+};
 #[cfg(feature = "testing")]
 pub use messages::{Arrived, MAX_FACTS, WireName};
-pub use messages::{
-    Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party, Place, Proof,
-    Purpose, Record, Reply, Request, Run, Spot, Welcome,
-};
 pub use plan_codec::WirePlan;
 #[cfg(feature = "testing")]
-pub use plan_codec::{Pairs, Unusable, WireSpan, WireSteps};
+pub use plan_codec::{Pairs, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -37,7 +37,7 @@ pub const MESSAGE: u8 = 1;
 /// Kind of a frame whose body is a refusal; the same in every version.
 pub const REFUSAL: u8 = 255;
 /// Longest body, in bytes, of a frame from a peer that is not yet authenticated.
-pub const GREETING_LIMIT: usize = 4 << 10;
+pub const HANDSHAKE_LIMIT: usize = 4 << 10;
 /// Longest body of any frame, in bytes.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
@@ -165,7 +165,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         Error::new(ErrorKind::NotLinked, text).with("bytes", body.len())
     };
     let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match messages::short_of() {
-        Some(bytes) => fallible::short("a message of a peer", bytes).with("bytes", body.len()),
+        Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
         None => unreadable("not this message").because(error),
     })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
@@ -177,11 +177,11 @@ pub fn open<T: DeserializeOwned>(kind: u8, body: &[u8]) -> Result<T> {
 }
 
 /// Returns the frame of a refusal: the kind of `error` as a little-endian `u32`, then its text. The text is
-/// cut so that the body has at most [`GREETING_LIMIT`] bytes.
+/// cut so that the body has at most [`HANDSHAKE_LIMIT`] bytes.
 #[must_use]
 pub fn refusal(error: &Error) -> Vec<u8> {
     let text = error.to_string();
-    let most = text.len().min(GREETING_LIMIT - size_of::<u32>());
+    let most = text.len().min(HANDSHAKE_LIMIT - size_of::<u32>());
     let cut = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
     let body_bytes = u32::try_from(size_of::<u32>() + cut).unwrap_or(0);
     let mut frame = Vec::with_capacity(HEADER + size_of::<u32>() + cut);
@@ -202,7 +202,7 @@ pub fn refused(body: &[u8]) -> Error {
     };
     let kind = u8::try_from(u32::from_le_bytes(*number)).map_or(ErrorKind::System, kind_of);
     Error::new(
-        convert::told(kind),
+        convert::local_kind(kind),
         format!("the peer refused: {}", convert::printable(&String::from_utf8_lossy(text))),
     )
 }

@@ -167,7 +167,7 @@ impl Stats {
     }
 
     /// Counts bytes that a call moved over a link.
-    pub fn travelled(&self, op: Op, bytes: u64) {
+    pub fn add_bytes(&self, op: Op, bytes: u64) {
         self.ops[op as usize].moved(bytes);
     }
 

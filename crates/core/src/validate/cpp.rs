@@ -59,7 +59,7 @@ pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>)
         text(SWITCH).map_or(Ok(true), |text| one_of(SWITCH, text, &[("0", false), ("1", true)]))?;
     let mut config = options::config(role, cluster, &resolved)?;
     if config.links.both_ways && config.links.listen.is_none() {
-        let text = format!("llm.TransferBackend = hixl needs {LISTEN}");
+        let text = format!("llm.TransferBackend=hixl needs {LISTEN}");
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
     match buffers {
@@ -108,7 +108,7 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
         match found.and_then(Value::as_u64) {
             Some(number @ 1..) => Ok(number),
             _ => Err(invalid(format!(
-                "{name} = {} is not allowed: a whole number of bytes above 0",
+                "{name}={} must be a whole number of bytes above 0",
                 found.map_or_else(|| "(missing)".into(), |value| clipped(&value.to_string()))
             ))),
         }
@@ -159,7 +159,7 @@ pub fn set_role(
     now: Option<SocketAddr>,
 ) -> Result<Option<SocketAddr>> {
     if !options.may_switch {
-        return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH} = 1")));
+        return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH}=1")));
     }
     let text = given.get(LISTEN).filter(|text| !text.is_empty());
     let listen = text.map(|text| values::socket_address(LISTEN, text)).transpose()?;
@@ -173,7 +173,7 @@ pub fn set_role(
     if listen.is_none() || listen == now || listen == options.config.links.listen {
         return Ok(now);
     }
-    let text = format!("llm.TransferBackend = hixl does not allow another {LISTEN}");
+    let text = format!("llm.TransferBackend=hixl does not allow another {LISTEN}");
     Err(Error::new(ErrorKind::NotEnabled, text)
         .with("asked", clipped(text_of(listen).as_str()))
         .with("now", text_of(now)))
@@ -187,13 +187,13 @@ fn text_of(address: Option<SocketAddr>) -> String {
 pub fn link_timeout(millis: i32) -> Result<Duration> {
     match u64::try_from(millis) {
         Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
-        _ => Err(Error::argument("timeout_in_millis", millis, "above 0, in milliseconds")),
+        _ => Err(Error::argument("timeout_in_millis", millis, "a number of milliseconds above 0")),
     }
 }
 
 /// Checks that a link call names at least one cluster.
 pub fn clusters(count: usize) -> Result<()> {
-    if count > 0 { Ok(()) } else { Err(Error::argument("clusters", "[]", "at least one cluster")) }
+    if count > 0 { Ok(()) } else { Err(Error::argument("clusters", "[]", "a list of at least one cluster")) }
 }
 
 /// Returns the address of one end of a link. It must be IPv4; host names are not accepted.
@@ -247,7 +247,7 @@ pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
     if room as u64 >= u64::from(tensors) {
         return Ok(());
     }
-    Err(Error::argument("num_addrs", room, format_args!("room for {tensors} addresses")))
+    Err(Error::argument("num_addrs", room, format_args!("at least {tensors}, one for each tensor")))
 }
 
 /// The fields of a C++ structure that names a cache by its id.
@@ -297,23 +297,19 @@ pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
 
 /// Checks the placement in a structure that states where its memory is: the source of a push must be in
 /// device memory.
-pub fn pushed(call: &str, number: u32) -> Result<()> {
-    super::layer_ranges::pushes_from(call, placement(number)?)
+pub fn pushed(number: u32) -> Result<()> {
+    super::on_device("src_cache", placement(number)?)
 }
 
 /// Checks the arguments of `CopyKvCache` that do not depend on its caches, before a cache is looked up.
 pub fn copied(src_placement: u32, size: i64) -> Result<()> {
-    super::copied_from(placement(src_placement)?)?;
+    super::on_device("src_cache", placement(src_placement)?)?;
     super::copy_size(size)
 }
 
 /// Checks that a call with block lists names no slot.
 pub fn no_slot(name: &str, batch_index: u32) -> Result<()> {
-    if batch_index == 0 {
-        Ok(())
-    } else {
-        Err(Error::argument(name, batch_index, "0 where blocks are named"))
-    }
+    if batch_index == 0 { Ok(()) } else { Err(Error::argument(name, batch_index, "0 if blocks are given")) }
 }
 
 /// Converts a list of block numbers to the signed numbers that the other checks take. The list must not be
@@ -323,7 +319,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
         i64::try_from(block)
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
-    let blocks = fallible::tried(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
+    let blocks = fallible::try_collect(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
     super::named(name, &blocks)?;
     Ok(blocks)
 }
@@ -332,9 +328,9 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
 pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     let src = blocks("src_blocks", src)?;
     if lists.is_empty() {
-        return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
+        return Err(Error::argument("dst_blocks_list", "[]", "a list of at least one list"));
     }
-    let mut pairs = fallible::room(crate::plan::REQUEST, src.len().saturating_mul(lists.len()))?;
+    let mut pairs = fallible::with_capacity(crate::plan::REQUEST, src.len().saturating_mul(lists.len()))?;
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;

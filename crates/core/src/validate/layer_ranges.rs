@@ -4,10 +4,10 @@
 //! `transfer` determines which rows of these tensors move. The functions return `Err(InvalidArgument)` for a
 //! range that breaks a rule.
 
-use super::{Side, batch_cache};
+use super::{Side, batch_cache, on_device};
 use crate::config::Role;
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Geometry, Placement};
+use crate::model::Geometry;
 use crate::plan::{Moves, Pieces};
 
 /// The layers `first..end`. The range is empty if `end` is not above `first`.
@@ -69,7 +69,7 @@ pub fn push_size(size: i64) -> Result<()> {
 /// are an argument of [`push_local`](super::push_local) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
-    pushes_from("PushKvCache", local.placement)?;
+    on_device("src_cache", local.placement)?;
     batch_cache("src_cache", local.kind)?;
     push_kv_layers(local.geometry, ext)
 }
@@ -77,7 +77,7 @@ pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Resul
 /// Checks the arguments of `PushKvBlocks` of the C++ class: role, source and layers as in [`push_kv_cache`].
 pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvBlocks", role, -1, ext)?;
-    pushes_from("PushKvBlocks", local.placement)?;
+    on_device("src_cache", local.placement)?;
     push_kv_layers(local.geometry, ext)
 }
 
@@ -100,7 +100,7 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
     if !ext.all() {
         for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
             if first < 0 || last < first {
-                let allowed = "0 <= first <= second, or (-1, -1) for both ranges";
+                let allowed = "(first, last) with 0 <= first <= last, or (-1, -1) for both ranges";
                 return Err(Error::argument(
                     &format!("{name}_layer_range"),
                     format_args!("({first}, {last})"),
@@ -110,15 +110,6 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
         }
     }
     tensors_per_layer(u32::from(ext.tensor_num_per_layer))
-}
-
-/// Checks that a push of the C++ class reads device memory.
-pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
-    if from == Placement::Device {
-        return Ok(());
-    }
-    let text = format!("src_cache is in host memory; {call} reads device memory only");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
@@ -146,7 +137,7 @@ fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
     if (1..=tensors).contains(&per_layer) {
         return Ok(());
     }
-    Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
+    Err(Error::out_of_range("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
 }
 
 /// Returns both ranges, checked against the known numbers of source and destination tensors (`u32::MAX` if
@@ -179,7 +170,8 @@ fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<Layer
         (Ok(first), Ok(last)) if first <= last && last < layers => Ok(LayerRange { first, end: last + 1 }),
         _ => {
             let highest = i64::from(layers.min(i32::MAX.unsigned_abs() + 1)) - 1;
-            let allowed = format!("0 <= first <= second <= {highest}, or (-1, -1) for both ranges");
+            let allowed =
+                format!("(first, last) with 0 <= first <= last <= {highest}, or (-1, -1) for both ranges");
             Err(Error::argument(name, format_args!("({first}, {last})"), allowed))
         }
     }
@@ -279,7 +271,7 @@ pub fn push_spans(layers: Layers) -> Result<()> {
     for (name, range) in [("src_layer_range", src), ("dst_layer_range", dst)] {
         if range.end <= range.first {
             let value = format!("{}..{}", range.first, range.end);
-            return Err(Error::argument(name, value, "at least one layer"));
+            return Err(Error::argument(name, value, "a range of at least one layer"));
         }
     }
     same_spans(span(src), span(dst))
@@ -316,5 +308,5 @@ pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geomet
 #[cold]
 fn outside(name: &str, first: u64, count: u64, cache: &str, of: Geometry) -> Error {
     let value = format!("tensors {first} to {}", first + count - 1);
-    Error::argument(name, value, format_args!("the {} tensors of {cache}", of.num_tensors()))
+    Error::argument(name, value, format_args!("within the {} tensors of {cache}", of.num_tensors()))
 }

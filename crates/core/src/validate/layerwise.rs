@@ -4,10 +4,10 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::{LayerRange, Side};
+use super::{LayerRange, Side, on_device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
-use crate::model::{CacheKind, ClusterId, Geometry, Name, Placement};
+use crate::model::{CacheKind, ClusterId, Geometry, Name};
 
 /// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub enum Target {
 /// The checks are rows 2, 6 to 8, 11 and 12 of contract §8.1, in this order. Each is also a function of its
 /// own, for callers that make other checks in between.
 pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
-    source_placement(local.placement)?;
+    on_device("src_cache", local.placement)?;
     block_lists(args)?;
     block_bytes_alone(args)?;
     whole_layers(local.geometry, args.tensors_per_layer)?;
@@ -94,15 +94,6 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
         Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
         _ => Ok(LayerRows::Slot),
     }
-}
-
-/// Row 2: checks that the source is in device memory.
-pub fn source_placement(placement: Placement) -> Result<()> {
-    if placement == Placement::Device {
-        return Ok(());
-    }
-    let text = "src_cache is in host memory; layers are sent from device memory only";
-    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 /// Rows 6 to 8: checks that the lists and the block size can be combined.
@@ -139,7 +130,7 @@ pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
     if tensors.is_multiple_of(tensors_per_layer) {
         return Ok(tensors / tensors_per_layer);
     }
-    let allowed = format!("a multiple of tensor_num_per_layer, {tensors_per_layer}");
+    let allowed = format!("a multiple of tensor_num_per_layer={tensors_per_layer}");
     Err(Error::argument("num_tensors", tensors, allowed))
 }
 
@@ -183,8 +174,10 @@ pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Resul
     }
     let layers = whole_layers(local.geometry, args.tensors_per_layer)?;
     if range.end <= range.first || range.end > layers {
-        let (value, allowed) =
-            (format!("{}..{}", range.first, range.end), format!("within 0..{layers}, at least one layer"));
+        let (value, allowed) = (
+            format!("{}..{}", range.first, range.end),
+            format!("a range of at least one layer within 0..{layers}"),
+        );
         return Err(Error::argument("src_layer_range", value, allowed).with("cluster", to.cluster));
     }
     if let Target::Addresses(addrs) = &to.target {

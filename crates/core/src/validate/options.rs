@@ -82,7 +82,7 @@ fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a 
 /// Reads the options that this engine adds to those of the original.
 fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     if let Some(workers) = text("llm.CopyWorkers") {
-        let count = number("llm.CopyWorkers", workers, "1 to 256")?;
+        let count = number("llm.CopyWorkers", workers, "a whole number, 1 to 256")?;
         values::copy_workers(count)?;
         config.copy_workers = usize::try_from(count).ok();
     }
@@ -105,7 +105,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.total = Duration::from_secs(seconds);
     }
     if let Some(count) = text("llm.LinkRetryCount") {
-        let count = number("llm.LinkRetryCount", count, "1 to 100")?;
+        let count = number("llm.LinkRetryCount", count, "a whole number, 1 to 100")?;
         values::link_retry_count(count)?;
         links.retries = u32::try_from(count).unwrap_or(1);
     }
@@ -128,7 +128,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.transport = values::link_transport(transport)?;
     }
     if let Some(streams) = text("llm.LinkStreams") {
-        let streams = number("llm.LinkStreams", streams, "1 to 16")?;
+        let streams = number("llm.LinkStreams", streams, "a whole number, 1 to 16")?;
         values::link_streams(streams)?;
         links.streams = usize::try_from(streams).unwrap_or(1);
     }
@@ -174,19 +174,19 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
             let refused = |key: &str, value: &str, allowed: &str| {
                 Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
             };
-            let at =
-                ip_address(ip).ok_or_else(|| refused("llm.ListenIp", ip, "an IP address; no host name"))?;
-            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "0 to 65535"))?;
+            let at = ip_address(ip)
+                .ok_or_else(|| refused("llm.ListenIp", ip, "an IP address, not a host name"))?;
+            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "a port, 0 to 65535"))?;
             Ok(Some(SocketAddr::new(at, port)))
         }
         (Some(ip), None) => Err(Error::argument(
             "llm.ListenIp",
             format_args!("{:?}", clipped(ip)),
-            "only with llm.ListenPort",
+            "given together with llm.ListenPort",
         )),
         (None, Some(port)) => {
             let value = format!("{:?}", clipped(port));
-            Err(Error::argument("llm.ListenPort", value, "only with llm.ListenIp"))
+            Err(Error::argument("llm.ListenPort", value, "given together with llm.ListenIp"))
         }
     }
 }

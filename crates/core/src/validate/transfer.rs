@@ -6,7 +6,7 @@
 //! `session`, keys and their release in `cache`.
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
-use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
+use super::{Side, batch_cache, blocks_cache, copy_size, row, too_long};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
@@ -27,9 +27,9 @@ pub enum PullRows {
         /// Local batch slot.
         local: u32,
         /// Bytes to skip at the start of the remote slot.
-        far_offset: u64,
+        remote_offset: u64,
         /// Bytes to skip at the start of the local slot.
-        near_offset: u64,
+        local_offset: u64,
         /// Bytes of every tensor; −1 for the rest of the local slot.
         size: i64,
     },
@@ -127,15 +127,15 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
-            row("batch_index", u64::from(*slot), geometry)?;
+            row("batch_index", *slot, geometry)?;
             slot_bytes("cache", *size, geometry, geometry)?;
         }
-        PullRows::Part { local: slot, near_offset, size, .. } => {
+        PullRows::Part { local: slot, local_offset, size, .. } => {
             batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
-            row("batch_index", u64::from(*slot), geometry)?;
-            let room = after("dst_cache_offset", *near_offset, geometry)?;
+            row("batch_index", *slot, geometry)?;
+            let room = after("dst_cache_offset", *local_offset, geometry)?;
             part_bytes("cache", *size, room, room)?;
         }
         PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
@@ -163,54 +163,60 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
 /// broken.
 pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
     pull_local(local, rows, layers)?;
-    let (here, there) = (local.geometry, remote.side.geometry);
+    let (own, peer) = (local.geometry, remote.side.geometry);
     remote_row(remote, ErrorKind::CacheNotFound)?;
-    let tensors = pull_layers(here, layers)?;
-    if layers_given(layers.src).is_none() && there.num_tensors() != tensors.count {
+    let tensors = pull_layers(own, layers)?;
+    if layers_given(layers.src).is_none() && peer.num_tensors() != tensors.count {
         let text = format!(
-            "the far cache has {} tensors and {} are written here",
-            there.num_tensors(),
+            "the remote cache has {} tensors, and the local range has {}",
+            peer.num_tensors(),
             tensors.count
         );
         return Err(Error::new(ErrorKind::InvalidArgument, text));
     }
-    within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
     match rows {
-        PullRows::Blocks { .. } => blocks_cache("the far cache", remote.side.kind)?,
+        PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.side.kind)?,
         PullRows::Rows { .. } => {}
         PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
-            batch_cache("the far cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.side.kind)?;
         }
     }
-    reachable("the far cache", remote.accessible)?;
-    let slot = u64::from(remote.row) * there.row_bytes();
+    reachable("the remote cache", remote.accessible)?;
+    let slot = u64::from(remote.row) * peer.row_bytes();
     let (pieces, local_rows) = match rows {
         PullRows::Slot { local: index, size } => {
-            let len = slot_bytes("the far cache", *size, here, there)?;
+            let len = slot_bytes("the remote cache", *size, own, peer)?;
             let index = u64::from(*index);
-            (vec![Piece { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
+            (vec![Piece { src: slot, dst: index * own.row_bytes(), len }].into(), vec![index])
         }
-        PullRows::Part { local: index, far_offset, near_offset, size } => {
+        PullRows::Part { local: index, remote_offset, local_offset, size } => {
             let index = u64::from(*index);
-            let room = after("dst_cache_offset", *near_offset, here)?;
-            let len =
-                part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
-            let dst = index * here.row_bytes() + near_offset;
-            (vec![Piece { src: slot + far_offset, dst, len }].into(), vec![index])
+            let room = after("dst_cache_offset", *local_offset, own)?;
+            let len = part_bytes(
+                "the remote cache",
+                *size,
+                room,
+                after("src_cache_offset", *remote_offset, peer)?,
+            )?;
+            let dst = index * own.row_bytes() + local_offset;
+            (vec![Piece { src: slot + remote_offset, dst, len }].into(), vec![index])
         }
-        PullRows::Blocks { remote: theirs, local: ours } | PullRows::Rows { remote: theirs, local: ours } => {
-            equal_blocks(here, there)?;
-            in_range("src_blocks", theirs, there)?;
-            let ours = numbers("dst_blocks", ours, here)?;
-            let pairs = theirs.iter().map(|index| index.cast_unsigned()).zip(ours.iter().copied());
-            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+        PullRows::Blocks { remote: remote_blocks, local: local_blocks }
+        | PullRows::Rows { remote: remote_blocks, local: local_blocks } => {
+            equal_blocks(own, peer)?;
+            in_range("src_blocks", remote_blocks, peer)?;
+            let local_blocks = numbers("dst_blocks", local_blocks, own)?;
+            let pairs =
+                remote_blocks.iter().map(|index| index.cast_unsigned()).zip(local_blocks.iter().copied());
+            (Pieces::blocks(own.row_bytes(), pairs)?, local_blocks)
         }
-        PullRows::SlotToBlocks { local: ours } => {
-            let ours = numbers("dst_blocks", ours, here)?;
-            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?.into(), ours)
+        PullRows::SlotToBlocks { local: local_blocks } => {
+            let local_blocks = numbers("dst_blocks", local_blocks, own)?;
+            (cut(slot, peer.row_bytes(), &local_blocks, own.row_bytes())?.into(), local_blocks)
         }
     };
-    let whole = tensors.count == there.num_tensors();
+    let whole = tensors.count == peer.num_tensors();
     Ok(tensors.moves(pieces, local_rows, whole))
 }
 
@@ -229,7 +235,7 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     }
     push_layers(geometry, layers)?;
     match rows {
-        PushRows::Slot { local: slot } => row("src_batch_index", u64::from(*slot), geometry),
+        PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop),
         PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
             equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
             in_range("src_blocks", blocks, geometry)
@@ -241,38 +247,40 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
 /// `Err(InvalidArgument)` if a rule is broken.
 pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
     push_local(local, rows, layers)?;
-    let (here, there) = (local.geometry, remote.side.geometry);
-    reachable("the far cache", remote.accessible)?;
-    let tensors = push_layers(here, layers)?;
-    within("dst_layer_range", tensors.dst, tensors.count, "the far cache", there)?;
+    let (own, peer) = (local.geometry, remote.side.geometry);
+    reachable("the remote cache", remote.accessible)?;
+    let tensors = push_layers(own, layers)?;
+    within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
     let (pieces, local_rows) = match rows {
         PushRows::Slot { local: index } => {
-            batch_cache("the far cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.side.kind)?;
             remote_row(remote, ErrorKind::InvalidArgument)?;
-            let len = here.row_bytes();
-            if len > there.row_bytes() {
+            let len = own.row_bytes();
+            if len > peer.row_bytes() {
                 let text = format!(
-                    "a slot of src_cache has {len} bytes and one of the far cache {}",
-                    there.row_bytes()
+                    "a slot of src_cache has {len} bytes, more than the {} bytes of a slot of the remote cache",
+                    peer.row_bytes()
                 );
                 return Err(Error::new(ErrorKind::InvalidArgument, text));
             }
             let index = u64::from(*index);
-            let dst = u64::from(remote.row) * there.row_bytes();
+            let dst = u64::from(remote.row) * peer.row_bytes();
             (vec![Piece { src: index * len, dst, len }].into(), vec![index])
         }
-        PushRows::Blocks { local: ours, remote: theirs } | PushRows::Rows { local: ours, remote: theirs } => {
+        PushRows::Blocks { local: local_blocks, remote: remote_blocks }
+        | PushRows::Rows { local: local_blocks, remote: remote_blocks } => {
             if matches!(rows, PushRows::Blocks { .. }) {
-                blocks_cache("the far cache", remote.side.kind)?;
+                blocks_cache("the remote cache", remote.side.kind)?;
             }
-            equal_blocks(here, there)?;
-            let ours = numbers("src_blocks", ours, here)?;
-            in_range("dst_blocks", theirs, there)?;
-            let pairs = ours.iter().copied().zip(theirs.iter().map(|index| index.cast_unsigned()));
-            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+            equal_blocks(own, peer)?;
+            let local_blocks = numbers("src_blocks", local_blocks, own)?;
+            in_range("dst_blocks", remote_blocks, peer)?;
+            let pairs =
+                local_blocks.iter().copied().zip(remote_blocks.iter().map(|index| index.cast_unsigned()));
+            (Pieces::blocks(own.row_bytes(), pairs)?, local_blocks)
         }
     };
-    let whole = tensors.count == here.num_tensors();
+    let whole = tensors.count == own.num_tensors();
     if tensors.count == 0 {
         return Ok(tensors.moves(Pieces::default(), vec![], false));
     }
@@ -285,7 +293,7 @@ pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     if u64::from(remote.row) < rows {
         return Ok(());
     }
-    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
+    Err(Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
 }
 
 /// Returns the bytes for `size`, by default those of a local slot. They must fit into a slot of `of`, the
@@ -295,8 +303,7 @@ fn slot_bytes(name: &str, size: i64, local: Geometry, of: Geometry) -> Result<u6
     if bytes <= of.row_bytes() {
         return Ok(bytes);
     }
-    let allowed = format!("{bytes} bytes must fit a slot of {name}, {} bytes", of.row_bytes());
-    Err(Error::argument("size", size, allowed))
+    Err(too_long(size, bytes, of.row_bytes(), &format!("a slot of {name}")))
 }
 
 /// Returns the bytes of a slot after the offset called `name`, at least one.
@@ -315,13 +322,12 @@ fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
     if bytes <= left {
         return Ok(bytes);
     }
-    let allowed = format!("{bytes} bytes must fit the {left} bytes after the offset in a slot of {name}");
-    Err(Error::argument("size", size, allowed))
+    Err(too_long(size, bytes, left, &format!("a slot of {name} after the offset")))
 }
 
 /// Checks that a list of blocks is not empty.
 pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
-    if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
+    if blocks.is_empty() { Err(Error::argument(name, "[]", "a list of at least one block")) } else { Ok(()) }
 }
 
 /// Checks that two lists have the same number of entries.
@@ -329,7 +335,7 @@ pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> 
     if left == right {
         return Ok(());
     }
-    let text = format!("{src} has {left} entries and {dst} {right}");
+    let text = format!("{src} has {left} entries, and {dst} has {right}");
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
@@ -340,7 +346,7 @@ fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
         return Ok(());
     }
     let entry = |(at, &index): (usize, &i64)| {
-        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of)).map(drop)
+        row(name, index, of).or_else(|_| row(&format!("{name}[{at}]"), index, of)).map(drop)
     };
     blocks.iter().enumerate().try_for_each(entry)
 }
@@ -355,8 +361,11 @@ pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
     if local.row_bytes() == remote.row_bytes() {
         return Ok(());
     }
-    let text =
-        format!("blocks have {} bytes here and {} in the far cache", local.row_bytes(), remote.row_bytes());
+    let text = format!(
+        "a block has {} bytes in the local cache and {} in the remote cache",
+        local.row_bytes(),
+        remote.row_bytes()
+    );
     Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
@@ -364,10 +373,11 @@ pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
 pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
-        let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        let allowed =
+            format!("at most {most}, because a slot has {slot_bytes} bytes and a block has {block_bytes}");
         return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
     }
-    total_bytes(blocks.len(), block_bytes)?;
+    total_bytes(blocks.len() as u64, block_bytes)?;
     let piece = |(at, &block): (usize, &u64)| {
         let start = at as u64 * block_bytes;
         Piece { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }

@@ -404,7 +404,7 @@ fn copy_cache_copies_the_range_and_nothing_beside_it() {
         let other = machine.make(spec(Host, Batch, 3, 4, 64, 3));
         assert_eq!(
             machine.copy_cache(other, src, slots(0, 0)),
-            Err(ErrorKind::UnlikeTensors),
+            Err(ErrorKind::TensorCountMismatch),
             "unlike tensor counts"
         );
     });

@@ -33,10 +33,10 @@ fn argument_error(capacity: u64, page_shift: u32) -> String {
 
 #[test]
 fn refuses_what_is_no_pool() {
-    assert!(argument_error(1 << 40, 9).contains("page_shift = 9"));
-    assert!(argument_error(1 << 40, 31).contains("page_shift = 31"));
+    assert!(argument_error(1 << 40, 9).contains("page_shift=9"));
+    assert!(argument_error(1 << 40, 31).contains("page_shift=31"));
     assert!(argument_error(1 << 40, u32::MAX).contains("page_shift"));
-    assert!(argument_error(0, 10).contains("capacity = 0"));
+    assert!(argument_error(0, 10).contains("capacity=0"));
     assert!(argument_error((1 << 16) - 1, 16).contains("at least 65536"));
     let limit = u64::from(u32::MAX) << 10;
     assert!(argument_error(limit, 10).contains(&format!("less than {limit}")));

@@ -13,8 +13,8 @@ use llm_datadist_core::testing::plan::{
     BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
 };
 use llm_datadist_core::testing::protocol::{
-    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
-    WirePlan,
+    self, AddressLocation, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run,
+    WireName, WirePlan,
 };
 use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
@@ -194,7 +194,7 @@ fn other_lists_of_messages_fail_whole() {
     let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
     record.location = Location::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
-    let spot = Spot { cache: 1, tensor: 2, offset: 1 << 40 };
+    let spot = AddressLocation { cache: 1, tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
     let arrived = vec![Arrived { tensor: 3, rows }];
