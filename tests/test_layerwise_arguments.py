@@ -163,10 +163,10 @@ def synchronizer_rows() -> list[Row]:
         *[Row({name: bad}, TE, name) for bad in (None, "x", object(), Ready, print)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, TE, per_layer) for bad in (None, 2.0, "2", True)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, VE, per_layer) for bad in (-1, UINT32_MAX + 1)],
-        Row({name: Ready(tensor_num_per_layer=0)}, LE, f"{per_layer} = 0"),
+        Row({name: Ready(tensor_num_per_layer=0)}, LE, f"{per_layer}=0"),
         *[Row({name: Ready(timeout_in_millis=bad)}, TE, limit) for bad in (1.0, "1", False)],
         *[Row({name: Ready(timeout_in_millis=bad)}, VE, limit) for bad in (-1, UINT32_MAX + 1)],
-        Row({name: Ready(timeout_in_millis=0)}, LE, f"{limit} = 0"),
+        Row({name: Ready(timeout_in_millis=0)}, LE, f"{limit}=0"),
     ]
 
 

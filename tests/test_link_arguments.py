@@ -173,7 +173,7 @@ def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
             *[Row({"rank_table": bad}, TE, "rank_table") for bad in (5, b"{}", {}, True)],
             *[Row({members: bad}, LE, members) for bad in ({}, {1: 0})],
             *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
-            Row({members: {3: 0, 2: 1}}, LE, "must name this cluster"),
+            Row({members: {3: 0, 2: 1}}, LE, "must include this one"),
             Row({"rank_table": None}, TE, "rank_table"),
             *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
         ],

@@ -84,7 +84,6 @@ impl Cluster {
     }
 
     /// Returns the pool with a placement, if there is one.
-    #[must_use]
     pub fn pool(&self, placement: Placement) -> Option<&Arc<Arena>> {
         match placement {
             Placement::Host => self.host.as_ref(),
@@ -99,7 +98,6 @@ impl Cluster {
     }
 
     /// Returns the generation numbers of all places of the table.
-    #[must_use]
     pub fn generations(&self) -> &Generations {
         &self.generations
     }

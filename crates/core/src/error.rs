@@ -113,18 +113,25 @@ impl Error {
         }))
     }
 
+    /// Returns the error of kind [`ErrorKind::InvalidArgument`] with the text `message`.
+    #[cold]
+    #[must_use]
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Error::new(ErrorKind::InvalidArgument, message)
+    }
+
     /// Returns the error for an invalid argument: its name, its value and what it must be.
     #[cold]
     #[must_use]
     pub fn argument(name: &str, value: impl fmt::Display, required: impl fmt::Display) -> Self {
-        Error::new(ErrorKind::InvalidArgument, format!("{name}={value} must be {required}"))
+        Error::invalid(format!("{name}={value} must be {required}"))
     }
 
     /// Returns the error for an argument outside its `range`, for example "1 to 256".
     #[cold]
     #[must_use]
     pub fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
-        Error::new(ErrorKind::InvalidArgument, format!("{name}={value} is out of range ({range})"))
+        Error::invalid(format!("{name}={value} is out of range ({range})"))
     }
 
     /// Adds a named fact. A fact that the error already has is not added twice.
@@ -169,6 +176,11 @@ impl Error {
     pub fn fact(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
     }
+}
+
+/// Returns `Ok(())` if a rule holds, else its error.
+pub(crate) fn ensure(holds: bool, error: impl FnOnce() -> Error) -> Result<()> {
+    if holds { Ok(()) } else { Err(error()) }
 }
 
 impl PartialEq for Error {

@@ -123,6 +123,10 @@
 // Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
 // for the tests, which reach it through `testing`.
 #![allow(unreachable_pub, reason = "the modules are private")]
+#![cfg_attr(
+    feature = "testing",
+    allow(missing_docs, reason = "the interface is checked without the feature")
+)]
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 

@@ -26,7 +26,6 @@ pub struct Pin {
 impl Pin {
     /// Returns the pinned cache.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn cache(&self) -> &Arc<Cache> {
         &self.cache
     }
@@ -71,7 +70,6 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
 
 /// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is
 /// enough.
-#[must_use]
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     let mut shift = 0;
     while cache.geometry().rows() >> shift > MAX_COUNTERS {

@@ -115,7 +115,6 @@ pub struct TableState {
 
 impl Table {
     /// Creates an empty table that publishes its changes in `generations`.
-    #[must_use]
     pub fn new(generations: Arc<Generations>) -> Table {
         let state = State {
             generations,
@@ -283,7 +282,6 @@ impl Table {
     }
 
     /// Returns the number of caches and keys.
-    #[must_use]
     pub fn state(&self) -> TableState {
         let state = self.locked();
         TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }

@@ -18,19 +18,16 @@ macro_rules! data_types {
             pub const ALL: &'static [DataType] = &[$(DataType::$variant,)*];
 
             /// Returns the bytes of one element.
-            #[must_use]
             pub const fn bytes(self) -> u64 {
                 match self { $(DataType::$variant => $bytes,)* }
             }
 
             /// Returns the public name, `DT_…`.
-            #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(DataType::$variant => $name,)* }
             }
 
             /// Returns the type with this number in the public API; `None` if there is none.
-            #[must_use]
             pub const fn from_value(value: i64) -> Option<DataType> {
                 match value { $($value => Some(DataType::$variant),)* _ => None }
             }
@@ -148,31 +145,26 @@ impl Geometry {
     }
 
     /// Returns the number of tensors.
-    #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
     /// Returns the number of batch slots or blocks in one tensor.
-    #[must_use]
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
     /// Returns the bytes of one batch slot or block in one tensor (the *stride*).
-    #[must_use]
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
     }
 
     /// Returns the bytes of one tensor.
-    #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.rows * self.row_bytes
     }
 
     /// Returns the bytes of all tensors.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.tensor_bytes().saturating_mul(u64::from(self.num_tensors()))
     }

@@ -38,7 +38,6 @@ pub enum CacheKey {
 impl CacheKey {
     /// Returns the key for the numbers of the public API; `None` for a placeholder with neither request nor
     /// prefix. If both are given, the key is a prefix.
-    #[must_use]
     pub fn new(req_id: u64, prefix_id: u64, model_id: u64) -> Option<CacheKey> {
         match (req_id, prefix_id) {
             (NO_ID, NO_ID) => None,

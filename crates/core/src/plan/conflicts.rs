@@ -7,7 +7,7 @@
 
 use super::blocks::Blocks;
 use super::spans::Span;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 
 /// Name of the lists of this check in out-of-memory errors.
@@ -107,7 +107,7 @@ pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_byt
     let most = LEAST.max(plan_bytes as u64 / 2 * 3);
     if of_bits.min(of_list) > most {
         let text = "the pieces of a plan are too many and too irregular to be checked";
-        return Err(Error::new(ErrorKind::InvalidArgument, text)
+        return Err(Error::invalid(text)
             .with("pieces", pieces)
             .with("needed_bytes", of_bits.min(of_list))
             .with("limit", most));
@@ -160,5 +160,5 @@ fn common_divisor(mut a: u64, mut b: u64) -> u64 {
 #[cold]
 fn written_twice(at: u64) -> Error {
     let text = "a plan writes one destination twice in one wave";
-    Error::new(ErrorKind::InvalidArgument, text).with("dst_offset", at)
+    Error::invalid(text).with("dst_offset", at)
 }

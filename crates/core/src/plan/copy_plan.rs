@@ -79,37 +79,31 @@ impl CopyPlan {
 
     /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
     /// t`, for each of `num_tensors` tensors. This cuts a plan by layer without planning again.
-    #[must_use]
     pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
         CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
     }
 
     /// Returns the number of tensors that the plan copies.
-    #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
     /// Returns the index of the first tensor that is read.
-    #[must_use]
     pub fn src_tensor(&self) -> u32 {
         self.src_tensor
     }
 
     /// Returns the index of the first tensor that is written.
-    #[must_use]
     pub fn dst_tensor(&self) -> u32 {
         self.dst_tensor
     }
 
     /// Returns the waves, in the order in which they must run.
-    #[must_use]
     pub fn waves(&self) -> &[Wave] {
         &self.waves
     }
 
     /// Returns the number of bytes in all tensors and waves.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         let one: u64 = self.waves.iter().map(Wave::tensor_bytes).sum();
         one.saturating_mul(u64::from(self.num_tensors))

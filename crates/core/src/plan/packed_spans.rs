@@ -38,7 +38,6 @@ impl SpanList {
     }
 
     /// Returns the number of spans.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }

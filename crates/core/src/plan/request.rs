@@ -4,7 +4,7 @@
 //! bytes; a [`Piece`] takes 24 (docs/performance.md).
 
 use super::spans::Piece;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 
 /// Name of the lists of a request in out-of-memory errors.
@@ -102,7 +102,6 @@ impl Pieces {
     }
 
     /// Returns the number of pieces.
-    #[must_use]
     pub fn count(&self) -> usize {
         match self {
             Pieces::Listed(pieces) => pieces.len(),
@@ -136,9 +135,6 @@ impl Pieces {
 pub(crate) fn total_bytes(blocks: u64, block_bytes: u64) -> Result<()> {
     match blocks.checked_mul(block_bytes) {
         Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
-        _ => {
-            let text = format!("{blocks} blocks of {block_bytes} bytes are 2^63 bytes or more");
-            Err(Error::new(ErrorKind::InvalidArgument, text))
-        }
+        _ => Err(Error::invalid(format!("{blocks} blocks of {block_bytes} bytes are 2^63 bytes or more"))),
     }
 }

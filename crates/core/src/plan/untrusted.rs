@@ -12,7 +12,7 @@ use super::packed_spans::{Packed, SpanList};
 use super::span_limits::{MOST_PIECES, Tally, refused};
 use super::spans::{PLAN, Span, hull};
 use super::waves::Wave;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 
 /// Most waves that a peer's plan may have. A list of blocks with one common destination needs one wave for
@@ -121,9 +121,7 @@ impl CopyPlan {
             let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
                 let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
-                return Err(Error::new(ErrorKind::InvalidArgument, text)
-                    .with("which", end.name())
-                    .with("num_tensors", tensors));
+                return Err(Error::invalid(text).with("which", end.name()).with("num_tensors", tensors));
             }
             for wave in self.waves() {
                 // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
@@ -282,31 +280,26 @@ impl RowRanges {
 
 #[cold]
 fn outside(end: End, tensor_bytes: u64) -> Error {
-    Error::new(ErrorKind::InvalidArgument, "a plan reaches beyond its tensors")
+    Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
 }
 
 fn check_wave_count(count: usize) -> Result<()> {
-    if count <= MOST_WAVES {
-        return Ok(());
-    }
-    Err(refused(&format!("{count} waves, more than {MOST_WAVES}")))
+    ensure(count <= MOST_WAVES, || refused(&format!("{count} waves, more than {MOST_WAVES}")))
 }
 
 fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {
-    if count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some() {
-        return Ok(());
-    }
-    Err(refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}")))
+    ensure(count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some(), || {
+        refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}"))
+    })
 }
 
 fn total(bytes: u64, tensors: u32) -> Result<()> {
     let total = bytes.checked_mul(u64::from(tensors));
-    if total.is_some_and(|total| i64::try_from(total).is_ok()) {
-        return Ok(());
-    }
-    Err(refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all")))
+    ensure(total.is_some_and(|total| i64::try_from(total).is_ok()), || {
+        refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all"))
+    })
 }
 
 fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {

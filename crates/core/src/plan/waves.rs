@@ -59,7 +59,6 @@ impl Wave {
     }
 
     /// Returns the number of spans.
-    #[must_use]
     pub fn num_spans(&self) -> usize {
         match &self.form {
             Form::Spans { spans, .. } => spans.len(),
@@ -69,13 +68,11 @@ impl Wave {
     }
 
     /// Returns the blocks, if the wave consists of equal blocks.
-    #[must_use]
     pub fn blocks(&self) -> Option<&Blocks> {
         if let Form::Blocks(blocks) = &self.form { Some(blocks) } else { None }
     }
 
     /// Returns the number of pieces in one tensor.
-    #[must_use]
     pub fn count(&self) -> u64 {
         match &self.form {
             Form::Spans { spans, .. } => spans.iter().map(|span| span.count).sum(),
@@ -85,7 +82,6 @@ impl Wave {
     }
 
     /// Returns the number of bytes copied in one tensor.
-    #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.bytes
     }

@@ -120,7 +120,7 @@ struct Node {
 /// Allocates page-aligned ranges of `[0, capacity)`.
 ///
 /// ```
-/// use llm_datadist_core::pool::Pool;
+/// use llm_datadist_core::testing::pool::Pool;
 /// # fn main() -> llm_datadist_core::Result<()> {
 /// let mut pool = Pool::new(1 << 20, 16)?; // 1 MiB in pages of 64 KiB
 /// let layers = pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run
@@ -253,21 +253,18 @@ impl Pool {
     }
 
     /// Returns the bytes of one page.
-    #[must_use]
     pub fn page_bytes(&self) -> u64 {
         1 << self.page_shift
     }
 
     /// Returns the bytes that a range for `bytes` bytes takes: whole pages, at least one. Returns `None` if
     /// that exceeds 64 bits.
-    #[must_use]
     pub fn rounded(&self, bytes: u64) -> Option<u64> {
         self.page_count(bytes).checked_mul(self.page_bytes())
     }
 
     /// Returns the current sizes and counters. The longest run is searched in the list of the highest class
     /// in use; all other values are stored.
-    #[must_use]
     pub fn state(&self) -> PoolState {
         let used_ranges = self.allocations - self.frees;
         PoolState {

@@ -59,19 +59,16 @@ impl Arena {
     }
 
     /// Returns the region, for the descriptor behind it.
-    #[must_use]
     pub fn region(&self) -> &Region {
         &self.region
     }
 
     /// Returns a shared reference to the region, for use beside the arena.
-    #[must_use]
     pub fn shared(&self) -> Arc<Region> {
         self.region.clone()
     }
 
     /// Returns the sizes and counters of the pool.
-    #[must_use]
     pub fn state(&self) -> PoolState {
         self.locked().state()
     }

@@ -22,14 +22,12 @@ const LONGEST: usize = 4 << 10;
 
 /// Returns the number of an error kind in messages: its position in [`ErrorKind::ALL`], which may only grow
 /// at its end.
-#[must_use]
 pub fn kind_number(kind: ErrorKind) -> u8 {
     let position = ErrorKind::ALL.iter().position(|&known| known == kind);
     position.and_then(|at| u8::try_from(at).ok()).unwrap_or(u8::MAX)
 }
 
 /// Returns the kind with a number. A kind that only the peer knows becomes [`ErrorKind::System`].
-#[must_use]
 pub fn kind_of(number: u8) -> ErrorKind {
     ErrorKind::ALL.get(usize::from(number)).copied().unwrap_or(ErrorKind::System)
 }
@@ -117,7 +115,6 @@ impl TryFrom<WirePlan> for CopyPlan {
 impl Record {
     /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
     /// use it yet.
-    #[must_use]
     pub fn new(at: Place, cache: CacheId, row: u32, side: Side) -> Record {
         Record {
             at,
@@ -194,7 +191,6 @@ impl Run {
 impl Reply {
     /// Returns the reply to a request that failed with `error`. The message contains the facts and causes of
     /// the error.
-    #[must_use]
     pub fn failed(error: &Error) -> Reply {
         // Rows beyond the limits are left out. That is safe, because a row that is not listed does not count
         // as arrived.
@@ -214,7 +210,6 @@ impl Reply {
 
     /// Returns the error for a failure that the peer reported. Its facts are appended to the text, because an
     /// [`Error`] can only have facts with fixed names.
-    #[must_use]
     pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
         let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let text =
@@ -227,7 +222,6 @@ impl Reply {
     }
 
     /// Returns the name of the reply, for error messages.
-    #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
             Reply::Described(_) => "described",

@@ -29,7 +29,6 @@ const MAX_TEXT: usize = 16 << 10;
 /// First frame of a handshake, from the dialing side: its identity and the purpose of the stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Purpose of the stream.
     pub purpose: Purpose,
     /// The side that dials.
     pub from: Party,
@@ -44,7 +43,6 @@ pub struct Hello {
 /// One side of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Party {
-    /// Its cluster id.
     pub cluster: u64,
     /// Random number from the time when its engine was opened. It changes with a restart.
     pub instance: u64,
@@ -76,16 +74,12 @@ pub enum Purpose {
     /// user.
     Meet,
     /// Tells the dialing side of a communicator that this member has joined, so that it dials at once.
-    Knock {
-        /// The communicator, as the sender describes it.
-        comm: Comm,
-    },
+    Knock { comm: Comm },
 }
 
 /// A communicator as its rank table describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Comm {
-    /// Name of the communicator.
     pub name: String,
     /// Cluster id and rank of each member.
     pub members: Vec<(u64, u32)>,
@@ -166,95 +160,58 @@ pub enum Control {
     Dial,
 }
 
-/// Request of a caller on a call stream. `limit_ms` is the time left until the caller's deadline.
+/// Request of a caller on a call stream.
+///
+/// `limit_ms` is the time in milliseconds until the caller's deadline, `name` the cache as the caller names it, and
+/// `cache` its id when it was described. `from..to` is the range of bytes of the plan that the request moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Asks what a cache is and where its memory is.
-    Describe {
-        /// Name of the cache.
-        name: WireName,
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Describe { name: WireName, limit_ms: u64 },
     /// Asks for bytes of a cache.
     Read {
-        /// Name of the cache.
         name: WireName,
-        /// Id of the cache that the name referred to when it was described.
         cache: i64,
         /// Plan whose source is the cache and whose destination is the caller's.
         plan: WirePlan,
-        /// First byte position in the plan.
         from: u64,
-        /// End of the byte positions in the plan.
         to: u64,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
     /// Sends bytes to be written into a cache.
     Write {
-        /// Name of the cache.
         name: WireName,
-        /// Id of the cache that the name referred to when it was described.
         cache: i64,
         /// Plan whose source is the caller's and whose destination is the cache.
         plan: WirePlan,
-        /// First byte position in the plan.
         from: u64,
-        /// End of the byte positions in the plan.
         to: u64,
         /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
         /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
     /// Asks the peer to read bytes from the caller's memory into a cache.
     Fetch {
-        /// Name of the cache.
         name: WireName,
-        /// Id of the cache that the name referred to when it was described.
         cache: i64,
         /// Plan whose source is the caller's memory and whose destination is the cache.
         plan: WirePlan,
-        /// Location of the caller's memory.
         source: Location,
-        /// Number of tensors of the source.
         num_tensors: u32,
-        /// Bytes of each tensor of the source.
         tensor_bytes: u64,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
     /// Reports that the caller has pulled tensors.
-    Consume {
-        /// Name of the cache.
-        name: WireName,
-        /// Id of the cache that the name referred to when it was described.
-        cache: i64,
-        /// Index of the first tensor.
-        first: u32,
-        /// Number of tensors.
-        count: u32,
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Consume { name: WireName, cache: i64, first: u32, count: u32, limit_ms: u64 },
     /// Ends the link.
-    Unlink {
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Unlink { limit_ms: u64 },
     /// Asks for a reply, to find out whether the peer is alive.
-    Ping {
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Ping { limit_ms: u64 },
     /// Asks in which caches addresses lie.
     Locate {
-        /// The addresses.
         #[serde(deserialize_with = "addresses")]
         addrs: Vec<u64>,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
 }
@@ -265,20 +222,13 @@ pub enum Reply {
     /// Reply to [`Request::Describe`].
     Described(Record),
     /// The bytes of a read follow, or those of a write may be sent.
-    Ready {
-        /// Number of bytes.
-        bytes: u64,
-    },
+    Ready { bytes: u64 },
     /// The request succeeded.
-    Done {
-        /// Number of bytes moved.
-        bytes: u64,
-    },
+    Done { bytes: u64 },
     /// The cache has changed since it was described.
     Stale,
     /// The peer cannot read the source.
     Unreachable {
-        /// Reason why it cannot.
         #[serde(deserialize_with = "text")]
         reason: String,
     },
@@ -286,10 +236,8 @@ pub enum Reply {
     Failed {
         /// Number of the error kind: its position in [`ErrorKind::ALL`](crate::error::ErrorKind::ALL).
         kind: u8,
-        /// Text of the error.
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Names and values of the facts.
         #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
         /// Rows of the destination that are complete despite the failure.
@@ -303,9 +251,7 @@ pub enum Reply {
 /// The cache, tensor and offset of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddressLocation {
-    /// Id of the cache.
     pub cache: i64,
-    /// Index of the tensor.
     pub tensor: u32,
     /// Bytes from the start of the tensor.
     pub offset: u64,
@@ -314,7 +260,6 @@ pub struct AddressLocation {
 /// Complete rows of one tensor of the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Arrived {
-    /// Index of the tensor.
     pub tensor: u32,
     /// Ranges of rows: the first row, and the row after the last.
     pub rows: Vec<(u64, u64)>,
@@ -323,7 +268,6 @@ pub struct Arrived {
 /// A place in the owner's cache table, with its generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Number of the place.
     pub place: u32,
     /// Generation of the place when the cache was described.
     pub generation: u64,
@@ -334,11 +278,9 @@ pub struct Place {
 pub struct Record {
     /// Place of the cache in the owner's table.
     pub at: Place,
-    /// Id of the cache.
     pub cache: i64,
     /// Row that the name refers to.
     pub row: u32,
-    /// Number of tensors.
     pub num_tensors: u32,
     /// Number of rows, that is batch slots or blocks, in one tensor.
     pub rows: u64,
@@ -352,7 +294,6 @@ pub struct Record {
     pub allocated: bool,
     /// Whether peers may read and write the cache.
     pub accessible: bool,
-    /// Location of the tensors.
     pub location: Location,
 }
 
@@ -369,7 +310,6 @@ pub enum Location {
     },
     /// In the memory of the owner's process.
     Process {
-        /// Addresses of the tensors.
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
@@ -380,11 +320,9 @@ pub enum Location {
 /// `count` numbers at a constant distance: `start`, `start + step`, and so on, modulo 2^64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// First number.
     pub start: u64,
     /// Distance from one number to the next, modulo 2^64.
     pub step: u64,
-    /// Number of numbers.
     pub count: u32,
 }
 
@@ -392,31 +330,13 @@ pub struct Run {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WireName {
     /// The slot of a request.
-    Request {
-        /// Model id.
-        model: u64,
-        /// Request id.
-        id: u64,
-    },
+    Request { model: u64, id: u64 },
     /// The slot of a prefix.
-    Prefix {
-        /// Model id.
-        model: u64,
-        /// Prefix id.
-        id: u64,
-    },
+    Prefix { model: u64, id: u64 },
     /// The blocks cache of a model.
-    Blocks {
-        /// Model id.
-        model: u64,
-    },
+    Blocks { model: u64 },
     /// One row of a cache.
-    Row {
-        /// Id of the cache.
-        cache: i64,
-        /// Index of the row.
-        row: u32,
-    },
+    Row { cache: i64, row: u32 },
 }
 
 thread_local! {

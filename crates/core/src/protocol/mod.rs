@@ -91,8 +91,7 @@ impl Header {
     fn write(self) -> Result<[u8; HEADER]> {
         let length = u32::try_from(self.length).ok().filter(|_| self.length <= MESSAGE_LIMIT);
         let Some(length) = length else {
-            let error =
-                Error::new(ErrorKind::InvalidArgument, "the request is too long to be sent in one message");
+            let error = Error::invalid("the request is too long to be sent in one message");
             return Err(error.with("bytes", self.length).with("limit", MESSAGE_LIMIT));
         };
         let [a, b, c, d] = length.to_le_bytes();
@@ -178,7 +177,6 @@ pub fn open<T: DeserializeOwned>(kind: u8, body: &[u8]) -> Result<T> {
 
 /// Returns the frame of a refusal: the kind of `error` as a little-endian `u32`, then its text. The text is
 /// cut so that the body has at most [`HANDSHAKE_LIMIT`] bytes.
-#[must_use]
 pub fn refusal(error: &Error) -> Vec<u8> {
     let text = error.to_string();
     let most = text.len().min(HANDSHAKE_LIMIT - size_of::<u32>());
@@ -195,7 +193,6 @@ pub fn refusal(error: &Error) -> Vec<u8> {
 
 /// Returns the error in the body of a refusal. Never fails, because no report could be sent to the peer any
 /// more.
-#[must_use]
 pub fn refused(body: &[u8]) -> Error {
     let Some((number, text)) = body.split_first_chunk() else {
         return Error::new(ErrorKind::System, "the peer refused without a reason");

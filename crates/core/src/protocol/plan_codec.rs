@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 #[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
@@ -190,7 +190,7 @@ fn unpacked<const WIDTH: usize>(
     }
     if pairs.len() as u64 > 1 << (8 * WIDTH) {
         let text = "a plan writes one destination twice in one wave: it has more blocks than numbers";
-        let error = Error::new(ErrorKind::InvalidArgument, text);
+        let error = Error::invalid(text);
         return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
     }
     let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
@@ -200,5 +200,5 @@ fn unpacked<const WIDTH: usize>(
 #[cold]
 fn too_many_waves() -> Error {
     let text = format!("the plan is not valid: it has more than {MOST_WAVES} waves");
-    Error::new(ErrorKind::InvalidArgument, text)
+    Error::invalid(text)
 }

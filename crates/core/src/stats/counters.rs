@@ -88,7 +88,6 @@ impl Counters {
 
     /// Returns the current values. They are read one by one while calls are running, so a call may be counted
     /// in one field and not yet in another.
-    #[must_use]
     pub fn state(&self) -> OpState {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let buckets = std::array::from_fn(|bucket| load(&self.histogram[bucket]));

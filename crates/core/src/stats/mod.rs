@@ -182,13 +182,11 @@ impl Stats {
 
     /// Returns the number of swap-ins that were copied straight to their blocks, and through the staging
     /// ring.
-    #[must_use]
     pub fn swap_ins(&self) -> (u64, u64) {
         (self.direct.load(Ordering::Relaxed), self.ring.load(Ordering::Relaxed))
     }
 
     /// Returns the current counters of every kind of call, with its name.
-    #[must_use]
     pub fn ops(&self) -> Vec<(&'static str, OpState)> {
         Op::ALL.iter().map(|&(op, name)| (name, self.ops[op as usize].state())).collect()
     }

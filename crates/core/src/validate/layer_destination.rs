@@ -136,7 +136,7 @@ fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
     let error = match rows {
         LayerRows::Slot => {
             let text = "the memory of the peer is too small for a slot";
-            Error::new(ErrorKind::InvalidArgument, text)
+            Error::invalid(text)
         }
         LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
             let block = piece.len.max(1);

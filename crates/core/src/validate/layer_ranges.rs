@@ -6,7 +6,7 @@
 
 use super::{Side, batch_cache, on_device};
 use crate::config::Role;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result, ensure};
 use crate::model::Geometry;
 use crate::plan::{Moves, Pieces};
 
@@ -61,7 +61,7 @@ impl ExtParam {
 
 /// Checks that the `size` of a push is −1 (all bytes).
 pub fn push_size(size: i64) -> Result<()> {
-    if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
+    ensure(size == -1, || Error::argument("size", size, "-1"))
 }
 
 /// Checks the arguments of the original's `PushKvCache`, which has its own rules for role, source, size and
@@ -86,7 +86,7 @@ pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> 
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(text));
     }
     push_size(size)?;
     ext_alone(ext)?;
@@ -134,10 +134,9 @@ pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
 /// Checks that `tensor_num_per_layer` is 1 to the number of tensors.
 fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
     let (tensors, per_layer) = (local.num_tensors(), u32::from(ext.tensor_num_per_layer));
-    if (1..=tensors).contains(&per_layer) {
-        return Ok(());
-    }
-    Err(Error::out_of_range("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
+    ensure((1..=tensors).contains(&per_layer), || {
+        Error::out_of_range("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}"))
+    })
 }
 
 /// Returns both ranges, checked against the known numbers of source and destination tensors (`u32::MAX` if
@@ -219,8 +218,9 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     }
     let (src_first, src_count) = src.map_or((0, count), |range| tensors(range, per_layer));
     if src_count != count {
-        let text = format!("src_layer_range names {src_count} tensors and {count} are written");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!(
+            "src_layer_range names {src_count} tensors and {count} are written"
+        )));
     }
     let count = u32::try_from(count).unwrap_or(u32::MAX);
     Ok(Tensors { src: src_first, dst: first, count })
@@ -253,7 +253,7 @@ pub(super) fn per_layer(layers: Layers) -> Result<()> {
 
 /// Checks that `tensor_num_per_layer` is above 0.
 pub fn tensors_per_layer(count: u32) -> Result<()> {
-    if count > 0 { Ok(()) } else { Err(Error::argument("tensor_num_per_layer", 0, "above 0")) }
+    ensure(count > 0, || Error::argument("tensor_num_per_layer", 0, "above 0"))
 }
 
 /// Checks the ranges of a push without regard to a cache: both or none are given, each has at least one
@@ -264,8 +264,9 @@ pub fn push_spans(layers: Layers) -> Result<()> {
         (Some(src), Some(dst)) => (src, dst),
         (src, _) => {
             let (given, missing) = if src.is_some() { ("src", "dst") } else { ("dst", "src") };
-            let text = format!("{given}_layer_range was given without {missing}_layer_range");
-            return Err(Error::new(ErrorKind::InvalidArgument, text));
+            return Err(Error::invalid(format!(
+                "{given}_layer_range was given without {missing}_layer_range"
+            )));
         }
     };
     for (name, range) in [("src_layer_range", src), ("dst_layer_range", dst)] {
@@ -282,11 +283,9 @@ fn span(range: LayerRange) -> i64 {
 }
 
 fn same_spans(src: i64, dst: i64) -> Result<()> {
-    if src == dst {
-        return Ok(());
-    }
-    let text = format!("src_layer_range has {src} layers and dst_layer_range {dst}");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(src == dst, || {
+        Error::invalid(format!("src_layer_range has {src} layers and dst_layer_range {dst}"))
+    })
 }
 
 fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
@@ -298,11 +297,9 @@ fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
 }
 
 pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geometry) -> Result<()> {
-    if first + u64::from(count) <= u64::from(of.num_tensors()) {
-        Ok(())
-    } else {
-        Err(outside(name, first, u64::from(count), cache, of))
-    }
+    ensure(first + u64::from(count) <= u64::from(of.num_tensors()), || {
+        outside(name, first, u64::from(count), cache, of)
+    })
 }
 
 #[cold]

@@ -5,7 +5,7 @@
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
 use super::{LayerRange, Side, on_device};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 use crate::model::{CacheKind, ClusterId, Geometry, Name};
 
@@ -87,8 +87,7 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
         return Ok(LayerRows::Blocks { src, dst });
     }
     if local.kind == CacheKind::Blocks && !dst.is_empty() {
-        let text = "src_cache is a blocks cache, and src_block_indices were not given";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid("src_cache is a blocks cache, and src_block_indices were not given"));
     }
     match args.dst_block_bytes {
         Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
@@ -98,7 +97,7 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
 
 /// Rows 6 to 8: checks that the lists and the block size can be combined.
 pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
-    let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
+    let refused = |text: String| Err(Error::invalid(text));
     match (args.src_blocks.len(), args.dst_blocks.len()) {
         (0, 0) => Ok(()),
         (0, dst) if args.dst_block_bytes.is_none() => refused(format!(
@@ -155,7 +154,7 @@ fn one_block(to: &Destination) -> Result<()> {
                 "batch_index={row} of cache_key must be 0: src_cache is a blocks cache without src_block_indices, \
                  which is one slot of one block"
             );
-            Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster))
+            Err(Error::invalid(text).with("cluster", to.cluster))
         }
         _ => Ok(()),
     }
@@ -167,7 +166,7 @@ pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Resul
     let blocks = !args.src_blocks.is_empty();
     if (blocks || local.kind == CacheKind::Blocks) && row != 0 {
         let text = format!("src_batch_index {row} != 0 while src is blocks");
-        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).with("cluster", to.cluster));
     }
     if local.kind == CacheKind::Blocks && !blocks {
         one_block(to)?;
@@ -190,7 +189,7 @@ pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Resul
     let rows = local.geometry.rows();
     if !blocks && u64::from(row) >= rows {
         let text = format!("src_batch_index {row} out of range: [0, {rows})");
-        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).with("cluster", to.cluster));
     }
     Ok(())
 }

@@ -40,7 +40,7 @@ pub use values::{
 
 use std::fmt::Display;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
 use crate::plan::{BlockPairs, CopyRange, total_bytes};
@@ -103,8 +103,10 @@ pub fn allocate(
         Placement::Host => (pools.host, "host_mem_pool_cfg"),
     };
     if !configured {
-        let text = format!("{} memory cannot be allocated: {option} was not given at init", desc.placement);
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!(
+            "{} memory cannot be allocated: {option} was not given at init",
+            desc.placement
+        )));
     }
     let geometry = Geometry::new(desc)?;
     if keys.len() as u64 > geometry.rows() {
@@ -175,7 +177,7 @@ pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
 
 #[cold]
 fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("{name} is {is}; this call needs {needed}"))
+    Error::invalid(format!("{name} is {is}; this call needs {needed}"))
 }
 
 /// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `place`.
@@ -187,11 +189,7 @@ fn too_long(size: i64, bytes: u64, room: u64, place: &str) -> Error {
 
 /// Checks that `size` is −1 (all bytes) or above 0.
 pub fn copy_size(size: i64) -> Result<()> {
-    if size == -1 || size > 0 {
-        Ok(())
-    } else {
-        Err(Error::argument("size", size, "-1, or a number of bytes above 0"))
-    }
+    ensure(size == -1 || size > 0, || Error::argument("size", size, "-1, or a number of bytes above 0"))
 }
 
 /// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(TensorCountMismatch)` if the caches
@@ -240,7 +238,7 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
         Placement::Device => Ok(()),
         Placement::Host => {
             let text = format!("{name} is in host memory; this call needs device memory");
-            Err(Error::new(ErrorKind::InvalidArgument, text))
+            Err(Error::invalid(text))
         }
     }
 }
@@ -310,10 +308,7 @@ fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs>
 
 #[cold]
 fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
-    Error::new(
-        ErrorKind::InvalidArgument,
-        format!("src_cache and dst_cache do not match: {what} {src} and {dst}"),
-    )
+    Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
 }
 
 fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<BlockPairs> {

@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::json::json;
 use super::values::{self, clipped, decimal, ip_address, one_of};
 use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::model::ClusterId;
 
 /// Most bytes of a host pool (contract §5.1).
@@ -152,8 +152,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
 fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
     if token.is_some() && file.is_some() {
-        let text = "llm.LinkToken and llm.LinkTokenFile are both given; give one of them";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid("llm.LinkToken and llm.LinkTokenFile are both given; give one of them"));
     }
     links.token = token.map(values::link_token).transpose()?;
     links.token_file = file.map(values::link_token_file).transpose()?;
@@ -235,7 +234,7 @@ fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfi
 }
 
 fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
-    let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
+    let invalid = |reason: String| Error::invalid(reason);
     let value: Value =
         json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
     let Value::Object(fields) = value else {

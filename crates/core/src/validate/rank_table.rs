@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use super::json::json;
 use super::values::{clipped, decimal, ip_address};
 use crate::config::LinkConfig;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result, ensure};
 use crate::model::ClusterId;
 
 /// Most members of a communicator.
@@ -45,18 +45,12 @@ pub struct RankEnd {
 /// Checks that the name of a communicator has 1 to 127 characters.
 pub fn comm_name(name: &str) -> Result<()> {
     let characters = name.chars().count();
-    if (1..128).contains(&characters) {
-        return Ok(());
-    }
-    Err(Error::out_of_range("len(comm_name)", characters, "1 to 127"))
+    ensure((1..128).contains(&characters), || Error::out_of_range("len(comm_name)", characters, "1 to 127"))
 }
 
 /// Checks that a communicator has at most 4 members.
 pub fn most_members(count: usize) -> Result<()> {
-    if count <= MEMBERS {
-        return Ok(());
-    }
-    Err(Error::out_of_range("len(cluster_rank_info)", count, "2 to 4 clusters"))
+    ensure(count <= MEMBERS, || Error::out_of_range("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
 /// Checks the other arguments of `link()` (contract §6.5).
@@ -66,8 +60,7 @@ pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Res
     if clusters.len() < 2 {
         return Err(Error::out_of_range("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
     }
-    let invalid =
-        |why: String| Error::new(ErrorKind::InvalidArgument, format!("cluster_rank_info is invalid: {why}"));
+    let invalid = |why: String| Error::invalid(format!("cluster_rank_info is invalid: {why}"));
     for two in clusters.windows(2) {
         if two[0].1 >= two[1].1 {
             let ranks: Vec<_> = clusters.iter().map(|&(_, rank)| rank).collect();
@@ -93,8 +86,7 @@ pub fn ends(
     links: &LinkConfig,
 ) -> Result<Vec<RankEnd>> {
     if !clusters.iter().any(|&(cluster, _)| cluster == own) {
-        let text = format!("cluster {own} is no member of the communicator");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!("cluster {own} is no member of the communicator")));
     }
     let table = Table::read(rank_table)?;
     let entries: Vec<Entry> = clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
@@ -130,9 +122,7 @@ struct Table {
 impl Table {
     fn read(text: &str) -> Result<Table> {
         let shown = clipped(text);
-        let invalid = |reason: &str| {
-            Error::new(ErrorKind::InvalidArgument, format!("rank_table {reason}")).with("text", &shown)
-        };
+        let invalid = |reason: &str| Error::invalid(format!("rank_table {reason}")).with("text", &shown);
         let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
         let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
@@ -171,7 +161,7 @@ impl Table {
         let found = of_rank.next();
         if of_rank.next().is_some() {
             let text = format!("rank_table names rank_id {rank} twice");
-            return Err(Error::new(ErrorKind::InvalidArgument, text).with("text", &self.shown));
+            return Err(Error::invalid(text).with("text", &self.shown));
         }
         let only = || self.entries.first().filter(|_| self.servers == 1);
         let server = || {
@@ -270,7 +260,7 @@ impl Member<'_> {
                  an IP address, more than one server, and no entry in rank_hosts",
                 self.rank, self.cluster
             );
-            Error::new(ErrorKind::InvalidArgument, text)
+            Error::invalid(text)
         })
     }
 

@@ -7,7 +7,7 @@
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
 use super::{Side, batch_cache, blocks_cache, copy_size, row, too_long};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
@@ -112,11 +112,7 @@ pub fn accessible(
 
 /// Checks that peers may use the cache called `name` (contract §12.4).
 pub fn reachable(name: &str, accessible: bool) -> Result<()> {
-    if accessible {
-        return Ok(());
-    }
-    let text = format!("{name} was registered with remote_accessible False");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
 }
 
 /// Checks what needs only the local cache of a pull.
@@ -167,12 +163,11 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
     remote_row(remote, ErrorKind::CacheNotFound)?;
     let tensors = pull_layers(own, layers)?;
     if layers_given(layers.src).is_none() && peer.num_tensors() != tensors.count {
-        let text = format!(
+        return Err(Error::invalid(format!(
             "the remote cache has {} tensors, and the local range has {}",
             peer.num_tensors(),
             tensors.count
-        );
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        )));
     }
     within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
     match rows {
@@ -257,11 +252,10 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
             remote_row(remote, ErrorKind::InvalidArgument)?;
             let len = own.row_bytes();
             if len > peer.row_bytes() {
-                let text = format!(
+                return Err(Error::invalid(format!(
                     "a slot of src_cache has {len} bytes, more than the {} bytes of a slot of the remote cache",
                     peer.row_bytes()
-                );
-                return Err(Error::new(ErrorKind::InvalidArgument, text));
+                )));
             }
             let index = u64::from(*index);
             let dst = u64::from(remote.row) * peer.row_bytes();
@@ -290,10 +284,9 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     // To everything that names a slot, a blocks cache is one slot (contract §12.1).
     let rows = if remote.side.kind == CacheKind::Batch { remote.side.geometry.rows() } else { 1 };
-    if u64::from(remote.row) < rows {
-        return Ok(());
-    }
-    Err(Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
+    ensure(u64::from(remote.row) < rows, || {
+        Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1))
+    })
 }
 
 /// Returns the bytes for `size`, by default those of a local slot. They must fit into a slot of `of`, the
@@ -332,11 +325,7 @@ pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
 
 /// Checks that two lists have the same number of entries.
 pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
-    if left == right {
-        return Ok(());
-    }
-    let text = format!("{src} has {left} entries, and {dst} has {right}");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(left == right, || Error::invalid(format!("{src} has {left} entries, and {dst} has {right}")))
 }
 
 /// Checks that every entry is a block of the cache.
@@ -358,15 +347,13 @@ fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
 }
 
 pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
-    if local.row_bytes() == remote.row_bytes() {
-        return Ok(());
-    }
-    let text = format!(
-        "a block has {} bytes in the local cache and {} in the remote cache",
-        local.row_bytes(),
-        remote.row_bytes()
-    );
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(local.row_bytes() == remote.row_bytes(), || {
+        Error::invalid(format!(
+            "a block has {} bytes in the local cache and {} in the remote cache",
+            local.row_bytes(),
+            remote.row_bytes()
+        ))
+    })
 }
 
 /// Cuts the slot at byte `slot` into blocks from its start. The last piece may be shorter.

@@ -220,13 +220,13 @@ fn rows_of_either_kind() {
     refused(validate::swap_rows(local, side(2, 20, 64, Batch, Device), &[]), &["block sizes"]);
     refused(validate::swap_rows(local, side(3, 20, 128, Batch, Device), &[]), &["num_tensors"]);
     assert_eq!(validate::copy_rows(cache, &[(0, 19)]).unwrap().num_tensors, 2);
-    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in HOST"]);
+    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in host"]);
     refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block=20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
     assert_eq!(validate::copy_on_device(cache, cache, args).unwrap().src_offset, 128);
-    refused(validate::copy_on_device(local, cache, args), &["src is in HOST"]);
-    refused(validate::copy_on_device(cache, local, args), &["dst is in HOST"]);
-    refused(validate::copy_on_device(local, local, args), &["dst is in HOST"]);
+    refused(validate::copy_on_device(local, cache, args), &["src is in host"]);
+    refused(validate::copy_on_device(cache, local, args), &["dst is in host"]);
+    refused(validate::copy_on_device(local, local, args), &["dst is in host"]);
 }
 
 #[test]

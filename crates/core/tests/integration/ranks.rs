@@ -187,11 +187,11 @@ fn unusable_tables() {
         (r#"{"server_list": [{"device": [{"device_id": 1.5}]}]}"#, &["rank_table.device_id=1.5"]),
         (
             r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": "0", "device_id": "65535"}]}]}"#,
-            &["the port = 82201 of rank 0", "device_id 65535"],
+            &["port=82201 is out of range", "device_id 65535"],
         ),
         (
             r#"{"server_count": "1", "server_list": [{"device": [{"rank_id": "0", "device_port": "0"}]}]}"#,
-            &["the port = 0 of rank 0"],
+            &["port=0 is out of range"],
         ),
         (r#"{"server_list": [{"device": [{"rank_id": "0"}, {"rank_id": 0}]}]}"#, &["rank_id 0 twice"]),
         (

@@ -53,7 +53,6 @@ impl Table {
     }
 
     /// Returns the cache `id` if `name` still resolves to it.
-    #[must_use]
     pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.locked();
         let (_, slot, _) = state.lookup(name).ok()?;
