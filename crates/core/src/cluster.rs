@@ -18,13 +18,9 @@ use crate::stats::Stats;
 /// The state of one cluster.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Configuration with which the engine was opened.
     pub config: Config,
-    /// Caches and keys.
     pub table: Table,
-    /// Engine that copies bytes.
     pub engine: CopyEngine,
-    /// Counters.
     pub stats: Stats,
     /// Puts the pools, and registered memory, into huge pages.
     pub merger: Merger,
@@ -83,7 +79,6 @@ impl Cluster {
         })
     }
 
-    /// Returns the pool with a placement, if there is one.
     pub fn pool(&self, placement: Placement) -> Option<&Arc<Arena>> {
         match placement {
             Placement::Host => self.host.as_ref(),

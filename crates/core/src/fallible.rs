@@ -1,10 +1,6 @@
-//! Lists whose length a caller or a peer chooses. A failed allocation is an error of the call and does not
-//! end the process.
-//!
-//! Every list of a plan, a message or the cache table is made here, or reserved before it is filled;
-//! `tests/integration/short.rs` fails each of these allocations in turn. Lists whose length the engine
-//! bounds, and the texts of errors, are allocated normally. `what` names the list in the error; a function
-//! here returns `Err(OutOfMemory)` if it cannot allocate.
+//! Lists whose length a caller or a peer chooses: every list of a plan, a message or the cache table. A failed
+//! allocation is `Err(OutOfMemory)` of the call, anywhere in the crate, and does not end the process
+//! (`tests/integration/short.rs` fails each of them in turn). `what` names the list in the error.
 
 use std::hash::Hash;
 

@@ -94,13 +94,6 @@
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
-//! // Calls of the original's documentation: `CopyKvCache`, and `PushKvCache` of the prompt role.
-//! let source = End::Managed(theirs.id());
-//! let args = CopyArgs { src_batch_index: 0, dst_batch_index: 1, offset: 0, size: -1 };
-//! prefill.copy_kv_cache(&source, &source, args)?;
-//! let there = CacheIndex { cluster: ClusterId(2), cache: ours.id(), row: 1 };
-//! prefill.push_kv_cache(theirs.id(), there, 3, -1, ExtParam::default())?;
-//!
 //! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
 //! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
 //! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };

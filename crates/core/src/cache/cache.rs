@@ -89,7 +89,6 @@ impl Cache {
         self.id
     }
 
-    /// Returns the provider of the memory.
     pub(crate) fn origin(&self) -> Origin {
         self.origin
     }
@@ -152,7 +151,6 @@ impl Cache {
         Err(Error::new(ErrorKind::NotEnabled, "the tensors are in memory that the CPU cannot address"))
     }
 
-    /// Returns the memory of the cache.
     pub(crate) fn tensors(&self) -> &Arc<Tensors> {
         &self.tensors
     }

@@ -46,7 +46,6 @@ pub(super) struct Claim {
 /// The rows that one call reads and writes in one cache. A row may occur more than once.
 #[derive(Debug, Default)]
 pub struct RowUse {
-    /// Rows that are read.
     pub reads: Vec<u64>,
     /// Rows that are written. A row in both lists is held as written.
     pub writes: Vec<u64>,

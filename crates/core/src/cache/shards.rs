@@ -1,9 +1,7 @@
 //! A hash map that grows in small steps: it consists of many small tables, each of which doubles by itself.
 //!
-//! One large table moves every entry when it doubles. This takes 48 ms for a million entries, and every call
-//! that needs the cache table waits. Here a step takes a 64th of that
-//! (`cargo bench --bench scale -- --only keys`). A lookup still computes one hash. The map is not
-//! synchronized; its user holds a lock.
+//! One large table moves every entry when it doubles: 48 ms for a million entries, in which every call that
+//! needs the cache table waits. Here a step takes a 64th of that (`cargo bench --bench scale -- --only keys`).
 
 use std::hash::{BuildHasher, Hash};
 

@@ -1,10 +1,8 @@
 //! The cache table: finds caches by id and by key, counts references, and releases a cache when the last one
 //! is gone.
 //!
-//! It has one lock, held for a few hash lookups and never during a copy. A call that needs a cache takes an
-//! [`Arc`] of it and releases the lock. Memory returns to its pool when the last `Arc` drops, so a cache that
-//! is released during a copy stays until the copy ends (`tests/integration/table.rs`,
-//! `released_during_a_copy`). The keys of a call are checked by `validate` before they get here.
+//! It has one lock, held for a few hash lookups and never during a copy. Memory returns to its pool when the
+//! last [`Arc`] of a cache drops, so not before a copy of it has ended (`released_during_a_copy`).
 
 mod pulled;
 mod remote;
@@ -65,7 +63,6 @@ struct Slot {
     cache: Arc<Cache>,
     /// The reference by id: `true` until the cache is deallocated.
     held: bool,
-    /// Number of keys that name it.
     bound: u32,
     /// The key given to each row. A removed key remains here, so that the removal need not touch this list.
     /// An entry is valid only if `keys` still maps it to this row.
@@ -131,9 +128,8 @@ impl Table {
 
     /// Adds an allocated cache under a new id, and binds its keys.
     ///
-    /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. Returns
-    /// `Err` of kind [`ErrorKind::KeyTaken`], without any change, if a key already names another cache, and
-    /// of kind [`ErrorKind::OutOfMemory`] if there is no memory for the entries.
+    /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. On `Err`
+    /// nothing has changed; it is of kind [`ErrorKind::KeyTaken`] if a key already names another cache.
     pub fn allocate(
         &self,
         desc: &CacheDesc,
@@ -147,8 +143,7 @@ impl Table {
     }
 
     /// Adds the caller's memory as a cache under a new id, and binds its keys. A key that names another cache
-    /// names this one from now on. Returns `Err` of kind [`ErrorKind::OutOfMemory`], without any change, if
-    /// there is no memory for the entries.
+    /// names this one from now on. On `Err` nothing has changed.
     pub fn register(
         &self,
         adopted: Adopted,
@@ -281,7 +276,6 @@ impl Table {
         self.locked().leaving.remove(&id);
     }
 
-    /// Returns the number of caches and keys.
     pub fn state(&self) -> TableState {
         let state = self.locked();
         TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }

@@ -1,9 +1,8 @@
 //! Refuses a peer's plan that writes a byte twice in one wave, because two workers would then write it at the
 //! same time.
 //!
-//! Waves planned in this process never do so (`order`), so only plans from a peer are checked. The check
-//! needs memory in proportion to the plan or to the range it writes, whichever is less. Bounds are checked in
-//! `untrusted`.
+//! Waves planned in this process never do so (`order`). The check needs memory in proportion to the plan or to
+//! the range it writes, whichever is less.
 
 use super::blocks::Blocks;
 use super::spans::Span;

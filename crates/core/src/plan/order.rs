@@ -13,7 +13,6 @@ use crate::fallible;
 pub enum Ends {
     /// Source and destination are one cache, so a block may be both read and written.
     OneCache,
-    /// Source and destination are two caches.
     TwoCaches,
 }
 
@@ -89,7 +88,6 @@ impl Places {
         }
     }
 
-    /// Returns whether the set contains a place.
     fn has(&self, place: u64) -> bool {
         match self {
             Places::Sparse(set) => set.contains(&place),

@@ -15,7 +15,6 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Returns the bytes of one tensor in all spans so far.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -147,7 +147,6 @@ impl CopyPlan {
     }
 }
 
-/// One of the two ends of a plan.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Read,

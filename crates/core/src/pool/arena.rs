@@ -68,7 +68,6 @@ impl Arena {
         self.region.clone()
     }
 
-    /// Returns the sizes and counters of the pool.
     pub fn state(&self) -> PoolState {
         self.locked().state()
     }

@@ -153,7 +153,7 @@ impl Record {
 }
 
 impl Run {
-    /// Packs `numbers` into runs of a constant step. `Err(OutOfMemory)` if the list cannot be allocated.
+    /// Packs `numbers` into runs of a constant step.
     pub fn pack(numbers: &[u64]) -> Result<Vec<Run>> {
         let mut runs: Vec<Run> = Vec::new();
         for &number in numbers {
@@ -221,7 +221,6 @@ impl Reply {
         Error::new(local_kind(kind_of(kind)), printable(&text)).with_arrived(arrived)
     }
 
-    /// Returns the name of the reply, for error messages.
     pub fn name(&self) -> &'static str {
         match self {
             Reply::Described(_) => "described",

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{DeserializeSeed, SeqAccess, Visitor};
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::plan_codec::WirePlan;
@@ -30,7 +30,6 @@ const MAX_TEXT: usize = 16 << 10;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     pub purpose: Purpose,
-    /// The side that dials.
     pub from: Party,
     /// The cluster that it wants to reach, if it knows the id.
     pub asked: Option<u64>,
@@ -40,7 +39,6 @@ pub struct Hello {
     pub nonce: [u8; 16],
 }
 
-/// One side of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Party {
     pub cluster: u64,
@@ -50,14 +48,12 @@ pub struct Party {
     pub remote_accessible: bool,
 }
 
-/// Purpose of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Purpose {
     /// The control stream of a link.
     Link {
         /// Identifies the link; drawn by the dialing side.
         link: u64,
-        /// The communicator to which the link belongs, if any.
         comm: Option<Comm>,
         /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
         /// with it and ends the stream, if both are on one host and it has such a socket.
@@ -65,7 +61,6 @@ pub enum Purpose {
     },
     /// A further stream of a link, for calls.
     Call {
-        /// The link to which the stream belongs.
         link: u64,
         /// Whether the accepting side will be the caller.
         reverse: bool,
@@ -81,7 +76,6 @@ pub enum Purpose {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Comm {
     pub name: String,
-    /// Cluster id and rank of each member.
     pub members: Vec<(u64, u32)>,
     /// What the table itself states about the member that listens. It distinguishes two deployments with
     /// equal names and ids.
@@ -106,7 +100,6 @@ pub struct Proof {
 /// Fourth frame, from the accepting side: its identity, and the proof that it knows the key of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// The side that accepted.
     pub from: Party,
     /// HMAC-SHA256, with the key of the handshake, of `acceptor`, the hello, the challenge and this message
     /// with zeros in this field.
@@ -146,11 +139,8 @@ pub struct Attached {
 pub enum Control {
     /// Asks for a [`Pong`](Control::Pong), as a heartbeat.
     Ping,
-    /// Reply to a [`Ping`](Control::Ping).
     Pong,
-    /// The link ends.
     Bye {
-        /// Reason why it ends.
         #[serde(deserialize_with = "text")]
         reason: String,
         /// Whether the sender unlinked it, so that the peer must not try to restore it.
@@ -169,20 +159,11 @@ pub enum Request {
     /// Asks what a cache is and where its memory is.
     Describe { name: WireName, limit_ms: u64 },
     /// Asks for bytes of a cache.
-    Read {
-        name: WireName,
-        cache: i64,
-        /// Plan whose source is the cache and whose destination is the caller's.
-        plan: WirePlan,
-        from: u64,
-        to: u64,
-        limit_ms: u64,
-    },
+    Read { name: WireName, cache: i64, plan: WirePlan, from: u64, to: u64, limit_ms: u64 },
     /// Sends bytes to be written into a cache.
     Write {
         name: WireName,
         cache: i64,
-        /// Plan whose source is the caller's and whose destination is the cache.
         plan: WirePlan,
         from: u64,
         to: u64,
@@ -222,9 +203,12 @@ pub enum Reply {
     /// Reply to [`Request::Describe`].
     Described(Record),
     /// The bytes of a read follow, or those of a write may be sent.
-    Ready { bytes: u64 },
-    /// The request succeeded.
-    Done { bytes: u64 },
+    Ready {
+        bytes: u64,
+    },
+    Done {
+        bytes: u64,
+    },
     /// The cache has changed since it was described.
     Stale,
     /// The peer cannot read the source.
@@ -232,7 +216,6 @@ pub enum Reply {
         #[serde(deserialize_with = "text")]
         reason: String,
     },
-    /// The request failed.
     Failed {
         /// Number of the error kind: its position in [`ErrorKind::ALL`](crate::error::ErrorKind::ALL).
         kind: u8,
@@ -253,15 +236,15 @@ pub enum Reply {
 pub struct AddressLocation {
     pub cache: i64,
     pub tensor: u32,
-    /// Bytes from the start of the tensor.
     pub offset: u64,
 }
 
 /// Complete rows of one tensor of the destination.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arrived {
     pub tensor: u32,
     /// Ranges of rows: the first row, and the row after the last.
+    #[serde(deserialize_with = "counted")]
     pub rows: Vec<(u64, u64)>,
 }
 
@@ -269,30 +252,24 @@ pub struct Arrived {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     pub place: u32,
-    /// Generation of the place when the cache was described.
     pub generation: u64,
 }
 
 /// A remote cache as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Place of the cache in the owner's table.
     pub at: Place,
     pub cache: i64,
-    /// Row that the name refers to.
     pub row: u32,
     pub num_tensors: u32,
     /// Number of rows, that is batch slots or blocks, in one tensor.
     pub rows: u64,
-    /// Bytes of one row in one tensor.
     pub row_bytes: u64,
-    /// Whether the rows are blocks.
     pub blocks: bool,
     /// Number of the placement in the public API.
     pub placement: u8,
     /// Whether the memory was allocated from a pool of the owner.
     pub allocated: bool,
-    /// Whether peers may read and write the cache.
     pub accessible: bool,
     pub location: Location,
 }
@@ -304,7 +281,6 @@ pub enum Location {
     Region {
         /// 0 for the host region, 1 for the device region.
         region: u8,
-        /// Offsets of the tensors in bytes.
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
@@ -343,6 +319,8 @@ thread_local! {
     /// Number of bytes that could not be allocated for a list of the message being read. Kept here because
     /// errors of postcard carry no data.
     static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
+    /// Number of tensors and ranges of rows that may still follow in the message being read.
+    static ARRIVED_LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Returns and clears the number of bytes that could not be allocated for a list of the last message, if that
@@ -367,89 +345,25 @@ fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error> {
-    from.deserialize_seq(ArrivedRanges(&mut 0))
+    ARRIVED_LEFT.set(MAX_ARRIVED);
+    counted(from)
 }
 
-/// Reads what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all, which it counts. The
-/// number is bounded because each may take only 2 bytes in the message.
-struct ArrivedRanges<'a>(&'a mut usize);
-
-impl ArrivedRanges<'_> {
-    fn push<T, E: serde::de::Error>(&mut self, list: &mut Vec<T>, item: T) -> Result<(), E> {
-        *self.0 += 1;
-        if *self.0 > MAX_ARRIVED {
-            return Err(E::custom("too many ranges of rows"));
-        }
-        append(list, item)
-    }
+/// Reads part of what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all. The number is
+/// bounded because each may take only 2 bytes in the message.
+fn counted<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    let list = from.deserialize_seq(AtMost::<Counted<T>, MAX_ARRIVED>(PhantomData))?;
+    Ok(list.into_iter().map(|item| item.0).collect())
 }
 
-impl<'de> Visitor<'de> for ArrivedRanges<'_> {
-    type Value = Vec<Arrived>;
+/// An item that counts against `ARRIVED_LEFT`.
+struct Counted<T>(T);
 
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at most {MAX_ARRIVED} ranges of rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Vec<Arrived>, A::Error> {
-        let mut list = Vec::new();
-        while let Some(next) = seq.next_element_seed(OfTensor(ArrivedRanges(self.0)))? {
-            self.push(&mut list, next)?;
-        }
-        Ok(list)
-    }
-}
-
-/// Reads the rows of one tensor.
-struct OfTensor<'a>(ArrivedRanges<'a>);
-
-impl<'de> DeserializeSeed<'de> for OfTensor<'_> {
-    type Value = Arrived;
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Arrived, D::Error> {
-        from.deserialize_tuple(2, self)
-    }
-}
-
-impl<'de> Visitor<'de> for OfTensor<'_> {
-    type Value = Arrived;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a tensor and its rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Arrived, A::Error> {
-        let missing = || serde::de::Error::invalid_length(0, &"a tensor and its rows");
-        let tensor = seq.next_element()?.ok_or_else(missing)?;
-        let rows = seq.next_element_seed(Rows(self.0))?.ok_or_else(missing)?;
-        Ok(Arrived { tensor, rows })
-    }
-}
-
-/// Reads the ranges of rows of one tensor.
-struct Rows<'a>(ArrivedRanges<'a>);
-
-impl<'de> DeserializeSeed<'de> for Rows<'_> {
-    type Value = Vec<(u64, u64)>;
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
-        from.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Rows<'_> {
-    type Value = Vec<(u64, u64)>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ranges of rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
-        let mut list = Vec::new();
-        while let Some(next) = seq.next_element()? {
-            self.0.push(&mut list, next)?;
-        }
-        Ok(list)
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let left = ARRIVED_LEFT.get().checked_sub(1);
+        ARRIVED_LEFT.set(left.ok_or_else(|| serde::de::Error::custom("too many ranges of rows"))?);
+        T::deserialize(from).map(Counted)
     }
 }
 

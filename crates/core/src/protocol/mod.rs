@@ -30,7 +30,6 @@ use crate::fallible;
 
 /// Version of the whole protocol except the header and the refusal.
 pub const VERSION: u8 = 5;
-/// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
 pub const MESSAGE: u8 = 1;
@@ -50,12 +49,10 @@ pub const MOST_AHEAD: u64 = 48 << 10;
 
 const MAGIC: [u8; 2] = *b"LD";
 
-/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// [`MESSAGE`] or [`REFUSAL`].
     pub kind: u8,
-    /// Bytes of the body.
     pub length: usize,
 }
 

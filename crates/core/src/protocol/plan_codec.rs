@@ -18,13 +18,9 @@ use crate::plan::{MOST_WAVES, Received, SpanList};
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePlan {
-    /// Number of tensors.
     pub num_tensors: u32,
-    /// Index of the first tensor read.
     pub src_tensor: u32,
-    /// Index of the first tensor written.
     pub dst_tensor: u32,
-    /// What moves in each tensor.
     pub steps: WireSteps,
 }
 
@@ -35,20 +31,17 @@ pub enum WireSteps {
     /// Any waves. Their spans are one packed list, so that the size of the message bounds their memory
     /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
     Spans {
-        /// Number of spans in each wave.
         waves: Vec<u32>,
         /// The spans of all waves, wave after wave.
         spans: SpanList,
     },
     /// One wave of equal blocks.
     Blocks {
-        /// Bytes of a block.
         len: u64,
         /// Offset in bytes at which source block 0 starts.
         src: u64,
         /// Offset in bytes at which destination block 0 starts.
         dst: u64,
-        /// Source and destination block numbers.
         pairs: Pairs,
     },
     /// A plan that was read to its end, but is invalid or could not be allocated. The rest of its message can

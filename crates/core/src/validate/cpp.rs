@@ -1,9 +1,7 @@
 //! Checks what exists only in the C++ class: its options, its structures and its lists of blocks
 //! (contract, C++ §2 to §4).
 //!
-//! The other modules of `validate` have the rules that the class shares with the Python calls. The C
-//! interface handles pointers. Unless stated otherwise, the functions return `Err(InvalidArgument)` for a
-//! value that breaks their rule.
+//! The other modules of `validate` have the rules that the class shares with the Python calls.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -1,8 +1,7 @@
 //! Converts ranges of layers to tensors, for pull, push and the original's `PushKvCache`, each of which has
 //! its own rules.
 //!
-//! `transfer` determines which rows of these tensors move. The functions return `Err(InvalidArgument)` for a
-//! range that breaks a rule.
+//! `transfer` determines which rows of these tensors move.
 
 use super::{Side, batch_cache, on_device};
 use crate::config::Role;

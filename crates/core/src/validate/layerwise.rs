@@ -22,26 +22,17 @@ pub struct LayerwiseArgs {
     pub tensors_per_layer: u32,
 }
 
-/// The rows of a layer that move.
+/// The rows of a layer that move, from `src` to `dst`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum LayerRows {
     /// The batch slot that the destination names. A blocks cache counts as one slot of one block, its first
     /// (contract §17).
     Slot,
     /// Blocks into blocks, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        src: Vec<u64>,
-        /// Blocks that are written.
-        dst: Vec<u64>,
-    },
-    /// The batch slot that the destination names, cut into blocks from its start.
-    SlotToBlocks {
-        /// Blocks that are written.
-        dst: Vec<u64>,
-        /// Bytes of each block in one tensor.
-        block_bytes: u64,
-    },
+    Blocks { src: Vec<u64>, dst: Vec<u64> },
+    /// The batch slot that the destination names, cut from its start into blocks of `block_bytes` bytes in each tensor.
+    SlotToBlocks { dst: Vec<u64>, block_bytes: u64 },
 }
 
 /// One destination of a transfer: a config of the public API.

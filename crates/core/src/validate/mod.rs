@@ -1,9 +1,8 @@
 //! Turns raw arguments into checked requests. Only this module has the rules for arguments.
 //!
-//! Other modules refuse a call only because of the current state: for example, a key is already bound, or an
-//! address is not mapped. The checks receive descriptions ([`Side`]) and never the cache table, so they are
-//! pure: no memory, no I/O, no clock. The Python binding checks types and integer widths; `plan` computes
-//! which bytes are copied to where.
+//! Other modules refuse a call only because of the current state, for example because a key is already bound.
+//! The checks receive descriptions ([`Side`]) and never the cache table, so they are pure: no memory, no I/O,
+//! no clock. They return `Err(InvalidArgument)` for what breaks their rule, unless stated otherwise.
 
 pub mod cpp;
 mod json;
@@ -87,8 +86,7 @@ pub struct CopyArgs {
     pub size: i64,
 }
 
-/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2). `Err(InvalidArgument)` for an
-/// invalid descriptor, a placement without a pool, or more keys than rows.
+/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2).
 pub fn allocate(
     desc: &CacheDesc,
     kind: CacheKind,

@@ -1,9 +1,6 @@
 //! Reads the rank table of `link()`: the address of each member of a communicator, and the rule that
-//! determined it.
-//!
-//! The rules are lenient, to accept the tables that clients send: numbers may be strings, unknown fields are
-//! ignored, and missing fields have substitutes. Host names are not resolved. `session` finds out which
-//! addresses belong to this host.
+//! determined it. The rules are lenient, to accept the tables that clients send: numbers may be strings,
+//! unknown fields are ignored, and missing fields have substitutes. Host names are not resolved.
 
 use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -233,10 +230,8 @@ impl Member<'_> {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let host = or_none(ip(host_ip).or_else(|| ip(server_id)).map(|ip| ip.to_string()));
         let device = or_none(device_id.map(|id| id.to_string()));
-        let (ip, port) = (
-            or_none(ip(device_ip).map(|ip| ip.to_string())),
-            or_none(device_port.map(|port| port.to_string())),
-        );
+        let ip = or_none(ip(device_ip).map(|ip| ip.to_string()));
+        let port = or_none(device_port.map(|port| port.to_string()));
         format!("host {host} device {device} {ip} port {port}")
     }
 

@@ -1,9 +1,7 @@
 //! Checks pulls and pushes, and returns the bytes that move between the two caches as [`Moves`].
 //!
-//! [`pull_local`] and [`push_local`] check everything that needs only the local cache, before a request is
-//! sent to the peer. [`pull`] and [`push`] repeat these checks and add those that need the remote cache. Each
-//! rule is written once. The order of the rules is that of contract §7.12 to §7.15. Links are checked in
-//! `session`, keys and their release in `cache`.
+//! [`pull_local`] and [`push_local`] check what needs only the local cache, before a request is sent to the
+//! peer; [`pull`] and [`push`] repeat that and check the rest, in the order of contract §7.12 to §7.15.
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
 use super::{Side, batch_cache, blocks_cache, copy_size, row, too_long};
@@ -12,70 +10,33 @@ use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
-/// The rows that a pull reads and writes.
+/// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum PullRows {
-    /// The start of a remote batch slot, into a local one.
-    Slot {
-        /// Local batch slot.
-        local: u32,
-        /// Bytes of every tensor; −1 for the size of the local slot.
-        size: i64,
-    },
-    /// Part of a remote batch slot, into part of a local one (contract §9.1).
-    Part {
-        /// Local batch slot.
-        local: u32,
-        /// Bytes to skip at the start of the remote slot.
-        remote_offset: u64,
-        /// Bytes to skip at the start of the local slot.
-        local_offset: u64,
-        /// Bytes of every tensor; −1 for the rest of the local slot.
-        size: i64,
-    },
+    /// The first `size` bytes of every tensor of a remote batch slot; −1 for the size of the local slot.
+    Slot { local: u32, size: i64 },
+    /// As `Slot`, from an offset in the remote slot to an offset in the local one (contract §9.1); a size of −1
+    /// stands for the rest of the local slot.
+    Part { local: u32, remote_offset: u64, local_offset: u64, size: i64 },
     /// Remote blocks into local ones, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        remote: Vec<i64>,
-        /// Blocks that are written.
-        local: Vec<i64>,
-    },
+    Blocks { remote: Vec<i64>, local: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
-    Rows {
-        /// Rows that are read.
-        remote: Vec<i64>,
-        /// Rows that are written.
-        local: Vec<i64>,
-    },
+    Rows { remote: Vec<i64>, local: Vec<i64> },
     /// A remote batch slot, cut into local blocks from its start.
-    SlotToBlocks {
-        /// Blocks that are written.
-        local: Vec<i64>,
-    },
+    SlotToBlocks { local: Vec<i64> },
 }
 
-/// The rows that a push reads and writes.
+/// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum PushRows {
     /// A whole local batch slot, into a remote one.
-    Slot {
-        /// Local batch slot.
-        local: u32,
-    },
+    Slot { local: u32 },
     /// Local blocks into remote ones, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        local: Vec<i64>,
-        /// Blocks that are written.
-        remote: Vec<i64>,
-    },
+    Blocks { local: Vec<i64>, remote: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
-    Rows {
-        /// Rows that are read.
-        local: Vec<i64>,
-        /// Rows that are written.
-        remote: Vec<i64>,
-    },
+    Rows { local: Vec<i64>, remote: Vec<i64> },
 }
 
 /// The cache of a peer, as its owner describes it.

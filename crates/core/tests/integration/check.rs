@@ -168,7 +168,10 @@ fn copy_cache() {
     let last = validate::copy_cache(many, many, args(u32::MAX, u32::MAX, 1, 1)).unwrap();
     assert_eq!(last.dst_offset, (u64::from(u32::MAX) << 22) + 1);
     // From a device only.
-    refused(validate::copy_kv_cache(dst, src, args(0, 0, 0, 1)), &["src_cache", "host", "src_cache is in host memory"]);
+    refused(
+        validate::copy_kv_cache(dst, src, args(0, 0, 0, 1)),
+        &["src_cache", "host", "src_cache is in host memory"],
+    );
     assert_eq!(validate::copy_kv_cache(src, dst, args(3, 2, 10, 54)).unwrap(), done);
     refused(validate::batch_cache("src", Blocks), &["src", "blocks cache", "continuous"]);
     assert!(validate::batch_cache("src", Batch).is_ok());

@@ -18,11 +18,9 @@ const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 /// The result of resolving a name, with the generation to compare before the result is used again.
 #[derive(Clone, Debug)]
 pub struct Resolved {
-    /// The cache.
     pub cache: Arc<Cache>,
     /// Its place in the table.
     pub place: u32,
-    /// The generation of the place.
     pub generation: u64,
     /// The batch slot; 0 for a blocks cache.
     pub row: u32,
@@ -31,11 +29,8 @@ pub struct Resolved {
 /// The location of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressLocation {
-    /// The cache that contains it.
     pub cache: CacheId,
-    /// Index of the tensor.
     pub tensor: u32,
-    /// Offset from the start of the tensor in bytes.
     pub offset: u64,
 }
 
