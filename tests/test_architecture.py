@@ -399,9 +399,9 @@ def test_a_binding_uses_only_what_the_core_re_exports(crate: Path) -> None:
             local = (folder / f"{parts[0]}.rs").is_file() or (folder / parts[0]).is_dir()
             if local and path.name in ("lib.rs", "mod.rs"):
                 continue
-            if parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self"):
-                if parts[1:3] != ["bindings", other]:
-                    continue
+            core = parts[0] == "llm_datadist_core" and len(parts) > 1 and (parts[1] in roots or parts[1] == "self")
+            if core and parts[1:3] != ["bindings", other]:
+                continue
             wrong.append(f"{shown(path)}: {used}")
     assert uses, "no use lines found in the binding"
     assert not wrong, "\n".join(wrong)

@@ -199,9 +199,7 @@ def rows_of(bench: Bench, other: Callable[..., Any]) -> list[Row]:
             for bad in (None, "x", other(), object())
         ],
         Row({dst: [], size: 1}, LE, "dst_block_memory_size=1 must be None or 0 without dst_block_indices"),
-        Row(
-            {"src_cache": bench.odd, "layer_synchronizer": Ready()}, LE, "num_tensors=3 must be a multiple of"
-        ),
+        Row({"src_cache": bench.odd, "layer_synchronizer": Ready()}, LE, "num_tensors=3 must be a multiple of"),
         Row({"layer_synchronizer": Ready(tensor_num_per_layer=3)}, LE, "num_tensors=8 must be"),
         Row({"src_cache": bench.sideways}, LE, "batch_dim_index=1"),
         Row({"src_cache": bench.blocks, dst: [0], size: 256}, LE, "src_block_indices were not given"),

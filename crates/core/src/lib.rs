@@ -99,7 +99,7 @@
 //! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
-//! let task = prefill.transfer_async(&source, &args, vec![to], None)?;
+//! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
 //! task.layers().into_iter().for_each(|layer| task.ready(layer));
 //! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
@@ -115,7 +115,7 @@
 
 // Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
 // for the tests, which reach it through `testing`.
-#![allow(unreachable_pub, reason = "the modules are private")]
+#![allow(unreachable_pub, clippy::len_without_is_empty, reason = "the modules are private")]
 #![cfg_attr(
     feature = "testing",
     allow(missing_docs, reason = "the interface is checked without the feature")

@@ -29,10 +29,10 @@ impl Pair for (u32, u32) {
 impl Blocks {
     /// Returns the complete piece at index `at`.
     pub(super) fn piece(&self, at: usize) -> Option<Piece> {
-        self.pairs.get(at).map(|pair| self.piece_of(pair))
+        self.pairs.get(at).map(|&pair| self.piece_of(pair))
     }
 
-    fn piece_of(&self, &(src, dst): &(u32, u32)) -> Piece {
+    fn piece_of(&self, (src, dst): (u32, u32)) -> Piece {
         let at = |first: u64, number: u32| first + u64::from(number) * self.len;
         Piece { src: at(self.src, src), dst: at(self.dst, dst), len: self.len }
     }
@@ -53,7 +53,7 @@ impl Blocks {
 
     /// Returns the pieces, each complete.
     pub(super) fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
-        self.pairs.iter().map(|pair| self.piece_of(pair))
+        self.pairs.iter().map(|&pair| self.piece_of(pair))
     }
 
     pub(super) fn single_spans(&self) -> impl ExactSizeIterator<Item = Span> + '_ {

@@ -78,6 +78,7 @@ impl CopyPlan {
 
     /// Returns the same waves for other tensors: tensor `src_tensor + t` is copied into tensor `dst_tensor +
     /// t`, for each of `num_tensors` tensors. This cuts a plan by layer without planning again.
+    #[must_use]
     pub fn in_tensors(&self, src_tensor: u32, dst_tensor: u32, num_tensors: u32) -> Self {
         CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
     }

@@ -321,7 +321,8 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
         }
         for span in wave.spans() {
             let (start, step) = end.start(&span);
-            // Steps of at most one row skip no row in between.
+            // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
+            // there are at most `MOST_PIECES`.
             if step.unsigned_abs() <= row_bytes {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;

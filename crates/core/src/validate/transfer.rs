@@ -149,27 +149,21 @@ pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -
         PullRows::Part { local: index, remote_offset, local_offset, size } => {
             let index = u64::from(*index);
             let room = after("dst_cache_offset", *local_offset, own)?;
-            let len = part_bytes(
-                "the remote cache",
-                *size,
-                room,
-                after("src_cache_offset", *remote_offset, peer)?,
-            )?;
+            let left = after("src_cache_offset", *remote_offset, peer)?;
+            let len = part_bytes("the remote cache", *size, room, left)?;
             let dst = index * own.row_bytes() + local_offset;
             (vec![Piece { src: slot + remote_offset, dst, len }].into(), vec![index])
         }
-        PullRows::Blocks { remote: remote_blocks, local: local_blocks }
-        | PullRows::Rows { remote: remote_blocks, local: local_blocks } => {
+        PullRows::Blocks { remote: from, local: to } | PullRows::Rows { remote: from, local: to } => {
             equal_blocks(own, peer)?;
-            in_range("src_blocks", remote_blocks, peer)?;
-            let local_blocks = numbers("dst_blocks", local_blocks, own)?;
-            let pairs =
-                remote_blocks.iter().map(|index| index.cast_unsigned()).zip(local_blocks.iter().copied());
-            (Pieces::blocks(own.row_bytes(), pairs)?, local_blocks)
+            in_range("src_blocks", from, peer)?;
+            let to = numbers("dst_blocks", to, own)?;
+            let pairs = from.iter().map(|index| index.cast_unsigned()).zip(to.iter().copied());
+            (Pieces::blocks(own.row_bytes(), pairs)?, to)
         }
-        PullRows::SlotToBlocks { local: local_blocks } => {
-            let local_blocks = numbers("dst_blocks", local_blocks, own)?;
-            (cut(slot, peer.row_bytes(), &local_blocks, own.row_bytes())?.into(), local_blocks)
+        PullRows::SlotToBlocks { local: to } => {
+            let to = numbers("dst_blocks", to, own)?;
+            (cut(slot, peer.row_bytes(), &to, own.row_bytes())?.into(), to)
         }
     };
     let whole = tensors.count == peer.num_tensors();
@@ -222,17 +216,15 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
             let dst = u64::from(remote.row) * peer.row_bytes();
             (vec![Piece { src: index * len, dst, len }].into(), vec![index])
         }
-        PushRows::Blocks { local: local_blocks, remote: remote_blocks }
-        | PushRows::Rows { local: local_blocks, remote: remote_blocks } => {
+        PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
             if matches!(rows, PushRows::Blocks { .. }) {
                 blocks_cache("the remote cache", remote.side.kind)?;
             }
             equal_blocks(own, peer)?;
-            let local_blocks = numbers("src_blocks", local_blocks, own)?;
-            in_range("dst_blocks", remote_blocks, peer)?;
-            let pairs =
-                local_blocks.iter().copied().zip(remote_blocks.iter().map(|index| index.cast_unsigned()));
-            (Pieces::blocks(own.row_bytes(), pairs)?, local_blocks)
+            let from = numbers("src_blocks", from, own)?;
+            in_range("dst_blocks", to, peer)?;
+            let pairs = from.iter().copied().zip(to.iter().map(|index| index.cast_unsigned()));
+            (Pieces::blocks(own.row_bytes(), pairs)?, from)
         }
     };
     let whole = tensors.count == own.num_tensors();
