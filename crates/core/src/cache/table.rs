@@ -249,10 +249,9 @@ impl Table {
         }
     }
 
-    /// Removes a registered cache and its keys, and returns it. Until [`forget_unregistered`](Self::forget_unregistered) is called, later
-    /// calls with the same id return it again, as long as it is in use. Returns `None` for unknown and
-    /// allocated ids (contract §7.8), and `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory to
-    /// remember the cache.
+    /// Removes a registered cache and its keys, and returns it. Later calls with the same id return it again, as
+    /// long as it is in use and [`forget_unregistered`](Self::forget_unregistered) was not called. Returns
+    /// `None` for unknown and allocated ids (contract §7.8).
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else {

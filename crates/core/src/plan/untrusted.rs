@@ -26,10 +26,8 @@ const ROWS: &str = "the rows of a plan";
 impl CopyPlan {
     /// Builds the plan of a peer from unpacked spans.
     ///
-    /// Returns `Err(InvalidArgument)` for no tensors, spans without bytes or pieces, pieces of one wave that
-    /// overlap where they are written, positions beyond 64 bits, 2^63 bytes or more in all, more than 2^24
-    /// pieces in one tensor, or more than [`MOST_WAVES`] waves. Whether the plan fits a cache, and whether a
-    /// wave writes more bytes than a tensor has, is checked by [`check_ends`](Self::check_ends).
+    /// Returns `Err(InvalidArgument)` for what no cache could satisfy, such as two pieces of one wave that
+    /// overlap where they are written. [`check_ends`](Self::check_ends) checks whether it fits a cache.
     pub fn from_parts(
         num_tensors: u32,
         src_tensor: u32,
@@ -89,8 +87,7 @@ impl CopyPlan {
 
     /// Builds the plan of a peer that is one wave of equal blocks.
     ///
-    /// Returns `Err(InvalidArgument)` if there are no blocks, if a block has no bytes, if a block is written
-    /// twice, or if a number exceeds the limits of [`from_parts`](Self::from_parts).
+    /// Returns `Err` as [`from_parts`](Self::from_parts) does.
     pub fn from_blocks(
         num_tensors: u32,
         src_tensor: u32,

@@ -148,11 +148,8 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Creates an empty pool of `capacity` bytes in pages of `1 << page_shift` bytes. Bytes after the last
-    /// whole page are never used.
-    ///
-    /// Returns `Err` of kind `InvalidArgument` if `page_shift` is not in 10..=30, if the page is larger than
-    /// the capacity, or if there would be 2^32 - 1 pages or more.
+    /// Creates an empty pool of `capacity` bytes in pages of `1 << page_shift` bytes (10 to 30). Bytes after
+    /// the last whole page are never used. There must be 1 to 2^32 - 2 pages.
     pub fn new(capacity: u64, page_shift: u32) -> Result<Pool> {
         if !(10..=30).contains(&page_shift) {
             return Err(Error::out_of_range("page_shift", page_shift, "10 to 30"));
@@ -220,8 +217,7 @@ impl Pool {
 
     /// Frees `extent`. Returns `false`, and changes nothing, if this pool has not allocated it in this form:
     /// it was freed before, belongs to another pool, or its public fields were changed
-    /// (`a_second_free_is_refused` and the three tests below it). A ticket has 31 bits, so within 2^31
-    /// allocations of one pool the refusal is certain.
+    /// (`a_second_free_is_refused`). Within 2^31 allocations of one pool the refusal is certain.
     #[inline]
     pub fn free(&mut self, extent: Extent) -> bool {
         let index = extent.node();

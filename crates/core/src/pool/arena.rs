@@ -22,9 +22,6 @@ pub struct Arena {
 
 impl Arena {
     /// Allocates the region that `config` describes on `device`, with a pool over it.
-    ///
-    /// Returns `Err` of kind `InvalidArgument` if the sizes are out of range ([`Pool::new`]), and the error
-    /// of the device if it has no memory.
     pub fn open(device: &dyn Device, config: PoolConfig, placement: Placement) -> Result<Arc<Arena>> {
         let pool = Pool::new(config.memory_size, config.page_shift)?;
         let name = format!("llm_datadist {placement} pool");
@@ -33,10 +30,7 @@ impl Arena {
     }
 
     /// Allocates memory for every tensor of `geometry`, each on a page boundary. The memory returns to the
-    /// pool when the tensors drop.
-    ///
-    /// Returns `Err` of kind `OutOfMemory` if the pool has no room ([`Pool::allocate_tensors`]) or there is
-    /// no memory for the list of addresses. The pool is then as before.
+    /// pool when the tensors drop. After an error the pool is as before.
     pub fn allocate(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
         let bytes = geometry.tensor_bytes();
         let (extents, rounded) = {

@@ -116,8 +116,7 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
 }
 
 /// Checks a pull against the owner's description of the remote cache, and returns what moves.
-/// `Err(CacheNotFound)` if the remote cache does not have the slot, `Err(InvalidArgument)` if another rule is
-/// broken.
+/// `Err(CacheNotFound)` if the remote cache does not have the slot.
 pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
     pull_local(local, rows, layers)?;
     let (own, peer) = (local.geometry, remote.side.geometry);
@@ -194,7 +193,6 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
 }
 
 /// Checks a push against the owner's description of the remote cache, and returns what moves.
-/// `Err(InvalidArgument)` if a rule is broken.
 pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
     push_local(local, rows, layers)?;
     let (own, peer) = (local.geometry, remote.side.geometry);

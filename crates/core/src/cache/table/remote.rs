@@ -57,8 +57,7 @@ impl Table {
     /// Returns for each of `addrs` where it lies among the caches that peers may access. If several caches
     /// share the memory, it selects the one with the most bytes after the address.
     ///
-    /// This visits every cache, so it is used at the start of a transfer and not for each layer. Returns
-    /// `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory for the lists.
+    /// This visits every cache, so it is used at the start of a transfer and not for each layer.
     pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<AddressLocation>>> {
         /// Name of these lists in out-of-memory errors.
         const PLACES: &str = "the places of addresses";
@@ -107,9 +106,7 @@ impl Table {
     /// registered caches and rows without a key.
     ///
     /// Returns `Err` of kind [`ErrorKind::CacheNotFound`] if `name` no longer resolves to that cache; it is
-    /// then unknown whether the pulled bytes belonged to it. Returns `Err` of kind
-    /// [`ErrorKind::InvalidArgument`] if the cache does not have these tensors, and of kind
-    /// [`ErrorKind::OutOfMemory`] if there is no memory for the record.
+    /// then unknown whether the pulled bytes belonged to it.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
         let mut state = self.locked();
         let released = state.consume(name, cache, first, count)?;
