@@ -183,10 +183,8 @@ pub struct LinkConfig {
     pub listen: Option<SocketAddr>,
     /// Token with which both sides authenticate.
     pub token: Option<Token>,
-    /// File that contains the token, instead of `token`. `DataDist::open` reads it once, by the rules of
-    /// [`token_file`].
-    ///
-    /// [`token_file`]: crate::token_file
+    /// File that contains the token, instead of `token`. `DataDist::open` reads it once: a regular file of this
+    /// user or of root, which no other user may access.
     pub token_file: Option<PathBuf>,
     /// Whether to admit unauthenticated peers if no token is set. Then everybody who can reach a listener may
     /// link.

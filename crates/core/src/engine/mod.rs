@@ -282,8 +282,8 @@ impl DataDist {
         }
     }
 
-    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow:
-    /// see [`Region::huge_bytes`](crate::memory::Region::huge_bytes).
+    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
+    /// (`Region::huge_bytes`).
     #[must_use]
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
         self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())

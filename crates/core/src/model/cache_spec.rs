@@ -128,7 +128,7 @@ impl Geometry {
     /// Maximum number of tensors in a cache. Their addresses alone then take 128 MiB.
     pub const MAX_TENSORS: u32 = 1 << 24;
 
-    /// Computes the sizes of `desc`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it has 1 to
+    /// Computes the sizes of `desc`. Returns `Err` of kind `InvalidArgument` unless it has 1 to
     /// 31 dimensions, each above zero, 1 to 2^24 tensors, and less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
         if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
@@ -170,7 +170,7 @@ impl Geometry {
     }
 }
 
-/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it
+/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind `InvalidArgument` unless it
 /// has 1 to 31 dimensions, each above zero, and less than 2^63 bytes in total.
 pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
     let invalid = |required: &str| Error::argument("shape", format_args!("{shape:?}"), required);

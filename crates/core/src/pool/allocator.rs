@@ -65,7 +65,7 @@ impl Extent {
     }
 }
 
-/// Sizes and counters of a [`Pool`], read at one moment.
+/// Sizes and counters of a pool, read at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct PoolState {
     /// Bytes that can be allocated, in whole pages.
