@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::memory::{KeptLists, Region};
+use llm_datadist_core::testing::memory::{KeptLists, Region};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Layers, Name,
     PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
-use llm_datadist_core::pool::{Extent, Pool};
+use llm_datadist_core::testing::pool::{Extent, Pool};
 
 const SHIFT: u32 = 16;
 const LIVE: usize = 100_000;

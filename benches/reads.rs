@@ -12,10 +12,10 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::copy::{CopyEngine, Progress, Staging};
-use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::copy::{CopyEngine, Progress, Staging};
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::memory::{Adopted, PeerProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
     CacheDesc, CacheKind, ClusterId, Config, DataType, Deadline, Placement, Role, SwapInPath,
 };

@@ -18,10 +18,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Instant;
 
-use llm_datadist_core::cache::Table;
-use llm_datadist_core::memory::{Generations, Region, Tensors};
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
-use llm_datadist_core::validate::Side;
+use llm_datadist_core::testing::cache::Table;
+use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheDesc, CacheKey, CacheKind, DataType, Geometry, Placement};
 
 const KEYS: u64 = 1 << 20;

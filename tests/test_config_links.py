@@ -38,7 +38,7 @@ def test_silence_is_compared_with_the_heartbeat_at_init(start: Callable[..., Any
     config = LLMConfig()
     config.link_silence = 500
     config.link_heartbeat = 251
-    with pytest.raises(LLMException, match="link_silence = 500"):
+    with pytest.raises(LLMException, match="link_silence=500"):
         start({**options(), **config.generate_options()})
     config.link_heartbeat = 250
     start({**options(), **config.generate_options()})

@@ -163,10 +163,10 @@ def synchronizer_rows() -> list[Row]:
         *[Row({name: bad}, TE, name) for bad in (None, "x", object(), Ready, print)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, TE, per_layer) for bad in (None, 2.0, "2", True)],
         *[Row({name: Ready(tensor_num_per_layer=bad)}, VE, per_layer) for bad in (-1, UINT32_MAX + 1)],
-        Row({name: Ready(tensor_num_per_layer=0)}, LE, f"{per_layer} = 0"),
+        Row({name: Ready(tensor_num_per_layer=0)}, LE, f"{per_layer}=0"),
         *[Row({name: Ready(timeout_in_millis=bad)}, TE, limit) for bad in (1.0, "1", False)],
         *[Row({name: Ready(timeout_in_millis=bad)}, VE, limit) for bad in (-1, UINT32_MAX + 1)],
-        Row({name: Ready(timeout_in_millis=0)}, LE, f"{limit} = 0"),
+        Row({name: Ready(timeout_in_millis=0)}, LE, f"{limit}=0"),
     ]
 
 
@@ -198,12 +198,10 @@ def rows_of(bench: Bench, other: Callable[..., Any]) -> list[Row]:
             Row({configs: [good, bad]}, TE, "transfer_configs inner type only support")
             for bad in (None, "x", other(), object())
         ],
-        Row({dst: [], size: 1}, LE, "dst_block_memory_size = 1 is not allowed: None or 0 without dst_block_indices"),
-        Row(
-            {"src_cache": bench.odd, "layer_synchronizer": Ready()}, LE, "num_tensors = 3 is not allowed: a multiple of"
-        ),
-        Row({"layer_synchronizer": Ready(tensor_num_per_layer=3)}, LE, "num_tensors = 8 is not allowed"),
-        Row({"src_cache": bench.sideways}, LE, "batch_dim_index = 1"),
+        Row({dst: [], size: 1}, LE, "dst_block_memory_size=1 must be None or 0 without dst_block_indices"),
+        Row({"src_cache": bench.odd, "layer_synchronizer": Ready()}, LE, "num_tensors=3 must be a multiple of"),
+        Row({"layer_synchronizer": Ready(tensor_num_per_layer=3)}, LE, "num_tensors=8 must be"),
+        Row({"src_cache": bench.sideways}, LE, "batch_dim_index=1"),
         Row({"src_cache": bench.blocks, dst: [0], size: 256}, LE, "src_block_indices were not given"),
     ]
 
@@ -220,7 +218,7 @@ def source_rows(bench: Bench) -> list[Row]:
     return [
         Row({**blocks, configs: [config(row=1)]}, LE, "src_batch_index 1 != 0 while src is blocks"),
         Row({"src_cache": bench.blocks, configs: [config(row=1)]}, LE, "src_batch_index 1 != 0 while src is blocks"),
-        *[Row({configs: [ranged(*pair)]}, LE, "src_layer_range = ") for pair in both],
+        *[Row({configs: [ranged(*pair)]}, LE, "src_layer_range=") for pair in both],
         Row({configs: [config(), ranged(range(1, 5), range(1, 5))]}, LE, "within 0..4"),
         *[
             Row({configs: [config(), config(row=row)]}, LE, f"src_batch_index {row} out of range: [0, 4)")
@@ -234,12 +232,12 @@ def test_every_mistake_is_named_in_order(start: Any, mode: str) -> None:
     kv = mode == "KvCacheManager"
     bench = KvBench(start({"ge.exec.deviceId": "0", **KV})) if kv else Bench(start(), addressed)
     addresses = [
-        Row({"transfer_configs": [addressed(count=count)]}, LE, f"len(dst_addrs) = {count} is not allowed: 8, for 4")
+        Row({"transfer_configs": [addressed(count=count)]}, LE, f"len(dst_addrs)={count} must be 8, for 4")
         for count in (7, 9, 16, 4)
     ]
     none = TransferConfig(FAR, [])
     rows = source_rows(bench)
-    middle = [*addresses, Row({"transfer_configs": [none]}, LE, "len(dst_addrs) = 0")]
+    middle = [*addresses, Row({"transfer_configs": [none]}, LE, "len(dst_addrs)=0")]
     bench.check([*rows_of(bench, keyed), *rows[:6], *middle, *rows[6:]])
 
 
@@ -248,7 +246,7 @@ def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
     lengths = [
         Row({name: [keyed(range(3), range(2))]}, LE, "src_layer_range has 3 layers and dst_layer_range 2"),
         Row({name: [keyed(None, range(2))]}, LE, "src_layer_range has 4 layers and dst_layer_range 2"),
-        Row({name: [keyed(range(2), None)]}, LE, "dst_layer_range = None"),
+        Row({name: [keyed(range(2), None)]}, LE, "dst_layer_range=None"),
     ]
     one_sided.check([*rows_of(one_sided, addressed), *source_rows(one_sided), *lengths])
 

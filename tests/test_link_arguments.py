@@ -92,7 +92,7 @@ def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
         *[Row({members: bad}, VE, "uint32") for bad in ({1: -1, 2: 1}, {1: 0, 2: UINT32_MAX + 1})],
         Row({"rank_table": True}, TE, "rank_table"),
         *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
-        Row({members: {3: 0, 2: 1}}, LE, "must name this cluster"),
+        Row({members: {3: 0, 2: 1}}, LE, "must include this one"),
         Row({"rank_table": None}, TE, "rank_table"),
         *[Row({"rank_table": bad}, LE, "rank_table") for bad in ("", "{", "[]", '{"server_list": 5}')],
     ]

@@ -79,7 +79,7 @@ def per_layer() -> list[Row]:
     return [
         *[Row({"tensor_num_per_layer": bad}, TE, "tensor_num_per_layer") for bad in (None, 1.0, 2.0, "x", True, [2])],
         *[Row({"tensor_num_per_layer": bad}, VE, "uint32") for bad in (-1, UINT32_MAX + 1, 2**70)],
-        Row({"tensor_num_per_layer": 0}, LE, "tensor_num_per_layer = 0"),
+        Row({"tensor_num_per_layer": 0}, LE, "tensor_num_per_layer=0"),
     ]
 
 
@@ -253,7 +253,7 @@ def test_push_cache(one_sided: Bench) -> None:
         ],
     )
     ranges = {"src_layer_range": range(1), "dst_layer_range": range(1)}
-    fails(bench.call("push_cache", tensor_num_per_layer=3, **ranges), LE, "tensor_num_per_layer = 3", "3 of 4")
+    fails(bench.call("push_cache", tensor_num_per_layer=3, **ranges), LE, "tensor_num_per_layer=3", "3 of 4")
     fails(bench.call("push_cache", dst_layer_range=range(1)), LE, "without src_layer_range", "half given")
 
 

@@ -5,9 +5,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use llm_datadist_core::cache::Table;
-use llm_datadist_core::memory::{Generations, Region, Tensors};
-use llm_datadist_core::validate::Side;
+use llm_datadist_core::testing::cache::Table;
+use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
+use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, Config, DataDist, Geometry, Placement};
 
 use crate::Options;

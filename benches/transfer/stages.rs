@@ -6,10 +6,10 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use llm_datadist_core::model::Geometry;
-use llm_datadist_core::plan::{CopyPlan, Moves};
-use llm_datadist_core::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
-use llm_datadist_core::validate::{self, Layers, PushRows, RemoteCache, Side};
+use llm_datadist_core::testing::model::Geometry;
+use llm_datadist_core::testing::plan::{CopyPlan, Moves};
+use llm_datadist_core::testing::protocol::{self, HEADER, Location, Request, Run, WireName, WirePlan};
+use llm_datadist_core::testing::validate::{self, Layers, PushRows, RemoteCache, Side};
 use llm_datadist_core::{CacheKind, DataDist, Placement};
 
 use crate::Options;

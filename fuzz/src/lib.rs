@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::fmt::Debug;
 
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::protocol::{
     self, Attach, Attached, Challenge, Control, Hello, Proof, Reply, Request, Welcome, WirePlan,
 };
 use llm_datadist_core::{Error, ErrorKind};
@@ -111,8 +111,8 @@ pub fn any_message(which: u8, body: &[u8]) {
 }
 
 fn request(body: &[u8]) {
-    use llm_datadist_core::model::Name;
-    use llm_datadist_core::protocol::WireName;
+    use llm_datadist_core::testing::model::Name;
+    use llm_datadist_core::testing::protocol::WireName;
     let name = match decoded::<Request>(body) {
         Some(
             Request::Describe { name, .. }
@@ -127,7 +127,7 @@ fn request(body: &[u8]) {
 }
 
 fn reply(body: &[u8]) {
-    use llm_datadist_core::protocol::{Location, Run};
+    use llm_datadist_core::testing::protocol::{Location, Run};
     match decoded::<Reply>(body) {
         Some(Reply::Described(record)) => {
             if let Err(error) = record.side() {

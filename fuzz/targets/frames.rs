@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::protocol::{
-    self, GREETING_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL, VERSION,
+use llm_datadist_core::testing::protocol::{
+    self, HANDSHAKE_LIMIT, HEADER, Header, MESSAGE, MESSAGE_LIMIT, REFUSAL, VERSION,
 };
 use llm_datadist_core::{Error, ErrorKind};
 use llm_datadist_fuzz::any_message;
@@ -25,7 +25,7 @@ fn model(header: &[u8; HEADER], limit: usize) -> Result<(u8, usize), ErrorKind> 
 
 fuzz_target!(|input: &[u8]| {
     let Some((&which, mut stream)) = input.split_first() else { return };
-    let limit = if which & 0x80 == 0 { MESSAGE_LIMIT } else { GREETING_LIMIT };
+    let limit = if which & 0x80 == 0 { MESSAGE_LIMIT } else { HANDSHAKE_LIMIT };
     while let Some((header, rest)) = stream.split_first_chunk::<HEADER>() {
         let parsed = Header::parse(header, limit);
         assert_eq!(
@@ -51,7 +51,7 @@ fn refusal(body: &[u8]) {
     assert!(!text.chars().any(char::is_control), "{text:?}");
     let frame = protocol::refusal(&error);
     let (header, body) = frame.split_first_chunk().expect("a frame has a header");
-    let header = Header::parse(header, GREETING_LIMIT).expect("a refusal fits a greeting");
+    let header = Header::parse(header, HANDSHAKE_LIMIT).expect("a refusal fits a greeting");
     assert_eq!((header.kind, header.length), (REFUSAL, body.len()));
     assert_eq!(protocol::refused(body).kind(), error.kind());
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::validate::{config, cpp};
+use llm_datadist_core::testing::validate::{config, cpp};
 use llm_datadist_core::{ClusterId, Config, ErrorKind, Result, Role};
 use llm_datadist_fuzz::refused_as;
 

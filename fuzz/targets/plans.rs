@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use libfuzzer_sys::fuzz_target;
 use llm_datadist_core::ErrorKind;
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::protocol::{self, WirePlan, WireSteps};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::protocol::{self, WirePlan, WireSteps};
 use llm_datadist_fuzz::{decoded, peak, refused_as};
 
 /// Bytes before the plan: tensors (2), bytes of a tensor (3) for each end, and bytes of a row (2).

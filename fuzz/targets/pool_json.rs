@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::validate::{config, cpp};
+use llm_datadist_core::testing::validate::{config, cpp};
 use llm_datadist_core::{ClusterId, ErrorKind, PoolConfig, Role};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;

@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use llm_datadist_core::config::LinkConfig;
-use llm_datadist_core::validate::rank_table::{self, RankEnd};
+use llm_datadist_core::testing::config::LinkConfig;
+use llm_datadist_core::testing::validate::rank_table::{self, RankEnd};
 use llm_datadist_core::{ClusterId, ErrorKind};
 use llm_datadist_fuzz::refused_as;
 use serde_json::Value;
@@ -42,7 +42,7 @@ fn sound(end: &RankEnd, table: &Value) {
     assert!(end.host.iter().all(|at| at.ip() == ip), "{end:?}");
     assert!(ip.is_loopback() || named(table, &ip.to_string(), ip), "{end:?} is not in the table");
     assert_eq!(end.bind.is_ipv4(), ip.is_ipv4());
-    assert!(!end.given, "no option says where an end is");
+    assert!(!end.configured, "no option says where an end is");
 }
 
 /// Whether a text anywhere in the table reads as this address.

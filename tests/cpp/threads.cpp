@@ -54,7 +54,7 @@ void Work(LlmDataDist &engine, const Cache &far, uint16_t port, uint32_t thread)
     }
     // The reason of a failure belongs to the thread whose call failed.
     CHECK_STATUS(engine.CopyKvCache(cache, cache, 0, 1000 + thread), LLM_PARAM_INVALID);
-    CHECK(LastErrorMessage().find("dst_batch_index = " + std::to_string(1000 + thread)) != std::string::npos);
+    CHECK(LastErrorMessage().find("dst_batch_index=" + std::to_string(1000 + thread)) != std::string::npos);
     CHECK_STATUS(engine.DeallocateCache(cache.cache_id), LLM_SUCCESS);
   }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
 use crate::door::{self, Door, Open};

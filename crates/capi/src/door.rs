@@ -10,7 +10,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use llm_datadist_core::validate::cpp::Options;
+use llm_datadist_core::bindings::cpp::Options;
 use llm_datadist_core::{ClusterId, DataDist, Error, ErrorKind, Result, StatusCode};
 
 /// One object of the class: its name, and its engine while it is initialised.
@@ -52,7 +52,7 @@ thread_local! {
 /// To be called in a forked child.
 pub(crate) fn forked() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    llm_datadist_core::abandon_sockets();
+    llm_datadist_core::bindings::abandon_sockets();
 }
 
 /// Which generation of forked processes this one is.

@@ -21,7 +21,7 @@ mod calls;
 mod door;
 mod log;
 
-use llm_datadist_core::KeptLists;
+use llm_datadist_core::bindings::KeptLists;
 
 /// Memory of this library alone: the program's `malloc` is not touched.
 #[global_allocator]

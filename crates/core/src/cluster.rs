@@ -18,13 +18,9 @@ use crate::stats::Stats;
 /// The state of one cluster.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Configuration with which the engine was opened.
     pub config: Config,
-    /// Caches and keys.
     pub table: Table,
-    /// Engine that copies bytes.
     pub engine: CopyEngine,
-    /// Counters.
     pub stats: Stats,
     /// Puts the pools, and registered memory, into huge pages.
     pub merger: Merger,
@@ -83,8 +79,6 @@ impl Cluster {
         })
     }
 
-    /// Returns the pool with a placement, if there is one.
-    #[must_use]
     pub fn pool(&self, placement: Placement) -> Option<&Arc<Arena>> {
         match placement {
             Placement::Host => self.host.as_ref(),
@@ -99,7 +93,6 @@ impl Cluster {
     }
 
     /// Returns the generation numbers of all places of the table.
-    #[must_use]
     pub fn generations(&self) -> &Generations {
         &self.generations
     }
@@ -107,7 +100,7 @@ impl Cluster {
     /// Checks that the memory of `cache` still belongs to the engine. `Err` if the cache is registered memory
     /// that the program has unregistered in the meantime. The caller must hold pins on the rows, for which
     /// `unregister` waits.
-    pub fn kept(&self, cache: &Cache) -> Result<()> {
+    pub fn still_registered(&self, cache: &Cache) -> Result<()> {
         if cache.origin() == Origin::Registered { self.table.find(cache.id()).map(|_| ()) } else { Ok(()) }
     }
 
@@ -118,7 +111,9 @@ impl Cluster {
     pub fn described_to_peer(&self, cache: &Cache, place: &MemoryLocation) {
         let through_kernel =
             cache.origin() == Origin::Registered && matches!(place, MemoryLocation::Process(_));
-        if through_kernel && self.merger.lend(cache.id(), cache.tensors(), || self.kept(cache).is_ok()) {
+        if through_kernel
+            && self.merger.lend(cache.id(), cache.tensors(), || self.still_registered(cache).is_ok())
+        {
             self.merger.look();
         }
     }

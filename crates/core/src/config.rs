@@ -23,7 +23,6 @@ pub enum Role {
 
 impl Role {
     /// Returns the role with a public number; `None` for any other number.
-    #[must_use]
     pub const fn from_value(value: i64) -> Option<Role> {
         match value {
             1 => Some(Role::Prompt),
@@ -34,7 +33,6 @@ impl Role {
     }
 
     /// Returns the name of the role in messages.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Role::Prompt => "Prompt",
@@ -65,7 +63,6 @@ impl Share {
     pub const DEFAULT: Share = Share(950_000);
 
     /// Returns the share for a number from 0.0 to 1.0. Numbers outside that range count as its nearest end.
-    #[must_use]
     pub fn of(part: f64) -> Share {
         // The result is 0 to one million for any input: the cast of a float saturates, and NaN becomes 0.
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within 0 to a million")]
@@ -74,7 +71,6 @@ impl Share {
     }
 
     /// Returns this share of `bytes`.
-    #[must_use]
     pub fn of_bytes(self, bytes: u64) -> u64 {
         let part = u128::from(bytes) * u128::from(self.0) / u128::from(Self::WHOLE);
         u64::try_from(part).unwrap_or(bytes)
@@ -96,7 +92,6 @@ impl PoolConfig {
 
     /// Returns a pool of about `bytes` bytes with pages of the default size: at least one page, and at most
     /// as many as a pool can have.
-    #[must_use]
     pub fn about(bytes: u64) -> PoolConfig {
         let page_shift = Self::DEFAULT_PAGE_SHIFT;
         let pages = (bytes >> page_shift).clamp(1, u64::from(u32::MAX) - 1);
@@ -165,13 +160,11 @@ pub struct Token(Box<[u8]>);
 
 impl Token {
     /// Returns the token for a text.
-    #[must_use]
     pub fn new(text: &str) -> Self {
         Token(text.as_bytes().into())
     }
 
     /// Returns the bytes of the token, as the key of proofs.
-    #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -190,10 +183,8 @@ pub struct LinkConfig {
     pub listen: Option<SocketAddr>,
     /// Token with which both sides authenticate.
     pub token: Option<Token>,
-    /// File that contains the token, instead of `token`. `DataDist::open` reads it once, by the rules of
-    /// [`token_file`].
-    ///
-    /// [`token_file`]: crate::token_file
+    /// File that contains the token, instead of `token`. `DataDist::open` reads it once: a regular file of this
+    /// user or of root, which no other user may access.
     pub token_file: Option<PathBuf>,
     /// Whether to admit unauthenticated peers if no token is set. Then everybody who can reach a listener may
     /// link.
@@ -289,7 +280,6 @@ impl Config {
     pub const DEFAULT_WORKERS: usize = 4;
 
     /// Returns a configuration without pools and with every other value at its default.
-    #[must_use]
     pub fn new(role: Role, cluster: ClusterId) -> Self {
         Config {
             role,

@@ -4,6 +4,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::sync::Arc;
 
 /// Result type of every fallible function in the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -45,7 +46,7 @@ pub enum ErrorKind {
     /// A key for a new cache already names another cache.
     KeyTaken,
     /// The two caches of a copy have different numbers of tensors.
-    UnlikeTensors,
+    TensorCountMismatch,
 }
 
 impl ErrorKind {
@@ -67,7 +68,7 @@ impl ErrorKind {
         ErrorKind::System,
         ErrorKind::Cancelled,
         ErrorKind::KeyTaken,
-        ErrorKind::UnlikeTensors,
+        ErrorKind::TensorCountMismatch,
     ];
 }
 
@@ -82,18 +83,20 @@ impl ErrorKind {
 ///     .with("free_bytes", 0);
 /// assert_eq!(error.to_string(), "the device pool is exhausted (asked_bytes=4096, free_bytes=0)");
 /// ```
+#[derive(Clone)]
 pub struct Error(Box<Report>);
 
 /// The complete rows that a failed transfer had written: pairs of a destination tensor and ranges of its
 /// rows.
 pub type Arrived = Vec<(u32, Vec<std::ops::Range<u64>>)>;
 
+#[derive(Clone)]
 struct Report {
     kind: ErrorKind,
     message: String,
     context: Vec<(&'static str, String)>,
     arrived: Arrived,
-    source: Option<Box<dyn StdError + Send + Sync>>,
+    source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 impl Error {
@@ -110,11 +113,25 @@ impl Error {
         }))
     }
 
-    /// Returns the error for an invalid argument: its name, its value and the allowed values.
+    /// Returns the error of kind [`ErrorKind::InvalidArgument`] with the text `message`.
     #[cold]
     #[must_use]
-    pub fn argument(name: &str, value: impl fmt::Display, allowed: impl fmt::Display) -> Self {
-        Error::new(ErrorKind::InvalidArgument, format!("{name} = {value} is not allowed: {allowed}"))
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Error::new(ErrorKind::InvalidArgument, message)
+    }
+
+    /// Returns the error for an invalid argument: its name, its value and what it must be.
+    #[cold]
+    #[must_use]
+    pub fn argument(name: &str, value: impl fmt::Display, required: impl fmt::Display) -> Self {
+        Error::invalid(format!("{name}={value} must be {required}"))
+    }
+
+    /// Returns the error for an argument outside its `range`, for example "1 to 256".
+    #[cold]
+    #[must_use]
+    pub fn out_of_range(name: &str, value: impl fmt::Display, range: impl fmt::Display) -> Self {
+        Error::invalid(format!("{name}={value} is out of range ({range})"))
     }
 
     /// Adds a named fact. A fact that the error already has is not added twice.
@@ -130,7 +147,7 @@ impl Error {
     /// Sets the error that caused this one.
     #[must_use]
     pub fn because(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
-        self.0.source = Some(Box::new(source));
+        self.0.source = Some(Arc::new(source));
         self
     }
 
@@ -139,19 +156,6 @@ impl Error {
     pub fn with_arrived(mut self, arrived: Arrived) -> Self {
         self.0.arrived = arrived;
         self
-    }
-
-    /// Returns a copy of the error for a second recipient. The cause becomes part of the text, because it
-    /// cannot be copied.
-    #[must_use]
-    pub(crate) fn again(&self) -> Self {
-        let Report { kind, message, context, arrived, source } = &*self.0;
-        let message = match source {
-            Some(source) => format!("{message}: {source}"),
-            None => message.clone(),
-        };
-        let (context, arrived) = (context.clone(), arrived.clone());
-        Error(Box::new(Report { kind: *kind, message, context, arrived, source: None }))
     }
 
     /// Returns the complete rows that a failed transfer had written. Empty if there are none, or if the error
@@ -173,6 +177,20 @@ impl Error {
         self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
     }
 }
+
+/// Returns `Ok(())` if a rule holds, else its error.
+pub(crate) fn ensure(holds: bool, error: impl FnOnce() -> Error) -> Result<()> {
+    if holds { Ok(()) } else { Err(error()) }
+}
+
+impl PartialEq for Error {
+    /// Returns whether both have the same kind and text.
+    fn eq(&self, other: &Self) -> bool {
+        self.kind() == other.kind() && self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for Error {}
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

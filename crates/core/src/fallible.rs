@@ -1,10 +1,6 @@
-//! Lists whose length a caller or a peer chooses. A failed allocation is an error of the call and does not
-//! end the process.
-//!
-//! Every list of a plan, a message or the cache table is made here, or reserved before it is filled;
-//! `tests/integration/short.rs` fails each of these allocations in turn. Lists whose length the engine
-//! bounds, and the texts of errors, are allocated normally. `what` names the list in the error; a function
-//! here returns `Err(OutOfMemory)` if it cannot allocate.
+//! Lists whose length a caller or a peer chooses: every list of a plan, a message or the cache table. A failed
+//! allocation is `Err(OutOfMemory)` of the call, anywhere in the crate, and does not end the process
+//! (`tests/integration/short.rs` fails each of them in turn). `what` names the list in the error.
 
 use std::hash::Hash;
 
@@ -15,34 +11,34 @@ use crate::error::{Error, ErrorKind, Result};
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
 #[cold]
 #[must_use]
-pub fn short(what: &str, bytes: usize) -> Error {
+pub fn out_of_memory(what: &str, bytes: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("no memory for {what}")).with("asked_bytes", bytes)
 }
 
 /// Returns an empty list with room for `count` items.
-pub fn room<T>(what: &str, count: usize) -> Result<Vec<T>> {
+pub fn with_capacity<T>(what: &str, count: usize) -> Result<Vec<T>> {
     let mut list = Vec::new();
-    list.try_reserve_exact(count).map_err(|_| short(what, count.saturating_mul(size_of::<T>())))?;
+    list.try_reserve_exact(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<T>())))?;
     Ok(list)
 }
 
 /// Returns a list of `count` equal values.
 pub fn filled<T: Clone>(what: &str, value: T, count: usize) -> Result<Vec<T>> {
-    let mut list = room(what, count)?;
+    let mut list = with_capacity(what, count)?;
     list.resize(count, value);
     Ok(list)
 }
 
 /// Collects items whose number is known.
 pub fn collect<T>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
-    let mut list = room(what, items.len())?;
+    let mut list = with_capacity(what, items.len())?;
     list.extend(items);
     Ok(list)
 }
 
 /// Collects items of which `count` are expected; the list may become longer.
-pub fn gathered<T>(what: &str, count: usize, items: impl Iterator<Item = T>) -> Result<Vec<T>> {
-    let mut list = room(what, count)?;
+pub fn collect_growing<T>(what: &str, count: usize, items: impl Iterator<Item = T>) -> Result<Vec<T>> {
+    let mut list = with_capacity(what, count)?;
     for item in items {
         push(what, &mut list, item)?;
     }
@@ -50,8 +46,8 @@ pub fn gathered<T>(what: &str, count: usize, items: impl Iterator<Item = T>) -> 
 }
 
 /// Collects the values of `items`. Returns the first error among them.
-pub fn tried<T>(what: &str, items: impl ExactSizeIterator<Item = Result<T>>) -> Result<Vec<T>> {
-    let mut list = room(what, items.len())?;
+pub fn try_collect<T>(what: &str, items: impl ExactSizeIterator<Item = Result<T>>) -> Result<Vec<T>> {
+    let mut list = with_capacity(what, items.len())?;
     for item in items {
         list.push(item?);
     }
@@ -60,7 +56,7 @@ pub fn tried<T>(what: &str, items: impl ExactSizeIterator<Item = Result<T>>) -> 
 
 /// Returns a copy of a list.
 pub fn copied<T: Copy>(what: &str, items: &[T]) -> Result<Vec<T>> {
-    let mut list = room(what, items.len())?;
+    let mut list = with_capacity(what, items.len())?;
     list.extend_from_slice(items);
     Ok(list)
 }
@@ -78,20 +74,22 @@ pub fn grow<T>(what: &str, list: &mut Vec<T>, more: usize) -> Result<()> {
     if list.capacity() - list.len() >= more {
         return Ok(());
     }
-    list.try_reserve(more).map_err(|_| short(what, (list.len() + more).saturating_mul(size_of::<T>())))
+    list.try_reserve(more)
+        .map_err(|_| out_of_memory(what, (list.len() + more).saturating_mul(size_of::<T>())))
 }
 
 /// Returns an empty map with room for `count` entries.
 pub fn map<K: Eq + Hash, V>(what: &str, count: usize) -> Result<HashMap<K, V>> {
     let mut map = HashMap::new();
-    map.try_reserve(count).map_err(|_| short(what, count.saturating_mul(size_of::<(K, V)>())))?;
+    map.try_reserve(count).map_err(|_| out_of_memory(what, count.saturating_mul(size_of::<(K, V)>())))?;
     Ok(map)
 }
 
 /// Collects items into a set.
 pub fn set<T: Eq + Hash>(what: &str, items: impl ExactSizeIterator<Item = T>) -> Result<HashSet<T>> {
     let mut set = HashSet::new();
-    set.try_reserve(items.len()).map_err(|_| short(what, items.len().saturating_mul(size_of::<T>())))?;
+    set.try_reserve(items.len())
+        .map_err(|_| out_of_memory(what, items.len().saturating_mul(size_of::<T>())))?;
     set.extend(items);
     Ok(set)
 }

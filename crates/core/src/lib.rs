@@ -12,7 +12,27 @@
 //! ```
 //!
 //! A module uses only modules on its own line or below. `docs/architecture.md` has the exact table, which
-//! `tests/test_architecture.py` checks. `testing` has test support (feature `testing`).
+//! `tests/test_architecture.py` checks. The modules are private; this page is the whole interface:
+//!
+//! - **Open an engine:** [`DataDist::open`] with a [`Config`]: [`Role`], [`ClusterId`], [`Mode`],
+//!   [`PoolConfig`] or [`Share`], [`LinkConfig`] with [`Token`] and [`TransportChoice`], and the choices
+//!   [`KernelChoice`], [`SwapInPath`] and [`HugeChoice`].
+//! - **Describe and hold memory:** [`CacheDesc`] ([`DataType`], [`Placement`], [`CacheKind`]), [`CacheKey`],
+//!   [`Geometry`]; a [`Cache`] found by [`CacheId`]; [`Adopted`] for memory of the caller.
+//! - **Copy and swap:** [`End`], [`CopyArgs`].
+//! - **Link:** [`PeerAddress`], [`CommStatus`], [`Deadline`].
+//! - **Pull and push:** [`RemoteName`] with a [`Name`], [`PullRows`], [`PushRows`], [`Layers`] of
+//!   [`LayerRange`]s; the C++ class names its peers by [`CacheIndex`] and [`ExtParam`].
+//! - **Transfer layer by layer:** [`LayerwiseArgs`], [`Destination`], [`Target`]; a [`Task`] with its
+//!   [`Outcome`]s and what it has [`Carried`].
+//! - **Observe:** [`Snapshot`] ([`PoolReport`], [`LinkState`], [`OpState`]) and the log ([`install_log`],
+//!   [`Sink`], [`Line`], [`Level`]).
+//! - **Errors:** [`Error`] with its [`ErrorKind`] and facts; [`StatusCode`] for the bindings.
+//!
+//! [`bindings`] serves `crates/py` and `crates/capi` alone. The feature `testing` adds the module `testing`,
+//! which opens the private modules to tests and benchmarks.
+//!
+//! # Example
 //!
 //! ```
 //! use llm_datadist_core::*;
@@ -74,19 +94,12 @@
 //! let link = &decode.stats().links[0];
 //! assert_eq!((link.cluster, link.transfers.bytes), (ClusterId(1), 3 * 128));
 //!
-//! // Calls of the original's documentation: `CopyKvCache`, and `PushKvCache` of the prompt role.
-//! let source = End::Managed(theirs.id());
-//! let args = CopyArgs { src_batch_index: 0, dst_batch_index: 1, offset: 0, size: -1 };
-//! prefill.copy_kv_cache(&source, &source, args)?;
-//! let there = CacheIndex { cluster: ClusterId(2), cache: ours.id(), row: 1 };
-//! prefill.push_kv_cache(theirs.id(), there, 3, -1, ExtParam::default())?;
-//!
 //! // Layer by layer, while the next one is computed: the code that computes reports which layer is ready.
 //! let args = LayerwiseArgs { tensors_per_layer: 1, ..LayerwiseArgs::default() };
 //! let target = Target::Cache { name: Name::Row { cache: ours.id(), row: 2 }, first_layer: 0 };
 //! let src_layers = LayerRange { first: 0, end: 2 };
 //! let to = Destination { cluster: ClusterId(2), target, src_layers, src_row: 3 };
-//! let task = prefill.transfer_async(&source, &args, vec![to], None)?;
+//! let task = prefill.transfer_async(&End::Managed(theirs.id()), &args, vec![to], None)?;
 //! task.layers().into_iter().for_each(|layer| task.ready(layer));
 //! assert!(task.wait(Deadline::after(Duration::from_secs(3)))?);
 //! assert!(matches!(task.outcomes()[0], Outcome::Done));
@@ -100,6 +113,13 @@
 //! # Ok::<(), Error>(())
 //! ```
 
+// Nothing but the re-exports below is the interface. `pub` inside a module means: for the other modules, and
+// for the tests, which reach it through `testing`.
+#![allow(unreachable_pub, clippy::len_without_is_empty, reason = "the modules are private")]
+#![cfg_attr(
+    feature = "testing",
+    allow(missing_docs, reason = "the interface is checked without the feature")
+)]
 // Tests of the library may panic; the library may not.
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 
@@ -108,34 +128,35 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64", target_endian = "little")))]
 compile_error!("llm_datadist supports Linux on 64-bit little-endian processors only");
 
-pub mod cache;
-pub mod cluster;
-pub mod config;
-pub mod copy;
-pub mod device;
-pub mod engine;
-pub mod error;
-pub mod fallible;
-pub mod huge_pages;
-pub mod log;
+pub mod bindings;
+mod cache;
+mod cluster;
+mod config;
+mod copy;
+mod device;
+mod engine;
+mod error;
+mod fallible;
+mod huge_pages;
+mod log;
 #[expect(unsafe_code, reason = "the only module of the core that dereferences addresses")]
-pub mod memory;
-pub mod model;
-pub mod net;
-pub mod plan;
-pub mod pool;
-pub mod protocol;
-pub mod session;
-pub mod stats;
-pub mod status;
+mod memory;
+mod model;
+mod net;
+mod plan;
+mod pool;
+mod protocol;
+mod session;
+mod stats;
+mod status;
 mod sync;
 #[cfg(feature = "testing")]
 pub mod testing;
-pub mod token_file;
-pub mod transfer;
-pub mod validate;
+mod token_file;
+mod transfer;
+mod validate;
 
-pub use cache::Cache;
+pub use cache::{Cache, TableState};
 pub use config::{
     Config, HugeChoice, KernelChoice, LinkConfig, Mode, PoolConfig, Role, Share, SwapInPath, Token,
     TransportChoice,
@@ -143,11 +164,12 @@ pub use config::{
 pub use engine::{CacheIndex, DataDist, End, RemoteName};
 pub use error::{Error, ErrorKind, Result};
 pub use log::{Level, Line, Sink, install as install_log};
-pub use memory::{Access, Adopted, KeptLists, abandon as abandon_sockets, remember_process, this_process};
+pub use memory::Adopted;
 pub use model::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, DataType, Deadline, Geometry, NO_ID, Name, Placement,
     tensor_bytes,
 };
+pub use pool::PoolState;
 pub use session::{CommStatus, PeerAddress};
 pub use stats::{LinkState, OpState, PoolReport, Snapshot};
 pub use status::StatusCode;

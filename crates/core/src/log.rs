@@ -50,15 +50,15 @@ pub fn install(sink: impl Sink) -> bool {
 #[must_use]
 pub fn line(event: &Event<'_>) -> Line {
     let metadata = event.metadata();
-    let mut words = Words::default();
-    event.record(&mut words);
+    let mut fields = FieldText::default();
+    event.record(&mut fields);
     let file = metadata.file().unwrap_or_default();
     Line {
         level: *metadata.level(),
         target: metadata.target(),
         file: file.rsplit('/').next().unwrap_or(file),
         line: metadata.line().unwrap_or_default(),
-        text: clean(&(words.message + &words.fields)),
+        text: clean(&(fields.message + &fields.fields)),
     }
 }
 
@@ -93,12 +93,12 @@ impl<S: Sink> Subscriber for Lines<S> {
 
 /// The message of an event, and its fields as text.
 #[derive(Default)]
-struct Words {
+struct FieldText {
     message: String,
     fields: String,
 }
 
-impl Words {
+impl FieldText {
     // Writing to a string cannot fail.
     fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
         let _ = match field.name() {
@@ -108,7 +108,7 @@ impl Words {
     }
 }
 
-impl Visit for Words {
+impl Visit for FieldText {
     fn record_str(&mut self, field: &Field, value: &str) {
         self.add(field, format_args!("{value}"));
     }

@@ -97,7 +97,7 @@ status_codes! {
 impl From<ErrorKind> for StatusCode {
     fn from(kind: ErrorKind) -> Self {
         match kind {
-            ErrorKind::InvalidArgument | ErrorKind::KeyTaken | ErrorKind::UnlikeTensors => {
+            ErrorKind::InvalidArgument | ErrorKind::KeyTaken | ErrorKind::TensorCountMismatch => {
                 StatusCode::ParamInvalid
             }
             ErrorKind::CacheNotFound => StatusCode::KvCacheNotExist,
@@ -121,12 +121,12 @@ impl StatusCode {
     /// Returns the code in `KvCacheManager` mode, in which some failures have codes of their own
     /// (contract §9.2, §9.3, §17.14).
     #[must_use]
-    pub fn of_first_generation(kind: ErrorKind) -> StatusCode {
+    pub fn of_kv_cache_manager(kind: ErrorKind) -> StatusCode {
         match kind {
             ErrorKind::Timeout => StatusCode::WaitProcessTimeout,
             ErrorKind::OutOfMemory => StatusCode::DeviceOutOfMemory,
             ErrorKind::UnlinkFailed => StatusCode::NotifyPromptUnlinkFailed,
-            ErrorKind::UnlikeTensors => StatusCode::Failed,
+            ErrorKind::TensorCountMismatch => StatusCode::Failed,
             kind => StatusCode::from(kind),
         }
     }

@@ -1,9 +1,6 @@
-//! Locks, counters and threads of `cache::row_pins`, `copy::workers`, `transfer::task` and
-//! `transfer::executor`.
-//!
-//! They are those of the standard library. With `--cfg loom` they are those of loom, whose models run that
-//! code (`tests/integration/loom_pin.rs`, `copy/workers/loom_tests.rs`, `transfer/task/loom_tests.rs`). Locks
-//! that no loom model runs are taken from `std` directly.
+//! Locks, counters and threads of the code that loom models run (`tests/integration/loom_pin.rs`,
+//! `copy/workers/loom_tests.rs`, `transfer/task/loom_tests.rs`): loom's with `--cfg loom`, else those of the
+//! standard library. Other code takes them from `std` directly.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

@@ -12,7 +12,7 @@ use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::process::geteuid;
 
 use crate::config::{LinkConfig, Token};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::validate;
 
 /// Most bytes of the file.
@@ -23,8 +23,7 @@ const LONGEST: u64 = 4096;
 pub fn token(links: &LinkConfig) -> Result<Option<Token>> {
     match (&links.token, &links.token_file) {
         (Some(_), Some(_)) => {
-            let text = "link_token and link_token_file are both given; give one of them";
-            Err(Error::new(ErrorKind::InvalidArgument, text))
+            Err(Error::invalid("link_token and link_token_file are both given; give one of them"))
         }
         (token, None) => Ok(token.clone()),
         (None, Some(path)) => read(path).map(Some),
@@ -74,5 +73,5 @@ fn private(path: &Path, file: &File) -> Result<()> {
 
 #[cold]
 fn refused(path: &Path, why: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("link_token_file={:?} {why}", path.display().to_string()))
+    Error::invalid(format!("link_token_file={:?} {why}", path.display().to_string()))
 }

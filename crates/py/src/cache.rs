@@ -4,9 +4,8 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::{
-    Access, Cache, CacheId, CacheKind, DataType, End, Error, ErrorKind, Result, fallible,
-};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{Cache, CacheId, CacheKind, DataType, End, Error, Result};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -57,7 +56,7 @@ pub(crate) struct ManagedCache {
 impl ManagedCache {
     /// What to remember of `cache`, which the engine of this number made.
     pub(crate) fn of(engine: u64, cache: &Cache) -> Self {
-        ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.tensors().shared_addrs() }
+        ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.shared_addrs() }
     }
 
     /// How its rows are read.
@@ -94,12 +93,7 @@ pub(crate) struct TensorView {
 impl TensorView {
     /// A view of every tensor of `cache`, once the kernel says that they are mapped.
     pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
-        cache.tensors().check_mapped(Access::Read)?;
-        cache.tensors().check_mapped(Access::Write)?;
-        if !cache.tensors().host_addressable() {
-            let text = "the tensors are in memory that the CPU cannot address";
-            return Err(Error::new(ErrorKind::NotEnabled, text));
-        }
+        cache.check_views()?;
         let view = |index| TensorView { cache: Held::new(cache.clone()), index };
         fallible::collect("the views of tensors", (0..cache.addrs().len()).map(view))
     }

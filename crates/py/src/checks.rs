@@ -2,7 +2,8 @@
 //!
 //! Not for: rules of their own. Types and widths come from `convert`, meanings from `core::check`.
 
-use llm_datadist_core::{Result, validate};
+use llm_datadist_core::Result;
+use llm_datadist_core::bindings::validate;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};

@@ -5,7 +5,8 @@
 
 use std::fmt::Display;
 
-use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement, fallible};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{CacheDesc, CacheId, CacheKey, DataType, Name, Placement};
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -115,7 +116,7 @@ const LISTS: &str = "the lists of a call";
 
 /// An empty list with room for `count`.
 pub(crate) fn room<T>(py: Python<'_>, count: usize) -> PyResult<Vec<T>> {
-    fallible::room(LISTS, count).map_err(|error| raise(py, &error))
+    fallible::with_capacity(LISTS, count).map_err(|error| raise(py, &error))
 }
 
 /// Adds one item to a list: the code of Python that gave it may have made it longer than it was.
@@ -126,7 +127,11 @@ pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T) -> PyResult<()
 /// `error`, which is the engine's own if Python had no memory for `bytes`.
 #[cold]
 pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
-    if error.is_instance_of::<PyMemoryError>(py) { raise(py, &fallible::short(LISTS, bytes)) } else { error }
+    if error.is_instance_of::<PyMemoryError>(py) {
+        raise(py, &fallible::out_of_memory(LISTS, bytes))
+    } else {
+        error
+    }
 }
 
 /// Whether `value` is an instance of a class of the front; exact instances answer without a lookup.

@@ -6,8 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement, validate,
+    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement,
 };
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};

@@ -6,9 +6,8 @@ use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use llm_datadist_core::{
-    Config, DataDist, Deadline, Error, ErrorKind, Mode, Result, remember_process, this_process,
-};
+use llm_datadist_core::bindings::{remember_process, this_process};
+use llm_datadist_core::{Config, DataDist, Deadline, Error, ErrorKind, Mode, Result};
 use pyo3::prelude::*;
 
 use crate::error::{self, Codes};
@@ -141,7 +140,7 @@ pub(crate) fn aside<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) ->
 /// Closes in a forked child the sockets it inherited, so that peers notice when the parent is gone.
 #[pyfunction]
 pub(crate) fn abandon_sockets() {
-    llm_datadist_core::abandon_sockets();
+    llm_datadist_core::bindings::abandon_sockets();
 }
 
 /// Runs `call`, which neither blocks nor moves bytes, without detaching.

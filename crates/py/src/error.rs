@@ -17,7 +17,7 @@ pub(crate) type Codes = fn(ErrorKind) -> StatusCode;
 pub(crate) fn codes_of(mode: Mode) -> Codes {
     match mode {
         Mode::CacheManager => StatusCode::from,
-        Mode::KvCacheManager => StatusCode::of_first_generation,
+        Mode::KvCacheManager => StatusCode::of_kv_cache_manager,
     }
 }
 

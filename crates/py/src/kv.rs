@@ -3,7 +3,8 @@
 //! What follows the checks is the same engine. Not for: roles (the Python front), or what differs behind the checks
 //! (`core::config::Mode`).
 
-use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows, validate};
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -181,8 +182,8 @@ fn pull_cache(
     let size = int("size", size)?;
     let row = int("batch_index", batch_index)?;
     validate::copy_size(size).map_err(|error| raise(py, &error))?;
-    let far_offset = offset(options, "src_cache_offset")?;
-    let near_offset = offset(options, "dst_cache_offset")?;
+    let remote_offset = offset(options, "src_cache_offset")?;
+    let local_offset = offset(options, "dst_cache_offset")?;
     if key == Some(Key::Cache) {
         transfer::check_cache_key(cache_key)?;
     }
@@ -190,9 +191,9 @@ fn pull_cache(
     let per_layer = given.per_layer()?;
     let layers = given.of_pull(per_layer)?;
     let local = LocalCache::slots("kv_cache", cache)?;
-    let rows = match (far_offset, near_offset) {
+    let rows = match (remote_offset, local_offset) {
         (0, 0) => PullRows::Slot { local: row, size },
-        _ => PullRows::Part { local: row, far_offset, near_offset, size },
+        _ => PullRows::Part { local: row, remote_offset, local_offset, size },
     };
     Ok(Pull { from: transfer::far_name(key, cache_key)?, to: local.end(native)?, rows, layers })
 }
@@ -262,7 +263,7 @@ fn one_device(native: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
     if devices.extract::<usize>()? == 1 {
         return local_cache::end(native, cache);
     }
-    Err(invalid(py, "the number of devices of the cache", devices, "1: this engine has one device"))
+    Err(invalid(py, "num_devices of the cache", devices, "1, because an engine has one device"))
 }
 
 /// A byte offset: an int64 from 0 on, or `None` for 0.

@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
     CacheKind, ClusterId, Destination, End, Error, Geometry, LayerRange, Layers, LayerwiseArgs, Mode, Target,
-    validate,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -52,7 +52,7 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     let src_cache = given.src_cache;
     required_cache(engine, src_cache)?;
     let desc = convert::desc(&src_cache.getattr(intern!(py, "_cache_desc"))?)?;
-    validate::source_placement(desc.placement).map_err(refused)?;
+    validate::on_device("src_cache", desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
     let patience = synchronizer(given.layer_synchronizer, &mut args)?;

@@ -4,7 +4,8 @@
 //! handle that says all of it at one look; one put together by hand is asked for its attributes instead
 //! (test: `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
-use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind, validate};
+use llm_datadist_core::bindings::validate;
+use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
 

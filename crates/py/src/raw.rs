@@ -10,7 +10,8 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::Arc;
 
-use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result, fallible};
+use llm_datadist_core::bindings::fallible;
+use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, Result};
 use pyo3::Borrowed;
 use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
@@ -233,7 +234,7 @@ unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
 /// because the module is one with `gil_used = true`, for dicts as well: without the interpreter's lock another thread
 /// could change the list meanwhile.
 pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Result<Option<Vec<i64>>> {
-    let mut words = fallible::room(LISTS, list.len())?;
+    let mut words = fallible::with_capacity(LISTS, list.len())?;
     let plain = push_words(list, |word| words.push(word));
     Ok(plain.map(|()| words))
 }
@@ -250,7 +251,7 @@ fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()>
 
 /// The same of a tuple.
 pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>> {
-    let mut words = fallible::room(LISTS, tuple.len())?;
+    let mut words = fallible::with_capacity(LISTS, tuple.len())?;
     for at in 0..tuple.len().cast_signed() {
         // SAFETY: attached (`tuple` says so), a tuple, whose length never changes.
         let item = unsafe { ffi::PyTuple_GetItem(tuple.as_ptr(), at) };
@@ -263,7 +264,7 @@ pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>
 
 /// The items of a dict in its order, if all are plain integers of 64 bits.
 pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
-    let mut words = fallible::room(LISTS, dict.len())?;
+    let mut words = fallible::with_capacity(LISTS, dict.len())?;
     let plain = each_item(dict, |src, dst| {
         // SAFETY: an item that the dict keeps: nothing runs between that could change it.
         words.push((src, unsafe { word(dst.as_ptr()) }?));
@@ -274,7 +275,7 @@ pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i6
 
 /// The same of a dict whose values are lists, which are put one after the other.
 pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
-    let (mut words, mut short) = (fallible::room(LISTS, dict.len())?, None);
+    let (mut words, mut short) = (fallible::with_capacity(LISTS, dict.len())?, None);
     let plain = each_item(dict, |src, value| {
         let list = value.cast::<PyList>().ok()?;
         if let Err(error) = fallible::grow(LISTS, &mut words, list.len()) {

@@ -3,9 +3,9 @@
 //!
 //! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
 
+use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
     ClusterId, End, Error, ErrorKind, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, RemoteName,
-    validate,
 };
 use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
@@ -364,7 +364,7 @@ fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     if range.is_truthy()? {
         Ok(())
     } else {
-        Err(invalid(range.py(), name, shown(range), "at least one layer"))
+        Err(invalid(range.py(), name, shown(range), "a range of at least one layer"))
     }
 }
 

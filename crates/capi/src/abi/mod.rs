@@ -13,7 +13,7 @@ mod types;
 use std::ffi::c_char;
 use std::sync::Once;
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
 
 pub use log::{

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
 use std::slice;
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, DataDist, End, Error, ErrorKind,
     ExtParam, PeerAddress, Result,
@@ -203,10 +203,10 @@ pub(super) unsafe fn id(name: &str, at: *const LlmDatadistCache) -> Result<Cache
 ///
 /// # Safety
 /// As [`value`].
-pub(super) unsafe fn pushed(call: &str, at: *const LlmDatadistCache) -> Result<CacheId> {
+pub(super) unsafe fn pushed(at: *const LlmDatadistCache) -> Result<CacheId> {
     // SAFETY: the caller's promise.
     let cache = unsafe { cache("src_cache", at) }?;
-    cpp::pushed(call, cache.desc.placement)?;
+    cpp::pushed(cache.desc.placement)?;
     Ok(CacheId(cache.cache_id))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Not for: links and caches (the file above), or which bytes those are (the core).
 
-use llm_datadist_core::validate::cpp;
+use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CopyArgs, ErrorKind};
 
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::pushed("PushKvCache", src) }?;
+        let src = unsafe { raw::pushed(src) }?;
         // SAFETY: the caller's promise.
         let dst = unsafe { raw::index("dst_cache_index", dst) }?;
         // SAFETY: the caller's promise.
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
 ) -> u32 {
     entered(handle, |open| {
         // SAFETY: the caller's promise.
-        let src = unsafe { raw::pushed("PushKvBlocks", src) }?;
+        let src = unsafe { raw::pushed(src) }?;
         // SAFETY: the caller's promise.
         let dst = unsafe { raw::index("dst_cache_index", dst) }?;
         // SAFETY: the caller's promise.

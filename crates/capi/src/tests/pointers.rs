@@ -47,9 +47,9 @@ fn options_are_read_or_refused() {
 fn initialize_says_what_is_wrong_with_an_option() {
     let json = r#"{"buf_pool_size": 4194304, "buf_cfg": [{"total_size": 2097152, "blk_size": 3, "max_buf_size": 9}]}"#;
     let cases: &[(i32, &[(&str, &str)], StatusCode, &[&str])] = &[
-        (0, &[("llm.DeviceId", "0")], StatusCode::ParamInvalid, &["role = 0", "kPrompt"]),
-        (4, &[("llm.DeviceId", "0")], StatusCode::ParamInvalid, &["role = 4"]),
-        (1, &[("llm.DeviceId", "")], StatusCode::ParamInvalid, &["llm.DeviceId = \"\""]),
+        (0, &[("llm.DeviceId", "0")], StatusCode::ParamInvalid, &["role=0", "kPrompt"]),
+        (4, &[("llm.DeviceId", "0")], StatusCode::ParamInvalid, &["role=4"]),
+        (1, &[("llm.DeviceId", "")], StatusCode::ParamInvalid, &["llm.DeviceId=\"\""]),
         (1, &[("llm.DeviceId", "-1")], StatusCode::ParamInvalid, &["\"-1\""]),
         (1, &[("llm.DeviceId", "a")], StatusCode::ParamInvalid, &["\"a\""]),
         (1, &[("llm.DeviceId", "4294967296")], StatusCode::ParamInvalid, &["2147483647"]),
@@ -113,12 +113,12 @@ fn a_refused_allocation_writes_nothing_and_takes_nothing() {
         let mut allocate =
             |desc: *const _, count| llm_datadist_allocate_cache(engine.0, desc, &raw mut id, room, count);
         refused(allocate(null(), 4), &["cache_desc is null"]);
-        refused(allocate(&raw const whole, 3), &["num_addrs = 3", "4 addresses"]);
+        refused(allocate(&raw const whole, 3), &["num_addrs=3", "4 addresses"]);
         refused(allocate(&with(|desc| desc.placement = 0), 4), &["kDevice"]);
-        refused(allocate(&with(|desc| desc.placement = 2), 4), &["placement = 2"]);
-        refused(allocate(&with(|desc| desc.num_tensors = 0), 4), &["num_tensors = 0"]);
-        refused(allocate(&with(|desc| desc.data_type = 28), 4), &["data_type = 28"]);
-        refused(allocate(&with(|desc| desc.num_dims = 0), 4), &["shape = []"]);
+        refused(allocate(&with(|desc| desc.placement = 2), 4), &["placement=2"]);
+        refused(allocate(&with(|desc| desc.num_tensors = 0), 4), &["num_tensors=0"]);
+        refused(allocate(&with(|desc| desc.data_type = 28), 4), &["data_type=28"]);
+        refused(allocate(&with(|desc| desc.num_dims = 0), 4), &["shape=[]"]);
         refused(allocate(&with(|desc| desc.shape = null()), 4), &["shape is null"]);
         let out = |id, room| llm_datadist_allocate_cache(engine.0, &raw const whole, id, room, 4);
         refused(out(null_mut(), room), &["cache_id is null"]);
@@ -158,7 +158,7 @@ fn null_where_a_structure_is_needed_is_refused() {
         refused(llm_datadist_pull_cache(engine.0, index, null(), 0, -1, all), &["dst_cache is null"]);
         refused(llm_datadist_pull_cache(engine.0, index, whole, 0, -1, null()), &["ext_param is null"]);
         refused(llm_datadist_pull_blocks(engine.0, index, whole, blocks, none, all), &["src_blocks is null"]);
-        refused(llm_datadist_pull_blocks(engine.0, index, whole, none, none, all), &["src_blocks = []"]);
+        refused(llm_datadist_pull_blocks(engine.0, index, whole, none, none, all), &["src_blocks=[]"]);
         refused(llm_datadist_push_cache(engine.0, null(), index, 0, -1, all), &["src_cache is null"]);
         refused(llm_datadist_push_cache(engine.0, whole, null(), 0, -1, all), &["dst_cache_index is null"]);
         refused(llm_datadist_copy_cache(engine.0, null(), whole, 0, 0, 0, -1), &["src_cache is null"]);
@@ -169,16 +169,16 @@ fn null_where_a_structure_is_needed_is_refused() {
         );
         refused(
             llm_datadist_register_cache(engine.0, &raw const shape, null(), 0, null(), &raw mut id),
-            &["addrs = []"],
+            &["addrs=[]"],
         );
         let zero = addrs.as_ptr();
         refused(
             llm_datadist_register_cache(engine.0, &raw const shape, zero, 4, null(), &raw mut id),
-            &["addrs[0] = 0"],
+            &["addrs[0]=0"],
         );
         refused(
             llm_datadist_register_cache(engine.0, &raw const shape, zero, 3, null(), &raw mut id),
-            &["num_tensors = 4"],
+            &["num_tensors=4"],
         );
     }
     assert_eq!(id, 1);
@@ -216,10 +216,10 @@ fn link_arguments_fail_the_whole_call_and_clear_the_count() {
         refused(status, facts);
         assert_eq!((count, rets), (0, [9; 2]));
     };
-    link(&[], 1000, &["clusters = []"]);
-    link(&[peer(&good)], 0, &["timeout_in_millis = 0"]);
-    link(&[peer(&good)], -5, &["timeout_in_millis = -5"]);
-    link(&[peer(&good), peer(&empty)], 1000, &["ip = \"\""]);
+    link(&[], 1000, &["clusters=[]"]);
+    link(&[peer(&good)], 0, &["timeout_in_millis=0"]);
+    link(&[peer(&good)], -5, &["timeout_in_millis=-5"]);
+    link(&[peer(&good), peer(&empty)], 1000, &["ip=\"\""]);
     link(&[peer(&six)], 1000, &["::1", "IPv4"]);
     link(&[peer(&name)], 1000, &["\"here\""]);
     link(&[peer(&nothing)], 1000, &["ip is null"]);

@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use super::row_pins::Pins;
-use crate::memory::{Adopted, Tensors};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{Access, Adopted, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKind, DataType, Geometry, Placement};
 use crate::validate::Side;
 
@@ -58,7 +59,6 @@ pub struct Cache {
 
 impl Cache {
     /// Creates a cache over the caller's memory that is in no table; its id is −1.
-    #[must_use]
     pub fn loose(adopted: Adopted) -> Arc<Cache> {
         let (desc, side) = (adopted.desc().clone(), adopted.side());
         Arc::new(Cache::new(CacheId(-1), Origin::Loose, &desc, side, Tensors::adopted(adopted), false))
@@ -85,43 +85,35 @@ impl Cache {
     }
 
     /// Returns the id; −1 for a loose cache.
-    #[must_use]
     pub fn id(&self) -> CacheId {
         self.id
     }
 
-    /// Returns the provider of the memory.
-    #[must_use]
-    pub fn origin(&self) -> Origin {
+    pub(crate) fn origin(&self) -> Origin {
         self.origin
     }
 
     /// Returns the sizes, kind and placement.
-    #[must_use]
     pub fn side(&self) -> Side {
         self.side
     }
 
     /// Returns the sizes.
-    #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.side.geometry
     }
 
     /// Returns whether a row is a batch slot or a block.
-    #[must_use]
     pub fn kind(&self) -> CacheKind {
         self.side.kind
     }
 
     /// Returns the placement, which selects the pool.
-    #[must_use]
     pub fn placement(&self) -> Placement {
         self.side.placement
     }
 
     /// Returns the dimensions of one tensor, outermost first.
-    #[must_use]
     pub fn shape(&self) -> &[i64] {
         match &self.shape {
             Shape::Few(count, dims) => &dims[..usize::from(*count)],
@@ -130,26 +122,36 @@ impl Cache {
     }
 
     /// Returns the element type.
-    #[must_use]
     pub fn data_type(&self) -> DataType {
         self.data_type
     }
 
     /// Returns whether peers may access it.
-    #[must_use]
     pub fn remote_accessible(&self) -> bool {
         self.remote_accessible
     }
 
     /// Returns the address of every tensor.
-    #[must_use]
     pub fn addrs(&self) -> &[u64] {
         self.tensors.addrs()
     }
 
-    /// Returns the memory of the cache.
-    #[must_use]
-    pub fn tensors(&self) -> &Arc<Tensors> {
+    /// Returns the address of every tensor, to keep.
+    pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
+        self.tensors.shared_addrs()
+    }
+
+    /// Checks that the CPU can read and write the tensors at their addresses, and that they are mapped.
+    pub fn check_views(&self) -> Result<()> {
+        self.tensors.check_mapped(Access::Read)?;
+        self.tensors.check_mapped(Access::Write)?;
+        if self.tensors.host_addressable() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::NotEnabled, "the tensors are in memory that the CPU cannot address"))
+    }
+
+    pub(crate) fn tensors(&self) -> &Arc<Tensors> {
         &self.tensors
     }
 }

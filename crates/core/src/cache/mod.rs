@@ -10,5 +10,4 @@ mod table;
 
 pub use cache::{Cache, Origin};
 pub use pins::{Pin, pin, pin_reads, pin_reads_for, pin_writes, rows_of_a_pin, unpinned};
-pub use row_pins::RowUse;
-pub use table::{Found, Spot, Table, TableState};
+pub use table::{AddressLocation, Table, TableState};

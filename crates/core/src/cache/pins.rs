@@ -1,17 +1,13 @@
 //! Pins: which rows of a cache are being read or written at this moment.
 //!
-//! Several calls may read a row at once; a call that writes it must be alone. A call pins all rows it uses
-//! before it moves a byte, or waits until its deadline. Caches are pinned in one global order, and all rows
-//! of one cache at once, so calls never wait for each other in a cycle. Calls that conflict in a row get it
-//! in order of arrival, so neither readers nor writers starve (`tests/integration/pin.rs`). The one exception
-//! is `ahead` in [`pin_reads_for`].
-//!
-//! A pin also holds an `Arc` of the cache, which keeps its memory alive.
+//! Many readers or one writer. A call pins all its rows before it moves a byte: caches in one global order, and
+//! all rows of a cache at once, so calls never wait in a cycle. Calls that conflict get a row in order of
+//! arrival, so nobody starves (`tests/integration/pin.rs`); the one exception is `ahead` in [`pin_reads_for`].
 
 use std::sync::Arc;
 
 use super::cache::Cache;
-use super::row_pins::{MOST, PINS, RowUse};
+use super::row_pins::{MAX_COUNTERS, PINS, RowUse};
 use crate::error::Result;
 use crate::fallible;
 use crate::model::Deadline;
@@ -24,17 +20,15 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// Returns the pinned cache.
-    #[must_use]
+    #[cfg(feature = "testing")]
     pub fn cache(&self) -> &Arc<Cache> {
         &self.cache
     }
 }
 
 /// Pins the rows of `src` that are read and those of `dst` that are written. Both may be the same cache;
-/// there is one pin then. Returns `Err` of kind `Timeout` once `deadline` has passed, of kind `Interrupted`
-/// if the caller was interrupted while it waited, and of kind `OutOfMemory` if there is no memory for the
-/// pins.
+/// there is one pin then. Returns `Err` of kind `Timeout` once `deadline` has passed, and of kind
+/// `Interrupted` if the caller was interrupted while it waited. The functions below do the same.
 pub fn pin(
     (src, reads): (&Arc<Cache>, Vec<u64>),
     (dst, writes): (&Arc<Cache>, Vec<u64>),
@@ -43,8 +37,8 @@ pub fn pin(
     if Arc::ptr_eq(src, dst) {
         return Ok([Some(pin_one(src, RowUse { reads, writes, ahead: false }, deadline)?), None]);
     }
-    let read = || pin_one(src, RowUse { reads, writes: vec![], ahead: false }, deadline);
-    let write = || pin_one(dst, RowUse { reads: vec![], writes, ahead: false }, deadline);
+    let read = || pin_one(src, RowUse { reads, ..RowUse::default() }, deadline);
+    let write = || pin_one(dst, RowUse { writes, ..RowUse::default() }, deadline);
     if Arc::as_ptr(src) < Arc::as_ptr(dst) {
         let read = read()?;
         Ok([Some(read), Some(write()?)])
@@ -54,7 +48,7 @@ pub fn pin(
     }
 }
 
-/// Waits until no call uses any row of `cache`. Returns the same errors as [`pin`].
+/// Waits until no call uses any row of `cache`.
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     let (count, step) = {
         let rows = cache.pins.locked();
@@ -64,27 +58,25 @@ pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
         (cache.geometry().rows(), 1u64 << rows.shift)
     };
     let all = (0..count).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let all = fallible::gathered(PINS, all.size_hint().0, all)?;
+    let all = fallible::collect_growing(PINS, all.size_hint().0, all)?;
     pin_writes(cache, all, deadline).map(|_| ())
 }
 
 /// Returns the number of consecutive rows that share one pin counter. To pin all of them, naming one is
 /// enough.
-#[must_use]
 pub fn rows_of_a_pin(cache: &Cache) -> u64 {
     let mut shift = 0;
-    while cache.geometry().rows() >> shift > MOST {
+    while cache.geometry().rows() >> shift > MAX_COUNTERS {
         shift += 1;
     }
     1 << shift
 }
 
-/// Pins rows that are read. Returns the same errors as [`pin`].
 pub fn pin_reads(cache: &Arc<Cache>, reads: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads, writes: vec![], ahead: false }, deadline)
+    pin_one(cache, RowUse { reads, ..RowUse::default() }, deadline)
 }
 
-/// Pins rows that a peer reads. Returns the same errors as [`pin`].
+/// Pins rows that a peer reads.
 ///
 /// With `ahead`, the reader passes writers that are still waiting, but not one that holds the rows. This is
 /// for a peer that serves a push of this process at the same time. Without it there could be a cycle: the
@@ -94,9 +86,8 @@ pub fn pin_reads_for(cache: &Arc<Cache>, reads: Vec<u64>, ahead: bool, deadline:
     pin_one(cache, RowUse { reads, writes: vec![], ahead }, deadline)
 }
 
-/// Pins rows that are written. Returns the same errors as [`pin`].
 pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> Result<Pin> {
-    pin_one(cache, RowUse { reads: vec![], writes, ahead: false }, deadline)
+    pin_one(cache, RowUse { writes, ..RowUse::default() }, deadline)
 }
 
 fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {

@@ -16,7 +16,7 @@ pub(super) const PINS: &str = "the pins of a cache";
 
 /// Maximum number of counters for one cache. With more rows, neighbouring rows share a counter, and then
 /// exclude each other too.
-pub(super) const MOST: u64 = 1 << 20;
+pub(super) const MAX_COUNTERS: u64 = 1 << 20;
 
 /// The pinned rows of one cache.
 #[derive(Debug, Default)]
@@ -46,7 +46,6 @@ pub(super) struct Claim {
 /// The rows that one call reads and writes in one cache. A row may occur more than once.
 #[derive(Debug, Default)]
 pub struct RowUse {
-    /// Rows that are read.
     pub reads: Vec<u64>,
     /// Rows that are written. A row in both lists is held as written.
     pub writes: Vec<u64>,
@@ -62,14 +61,14 @@ impl Pins {
 
 impl Rows {
     pub(super) fn prepare(&mut self, rows: u64) -> Result<()> {
-        while rows >> self.shift > MOST {
+        while rows >> self.shift > MAX_COUNTERS {
             self.shift += 1;
         }
         self.held = fallible::filled(PINS, 0, self.index(rows) + 1)?;
         Ok(())
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "at most MOST")]
+    #[expect(clippy::cast_possible_truncation, reason = "at most MAX_COUNTERS")]
     fn index(&self, row: u64) -> usize {
         (row >> self.shift) as usize
     }

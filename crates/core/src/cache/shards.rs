@@ -1,9 +1,7 @@
 //! A hash map that grows in small steps: it consists of many small tables, each of which doubles by itself.
 //!
-//! One large table moves every entry when it doubles. This takes 48 ms for a million entries, and every call
-//! that needs the cache table waits. Here a step takes a 64th of that
-//! (`cargo bench --bench scale -- --only keys`). A lookup still computes one hash. The map is not
-//! synchronized; its user holds a lock.
+//! One large table moves every entry when it doubles: 48 ms for a million entries, in which every call that
+//! needs the cache table waits. Here a step takes a 64th of that (`cargo bench --bench scale -- --only keys`).
 
 use std::hash::{BuildHasher, Hash};
 
@@ -13,6 +11,8 @@ use hashbrown::hash_table::HashTable;
 use crate::error::Result;
 use crate::fallible;
 
+/// Name of the lists of the cache table in out-of-memory errors.
+pub(super) const TABLE: &str = "the table of caches";
 /// Enough tables that a step takes less than a millisecond for a million entries.
 const SHARDS: usize = 64;
 /// Shift that selects the bits of the hash for the choice of the table. The tables themselves use its lowest
@@ -50,7 +50,7 @@ impl<K: Eq + Hash, V> Shards<K, V> {
         let hashes = &self.hashes;
         let mut reserve = |shard: usize, more: usize| {
             let room = self.tables[shard].try_reserve(more, |(found, _)| hashes.hash_one(found));
-            room.map_err(|_| fallible::short("the table of caches", (self.len + more) * size_of::<(K, V)>()))
+            room.map_err(|_| fallible::out_of_memory(TABLE, (self.len + more) * size_of::<(K, V)>()))
         };
         if keys.len() <= 1 {
             return keys.into_iter().try_for_each(|key| reserve(shard(hashes.hash_one(key)), 1));

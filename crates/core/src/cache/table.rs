@@ -1,15 +1,13 @@
 //! The cache table: finds caches by id and by key, counts references, and releases a cache when the last one
 //! is gone.
 //!
-//! It has one lock, held for a few hash lookups and never during a copy. A call that needs a cache takes an
-//! [`Arc`] of it and releases the lock. Memory returns to its pool when the last `Arc` drops, so a cache that
-//! is released during a copy stays until the copy ends (`tests/integration/table.rs`,
-//! `released_during_a_copy`). The keys of a call are checked by `validate` before they get here.
+//! It has one lock, held for a few hash lookups and never during a copy. Memory returns to its pool when the
+//! last [`Arc`] of a cache drops, so not before a copy of it has ended (`released_during_a_copy`).
 
 mod pulled;
 mod remote;
 
-pub use remote::{Found, Spot};
+pub use remote::AddressLocation;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -18,19 +16,16 @@ use hashbrown::HashMap;
 
 use self::pulled::Pulled;
 use super::cache::{Cache, Origin};
-use super::shards::Shards;
+use super::shards::{Shards, TABLE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
 use crate::validate::Side;
 
-/// Name of the lists of the table in out-of-memory errors.
-const TABLE: &str = "the table of caches";
-
 /// What to do with a key that already names a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Taken {
+enum OnBoundKey {
     Refuse,
     Replace,
 }
@@ -68,7 +63,6 @@ struct Slot {
     cache: Arc<Cache>,
     /// The reference by id: `true` until the cache is deallocated.
     held: bool,
-    /// Number of keys that name it.
     bound: u32,
     /// The key given to each row. A removed key remains here, so that the removal need not touch this list.
     /// An entry is valid only if `keys` still maps it to this row.
@@ -118,7 +112,6 @@ pub struct TableState {
 
 impl Table {
     /// Creates an empty table that publishes its changes in `generations`.
-    #[must_use]
     pub fn new(generations: Arc<Generations>) -> Table {
         let state = State {
             generations,
@@ -135,9 +128,8 @@ impl Table {
 
     /// Adds an allocated cache under a new id, and binds its keys.
     ///
-    /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. Returns
-    /// `Err` of kind [`ErrorKind::KeyTaken`], without any change, if a key already names another cache, and
-    /// of kind [`ErrorKind::OutOfMemory`] if there is no memory for the entries.
+    /// `keys` are as [`validate::bindings`](crate::validate::bindings) returns them, each only once. On `Err`
+    /// nothing has changed; it is of kind [`ErrorKind::KeyTaken`] if a key already names another cache.
     pub fn allocate(
         &self,
         desc: &CacheDesc,
@@ -145,12 +137,13 @@ impl Table {
         tensors: Tensors,
         keys: &[(u64, CacheKey)],
     ) -> Result<Arc<Cache>> {
-        self.enter(Taken::Refuse, keys, |id| Cache::new(id, Origin::Allocated, desc, side, tensors, true))
+        self.enter(OnBoundKey::Refuse, keys, |id| {
+            Cache::new(id, Origin::Allocated, desc, side, tensors, true)
+        })
     }
 
     /// Adds the caller's memory as a cache under a new id, and binds its keys. A key that names another cache
-    /// names this one from now on. Returns `Err` of kind [`ErrorKind::OutOfMemory`], without any change, if
-    /// there is no memory for the entries.
+    /// names this one from now on. On `Err` nothing has changed.
     pub fn register(
         &self,
         adopted: Adopted,
@@ -158,14 +151,14 @@ impl Table {
         remote_accessible: bool,
     ) -> Result<Arc<Cache>> {
         let (desc, side) = (adopted.desc().clone(), adopted.side());
-        self.enter(Taken::Replace, keys, |id| {
+        self.enter(OnBoundKey::Replace, keys, |id| {
             Cache::new(id, Origin::Registered, &desc, side, Tensors::adopted(adopted), remote_accessible)
         })
     }
 
     fn enter(
         &self,
-        taken: Taken,
+        on_bound_key: OnBoundKey,
         keys: &[(u64, CacheKey)],
         build: impl FnOnce(CacheId) -> Cache,
     ) -> Result<Arc<Cache>> {
@@ -174,7 +167,7 @@ impl Table {
         // released.
         let mut released: Vec<Slot> = Vec::new();
         let mut state = self.locked();
-        if taken == Taken::Refuse
+        if on_bound_key == OnBoundKey::Refuse
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
             let text = format!("{key} already names a live cache");
@@ -183,7 +176,7 @@ impl Table {
         let replaced = state.replaced(keys);
         // Everything that allocates memory happens before the first change.
         state.make_room(keys)?;
-        if taken == Taken::Replace {
+        if on_bound_key == OnBoundKey::Replace {
             fallible::grow(TABLE, &mut released, keys.len())?;
         }
         for &(_, key) in keys {
@@ -230,7 +223,7 @@ impl Table {
         };
         slot.held = false;
         let released = match slot.cache.kind() {
-            CacheKind::Batch => state.settle(place),
+            CacheKind::Batch => state.remove_if_unreferenced(place),
             CacheKind::Blocks => state.remove(place),
         };
         drop(state);
@@ -256,17 +249,16 @@ impl Table {
         }
     }
 
-    /// Removes a registered cache and its keys, and returns it. Until [`left`](Self::left) is called, later
-    /// calls with the same id return it again, as long as it is in use. Returns `None` for unknown and
-    /// allocated ids (contract §7.8), and `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory to
-    /// remember the cache.
+    /// Removes a registered cache and its keys, and returns it. Later calls with the same id return it again, as
+    /// long as it is in use and [`forget_unregistered`](Self::forget_unregistered) was not called. Returns
+    /// `None` for unknown and allocated ids (contract §7.8).
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
         let mut state = self.locked();
         let Some(&place) = state.ids.get(&id) else {
             // A pin keeps its cache alive, so a cache that is already dropped is not in use.
             return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
         };
-        state.leaving.try_reserve(1).map_err(|_| fallible::short(TABLE, state.leaving.len()))?;
+        state.leaving.try_reserve(1).map_err(|_| fallible::out_of_memory(TABLE, state.leaving.len()))?;
         let registered = state.slot(place).is_some_and(|slot| slot.cache.origin() == Origin::Registered);
         let released = if registered { state.remove(place) } else { None };
         let cache = released.map(|slot| slot.cache);
@@ -279,12 +271,10 @@ impl Table {
     }
 
     /// Forgets a cache that was unregistered and is no longer in use.
-    pub fn left(&self, id: CacheId) {
+    pub fn forget_unregistered(&self, id: CacheId) {
         self.locked().leaving.remove(&id);
     }
 
-    /// Returns the number of caches and keys.
-    #[must_use]
     pub fn state(&self) -> TableState {
         let state = self.locked();
         TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }
@@ -351,11 +341,11 @@ impl State {
         let (place, _) = self.keys.remove(&key)?;
         self.forget(place, key);
         self.slot_mut(place)?.bound -= 1;
-        self.settle(place)
+        self.remove_if_unreferenced(place)
     }
 
     /// Removes an allocated cache without references.
-    fn settle(&mut self, place: Place) -> Option<Slot> {
+    fn remove_if_unreferenced(&mut self, place: Place) -> Option<Slot> {
         let slot = self.slot(place)?;
         let gone = slot.cache.origin() == Origin::Allocated && !slot.held && slot.bound == 0;
         if gone { self.take(place) } else { None }

@@ -14,10 +14,12 @@ mod staging_ring;
 mod workers;
 
 pub use engine::{CopyEngine, Outcome};
+#[cfg(feature = "testing")]
 pub use kernel_choice::Tuner;
 pub use limit::Limit;
 pub use peer_read::STILL_READING;
-pub use progress::{Arrived, Progress, arrived};
-pub use route::{End, Route, Staging};
-pub use run::Held;
-pub use workers::{Work, Workers};
+#[cfg(feature = "testing")]
+pub use progress::Arrived;
+pub use progress::{Progress, arrived};
+pub use route::{Route, Staging};
+pub use workers::Work;

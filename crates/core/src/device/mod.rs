@@ -28,6 +28,7 @@ pub enum HostReach {
     /// The device reads host memory in place, so a swap-in is one copy.
     Direct,
     /// Data must pass through buffers of the device, so a swap-in uses the staging ring.
+    #[cfg_attr(not(feature = "testing"), expect(dead_code, reason = "only the simulated device is so"))]
     Staged,
 }
 
@@ -80,6 +81,7 @@ impl DeviceSet {
     }
 
     /// Returns host memory, and `device` for caches placed on the device.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn with_device(device: Arc<dyn Device>) -> Self {
         DeviceSet { host: Arc::new(HostDevice), device }

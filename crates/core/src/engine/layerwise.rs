@@ -35,7 +35,7 @@ impl DataDist {
             Err(error) => Err(error),
         };
         let carrier = |to: Destination| -> Result<Arc<dyn Carrier>> {
-            let (local, rows) = source.as_ref().map_err(Error::again)?;
+            let (local, rows) = source.as_ref().map_err(Error::clone)?;
             self.other(to.cluster)?;
             Ok(Arc::new(LayerPush::new(
                 self.cluster.clone(),

@@ -66,10 +66,11 @@ impl DataDist {
     /// Opens an engine over host memory, and a listener if `config` names an address. The pools of `config`
     /// use only address space until they are touched.
     pub fn open(config: Config) -> Result<Self> {
-        Self::open_on(config, DeviceSet::host_only())
+        Self::open_with(config, DeviceSet::host_only(), Transports::default())
     }
 
     /// Opens an engine over `devices`.
+    #[cfg(feature = "testing")]
     pub fn open_on(config: Config, devices: DeviceSet) -> Result<Self> {
         Self::open_with(config, devices, Transports::default())
     }
@@ -188,7 +189,7 @@ impl DataDist {
             let Some(cache) = self.cluster.table.unregister(id)? else { return Ok(()) };
             self.cluster.merger.give_back(id);
             unpinned(&cache, self.deadline())?;
-            self.cluster.table.left(id);
+            self.cluster.table.forget_unregistered(id);
             Ok(())
         })
     }
@@ -281,8 +282,8 @@ impl DataDist {
         }
     }
 
-    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow:
-    /// see [`Region::huge_bytes`](crate::memory::Region::huge_bytes).
+    /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
+    /// (`Region::huge_bytes`).
     #[must_use]
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
         self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
@@ -323,8 +324,8 @@ impl DataDist {
         let writes = fallible::collect(what, rows.iter().map(|row| row.1))?;
         drop(rows);
         let _pins = pin((src, reads), (dst, writes), deadline)?;
-        self.cluster.kept(src)?;
-        self.cluster.kept(dst)?;
+        self.cluster.still_registered(src)?;
+        self.cluster.still_registered(dst)?;
         let ends = ((src.tensors(), src.placement()), (dst.tensors(), dst.placement()));
         let outcome = self.cluster.engine.run(
             plan,

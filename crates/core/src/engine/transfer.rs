@@ -54,7 +54,7 @@ impl DataDist {
                     call.pull(known, &mut moves)
                 })
             })?;
-            self.cluster.stats.travelled(Op::Pull, bytes);
+            self.cluster.stats.add_bytes(Op::Pull, bytes);
             self.cluster.merger.moved(bytes);
             Ok(())
         })
@@ -94,7 +94,7 @@ impl DataDist {
                     Ok(outcome)
                 })
             })?;
-            self.cluster.stats.travelled(Op::Push, bytes);
+            self.cluster.stats.add_bytes(Op::Push, bytes);
             self.cluster.merger.moved(bytes);
             Ok(())
         })

@@ -159,6 +159,7 @@ impl Merger {
     }
 
     /// Returns whether the thread is running.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn running(&self) -> bool {
         self.shared.as_ref().is_some_and(|shared| shared.closing.locked().running)

@@ -23,4 +23,3 @@ mod registered;
 mod small_page_hint;
 
 pub use merger::Merger;
-pub use pace::Merged;

@@ -109,12 +109,6 @@ impl PeerGenerations {
         self.reserved.leave();
     }
 
-    /// Returns the generation of `place`, to compare before a read.
-    #[must_use]
-    pub fn of(&self, place: u32) -> u64 {
-        self.numbers.of(place)
-    }
-
     /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had
     /// not been reused when it was read.
     #[must_use]

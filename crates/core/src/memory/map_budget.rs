@@ -54,6 +54,7 @@ impl MapBudget {
     }
 
     /// Returns the bytes that are reserved now.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn used(&self) -> u64 {
         self.locked().reserved

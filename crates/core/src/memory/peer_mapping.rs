@@ -96,10 +96,4 @@ impl PeerMapping {
     pub fn len(&self) -> u64 {
         self.len
     }
-
-    /// Returns whether the length is zero, which is never the case: an empty mapping is refused.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
 }

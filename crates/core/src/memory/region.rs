@@ -94,6 +94,7 @@ impl Region {
 
     /// Creates a region for addresses of a device, which the CPU cannot dereference. The device gives them
     /// their meaning.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn opaque(base: u64, len: u64) -> Region {
         Region { base, len, mapping: None }
@@ -109,12 +110,6 @@ impl Region {
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
-    }
-
-    /// Returns whether the length is zero.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Returns whether the CPU can dereference the addresses.

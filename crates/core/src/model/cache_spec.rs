@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 macro_rules! data_types {
     ($($(#[$doc:meta])* $variant:ident = $value:literal, $bytes:literal, $name:literal;)*) => {
@@ -18,19 +18,16 @@ macro_rules! data_types {
             pub const ALL: &'static [DataType] = &[$(DataType::$variant,)*];
 
             /// Returns the bytes of one element.
-            #[must_use]
             pub const fn bytes(self) -> u64 {
                 match self { $(DataType::$variant => $bytes,)* }
             }
 
             /// Returns the public name, `DT_…`.
-            #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(DataType::$variant => $name,)* }
             }
 
             /// Returns the type with this number in the public API; `None` if there is none.
-            #[must_use]
             pub const fn from_value(value: i64) -> Option<DataType> {
                 match value { $($value => Some(DataType::$variant),)* _ => None }
             }
@@ -131,12 +128,12 @@ impl Geometry {
     /// Maximum number of tensors in a cache. Their addresses alone then take 128 MiB.
     pub const MAX_TENSORS: u32 = 1 << 24;
 
-    /// Computes the sizes of `desc`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it has 1 to
+    /// Computes the sizes of `desc`. Returns `Err` of kind `InvalidArgument` unless it has 1 to
     /// 31 dimensions, each above zero, 1 to 2^24 tensors, and less than 2^63 bytes in total.
     pub fn new(desc: &CacheDesc) -> Result<Self> {
         if !(1..=Self::MAX_TENSORS).contains(&desc.num_tensors) {
-            let allowed = format!("1 to {}", Self::MAX_TENSORS);
-            return Err(Error::argument("num_tensors", desc.num_tensors, allowed));
+            let range = format_args!("1 to {}", Self::MAX_TENSORS);
+            return Err(Error::out_of_range("num_tensors", desc.num_tensors, range));
         }
         let tensor_bytes = tensor_bytes(&desc.shape, desc.data_type)?;
         let whole = tensor_bytes.checked_mul(u64::from(desc.num_tensors));
@@ -148,46 +145,42 @@ impl Geometry {
     }
 
     /// Returns the number of tensors.
-    #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
     /// Returns the number of batch slots or blocks in one tensor.
-    #[must_use]
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
     /// Returns the bytes of one batch slot or block in one tensor (the *stride*).
-    #[must_use]
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
     }
 
     /// Returns the bytes of one tensor.
-    #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.rows * self.row_bytes
     }
 
     /// Returns the bytes of all tensors.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         self.tensor_bytes().saturating_mul(u64::from(self.num_tensors()))
     }
 }
 
-/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind [`ErrorKind::InvalidArgument`] unless it
+/// Returns the bytes of one tensor of `shape`. Returns `Err` of kind `InvalidArgument` unless it
 /// has 1 to 31 dimensions, each above zero, and less than 2^63 bytes in total.
 pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
+    let invalid = |required: &str| Error::argument("shape", format_args!("{shape:?}"), required);
     if shape.is_empty() || shape.len() > Geometry::MAX_RANK {
-        return Err(Error::argument("shape", format_args!("{shape:?}"), "1 to 31 dimensions"));
+        return Err(invalid("a list of 1 to 31 dimensions"));
     }
     let mut bytes = data_type.bytes();
     for &dim in shape {
         let Some(dim) = u64::try_from(dim).ok().filter(|&dim| dim > 0) else {
-            return Err(Error::argument("shape", format_args!("{shape:?}"), "every dimension above 0"));
+            return Err(invalid("a list of dimensions above 0"));
         };
         bytes = bytes.checked_mul(dim).ok_or_else(|| too_large(shape))?;
     }
@@ -199,5 +192,5 @@ pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
 
 #[cold]
 fn too_large(shape: &[i64]) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("shape = {shape:?} is not allowed: 2^63 bytes or more"))
+    Error::argument("shape", format_args!("{shape:?}"), "a shape of less than 2^63 bytes in all tensors")
 }

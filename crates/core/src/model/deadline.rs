@@ -27,7 +27,6 @@ impl Deadline {
 
     /// Returns a deadline that is `limit` from now, with the name `sync_kv_timeout`. A limit of more than ten
     /// years is reduced to ten years, because the clock cannot represent every limit.
-    #[must_use]
     pub fn after(limit: Duration) -> Self {
         let limit = limit.min(Duration::from_secs(10 * 365 * 24 * 3600));
         Deadline {
@@ -62,7 +61,6 @@ impl Deadline {
     }
 
     /// Returns the time that is left; zero once the deadline has passed.
-    #[must_use]
     pub fn left(&self) -> Duration {
         #[cfg(feature = "testing")]
         if self.over.is_some_and(|over| over.load(Ordering::SeqCst)) {
@@ -72,7 +70,6 @@ impl Deadline {
     }
 
     /// Returns whether the deadline has passed.
-    #[must_use]
     pub fn passed(&self) -> bool {
         self.left().is_zero()
     }
@@ -80,7 +77,6 @@ impl Deadline {
     /// Returns how long to sleep before the next check: the time that is left, in slices of at most 100
     /// milliseconds if the wait can be interrupted. A waiting thread must call [`waiting`](Self::waiting)
     /// each time it wakes without what it waited for.
-    #[must_use]
     pub fn nap(&self) -> Duration {
         if self.interrupted.is_some() { self.left().min(Self::NAP) } else { self.left() }
     }
@@ -88,7 +84,6 @@ impl Deadline {
     /// Returns the error of kind [`ErrorKind::Timeout`] for a call that was still `doing` something when the
     /// deadline passed.
     #[cold]
-    #[must_use]
     pub fn error(&self, doing: &str) -> Error {
         Error::new(ErrorKind::Timeout, format!("{} passed while {doing}", self.name))
             .with("limit_ms", self.limit.as_millis())

@@ -13,32 +13,19 @@ pub const NO_ID: u64 = u64::MAX;
 /// Requests, prefixes and blocks caches are three separate name spaces, each per model. The cluster id of a
 /// public key names the owner of the cache, and is no part of the identity (contract §12.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[allow(missing_docs, reason = "the numbers of the public key")]
 pub enum CacheKey {
     /// A batch slot, named by the request that it holds.
-    Request {
-        /// Model id.
-        model: u64,
-        /// Request id.
-        id: u64,
-    },
+    Request { model: u64, id: u64 },
     /// A batch slot, named by the shared prefix that it holds.
-    Prefix {
-        /// Model id.
-        model: u64,
-        /// Prefix id.
-        id: u64,
-    },
+    Prefix { model: u64, id: u64 },
     /// The blocks cache of a model.
-    Blocks {
-        /// Model id.
-        model: u64,
-    },
+    Blocks { model: u64 },
 }
 
 impl CacheKey {
     /// Returns the key for the numbers of the public API; `None` for a placeholder with neither request nor
     /// prefix. If both are given, the key is a prefix.
-    #[must_use]
     pub fn new(req_id: u64, prefix_id: u64, model_id: u64) -> Option<CacheKey> {
         match (req_id, prefix_id) {
             (NO_ID, NO_ID) => None,

@@ -205,7 +205,7 @@ impl Stream {
     /// follow it that no call would expect.
     #[cold]
     fn passed_by<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
-        let error = fallible::short("a frame of the peer", length).with("peer", &self.about.peer);
+        let error = fallible::out_of_memory("a frame of the peer", length).with("peer", &self.about.peer);
         if length <= FIRST_STEP {
             self.spoilt();
             return Err(error);

@@ -31,12 +31,6 @@ pub enum Arrival {
 }
 
 impl Inbox {
-    /// Whether part of a frame has arrived.
-    #[must_use]
-    pub fn begun(&self) -> bool {
-        self.filled > 0
-    }
-
     /// Takes what `stream` has, up to the end of one frame with a body of at most `limit` bytes. Its
     /// descriptors are kept only if they are `expected`; otherwise the kernel closes them.
     pub fn take(&mut self, stream: &Stream, limit: usize, expected: bool) -> Result<Arrival> {

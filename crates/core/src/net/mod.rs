@@ -15,6 +15,7 @@ mod faults;
 #[cfg(feature = "testing")]
 mod faulty;
 mod frame_io;
+#[cfg(feature = "testing")]
 mod in_process;
 mod inbox;
 mod pace;
@@ -29,11 +30,15 @@ mod unix;
 pub use faults::{Fault, Faults};
 #[cfg(feature = "testing")]
 pub use faulty::Faulty;
-pub use frame_io::{MAX_DESCRIPTORS, Received};
+#[cfg(feature = "testing")]
+pub use frame_io::MAX_DESCRIPTORS;
+pub use frame_io::Received;
+#[cfg(feature = "testing")]
 pub use in_process::Local;
 pub use inbox::{Arrival, Inbox};
-pub use pace::Pace;
-pub use payload::{LEAD, STRETCH, leads};
+#[cfg(feature = "testing")]
+pub use payload::LEAD;
+pub use payload::{STRETCH, leads};
 pub use stream::Stream;
 pub use tcp::Tcp;
 pub use unix::Unix;
@@ -53,6 +58,7 @@ pub enum Address {
     /// An abstract socket name, visible in one network namespace.
     Unix(String),
     /// A name that is valid in this process.
+    #[cfg(feature = "testing")]
     Local(String),
 }
 
@@ -61,6 +67,7 @@ impl fmt::Display for Address {
         match self {
             Address::Tcp(address) => address.fmt(f),
             Address::Unix(name) => write!(f, "unix:@{name}"),
+            #[cfg(feature = "testing")]
             Address::Local(name) => write!(f, "local:{name}"),
         }
     }

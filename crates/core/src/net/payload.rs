@@ -56,11 +56,12 @@ impl Stream {
     }
 
     /// Receives as many bytes as `windows` hold, one window after the other, directly into their memory.
+    #[cfg(feature = "testing")]
     pub fn receive_windows(&self, windows: &[Window<'_>], deadline: Deadline) -> Result<()> {
         self.windows(windows, Way::In, deadline, &mut 0)
     }
 
-    /// As [`receive_windows`](Self::receive_windows). `done` is set to the number of bytes in place, also
+    /// Receives as many bytes as `windows` hold, directly into their memory. `done` is set to the number of bytes in place, also
     /// after a failure.
     pub fn receive_counted(&self, windows: &[Window<'_>], deadline: Deadline, done: &mut u64) -> Result<()> {
         self.windows(windows, Way::In, deadline, done)

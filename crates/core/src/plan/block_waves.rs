@@ -34,7 +34,7 @@ pub(super) fn waves(
             Wave::new(order::strided(order::contiguous(blocks.pieces())?)?)
         }
     };
-    fallible::tried(PLAN, levels.into_iter().map(wave))
+    fallible::try_collect(PLAN, levels.into_iter().map(wave))
 }
 
 /// Returns whether no block is written twice and, if source and destination are one cache, no written block

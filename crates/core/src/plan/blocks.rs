@@ -1,8 +1,7 @@
 //! Equal blocks of a plan, each stored as a pair of block numbers instead of a span.
 //!
-//! In a shuffled list of thousands of blocks, hardly any two neighbours join. A block takes 8 bytes; a span
-//! and its end take 56. This makes such lists cheap to plan, write, read and check (docs/performance.md).
-//! Lists whose blocks join become spans (`order`).
+//! In a shuffled list, hardly any two neighbours join. A block takes 8 bytes; a span and its end take 56
+//! (docs/performance.md). Lists whose blocks join become spans (`order`).
 
 use std::sync::Arc;
 
@@ -12,7 +11,6 @@ use super::spans::{Piece, Span};
 /// Equal blocks of one tensor. Pair `(s, d)` copies `len` bytes from `src + len·s` to `dst + len·d`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocks {
-    /// Bytes of one block.
     pub len: u64,
     /// Offset at which source block 0 starts, in bytes from the start of the tensor.
     pub src: u64,
@@ -31,10 +29,12 @@ impl Pair for (u32, u32) {
 impl Blocks {
     /// Returns the complete piece at index `at`.
     pub(super) fn piece(&self, at: usize) -> Option<Piece> {
-        let &(src, dst) = self.pairs.get(at)?;
-        let src = self.src + u64::from(src) * self.len;
-        let dst = self.dst + u64::from(dst) * self.len;
-        Some(Piece { src, dst, len: self.len })
+        self.pairs.get(at).map(|&pair| self.piece_of(pair))
+    }
+
+    fn piece_of(&self, (src, dst): (u32, u32)) -> Piece {
+        let at = |first: u64, number: u32| first + u64::from(number) * self.len;
+        Piece { src: at(self.src, src), dst: at(self.dst, dst), len: self.len }
     }
 
     /// Returns the ends of the highest source block and of the highest destination block, in bytes from the
@@ -53,15 +53,9 @@ impl Blocks {
 
     /// Returns the pieces, each complete.
     pub(super) fn pieces(&self) -> impl ExactSizeIterator<Item = Piece> + '_ {
-        let one = |&(src, dst): &(u32, u32)| Piece {
-            src: self.src + u64::from(src) * self.len,
-            dst: self.dst + u64::from(dst) * self.len,
-            len: self.len,
-        };
-        self.pairs.iter().map(one)
+        self.pairs.iter().map(|&pair| self.piece_of(pair))
     }
 
-    /// Returns the blocks as spans of one piece each.
     pub(super) fn single_spans(&self) -> impl ExactSizeIterator<Item = Span> + '_ {
         self.pieces().map(|Piece { src, dst, len }| Span::single(src, dst, len))
     }

@@ -1,13 +1,12 @@
 //! Refuses a peer's plan that writes a byte twice in one wave, because two workers would then write it at the
 //! same time.
 //!
-//! Waves planned in this process never do so (`order`), so only plans from a peer are checked. The check
-//! needs memory in proportion to the plan or to the range it writes, whichever is less. Bounds are checked in
-//! `untrusted`.
+//! Waves planned in this process never do so (`order`). The check needs memory in proportion to the plan or to
+//! the range it writes, whichever is less.
 
 use super::blocks::Blocks;
 use super::spans::Span;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
 
 /// Name of the lists of this check in out-of-memory errors.
@@ -22,7 +21,8 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
         return Ok(());
     }
     let (count, most) = (blocks.pairs.len(), written().fold(0, u32::max));
-    let again = |block: u32| Err(twice(blocks.dst.saturating_add(blocks.len.saturating_mul(block.into()))));
+    let again =
+        |block: u32| Err(written_twice(blocks.dst.saturating_add(blocks.len.saturating_mul(block.into()))));
     let words = most as usize / 64 + 1;
     // A bitmap up to the last block costs less than sorting, unless most of its bits would belong to blocks
     // that are not in the list.
@@ -51,19 +51,19 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
 /// The places that a span writes: `count` pieces of `len` bytes, `step` bytes apart, in ascending order from
 /// `low`.
 #[derive(Clone, Copy)]
-struct Comb {
+struct WrittenSpan {
     low: u64,
     step: u64,
     len: u64,
     count: u64,
 }
 
-impl Comb {
-    /// Returns the comb of `span`, which must have passed the checks of `span_limits`.
-    fn of(span: &Span) -> Comb {
+impl WrittenSpan {
+    /// Returns the span of `span`, which must have passed the checks of `span_limits`.
+    fn of(span: &Span) -> WrittenSpan {
         let last = span.piece(span.count - 1).1;
         let step = span.dst_step.unsigned_abs();
-        Comb { low: span.dst.min(last), step, len: span.len, count: span.count }
+        WrittenSpan { low: span.dst.min(last), step, len: span.len, count: span.count }
     }
 
     fn end(&self) -> u64 {
@@ -83,43 +83,43 @@ impl Comb {
 /// the checks of `span_limits`. `plan_bytes` is the memory that the spans of the plan take; a wave is refused
 /// if its check would need more than one and a half times that and more than 16 MiB.
 pub(super) fn check_spans(spans: &(impl Iterator<Item = Span> + Clone), plan_bytes: usize) -> Result<()> {
-    let combs = || spans.clone().map(|span| Comb::of(&span));
-    let Some(first) = combs().next() else { return Ok(()) };
+    let written = || spans.clone().map(|span| WrittenSpan::of(&span));
+    let Some(first) = written().next() else { return Ok(()) };
     // Waves are sorted by source, and in most plans this is also the order of the destinations.
-    if combs().is_sorted_by(|a, b| a.end() <= b.low) {
+    if written().is_sorted_by(|a, b| a.end() <= b.low) {
         return Ok(());
     }
     let (mut low, mut end) = (first.low, first.end());
     let (mut grid, mut pieces) = (0, 0u64);
-    for comb in combs() {
-        (low, end) = (low.min(comb.low), end.max(comb.end()));
-        let step = if comb.count > 1 { comb.step } else { 0 };
-        grid = common_divisor(common_divisor(grid, step), first.low.abs_diff(comb.low));
-        pieces = pieces.saturating_add(comb.count);
+    for span in written() {
+        (low, end) = (low.min(span.low), end.max(span.end()));
+        let step = if span.count > 1 { span.step } else { 0 };
+        grid = common_divisor(common_divisor(grid, step), first.low.abs_diff(span.low));
+        pieces = pieces.saturating_add(span.count);
     }
     if grid == 0 {
         // Several spans of one piece each, all at the same place.
-        return Err(twice(low));
+        return Err(written_twice(low));
     }
     let units = (end - low).div_ceil(grid);
     let (of_bits, of_list) = (units.div_ceil(64).saturating_mul(8), pieces.saturating_mul(16));
     let most = LEAST.max(plan_bytes as u64 / 2 * 3);
     if of_bits.min(of_list) > most {
         let text = "the pieces of a plan are too many and too irregular to be checked";
-        return Err(Error::new(ErrorKind::InvalidArgument, text)
+        return Err(Error::invalid(text)
             .with("pieces", pieces)
             .with("needed_bytes", of_bits.min(of_list))
             .with("limit", most));
     }
-    if of_bits <= of_list { by_bits(combs(), low, grid, units) } else { by_sorting(combs(), pieces) }
+    if of_bits <= of_list { by_bits(written(), low, grid, units) } else { by_sorting(written(), pieces) }
 }
 
 /// Checks with one bit for each unit of the grid. Every piece starts on the grid, so two pieces that share a
 /// unit share its first byte.
-fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -> Result<()> {
+fn by_bits(written: impl Iterator<Item = WrittenSpan>, low: u64, grid: u64, units: u64) -> Result<()> {
     let words = usize::try_from(units.div_ceil(64)).unwrap_or(usize::MAX);
     let mut bits = fallible::filled(CHECK, 0u64, words)?;
-    for (start, end) in combs.flat_map(Comb::pieces) {
+    for (start, end) in written.flat_map(WrittenSpan::pieces) {
         let (mut unit, last) = ((start - low) / grid, (end - 1 - low) / grid);
         while unit <= last {
             let (word, bit) = (unit / 64, unit % 64);
@@ -128,7 +128,7 @@ fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -
             // The last unit of the last piece has the highest number, so every unit has its word.
             if let Some(word) = usize::try_from(word).ok().and_then(|at| bits.get_mut(at)) {
                 if *word & mask != 0 {
-                    return Err(twice(start));
+                    return Err(written_twice(start));
                 }
                 *word |= mask;
             }
@@ -139,12 +139,12 @@ fn by_bits(combs: impl Iterator<Item = Comb>, low: u64, grid: u64, units: u64) -
 }
 
 /// Checks by sorting the pieces.
-fn by_sorting(combs: impl Iterator<Item = Comb>, pieces: u64) -> Result<()> {
+fn by_sorting(written: impl Iterator<Item = WrittenSpan>, pieces: u64) -> Result<()> {
     let pieces = usize::try_from(pieces).unwrap_or(usize::MAX);
-    let mut list = fallible::gathered(CHECK, pieces, combs.flat_map(Comb::pieces))?;
+    let mut list = fallible::collect_growing(CHECK, pieces, written.flat_map(WrittenSpan::pieces))?;
     list.sort_unstable();
     match list.windows(2).find(|two| two[0].1 > two[1].0) {
-        Some(two) => Err(twice(two[1].0)),
+        Some(two) => Err(written_twice(two[1].0)),
         None => Ok(()),
     }
 }
@@ -157,7 +157,7 @@ fn common_divisor(mut a: u64, mut b: u64) -> u64 {
 }
 
 #[cold]
-fn twice(at: u64) -> Error {
+fn written_twice(at: u64) -> Error {
     let text = "a plan writes one destination twice in one wave";
-    Error::new(ErrorKind::InvalidArgument, text).with("dst_offset", at)
+    Error::invalid(text).with("dst_offset", at)
 }

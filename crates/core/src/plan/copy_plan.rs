@@ -26,7 +26,6 @@ pub struct CopyPlan {
 
 impl CopyPlan {
     /// Plans one range in every tensor. The plan is empty if the range is copied onto itself.
-    /// `Err(OutOfMemory)` if the plan cannot be allocated.
     pub fn range(range: &CopyRange, ends: Ends) -> Result<Self> {
         let onto_itself = ends == Ends::OneCache && range.src_offset == range.dst_offset;
         let spans = if onto_itself {
@@ -38,7 +37,7 @@ impl CopyPlan {
     }
 
     /// Plans the copying of whole blocks, with the same result as copying the pairs one by one in the order
-    /// given. `Err(OutOfMemory)` if the plan cannot be allocated.
+    /// given.
     pub fn blocks(request: &BlockPairs, ends: Ends) -> Result<Self> {
         let len = request.block_bytes;
         let moved = |&(src, dst): &(u64, u64)| ends == Ends::TwoCaches || src != dst;
@@ -61,7 +60,7 @@ impl CopyPlan {
     }
 
     /// Plans a pull or push between two caches, with the same result as moving piece after piece in the order
-    /// given. Takes the pieces out of `moves`. `Err(OutOfMemory)` if the plan cannot be allocated.
+    /// given. Takes the pieces out of `moves`.
     pub fn moves(moves: &mut Moves) -> Result<Self> {
         // The pieces are taken, not copied: allocating memory for a long list costs more than planning it.
         let waves = match std::mem::take(&mut moves.pieces) {
@@ -84,32 +83,23 @@ impl CopyPlan {
         CopyPlan { num_tensors, src_tensor, dst_tensor, waves: self.waves.clone() }
     }
 
-    /// Returns the number of tensors that the plan copies.
-    #[must_use]
     pub fn num_tensors(&self) -> u32 {
         self.num_tensors
     }
 
-    /// Returns the index of the first tensor that is read.
-    #[must_use]
     pub fn src_tensor(&self) -> u32 {
         self.src_tensor
     }
 
-    /// Returns the index of the first tensor that is written.
-    #[must_use]
     pub fn dst_tensor(&self) -> u32 {
         self.dst_tensor
     }
 
     /// Returns the waves, in the order in which they must run.
-    #[must_use]
     pub fn waves(&self) -> &[Wave] {
         &self.waves
     }
 
-    /// Returns the number of bytes in all tensors and waves.
-    #[must_use]
     pub fn bytes(&self) -> u64 {
         let one: u64 = self.waves.iter().map(Wave::tensor_bytes).sum();
         one.saturating_mul(u64::from(self.num_tensors))
@@ -139,5 +129,5 @@ fn in_order<T: order::Pair>(pieces: Vec<T>, ends: Ends, piece: impl Fn(&T) -> Pi
         order::by_source(&mut wave)?;
         Wave::new(order::strided(order::contiguous(wave.iter().map(&piece))?)?)
     };
-    fallible::tried(PLAN, levels.into_iter().map(wave))
+    fallible::try_collect(PLAN, levels.into_iter().map(wave))
 }

@@ -24,6 +24,8 @@ pub use order::Ends;
 pub use packed_spans::{Received, SpanList};
 pub use request::{BlockPairs, CopyRange, Moves, Pieces};
 pub(crate) use request::{REQUEST, total_bytes};
-pub use spans::{Piece, Span};
+pub use spans::Piece;
+#[cfg(feature = "testing")]
+pub use spans::Span;
 pub use untrusted::MOST_WAVES;
 pub use waves::Wave;

@@ -13,7 +13,6 @@ use crate::fallible;
 pub enum Ends {
     /// Source and destination are one cache, so a block may be both read and written.
     OneCache,
-    /// Source and destination are two caches.
     TwoCaches,
 }
 
@@ -69,7 +68,7 @@ impl Places {
             _ => {
                 let mut set = HashSet::new();
                 let room = set.try_reserve(pairs.len());
-                room.map_err(|_| fallible::short(PLAN, 2 * size_of_val(pairs)))?;
+                room.map_err(|_| fallible::out_of_memory(PLAN, 2 * size_of_val(pairs)))?;
                 Places::Sparse(set)
             }
         })
@@ -89,7 +88,6 @@ impl Places {
         }
     }
 
-    /// Returns whether the set contains a place.
     fn has(&self, place: u64) -> bool {
         match self {
             Places::Sparse(set) => set.contains(&place),
@@ -193,7 +191,7 @@ pub(super) fn levels<T: Pair>(pairs: &[T], ends: Ends) -> Result<Vec<Vec<T>>> {
 
 /// Joins neighbours whose source and destination are both contiguous.
 pub(super) fn contiguous(pieces: impl ExactSizeIterator<Item = Piece>) -> Result<Vec<Span>> {
-    let mut runs: Vec<Span> = fallible::room(PLAN, pieces.len())?;
+    let mut runs: Vec<Span> = fallible::with_capacity(PLAN, pieces.len())?;
     for Piece { src, dst, len } in pieces {
         match runs.last_mut() {
             Some(run) if run.src + run.len == src && run.dst + run.len == dst => run.len += len,
@@ -217,7 +215,7 @@ pub(super) fn strided(runs: Vec<Span>) -> Result<Vec<Span>> {
     if !runs.windows(3).any(even) {
         return Ok(runs);
     }
-    let mut spans = fallible::room(PLAN, runs.len())?;
+    let mut spans = fallible::with_capacity(PLAN, runs.len())?;
     let mut at = 0;
     while at < runs.len() {
         let mut last = at;

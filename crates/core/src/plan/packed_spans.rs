@@ -1,9 +1,7 @@
 //! Spans of a long plan from a peer, kept in their encoded form.
 //!
-//! An encoded span takes as few as 6 bytes, a [`Span`] 48. A frame of 60 MiB may carry ten million spans.
-//! They stay packed and are decoded one at a time, so a plan takes about as much memory as its message
-//! (`a_plan_takes_a_bounded_multiple_of_its_bytes`). Short plans are lists of [`Span`]. Whether the spans are
-//! valid is checked in `untrusted`, `span_limits` and `conflicts`.
+//! An encoded span takes as few as 6 bytes, a [`Span`] 48. Decoded one at a time, a plan takes about as much
+//! memory as its message (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,7 +20,6 @@ const LONGEST: usize = 60;
 /// Number of spans between two marks of a wave.
 const STRIDE: usize = 64;
 
-/// A list of packed spans.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct SpanList {
     bytes: Vec<u8>,
@@ -37,19 +34,10 @@ impl SpanList {
         Ok(list)
     }
 
-    /// Returns the number of spans.
-    #[must_use]
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Returns whether the list is empty.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.count == 0
-    }
-
-    /// Returns the size of the packed spans in bytes.
     pub(super) fn packed_bytes(&self) -> usize {
         self.bytes.len()
     }
@@ -85,7 +73,7 @@ impl SpanList {
         if capacity - len < packed.len() {
             // Grow by a quarter instead of doubling, because reserved memory counts as used.
             let more = (len / 4).max(64 * LONGEST);
-            self.bytes.try_reserve_exact(more).map_err(|_| fallible::short("a plan", len + more))?;
+            self.bytes.try_reserve_exact(more).map_err(|_| fallible::out_of_memory("a plan", len + more))?;
         }
         self.bytes.extend_from_slice(packed);
         self.count += 1;
@@ -147,7 +135,6 @@ pub(super) struct Packed {
     first: usize,
     end: usize,
     pub(super) count: usize,
-    /// Number of pieces in all spans.
     pub(super) pieces: u64,
     /// For every `STRIDE`-th span except the first: the byte at which it starts, and the bytes of one tensor
     /// before it.
@@ -178,7 +165,6 @@ impl Packed {
         Ok(Some((wave, bytes, at)))
     }
 
-    /// Returns the spans of the wave.
     pub(super) fn iter(&self) -> impl Iterator<Item = Span> + Clone + '_ {
         self.spans.from(self.first).take(self.count).map(|(span, _)| span)
     }

@@ -13,9 +13,7 @@ pub(crate) const REQUEST: &str = "the lists of a request";
 /// One range of bytes to copy, the same in every tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyRange {
-    /// Row that is read.
     pub src_row: u64,
-    /// Row that is written.
     pub dst_row: u64,
     /// First byte read, from the start of the tensor.
     pub src_offset: u64,
@@ -23,31 +21,24 @@ pub struct CopyRange {
     pub dst_offset: u64,
     /// Number of bytes, above 0.
     pub bytes: u64,
-    /// Number of tensors.
     pub num_tensors: u32,
 }
 
 /// Whole blocks to copy, in the order given. Every block number is in range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockPairs {
-    /// Source block and destination block of each pair.
     pub pairs: Vec<(u64, u64)>,
     /// Bytes of one block in one tensor.
     pub block_bytes: u64,
-    /// Number of tensors.
     pub num_tensors: u32,
 }
 
 /// What a pull or push moves: the same pieces, in the order given, in each of `num_tensors` tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// The pieces of one tensor.
     pub pieces: Pieces,
-    /// Index of the first tensor that is read.
     pub src_tensor: u32,
-    /// Index of the first tensor that is written.
     pub dst_tensor: u32,
-    /// Number of tensors read, and written.
     pub num_tensors: u32,
     /// Rows of the local cache that the call uses. Rows may repeat.
     pub local_rows: Vec<u64>,
@@ -60,9 +51,7 @@ pub struct Moves {
 pub enum Pieces {
     /// Pieces of any size and position.
     Listed(Vec<Piece>),
-    /// Equal blocks.
     Blocks {
-        /// Bytes of one block.
         len: u64,
         /// Offsets in bytes at which source block 0 and destination block 0 start.
         first: (u64, u64),
@@ -90,7 +79,7 @@ impl Pieces {
         len: u64,
         pairs: impl ExactSizeIterator<Item = (u64, u64)> + Clone,
     ) -> Result<Pieces> {
-        total_bytes(pairs.len(), len)?;
+        total_bytes(pairs.len() as u64, len)?;
         let any = pairs.clone().fold(0, |any, (src, dst)| any | src | dst);
         if u32::try_from(any).is_ok() {
             #[expect(clippy::cast_possible_truncation, reason = "no number has a higher bit")]
@@ -101,8 +90,6 @@ impl Pieces {
         fallible::collect(REQUEST, pairs.map(one)).map(Pieces::Listed)
     }
 
-    /// Returns the number of pieces.
-    #[must_use]
     pub fn count(&self) -> usize {
         match self {
             Pieces::Listed(pieces) => pieces.len(),
@@ -110,7 +97,6 @@ impl Pieces {
         }
     }
 
-    /// Returns the pieces in order.
     pub fn iter(&self) -> impl Iterator<Item = Piece> + '_ {
         (0..self.count()).map(|at| match self {
             Pieces::Listed(pieces) => pieces[at],
@@ -133,12 +119,9 @@ impl Pieces {
 
 /// Returns `Err(InvalidArgument)` if blocks of a list have 2^63 bytes or more in all. The size of a tensor
 /// does not bound this sum, because a list may repeat blocks.
-pub(crate) fn total_bytes(blocks: usize, block_bytes: u64) -> Result<()> {
-    match (blocks as u64).checked_mul(block_bytes) {
+pub(crate) fn total_bytes(blocks: u64, block_bytes: u64) -> Result<()> {
+    match blocks.checked_mul(block_bytes) {
         Some(bytes) if i64::try_from(bytes).is_ok() => Ok(()),
-        _ => {
-            let allowed = format!("below 2^63 bytes in all, in blocks of {block_bytes} bytes");
-            Err(Error::argument("the number of blocks", blocks, allowed))
-        }
+        _ => Err(Error::invalid(format!("{blocks} blocks of {block_bytes} bytes are 2^63 bytes or more"))),
     }
 }

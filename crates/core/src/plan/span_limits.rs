@@ -2,7 +2,7 @@
 //! span.
 
 use super::spans::Span;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Most pieces that a peer's plan may have in one tensor. No block list that fits in a message needs more.
 pub(super) const MOST_PIECES: u64 = 1 << 24;
@@ -15,7 +15,6 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Returns the bytes of one tensor in all spans so far.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -42,5 +41,5 @@ fn sound(span: &Span) -> bool {
 
 #[cold]
 pub(super) fn refused(what: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("the plan is not valid: it has {what}"))
+    Error::invalid(format!("the plan is not valid: it has {what}"))
 }

@@ -19,9 +19,7 @@ pub struct Span {
     pub src: u64,
     /// First byte written, from the start of the tensor.
     pub dst: u64,
-    /// Bytes of one piece.
     pub len: u64,
-    /// Number of pieces.
     pub count: u64,
     /// Bytes from the start of one piece read to the start of the next.
     pub src_step: i64,
@@ -48,7 +46,6 @@ impl Span {
         hull(self.dst, self.dst_step, self.count, self.len)
     }
 
-    /// Returns the source and destination offset of piece `k`.
     pub(super) fn piece(&self, k: u64) -> (u64, u64) {
         // Steps are differences of two offsets in one tensor, so they wrap back into it.
         let at = |start: u64, step: i64| start.wrapping_add_signed(step.wrapping_mul(k.cast_signed()));
@@ -63,7 +60,6 @@ pub struct Piece {
     pub src: u64,
     /// First byte written, from the start of the tensor.
     pub dst: u64,
-    /// Number of bytes.
     pub len: u64,
 }
 

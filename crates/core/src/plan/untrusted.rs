@@ -12,7 +12,7 @@ use super::packed_spans::{Packed, SpanList};
 use super::span_limits::{MOST_PIECES, Tally, refused};
 use super::spans::{PLAN, Span, hull};
 use super::waves::Wave;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 
 /// Most waves that a peer's plan may have. A list of blocks with one common destination needs one wave for
@@ -26,10 +26,8 @@ const ROWS: &str = "the rows of a plan";
 impl CopyPlan {
     /// Builds the plan of a peer from unpacked spans.
     ///
-    /// Returns `Err(InvalidArgument)` for no tensors, spans without bytes or pieces, pieces of one wave that
-    /// overlap where they are written, positions beyond 64 bits, 2^63 bytes or more in all, more than 2^24
-    /// pieces in one tensor, or more than [`MOST_WAVES`] waves. Whether the plan fits a cache, and whether a
-    /// wave writes more bytes than a tensor has, is checked by [`check_ends`](Self::check_ends).
+    /// Returns `Err(InvalidArgument)` for what no cache could satisfy, such as two pieces of one wave that
+    /// overlap where they are written. [`check_ends`](Self::check_ends) checks whether it fits a cache.
     pub fn from_parts(
         num_tensors: u32,
         src_tensor: u32,
@@ -37,13 +35,13 @@ impl CopyPlan {
         waves: Vec<Vec<Span>>,
     ) -> Result<CopyPlan> {
         tensors(num_tensors, src_tensor, dst_tensor)?;
-        few_waves(waves.len())?;
+        check_wave_count(waves.len())?;
         let mut tally = Tally::default();
         waves.iter().flatten().try_for_each(|span| tally.add(span))?;
         total(tally.bytes(), num_tensors)?;
         let taken = waves.iter().map(|wave| size_of_val(&wave[..])).sum();
         waves.iter().try_for_each(|wave| check_spans(&wave.iter().copied(), taken))?;
-        let waves = fallible::tried(PLAN, waves.into_iter().map(Wave::new))?;
+        let waves = fallible::try_collect(PLAN, waves.into_iter().map(Wave::new))?;
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
@@ -58,7 +56,7 @@ impl CopyPlan {
         counts: &[u32],
         spans: SpanList,
     ) -> Result<CopyPlan> {
-        few_waves(counts.len())?;
+        check_wave_count(counts.len())?;
         let sum = counts.iter().fold(0u64, |sum, &count| sum + u64::from(count));
         if counts.contains(&0) || sum != spans.len() as u64 {
             let text = "the peer sent a plan whose waves and spans do not fit together";
@@ -66,8 +64,9 @@ impl CopyPlan {
         }
         if spans.len() <= FEW {
             let mut rest = spans.iter();
-            let wave = |&count| fallible::gathered(PLAN, count as usize, rest.by_ref().take(count as usize));
-            let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+            let wave =
+                |&count| fallible::collect_growing(PLAN, count as usize, rest.by_ref().take(count as usize));
+            let waves = fallible::try_collect(PLAN, counts.iter().map(wave))?;
             return Self::from_parts(num_tensors, src_tensor, dst_tensor, waves);
         }
         tensors(num_tensors, src_tensor, dst_tensor)?;
@@ -82,14 +81,13 @@ impl CopyPlan {
             check_spans(&wave.iter(), spans.packed_bytes())?;
             Ok(Wave::of_packed(wave, bytes))
         };
-        let waves = fallible::tried(PLAN, counts.iter().map(wave))?;
+        let waves = fallible::try_collect(PLAN, counts.iter().map(wave))?;
         Ok(CopyPlan::new(num_tensors, waves).in_tensors(src_tensor, dst_tensor, num_tensors))
     }
 
     /// Builds the plan of a peer that is one wave of equal blocks.
     ///
-    /// Returns `Err(InvalidArgument)` if there are no blocks, if a block has no bytes, if a block is written
-    /// twice, or if a number exceeds the limits of [`from_parts`](Self::from_parts).
+    /// Returns `Err` as [`from_parts`](Self::from_parts) does.
     pub fn from_blocks(
         num_tensors: u32,
         src_tensor: u32,
@@ -120,9 +118,7 @@ impl CopyPlan {
             let Some((tensors, tensor_bytes)) = of else { continue };
             if u64::from(first) + u64::from(self.num_tensors()) > u64::from(tensors) {
                 let text = format!("{} tensors from tensor {first} are not in a cache", self.num_tensors());
-                return Err(Error::new(ErrorKind::InvalidArgument, text)
-                    .with("which", end.name())
-                    .with("num_tensors", tensors));
+                return Err(Error::invalid(text).with("which", end.name()).with("num_tensors", tensors));
             }
             for wave in self.waves() {
                 // No byte is written twice within a wave, so a wave cannot write more bytes than the tensor
@@ -148,7 +144,6 @@ impl CopyPlan {
     }
 }
 
-/// One of the two ends of a plan.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Read,
@@ -188,7 +183,7 @@ impl End {
     }
 
     /// Returns the rows of `blocks` if they are in ascending order and each block is exactly one row.
-    fn ascending(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_if_sorted(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let first = self.of((blocks.src, blocks.dst));
         let numbers = || blocks.pairs.iter().map(|&pair| u64::from(self.of(pair)));
         if blocks.len != row_bytes
@@ -203,7 +198,7 @@ impl End {
     /// Returns the rows of `blocks` by marking one bit for each row, which takes a fraction of the time and
     /// memory of sorting. `None` if the bitmap has more words than there are blocks, or if a block may touch
     /// more than two rows.
-    fn dense(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
+    fn rows_by_bitmap(self, blocks: &Blocks, row_bytes: u64) -> Result<Option<Vec<u64>>> {
         let reach = blocks.reach().filter(|_| blocks.len <= row_bytes);
         let words = reach.map(|ends| self.of(ends).div_ceil(row_bytes).div_ceil(64));
         let words = words.and_then(|words| usize::try_from(words).ok());
@@ -225,7 +220,8 @@ impl End {
                 set((start + (blocks.len - 1)) / row_bytes);
             }
         }
-        let mut rows = fallible::room(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
+        let mut rows =
+            fallible::with_capacity(ROWS, bits.iter().map(|word| word.count_ones() as usize).sum())?;
         for (at, mut word) in (0u64..).step_by(64).zip(bits) {
             while word != 0 {
                 rows.push(at + u64::from(word.trailing_zeros()));
@@ -239,13 +235,13 @@ impl End {
 /// Ranges of rows, as the first and last row of each. Ranges that touch are joined whenever the list has
 /// grown to twice its size after the previous join. So its memory follows the number of rows, however many
 /// pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-struct Stretches {
+struct RowRanges {
     all: Vec<(u64, u64)>,
     /// Number of ranges at which they are joined.
     most: usize,
 }
 
-impl Stretches {
+impl RowRanges {
     /// Shorter lists are joined only at the end.
     const FEW: usize = 1024;
 
@@ -280,31 +276,26 @@ impl Stretches {
 
 #[cold]
 fn outside(end: End, tensor_bytes: u64) -> Error {
-    Error::new(ErrorKind::InvalidArgument, "a plan reaches beyond its tensors")
+    Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())
         .with("tensor_bytes", tensor_bytes)
 }
 
-fn few_waves(count: usize) -> Result<()> {
-    if count <= MOST_WAVES {
-        return Ok(());
-    }
-    Err(refused(&format!("{count} waves, more than {MOST_WAVES}")))
+fn check_wave_count(count: usize) -> Result<()> {
+    ensure(count <= MOST_WAVES, || refused(&format!("{count} waves, more than {MOST_WAVES}")))
 }
 
 fn tensors(count: u32, src: u32, dst: u32) -> Result<()> {
-    if count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some() {
-        return Ok(());
-    }
-    Err(refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}")))
+    ensure(count > 0 && src.checked_add(count).is_some() && dst.checked_add(count).is_some(), || {
+        refused(&format!("{count} tensors, read from tensor {src} and written from tensor {dst}"))
+    })
 }
 
 fn total(bytes: u64, tensors: u32) -> Result<()> {
     let total = bytes.checked_mul(u64::from(tensors));
-    if total.is_some_and(|total| i64::try_from(total).is_ok()) {
-        return Ok(());
-    }
-    Err(refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all")))
+    ensure(total.is_some_and(|total| i64::try_from(total).is_ok()), || {
+        refused(&format!("{bytes} bytes in each of {tensors} tensors, 2^63 or more in all"))
+    })
 }
 
 fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
@@ -312,13 +303,13 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
     if let [wave] = waves
         && let Some(blocks) = wave.blocks()
     {
-        let ascending = end.ascending(blocks, row_bytes)?;
-        let rows = if ascending.is_some() { ascending } else { end.dense(blocks, row_bytes)? };
+        let sorted = end.rows_if_sorted(blocks, row_bytes)?;
+        let rows = if sorted.is_some() { sorted } else { end.rows_by_bitmap(blocks, row_bytes)? };
         if let Some(rows) = rows {
             return Ok(rows);
         }
     }
-    let mut touched = Stretches { all: Vec::new(), most: Stretches::FEW };
+    let mut touched = RowRanges { all: Vec::new(), most: RowRanges::FEW };
     let mut add = |start: u64, bytes: u64| touched.add(start / row_bytes, (start + (bytes - 1)) / row_bytes);
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
@@ -327,7 +318,8 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
         }
         for span in wave.spans() {
             let (start, step) = end.start(&span);
-            // Steps of at most one row skip no row in between.
+            // Steps of at most one row skip no row in between. With longer steps every piece is visited, of which
+            // there are at most `MOST_PIECES`.
             if step.unsigned_abs() <= row_bytes {
                 if let Some(range) = hull(start, step, span.count, span.len) {
                     add(range.start, range.end - range.start)?;
@@ -340,7 +332,7 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
     touched.join();
     let count = touched.all.iter().fold(0, |sum, (first, last)| last - first + 1 + sum);
     let rows = touched.all.into_iter().flat_map(|(first, last)| first..=last);
-    fallible::gathered(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
+    fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }
 
 /// Returns the start of piece `k`. The checks of plans keep it within 64 bits.

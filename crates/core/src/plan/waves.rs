@@ -10,7 +10,6 @@ use crate::fallible;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wave {
     form: Form,
-    /// Bytes copied in one tensor.
     bytes: u64,
 }
 
@@ -58,8 +57,6 @@ impl Wave {
         listed.iter().copied().chain(packed.into_iter().flat_map(Packed::iter)).chain(blocks)
     }
 
-    /// Returns the number of spans.
-    #[must_use]
     pub fn num_spans(&self) -> usize {
         match &self.form {
             Form::Spans { spans, .. } => spans.len(),
@@ -68,14 +65,11 @@ impl Wave {
         }
     }
 
-    /// Returns the blocks, if the wave consists of equal blocks.
-    #[must_use]
     pub fn blocks(&self) -> Option<&Blocks> {
         if let Form::Blocks(blocks) = &self.form { Some(blocks) } else { None }
     }
 
     /// Returns the number of pieces in one tensor.
-    #[must_use]
     pub fn count(&self) -> u64 {
         match &self.form {
             Form::Spans { spans, .. } => spans.iter().map(|span| span.count).sum(),
@@ -85,7 +79,6 @@ impl Wave {
     }
 
     /// Returns the number of bytes copied in one tensor.
-    #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.bytes
     }
@@ -115,7 +108,6 @@ impl Wave {
     }
 }
 
-/// Iterator over the pieces of one tensor.
 struct Pieces<'a> {
     form: &'a Form,
     at: u64,
@@ -125,6 +117,17 @@ struct Pieces<'a> {
     /// For blocks, the bytes of the current block before the first piece; for packed spans, the bytes of one
     /// tensor in the spans before the current one.
     skip: u64,
+}
+
+impl Pieces<'_> {
+    /// Returns the current piece of `span`, which ends at byte `end` of one tensor, the bytes of the piece that are
+    /// already done, and whether it is the last one.
+    fn inside(&self, span: &Span, end: u64) -> (Piece, u64, bool) {
+        let inside = self.at - (end - span.bytes());
+        let (k, skip) = (inside / span.len, inside % span.len);
+        let (src, dst) = span.piece(k);
+        (Piece { src, dst, len: span.len }, skip, self.at + (span.len - skip) == end)
+    }
 }
 
 impl Iterator for Pieces<'_> {
@@ -142,23 +145,18 @@ impl Iterator for Pieces<'_> {
             }
             Form::Packed(packed) => {
                 let (span, next) = packed.at(self.index)?;
-                let (inside, end) = (self.at - self.skip, self.skip + span.bytes());
-                let (k, skip) = (inside / span.len, inside % span.len);
-                let (src, dst) = span.piece(k);
-                if self.at + (span.len - skip) == end {
+                let end = self.skip + span.bytes();
+                let (piece, skip, last) = self.inside(&span, end);
+                if last {
                     (self.index, self.skip) = (next, end);
                 }
-                (Piece { src, dst, len: span.len }, skip)
+                (piece, skip)
             }
             Form::Spans { spans, ends } => {
                 let (span, end) = (spans.get(self.index)?, *ends.get(self.index)?);
-                let inside = self.at - (end - span.bytes());
-                let (k, skip) = (inside / span.len, inside % span.len);
-                let (src, dst) = span.piece(k);
-                if self.at + (span.len - skip) == end {
-                    self.index += 1;
-                }
-                (Piece { src, dst, len: span.len }, skip)
+                let (piece, skip, last) = self.inside(span, end);
+                self.index += usize::from(last);
+                (piece, skip)
             }
         };
         let len = (whole.len - skip).min(self.to - self.at);

@@ -3,26 +3,17 @@
 //! Nothing here is a pointer, so a pool can also manage device memory that the CPU cannot address. A pool has
 //! no lock (the caller provides one), reads no clock and does no I/O.
 //!
-//! # How it works
+//! The algorithm is a two-level segregated fit over page counts: free runs are kept in lists by size class
+//! (each count below 64 has its own, and above that every power of two has 32), and two levels of bitmaps
+//! record which lists are not empty.
 //!
-//! The algorithm is a two-level segregated fit over page counts. Free runs are kept in lists by size class:
-//! each page count below 64 has its own class, and above that every power of two is divided into 32 classes.
-//! Two levels of bitmaps record which lists are not empty. So a list with a fitting run is found in a few
-//! instructions, whatever the size of the pool.
+//! - *Take* uses the head of the request's own class if it is long enough, else the head of the next class
+//!   that has one: O(1). Only if neither exists, it searches its own class run by run. So `None` means that
+//!   no free run is long enough (`agrees_with_the_naive_twin`).
+//! - *Split* cuts the range from the high end of the run, so that the low remainder mostly keeps its class.
+//! - *Free* merges with both neighbours in O(1): an extent carries the index of its node.
 //!
-//! - *Take:* uses the head of the request's own class if it is long enough, else the head of the next class
-//!   that has one: O(1). Only if neither exists, it searches the list of the request's own class, run by run.
-//!   This last step makes the result exact: `None` means that no free run is long enough
-//!   (`tests/integration/pool.rs`, `agrees_with_the_naive_twin` and
-//!   `a_fit_behind_the_head_of_its_own_class_is_found`). It is the only step whose cost grows with the number
-//!   of free runs.
-//! - *Split:* cuts the range from the high end of the run. The low remainder keeps its position in its list
-//!   as long as it stays in its class, which a long run nearly always does.
-//! - *Free:* an extent carries the index of its node, and nodes know their neighbours. So a range merges with
-//!   both of them without a search: O(1).
-//!
-//! Bookkeeping takes 32 bytes for each range, used or free, at the highest number of ranges there has been.
-//! It does not depend on the number of pages (`bookkeeping_does_not_grow_with_pages`).
+//! Bookkeeping takes 32 bytes for each range, however many pages the pool has.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -74,7 +65,7 @@ impl Extent {
     }
 }
 
-/// Sizes and counters of a [`Pool`], read at one moment.
+/// Sizes and counters of a pool, read at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct PoolState {
     /// Bytes that can be allocated, in whole pages.
@@ -120,7 +111,7 @@ struct Node {
 /// Allocates page-aligned ranges of `[0, capacity)`.
 ///
 /// ```
-/// use llm_datadist_core::pool::Pool;
+/// use llm_datadist_core::testing::pool::Pool;
 /// # fn main() -> llm_datadist_core::Result<()> {
 /// let mut pool = Pool::new(1 << 20, 16)?; // 1 MiB in pages of 64 KiB
 /// let layers = pool.allocate_tensors(100_000, 4)?; // four tensors of two pages each, in one run
@@ -149,7 +140,6 @@ pub struct Pool {
     pages: u32,
     used_pages: u32,
     peak_used_pages: u32,
-    /// Number of nodes in the `spare` list.
     spares: u32,
     /// Number of ranges allocated so far. Minus `frees` it is the number of used ranges.
     allocations: u64,
@@ -158,27 +148,18 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Creates an empty pool of `capacity` bytes in pages of `1 << page_shift` bytes. Bytes after the last
-    /// whole page are never used.
-    ///
-    /// Returns `Err` of kind `InvalidArgument` if `page_shift` is not in 10..=30, if the page is larger than
-    /// the capacity, or if there would be 2^32 - 1 pages or more.
+    /// Creates an empty pool of `capacity` bytes in pages of `1 << page_shift` bytes (10 to 30). Bytes after
+    /// the last whole page are never used. There must be 1 to 2^32 - 2 pages.
     pub fn new(capacity: u64, page_shift: u32) -> Result<Pool> {
         if !(10..=30).contains(&page_shift) {
-            return Err(Error::argument("page_shift", page_shift, "10 to 30"));
+            return Err(Error::out_of_range("page_shift", page_shift, "10 to 30"));
         }
         let pages = match u32::try_from(capacity >> page_shift) {
-            Ok(0) => {
-                return Err(Error::argument(
-                    "capacity",
-                    capacity,
-                    format_args!("at least {}", 1u64 << page_shift),
-                ));
-            }
-            Ok(pages) if pages < u32::MAX => pages,
+            Ok(pages) if pages > 0 && pages < u32::MAX => pages,
             _ => {
-                let limit = u64::from(u32::MAX) << page_shift;
-                return Err(Error::argument("capacity", capacity, format_args!("less than {limit}")));
+                let (least, limit) = (1u64 << page_shift, u64::from(u32::MAX) << page_shift);
+                let range = format_args!("at least {least}, below {limit}");
+                return Err(Error::out_of_range("capacity", capacity, range));
             }
         };
         let end = Node { ticket: END, page: 0, pages: 0, prev: 1, next: 1, class_prev: NIL, class_next: NIL };
@@ -205,6 +186,7 @@ impl Pool {
 
     /// Allocates a range of at least `bytes` bytes; 0 bytes take one page. Returns `None` if no free run is
     /// long enough.
+    #[cfg(feature = "testing")]
     #[inline]
     pub fn allocate(&mut self, bytes: u64) -> Option<Extent> {
         let Some(extent) = self.pages_for(bytes).and_then(|pages| self.take(pages)) else {
@@ -235,8 +217,7 @@ impl Pool {
 
     /// Frees `extent`. Returns `false`, and changes nothing, if this pool has not allocated it in this form:
     /// it was freed before, belongs to another pool, or its public fields were changed
-    /// (`a_second_free_is_refused` and the three tests below it). A ticket has 31 bits, so within 2^31
-    /// allocations of one pool the refusal is certain.
+    /// (`a_second_free_is_refused`). Within 2^31 allocations of one pool the refusal is certain.
     #[inline]
     pub fn free(&mut self, extent: Extent) -> bool {
         let index = extent.node();
@@ -251,22 +232,18 @@ impl Pool {
         live
     }
 
-    /// Returns the bytes of one page.
-    #[must_use]
     pub fn page_bytes(&self) -> u64 {
         1 << self.page_shift
     }
 
     /// Returns the bytes that a range for `bytes` bytes takes: whole pages, at least one. Returns `None` if
     /// that exceeds 64 bits.
-    #[must_use]
     pub fn rounded(&self, bytes: u64) -> Option<u64> {
         self.page_count(bytes).checked_mul(self.page_bytes())
     }
 
     /// Returns the current sizes and counters. The longest run is searched in the list of the highest class
     /// in use; all other values are stored.
-    #[must_use]
     pub fn state(&self) -> PoolState {
         let used_ranges = self.allocations - self.frees;
         PoolState {

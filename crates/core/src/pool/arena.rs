@@ -22,9 +22,6 @@ pub struct Arena {
 
 impl Arena {
     /// Allocates the region that `config` describes on `device`, with a pool over it.
-    ///
-    /// Returns `Err` of kind `InvalidArgument` if the sizes are out of range ([`Pool::new`]), and the error
-    /// of the device if it has no memory.
     pub fn open(device: &dyn Device, config: PoolConfig, placement: Placement) -> Result<Arc<Arena>> {
         let pool = Pool::new(config.memory_size, config.page_shift)?;
         let name = format!("llm_datadist {placement} pool");
@@ -33,10 +30,7 @@ impl Arena {
     }
 
     /// Allocates memory for every tensor of `geometry`, each on a page boundary. The memory returns to the
-    /// pool when the tensors drop.
-    ///
-    /// Returns `Err` of kind `OutOfMemory` if the pool has no room ([`Pool::allocate_tensors`]) or there is
-    /// no memory for the list of addresses. The pool is then as before.
+    /// pool when the tensors drop. After an error the pool is as before.
     pub fn allocate(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
         let bytes = geometry.tensor_bytes();
         let (extents, rounded) = {
@@ -54,24 +48,20 @@ impl Arena {
             .flat_map(|extent| (0..extent.bytes / rounded).map(|i| extent.offset + i * rounded));
         // From here on a failure returns the extents to the pool, because it drops the lease.
         let count = geometry.num_tensors() as usize;
-        let tensors = fallible::gathered("the addresses of tensors", count, tensors)?;
+        let tensors = fallible::collect_growing("the addresses of tensors", count, tensors)?;
         Tensors::carved(self.region.clone(), tensors, bytes, Box::new(lease))
     }
 
     /// Returns the region, for the descriptor behind it.
-    #[must_use]
     pub fn region(&self) -> &Region {
         &self.region
     }
 
     /// Returns a shared reference to the region, for use beside the arena.
-    #[must_use]
     pub fn shared(&self) -> Arc<Region> {
         self.region.clone()
     }
 
-    /// Returns the sizes and counters of the pool.
-    #[must_use]
     pub fn state(&self) -> PoolState {
         self.locked().state()
     }

@@ -22,21 +22,19 @@ const LONGEST: usize = 4 << 10;
 
 /// Returns the number of an error kind in messages: its position in [`ErrorKind::ALL`], which may only grow
 /// at its end.
-#[must_use]
 pub fn kind_number(kind: ErrorKind) -> u8 {
     let position = ErrorKind::ALL.iter().position(|&known| known == kind);
     position.and_then(|at| u8::try_from(at).ok()).unwrap_or(u8::MAX)
 }
 
 /// Returns the kind with a number. A kind that only the peer knows becomes [`ErrorKind::System`].
-#[must_use]
 pub fn kind_of(number: u8) -> ErrorKind {
     ErrorKind::ALL.get(usize::from(number)).copied().unwrap_or(ErrorKind::System)
 }
 
 /// Returns the kind that an error reported by the peer has in this process. Some kinds describe the process
 /// that reports them, and must not be taken for a state of this one.
-pub(super) fn told(kind: ErrorKind) -> ErrorKind {
+pub(super) fn local_kind(kind: ErrorKind) -> ErrorKind {
     match kind {
         ErrorKind::Closed | ErrorKind::Interrupted => ErrorKind::NotLinked,
         ErrorKind::Forked => ErrorKind::System,
@@ -109,7 +107,7 @@ impl TryFrom<WirePlan> for CopyPlan {
             WireSteps::Spans { waves, spans } => {
                 CopyPlan::from_list(num_tensors, src_tensor, dst_tensor, &waves, spans)
             }
-            WireSteps::Unusable(unusable) => Err(unusable.0),
+            WireSteps::Unusable(error) => Err(error),
         }
     }
 }
@@ -117,7 +115,6 @@ impl TryFrom<WirePlan> for CopyPlan {
 impl Record {
     /// Returns a record of row `row` of a cache with these sizes. Its location is hidden, and peers may not
     /// use it yet.
-    #[must_use]
     pub fn new(at: Place, cache: CacheId, row: u32, side: Side) -> Record {
         Record {
             at,
@@ -156,7 +153,7 @@ impl Record {
 }
 
 impl Run {
-    /// Packs `numbers` into runs of a constant step. `Err(OutOfMemory)` if the list cannot be allocated.
+    /// Packs `numbers` into runs of a constant step.
     pub fn pack(numbers: &[u64]) -> Result<Vec<Run>> {
         let mut runs: Vec<Run> = Vec::new();
         for &number in numbers {
@@ -183,7 +180,7 @@ impl Run {
                 .with("tensors", expected));
         }
         let numbers = runs.iter().flat_map(|run| (0..run.count).map(|k| run.at(k)));
-        fallible::gathered(TENSORS, expected as usize, numbers)
+        fallible::collect_growing(TENSORS, expected as usize, numbers)
     }
 
     fn at(&self, k: u32) -> u64 {
@@ -194,7 +191,6 @@ impl Run {
 impl Reply {
     /// Returns the reply to a request that failed with `error`. The message contains the facts and causes of
     /// the error.
-    #[must_use]
     pub fn failed(error: &Error) -> Reply {
         // Rows beyond the limits are left out. That is safe, because a row that is not listed does not count
         // as arrived.
@@ -214,7 +210,6 @@ impl Reply {
 
     /// Returns the error for a failure that the peer reported. Its facts are appended to the text, because an
     /// [`Error`] can only have facts with fixed names.
-    #[must_use]
     pub fn error(kind: u8, message: &str, facts: &[(String, String)], arrived: Vec<Arrived>) -> Error {
         let facts: Vec<String> = facts.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let text =
@@ -223,11 +218,9 @@ impl Reply {
             (arrived.tensor, arrived.rows.into_iter().map(|(from, to)| from..to).collect())
         };
         let arrived = arrived.into_iter().map(rows).collect();
-        Error::new(told(kind_of(kind)), printable(&text)).with_arrived(arrived)
+        Error::new(local_kind(kind_of(kind)), printable(&text)).with_arrived(arrived)
     }
 
-    /// Returns the name of the reply, for error messages.
-    #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
             Reply::Described(_) => "described",

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{DeserializeSeed, SeqAccess, Visitor};
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::plan_codec::WirePlan;
@@ -29,9 +29,7 @@ const MAX_TEXT: usize = 16 << 10;
 /// First frame of a handshake, from the dialing side: its identity and the purpose of the stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Purpose of the stream.
     pub purpose: Purpose,
-    /// The side that dials.
     pub from: Party,
     /// The cluster that it wants to reach, if it knows the id.
     pub asked: Option<u64>,
@@ -41,10 +39,8 @@ pub struct Hello {
     pub nonce: [u8; 16],
 }
 
-/// One side of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Party {
-    /// Its cluster id.
     pub cluster: u64,
     /// Random number from the time when its engine was opened. It changes with a restart.
     pub instance: u64,
@@ -52,14 +48,12 @@ pub struct Party {
     pub remote_accessible: bool,
 }
 
-/// Purpose of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Purpose {
     /// The control stream of a link.
     Link {
         /// Identifies the link; drawn by the dialing side.
         link: u64,
-        /// The communicator to which the link belongs, if any.
         comm: Option<Comm>,
         /// Whether the dialing side asks for the name of the local socket. The accepting side then answers
         /// with it and ends the stream, if both are on one host and it has such a socket.
@@ -67,7 +61,6 @@ pub enum Purpose {
     },
     /// A further stream of a link, for calls.
     Call {
-        /// The link to which the stream belongs.
         link: u64,
         /// Whether the accepting side will be the caller.
         reverse: bool,
@@ -76,18 +69,13 @@ pub enum Purpose {
     /// user.
     Meet,
     /// Tells the dialing side of a communicator that this member has joined, so that it dials at once.
-    Knock {
-        /// The communicator, as the sender describes it.
-        comm: Comm,
-    },
+    Knock { comm: Comm },
 }
 
 /// A communicator as its rank table describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Comm {
-    /// Name of the communicator.
     pub name: String,
-    /// Cluster id and rank of each member.
     pub members: Vec<(u64, u32)>,
     /// What the table itself states about the member that listens. It distinguishes two deployments with
     /// equal names and ids.
@@ -112,7 +100,6 @@ pub struct Proof {
 /// Fourth frame, from the accepting side: its identity, and the proof that it knows the key of the handshake.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// The side that accepted.
     pub from: Party,
     /// HMAC-SHA256, with the key of the handshake, of `acceptor`, the hello, the challenge and this message
     /// with zeros in this field.
@@ -152,11 +139,8 @@ pub struct Attached {
 pub enum Control {
     /// Asks for a [`Pong`](Control::Pong), as a heartbeat.
     Ping,
-    /// Reply to a [`Ping`](Control::Ping).
     Pong,
-    /// The link ends.
     Bye {
-        /// Reason why it ends.
         #[serde(deserialize_with = "text")]
         reason: String,
         /// Whether the sender unlinked it, so that the peer must not try to restore it.
@@ -166,95 +150,49 @@ pub enum Control {
     Dial,
 }
 
-/// Request of a caller on a call stream. `limit_ms` is the time left until the caller's deadline.
+/// Request of a caller on a call stream.
+///
+/// `limit_ms` is the time in milliseconds until the caller's deadline, `name` the cache as the caller names it, and
+/// `cache` its id when it was described. `from..to` is the range of bytes of the plan that the request moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Asks what a cache is and where its memory is.
-    Describe {
-        /// Name of the cache.
-        name: WireName,
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Describe { name: WireName, limit_ms: u64 },
     /// Asks for bytes of a cache.
-    Read {
-        /// Name of the cache.
-        name: WireName,
-        /// Id of the cache that the name referred to when it was described.
-        cache: i64,
-        /// Plan whose source is the cache and whose destination is the caller's.
-        plan: WirePlan,
-        /// First byte position in the plan.
-        from: u64,
-        /// End of the byte positions in the plan.
-        to: u64,
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Read { name: WireName, cache: i64, plan: WirePlan, from: u64, to: u64, limit_ms: u64 },
     /// Sends bytes to be written into a cache.
     Write {
-        /// Name of the cache.
         name: WireName,
-        /// Id of the cache that the name referred to when it was described.
         cache: i64,
-        /// Plan whose source is the caller's and whose destination is the cache.
         plan: WirePlan,
-        /// First byte position in the plan.
         from: u64,
-        /// End of the byte positions in the plan.
         to: u64,
         /// Whether the bytes follow at once; they are at most [`MOST_AHEAD`](super::MOST_AHEAD). Otherwise,
         /// the caller waits for a [`Reply::Ready`].
         ahead: bool,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
     /// Asks the peer to read bytes from the caller's memory into a cache.
     Fetch {
-        /// Name of the cache.
         name: WireName,
-        /// Id of the cache that the name referred to when it was described.
         cache: i64,
         /// Plan whose source is the caller's memory and whose destination is the cache.
         plan: WirePlan,
-        /// Location of the caller's memory.
         source: Location,
-        /// Number of tensors of the source.
         num_tensors: u32,
-        /// Bytes of each tensor of the source.
         tensor_bytes: u64,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
     /// Reports that the caller has pulled tensors.
-    Consume {
-        /// Name of the cache.
-        name: WireName,
-        /// Id of the cache that the name referred to when it was described.
-        cache: i64,
-        /// Index of the first tensor.
-        first: u32,
-        /// Number of tensors.
-        count: u32,
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Consume { name: WireName, cache: i64, first: u32, count: u32, limit_ms: u64 },
     /// Ends the link.
-    Unlink {
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Unlink { limit_ms: u64 },
     /// Asks for a reply, to find out whether the peer is alive.
-    Ping {
-        /// Milliseconds until the caller's deadline.
-        limit_ms: u64,
-    },
+    Ping { limit_ms: u64 },
     /// Asks in which caches addresses lie.
     Locate {
-        /// The addresses.
         #[serde(deserialize_with = "addresses")]
         addrs: Vec<u64>,
-        /// Milliseconds until the caller's deadline.
         limit_ms: u64,
     },
 }
@@ -266,30 +204,23 @@ pub enum Reply {
     Described(Record),
     /// The bytes of a read follow, or those of a write may be sent.
     Ready {
-        /// Number of bytes.
         bytes: u64,
     },
-    /// The request succeeded.
     Done {
-        /// Number of bytes moved.
         bytes: u64,
     },
     /// The cache has changed since it was described.
     Stale,
     /// The peer cannot read the source.
     Unreachable {
-        /// Reason why it cannot.
         #[serde(deserialize_with = "text")]
         reason: String,
     },
-    /// The request failed.
     Failed {
         /// Number of the error kind: its position in [`ErrorKind::ALL`](crate::error::ErrorKind::ALL).
         kind: u8,
-        /// Text of the error.
         #[serde(deserialize_with = "text")]
         message: String,
-        /// Names and values of the facts.
         #[serde(deserialize_with = "facts")]
         facts: Vec<(String, String)>,
         /// Rows of the destination that are complete despite the failure.
@@ -297,62 +228,49 @@ pub enum Reply {
         arrived: Vec<Arrived>,
     },
     /// Reply to [`Request::Locate`]: one spot for each address.
-    Located(#[serde(deserialize_with = "addresses")] Vec<Spot>),
+    Located(#[serde(deserialize_with = "addresses")] Vec<AddressLocation>),
 }
 
 /// The cache, tensor and offset of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spot {
-    /// Id of the cache.
+pub struct AddressLocation {
     pub cache: i64,
-    /// Index of the tensor.
     pub tensor: u32,
-    /// Bytes from the start of the tensor.
     pub offset: u64,
 }
 
 /// Complete rows of one tensor of the destination.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arrived {
-    /// Index of the tensor.
     pub tensor: u32,
     /// Ranges of rows: the first row, and the row after the last.
+    #[serde(deserialize_with = "counted")]
     pub rows: Vec<(u64, u64)>,
 }
 
 /// A place in the owner's cache table, with its generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Number of the place.
     pub place: u32,
-    /// Generation of the place when the cache was described.
     pub generation: u64,
 }
 
 /// A remote cache as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Place of the cache in the owner's table.
     pub at: Place,
-    /// Id of the cache.
     pub cache: i64,
-    /// Row that the name refers to.
     pub row: u32,
-    /// Number of tensors.
     pub num_tensors: u32,
     /// Number of rows, that is batch slots or blocks, in one tensor.
     pub rows: u64,
-    /// Bytes of one row in one tensor.
     pub row_bytes: u64,
-    /// Whether the rows are blocks.
     pub blocks: bool,
     /// Number of the placement in the public API.
     pub placement: u8,
     /// Whether the memory was allocated from a pool of the owner.
     pub allocated: bool,
-    /// Whether peers may read and write the cache.
     pub accessible: bool,
-    /// Location of the tensors.
     pub location: Location,
 }
 
@@ -363,13 +281,11 @@ pub enum Location {
     Region {
         /// 0 for the host region, 1 for the device region.
         region: u8,
-        /// Offsets of the tensors in bytes.
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
     /// In the memory of the owner's process.
     Process {
-        /// Addresses of the tensors.
         #[serde(deserialize_with = "runs")]
         runs: Vec<Run>,
     },
@@ -380,11 +296,9 @@ pub enum Location {
 /// `count` numbers at a constant distance: `start`, `start + step`, and so on, modulo 2^64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// First number.
     pub start: u64,
     /// Distance from one number to the next, modulo 2^64.
     pub step: u64,
-    /// Number of numbers.
     pub count: u32,
 }
 
@@ -392,37 +306,21 @@ pub struct Run {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WireName {
     /// The slot of a request.
-    Request {
-        /// Model id.
-        model: u64,
-        /// Request id.
-        id: u64,
-    },
+    Request { model: u64, id: u64 },
     /// The slot of a prefix.
-    Prefix {
-        /// Model id.
-        model: u64,
-        /// Prefix id.
-        id: u64,
-    },
+    Prefix { model: u64, id: u64 },
     /// The blocks cache of a model.
-    Blocks {
-        /// Model id.
-        model: u64,
-    },
+    Blocks { model: u64 },
     /// One row of a cache.
-    Row {
-        /// Id of the cache.
-        cache: i64,
-        /// Index of the row.
-        row: u32,
-    },
+    Row { cache: i64, row: u32 },
 }
 
 thread_local! {
     /// Number of bytes that could not be allocated for a list of the message being read. Kept here because
     /// errors of postcard carry no data.
     static SHORT: Cell<Option<usize>> = const { Cell::new(None) };
+    /// Number of tensors and ranges of rows that may still follow in the message being read.
+    static ARRIVED_LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Returns and clears the number of bytes that could not be allocated for a list of the last message, if that
@@ -447,89 +345,25 @@ fn runs<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Run>, D::Error> {
 }
 
 fn arrived<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Arrived>, D::Error> {
-    from.deserialize_seq(Stretches(&mut 0))
+    ARRIVED_LEFT.set(MAX_ARRIVED);
+    counted(from)
 }
 
-/// Reads what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all, which it counts. The
-/// number is bounded because each may take only 2 bytes in the message.
-struct Stretches<'a>(&'a mut usize);
-
-impl Stretches<'_> {
-    fn push<T, E: serde::de::Error>(&mut self, list: &mut Vec<T>, item: T) -> Result<(), E> {
-        *self.0 += 1;
-        if *self.0 > MAX_ARRIVED {
-            return Err(E::custom("too many ranges of rows"));
-        }
-        append(list, item)
-    }
+/// Reads part of what has arrived: at most [`MAX_ARRIVED`] tensors and ranges of rows in all. The number is
+/// bounded because each may take only 2 bytes in the message.
+fn counted<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    let list = from.deserialize_seq(AtMost::<Counted<T>, MAX_ARRIVED>(PhantomData))?;
+    Ok(list.into_iter().map(|item| item.0).collect())
 }
 
-impl<'de> Visitor<'de> for Stretches<'_> {
-    type Value = Vec<Arrived>;
+/// An item that counts against `ARRIVED_LEFT`.
+struct Counted<T>(T);
 
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at most {MAX_ARRIVED} ranges of rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Vec<Arrived>, A::Error> {
-        let mut list = Vec::new();
-        while let Some(next) = seq.next_element_seed(OfTensor(Stretches(self.0)))? {
-            self.push(&mut list, next)?;
-        }
-        Ok(list)
-    }
-}
-
-/// Reads the rows of one tensor.
-struct OfTensor<'a>(Stretches<'a>);
-
-impl<'de> DeserializeSeed<'de> for OfTensor<'_> {
-    type Value = Arrived;
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Arrived, D::Error> {
-        from.deserialize_tuple(2, self)
-    }
-}
-
-impl<'de> Visitor<'de> for OfTensor<'_> {
-    type Value = Arrived;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a tensor and its rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Arrived, A::Error> {
-        let missing = || serde::de::Error::invalid_length(0, &"a tensor and its rows");
-        let tensor = seq.next_element()?.ok_or_else(missing)?;
-        let rows = seq.next_element_seed(Rows(self.0))?.ok_or_else(missing)?;
-        Ok(Arrived { tensor, rows })
-    }
-}
-
-/// Reads the ranges of rows of one tensor.
-struct Rows<'a>(Stretches<'a>);
-
-impl<'de> DeserializeSeed<'de> for Rows<'_> {
-    type Value = Vec<(u64, u64)>;
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
-        from.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Rows<'_> {
-    type Value = Vec<(u64, u64)>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ranges of rows")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Self::Value, A::Error> {
-        let mut list = Vec::new();
-        while let Some(next) = seq.next_element()? {
-            self.0.push(&mut list, next)?;
-        }
-        Ok(list)
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Counted<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let left = ARRIVED_LEFT.get().checked_sub(1);
+        ARRIVED_LEFT.set(left.ok_or_else(|| serde::de::Error::custom("too many ranges of rows"))?);
+        T::deserialize(from).map(Counted)
     }
 }
 

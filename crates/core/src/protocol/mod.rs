@@ -13,10 +13,14 @@ mod plan_codec;
 
 pub use convert::{kind_number, kind_of};
 pub use messages::{
-    Arrived, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_ARRIVED, MAX_FACTS,
-    MAX_RUNS, Party, Place, Proof, Purpose, Record, Reply, Request, Run, Spot, Welcome, WireName,
+    AddressLocation, Attach, Attached, Challenge, Comm, Control, Hello, Location, MAX_ADDRS, MAX_RUNS, Party,
+    Place, Proof, Purpose, Record, Reply, Request, Run, Welcome,
 };
-pub use plan_codec::{Pairs, Unusable, WirePlan, WireSpan, WireSteps};
+#[cfg(feature = "testing")]
+pub use messages::{Arrived, MAX_FACTS, WireName};
+pub use plan_codec::WirePlan;
+#[cfg(feature = "testing")]
+pub use plan_codec::{Pairs, WireSpan, WireSteps};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -26,14 +30,13 @@ use crate::fallible;
 
 /// Version of the whole protocol except the header and the refusal.
 pub const VERSION: u8 = 5;
-/// Bytes of a header.
 pub const HEADER: usize = 8;
 /// Kind of a frame whose body is a message.
 pub const MESSAGE: u8 = 1;
 /// Kind of a frame whose body is a refusal; the same in every version.
 pub const REFUSAL: u8 = 255;
 /// Longest body, in bytes, of a frame from a peer that is not yet authenticated.
-pub const GREETING_LIMIT: usize = 4 << 10;
+pub const HANDSHAKE_LIMIT: usize = 4 << 10;
 /// Longest body of any frame, in bytes.
 pub const MESSAGE_LIMIT: usize = 64 << 20;
 
@@ -46,12 +49,10 @@ pub const MOST_AHEAD: u64 = 48 << 10;
 
 const MAGIC: [u8; 2] = *b"LD";
 
-/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// [`MESSAGE`] or [`REFUSAL`].
     pub kind: u8,
-    /// Bytes of the body.
     pub length: usize,
 }
 
@@ -87,8 +88,7 @@ impl Header {
     fn write(self) -> Result<[u8; HEADER]> {
         let length = u32::try_from(self.length).ok().filter(|_| self.length <= MESSAGE_LIMIT);
         let Some(length) = length else {
-            let error =
-                Error::new(ErrorKind::InvalidArgument, "the request is too long to be sent in one message");
+            let error = Error::invalid("the request is too long to be sent in one message");
             return Err(error.with("bytes", self.length).with("limit", MESSAGE_LIMIT));
         };
         let [a, b, c, d] = length.to_le_bytes();
@@ -161,7 +161,7 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         Error::new(ErrorKind::NotLinked, text).with("bytes", body.len())
     };
     let (message, rest) = postcard::take_from_bytes(body).map_err(|error| match messages::short_of() {
-        Some(bytes) => fallible::short("a message of a peer", bytes).with("bytes", body.len()),
+        Some(bytes) => fallible::out_of_memory("a message of a peer", bytes).with("bytes", body.len()),
         None => unreadable("not this message").because(error),
     })?;
     if rest.is_empty() { Ok(message) } else { Err(unreadable("more follows").with("unread", rest.len())) }
@@ -173,11 +173,10 @@ pub fn open<T: DeserializeOwned>(kind: u8, body: &[u8]) -> Result<T> {
 }
 
 /// Returns the frame of a refusal: the kind of `error` as a little-endian `u32`, then its text. The text is
-/// cut so that the body has at most [`GREETING_LIMIT`] bytes.
-#[must_use]
+/// cut so that the body has at most [`HANDSHAKE_LIMIT`] bytes.
 pub fn refusal(error: &Error) -> Vec<u8> {
     let text = error.to_string();
-    let most = text.len().min(GREETING_LIMIT - size_of::<u32>());
+    let most = text.len().min(HANDSHAKE_LIMIT - size_of::<u32>());
     let cut = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
     let body_bytes = u32::try_from(size_of::<u32>() + cut).unwrap_or(0);
     let mut frame = Vec::with_capacity(HEADER + size_of::<u32>() + cut);
@@ -191,14 +190,13 @@ pub fn refusal(error: &Error) -> Vec<u8> {
 
 /// Returns the error in the body of a refusal. Never fails, because no report could be sent to the peer any
 /// more.
-#[must_use]
 pub fn refused(body: &[u8]) -> Error {
     let Some((number, text)) = body.split_first_chunk() else {
         return Error::new(ErrorKind::System, "the peer refused without a reason");
     };
     let kind = u8::try_from(u32::from_le_bytes(*number)).map_or(ErrorKind::System, kind_of);
     Error::new(
-        convert::told(kind),
+        convert::local_kind(kind),
         format!("the peer refused: {}", convert::printable(&String::from_utf8_lossy(text))),
     )
 }

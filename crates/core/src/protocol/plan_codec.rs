@@ -9,101 +9,72 @@ use std::sync::Arc;
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallible;
+#[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
 use crate::plan::{MOST_WAVES, Received, SpanList};
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WirePlan {
-    /// Number of tensors.
     pub num_tensors: u32,
-    /// Index of the first tensor read.
     pub src_tensor: u32,
-    /// Index of the first tensor written.
     pub dst_tensor: u32,
-    /// What moves in each tensor.
     pub steps: WireSteps,
 }
 
 /// What a plan moves in each tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Heard")]
+#[serde(from = "ReceivedSteps")]
 pub enum WireSteps {
     /// Any waves. Their spans are one packed list, so that the size of the message bounds their memory
     /// (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
     Spans {
-        /// Number of spans in each wave.
         waves: Vec<u32>,
         /// The spans of all waves, wave after wave.
         spans: SpanList,
     },
     /// One wave of equal blocks.
     Blocks {
-        /// Bytes of a block.
         len: u64,
         /// Offset in bytes at which source block 0 starts.
         src: u64,
         /// Offset in bytes at which destination block 0 starts.
         dst: u64,
-        /// Source and destination block numbers.
         pairs: Pairs,
     },
-    /// A plan that was read to its end, but is invalid or could not be allocated. Never sent.
+    /// A plan that was read to its end, but is invalid or could not be allocated. The rest of its message can
+    /// be read, so the peer still gets a reply. Never sent.
     #[serde(skip)]
-    Unusable(Unusable),
-}
-
-/// The reason why a received plan cannot be used. The rest of its message can be read, so the peer still gets
-/// a reply.
-pub struct Unusable(pub(super) Error);
-
-impl Clone for Unusable {
-    fn clone(&self) -> Self {
-        Unusable(self.0.again())
-    }
-}
-
-impl PartialEq for Unusable {
-    fn eq(&self, other: &Self) -> bool {
-        self.0.kind() == other.0.kind() && self.0.to_string() == other.0.to_string()
-    }
-}
-
-impl Eq for Unusable {}
-
-impl fmt::Debug for Unusable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.0, f)
-    }
+    Unusable(Error),
 }
 
 /// [`WireSteps`] as they are read. Each list is checked and bounded before memory is allocated for it.
 #[derive(Deserialize)]
-enum Heard {
-    Spans { waves: HeardCounts, spans: Received },
-    Blocks { len: u64, src: u64, dst: u64, pairs: HeardPairs },
+enum ReceivedSteps {
+    Spans { waves: ReceivedCounts, spans: Received },
+    Blocks { len: u64, src: u64, dst: u64, pairs: ReceivedPairs },
 }
 
-impl From<Heard> for WireSteps {
-    fn from(heard: Heard) -> Self {
-        let steps = match heard {
-            Heard::Spans { waves, spans } => {
+impl From<ReceivedSteps> for WireSteps {
+    fn from(received: ReceivedSteps) -> Self {
+        let steps = match received {
+            ReceivedSteps::Spans { waves, spans } => {
                 waves.0.and_then(|waves| Ok(WireSteps::Spans { waves, spans: spans.0? }))
             }
-            Heard::Blocks { len, src, dst, pairs } => {
+            ReceivedSteps::Blocks { len, src, dst, pairs } => {
                 pairs.0.map(|pairs| WireSteps::Blocks { len, src, dst, pairs: Pairs(Arc::new(pairs)) })
             }
         };
-        steps.unwrap_or_else(|error| WireSteps::Unusable(Unusable(error)))
+        steps.unwrap_or_else(WireSteps::Unusable)
     }
 }
 
 /// The number of spans in each wave; an error if there are more waves than [`MOST_WAVES`].
-struct HeardCounts(Result<Vec<u32>>);
+struct ReceivedCounts(Result<Vec<u32>>);
 
-impl<'de> Deserialize<'de> for HeardCounts {
+impl<'de> Deserialize<'de> for ReceivedCounts {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_seq(Counts)
     }
@@ -112,13 +83,13 @@ impl<'de> Deserialize<'de> for HeardCounts {
 struct Counts;
 
 impl<'de> Visitor<'de> for Counts {
-    type Value = HeardCounts;
+    type Value = ReceivedCounts;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the number of spans of each wave")
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<HeardCounts, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ReceivedCounts, A::Error> {
         let mut counts = Ok(Vec::new());
         while let Some(count) = seq.next_element()? {
             if let Ok(list) = &mut counts {
@@ -128,7 +99,7 @@ impl<'de> Visitor<'de> for Counts {
                 }
             }
         }
-        Ok(HeardCounts(counts))
+        Ok(ReceivedCounts(counts))
     }
 }
 
@@ -145,9 +116,9 @@ impl Serialize for Pairs {
 }
 
 /// Pairs as they are read; an error if there are more than can have different destinations.
-struct HeardPairs(Result<Vec<(u32, u32)>>);
+struct ReceivedPairs(Result<Vec<(u32, u32)>>);
 
-impl<'de> Deserialize<'de> for HeardPairs {
+impl<'de> Deserialize<'de> for ReceivedPairs {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_bytes(Bytes)
     }
@@ -180,20 +151,20 @@ impl Pairs {
 struct Bytes;
 
 impl Visitor<'_> for Bytes {
-    type Value = HeardPairs;
+    type Value = ReceivedPairs;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a width of 1, 2 or 4 and whole pairs of numbers of that width")
     }
 
-    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<HeardPairs, E> {
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<ReceivedPairs, E> {
         let pairs = match bytes.split_first() {
             Some((1, rest)) => unpacked::<1>(rest, |[number]| number.into()),
             Some((2, rest)) => unpacked::<2>(rest, |bytes| u16::from_le_bytes(bytes).into()),
             Some((4, rest)) => unpacked::<4>(rest, u32::from_le_bytes),
             _ => None,
         };
-        pairs.map(HeardPairs).ok_or_else(|| E::invalid_length(bytes.len(), &self))
+        pairs.map(ReceivedPairs).ok_or_else(|| E::invalid_length(bytes.len(), &self))
     }
 }
 
@@ -212,7 +183,7 @@ fn unpacked<const WIDTH: usize>(
     }
     if pairs.len() as u64 > 1 << (8 * WIDTH) {
         let text = "a plan writes one destination twice in one wave: it has more blocks than numbers";
-        let error = Error::new(ErrorKind::InvalidArgument, text);
+        let error = Error::invalid(text);
         return Some(Err(error.with("blocks", pairs.len()).with("width", WIDTH)));
     }
     let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
@@ -222,5 +193,5 @@ fn unpacked<const WIDTH: usize>(
 #[cold]
 fn too_many_waves() -> Error {
     let text = format!("the plan is not valid: it has more than {MOST_WAVES} waves");
-    Error::new(ErrorKind::InvalidArgument, text)
+    Error::invalid(text)
 }

@@ -17,7 +17,7 @@ use crate::model::{CacheId, Deadline, Geometry, Name};
 use crate::net::Stream;
 use crate::plan::CopyPlan;
 use crate::protocol::{
-    self, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, Spot, WirePlan,
+    self, AddressLocation, Location, MESSAGE_LIMIT, MOST_AHEAD, Place, Record, Reply, Request, WirePlan,
 };
 use crate::stats::Op;
 use crate::validate;
@@ -183,11 +183,11 @@ impl Call<'_> {
     /// cache that peers may access.
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
         let spots = self.cluster.table.locate(addrs)?;
-        let spot = |(at, found): (usize, Option<cache::Spot>)| {
+        let spot = |(at, found): (usize, Option<cache::AddressLocation>)| {
             let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
-            Ok(Spot { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
+            Ok(AddressLocation { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
         };
-        let spots = fallible::tried("the places of addresses", spots.into_iter().enumerate().map(spot));
+        let spots = fallible::try_collect("the places of addresses", spots.into_iter().enumerate().map(spot));
         spots.map(Reply::Located)
     }
 
@@ -235,7 +235,7 @@ impl Call<'_> {
         self.stream.restart_pace();
         let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
-        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.stats.add_bytes(Op::Served, bytes);
         self.cluster.merger.moved(bytes);
         Ok(())
     }
@@ -264,7 +264,7 @@ impl Call<'_> {
         let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
-        self.cluster.stats.travelled(Op::Served, bytes);
+        self.cluster.stats.add_bytes(Op::Served, bytes);
         self.cluster.merger.moved(bytes);
         self.reply(&Reply::Done { bytes }, call.deadline)
     }
@@ -338,7 +338,7 @@ impl Call<'_> {
             engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, call.deadline, &progress, held);
         match run {
             Ok(outcome) => {
-                self.cluster.stats.travelled(Op::Served, outcome.bytes);
+                self.cluster.stats.add_bytes(Op::Served, outcome.bytes);
                 self.cluster.merger.moved(outcome.bytes);
                 Ok(Reply::Done { bytes: outcome.bytes })
             }

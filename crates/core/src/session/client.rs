@@ -13,7 +13,7 @@ use super::remote_cache::Known;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
-use crate::protocol::{MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request, Spot};
+use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -57,7 +57,7 @@ impl Link {
 
     /// Asks in which caches of the peer `addrs` lie, and returns one answer for each. Returns `Err` with
     /// `InvalidArgument` if there are more than `MAX_ADDRS`.
-    pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<Spot>> {
+    pub(crate) fn locate(&self, addrs: &[u64], deadline: Deadline) -> Result<Vec<AddressLocation>> {
         if addrs.len() > MAX_ADDRS {
             let allowed = format!("at most {MAX_ADDRS} for one destination");
             return Err(Error::argument("len(dst_addrs)", addrs.len(), allowed));

@@ -202,7 +202,7 @@ fn open(
 /// use the same names.
 fn with_port(end: &RankEnd) -> String {
     let port = end.host.first().map_or(0, SocketAddr::port);
-    format!("{} at {port}", end.told)
+    format!("{} at {port}", end.description)
 }
 
 /// Returns the unspecified address of the same family.
@@ -221,7 +221,7 @@ impl Communicator {
     /// Whether `comm` has the same name and members, and names this member as the listener.
     pub(super) fn is(&self, comm: &Comm) -> bool {
         let own = self.ends.iter().find(|end| end.cluster == self.own);
-        let here = |own: &RankEnd| comm.listener == own.told || comm.listener == with_port(own);
+        let here = |own: &RankEnd| comm.listener == own.description || comm.listener == with_port(own);
         (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members) && own.is_some_and(here)
     }
 
@@ -258,7 +258,7 @@ impl Communicator {
     /// Returns the communicator as sent to `listener`. A port from this side's configuration is left out,
     /// because it may differ at the listener behind a network address translation.
     pub(super) fn at(&self, listener: &RankEnd) -> Comm {
-        let text = if listener.given { listener.told.clone() } else { with_port(listener) };
+        let text = if listener.configured { listener.description.clone() } else { with_port(listener) };
         Comm { listener: text, ..self.comm.clone() }
     }
 

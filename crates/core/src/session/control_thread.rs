@@ -18,7 +18,7 @@ use super::pending::{Newcomers, Returned};
 use super::poller::{Bell, Poller, Watching};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Accepted, Address, Arrival, Inbox, Listener};
-use crate::protocol::{self, Control, GREETING_LIMIT};
+use crate::protocol::{self, Control, HANDSHAKE_LIMIT};
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
@@ -293,7 +293,7 @@ impl Watched {
             Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
         };
         // Only one message at a time, so that a peer that sends many does not delay the others.
-        let (kind, body) = match self.inbox.take(link.control(), GREETING_LIMIT, false)? {
+        let (kind, body) = match self.inbox.take(link.control(), HANDSHAKE_LIMIT, false)? {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),

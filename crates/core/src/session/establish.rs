@@ -16,7 +16,7 @@ use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
-use crate::protocol::{Attached, Comm, Control, GREETING_LIMIT, Party, Purpose, Welcome};
+use crate::protocol::{Attached, Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
 
 impl Shared {
     /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link whose peer does not answer a ping is
@@ -112,7 +112,7 @@ impl Shared {
             let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
-        let up: Control = message_io::hear(&stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        let up: Control = message_io::hear(&stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         if up != Control::Pong {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
         }
@@ -215,6 +215,7 @@ fn transport_name(address: &Address) -> &'static str {
     match address {
         Address::Tcp(_) => "tcp",
         Address::Unix(_) => "shm",
+        #[cfg(feature = "testing")]
         Address::Local(_) => "local",
     }
 }

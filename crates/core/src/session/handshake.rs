@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::same_user;
 use crate::model::{ClusterId, Deadline};
 use crate::net::Stream;
-use crate::protocol::{self, Challenge, GREETING_LIMIT, HEADER, Hello, Party, Proof, Purpose, Welcome};
+use crate::protocol::{self, Challenge, HANDSHAKE_LIMIT, HEADER, Hello, Party, Proof, Purpose, Welcome};
 
 /// How long a peer may take for the handshake.
 pub(super) const GREETING_TIME: Duration = Duration::from_secs(5);
@@ -129,10 +129,10 @@ pub(super) fn dial(
     let frame = protocol::encode(&hello)?;
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
-    let challenge: Challenge = message_io::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+    let challenge: Challenge = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
     let mac = keyed(key, b"dialer", hello, &challenge)?.finalize().into_bytes().into();
     message_io::say(stream, &Proof { mac }, deadline)?;
-    let welcome: Welcome = message_io::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+    let welcome: Welcome = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
     let expected = acceptor(key, hello, &challenge, &welcome)?;
     if expected.verify_slice(&welcome.mac).is_err() {
         return Err(other_token("the peer at this address", stream.peer()));

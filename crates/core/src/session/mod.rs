@@ -37,7 +37,7 @@ mod threads;
 
 pub(crate) use answers::Answers;
 pub use communicator::CommStatus;
-pub use link::{Kind, Link, Peer};
+pub use link::{Kind, Link};
 
 pub(crate) use call_streams::Lease;
 pub(crate) use client::{SAID_BY, limit_ms, reply};

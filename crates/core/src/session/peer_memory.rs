@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{self, PeerGenerations, PeerMapping, PeerProcess, Probe, Tensors};
 use crate::model::{Deadline, Placement};
 use crate::net::Stream;
-use crate::protocol::{self, Attach, Attached, GREETING_LIMIT, Location, MAX_RUNS, Run};
+use crate::protocol::{self, Attach, Attached, HANDSHAKE_LIMIT, Location, MAX_RUNS, Run};
 
 /// Most descriptors that a peer may send: its generations and two pools.
 const MOST_DESCRIPTORS: usize = 3;
@@ -47,11 +47,11 @@ impl Reach {
     /// exchanges reports.
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
         Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
-        let (offered, descriptors): (Attach, _) = message_io::hear_with(stream, GREETING_LIMIT, deadline)?;
+        let (offered, descriptors): (Attach, _) = message_io::hear_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
         let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
         message_io::say(stream, &told, deadline)?;
-        let seen: Attached = message_io::hear(stream, GREETING_LIMIT, Duration::ZERO, deadline)?;
+        let seen: Attached = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         Ok(Reach::complete(cluster, taken, seen))
     }
 

@@ -16,7 +16,7 @@ use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
-use crate::protocol::{self, GREETING_LIMIT};
+use crate::protocol::{self, HANDSHAKE_LIMIT};
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
 const YOUNG: Duration = Duration::from_millis(100);
@@ -131,7 +131,7 @@ impl Newcomers {
     pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, GREETING_LIMIT, newcomer.expects_descriptors()) {
+        let next = match inbox.take(&entry.stream, HANDSHAKE_LIMIT, newcomer.expects_descriptors()) {
             Ok(Arrival::Partial) => {
                 entry.waiting = Some((newcomer, inbox));
                 return;

@@ -33,7 +33,7 @@ impl Default for Counters {
     }
 }
 
-/// The values of [`Counters`] when they were read.
+/// The counters of one kind of call when they were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpState {
     /// Number of calls that ended, failures included.
@@ -50,7 +50,7 @@ pub struct OpState {
     pub p50_nanos: u64,
     /// Upper bound of the 99th percentile in nanoseconds: the next power of two, but at most `max_nanos`.
     pub p99_nanos: u64,
-    /// Number of calls by duration; see [`BUCKETS`].
+    /// Number of calls by duration: bucket `i` counts calls of at least `2^(i-1)` and less than `2^i` nanoseconds.
     pub buckets: [u64; BUCKETS],
 }
 
@@ -81,14 +81,12 @@ impl Counters {
         self.histogram[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts bytes that a call moved.
     pub fn moved(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Returns the current values. They are read one by one while calls are running, so a call may be counted
     /// in one field and not yet in another.
-    #[must_use]
     pub fn state(&self) -> OpState {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let buckets = std::array::from_fn(|bucket| load(&self.histogram[bucket]));

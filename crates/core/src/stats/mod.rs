@@ -5,7 +5,9 @@
 
 mod counters;
 
-pub use counters::{BUCKETS, Counters, OpState};
+#[cfg(feature = "testing")]
+pub use counters::BUCKETS;
+pub use counters::{Counters, OpState};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,57 +18,45 @@ use crate::error::Result;
 use crate::model::ClusterId;
 use crate::pool::PoolState;
 
-/// The kinds of calls that are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
-    /// `allocate_cache` and `allocate_blocks_cache`.
-    Allocate,
-    /// `deallocate_cache` and `deallocate_blocks_cache`.
-    Deallocate,
-    /// `remove_cache_key`.
-    RemoveKey,
-    /// `register_cache`, `register_blocks_cache` and `unregister_cache`.
-    Register,
-    /// `copy_cache`, and `CopyKvCache` of the C++ class.
-    CopyCache,
-    /// `copy_blocks`.
-    CopyBlocks,
-    /// `swap_blocks` from host to device.
-    SwapIn,
-    /// `swap_blocks` from device to host.
-    SwapOut,
-    /// `link_clusters`; each cluster of the list counts as one call.
-    Link,
-    /// `unlink_clusters`; each cluster of the list counts as one call.
-    Unlink,
-    /// `pull_cache` and `pull_blocks`.
-    Pull,
-    /// `push_cache` and `push_blocks`, and `PushKvCache` of the C++ class.
-    Push,
-    /// One layer of `transfer_cache_async`, sent to one destination.
-    Layer,
-    /// Requests of peers that were served. The bytes are those that passed through this process.
-    Served,
+macro_rules! ops {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal;)*) => {
+        /// The kinds of calls that are counted.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Op { $($(#[$doc])* $variant,)* }
+
+        impl Op {
+            /// Every kind of call, with its name in reports.
+            pub const ALL: &'static [(Op, &'static str)] = &[$((Op::$variant, $name),)*];
+        }
+    };
 }
 
-impl Op {
-    /// Every kind of call, with its name in reports.
-    pub const ALL: [(Op, &'static str); 14] = [
-        (Op::Allocate, "allocate"),
-        (Op::Deallocate, "deallocate"),
-        (Op::RemoveKey, "remove_key"),
-        (Op::Register, "register"),
-        (Op::CopyCache, "copy_cache"),
-        (Op::CopyBlocks, "copy_blocks"),
-        (Op::SwapIn, "swap_in"),
-        (Op::SwapOut, "swap_out"),
-        (Op::Link, "link"),
-        (Op::Unlink, "unlink"),
-        (Op::Pull, "pull"),
-        (Op::Push, "push"),
-        (Op::Layer, "transfer_layer"),
-        (Op::Served, "served"),
-    ];
+ops! {
+    /// `allocate_cache` and `allocate_blocks_cache`.
+    Allocate = "allocate";
+    /// `deallocate_cache` and `deallocate_blocks_cache`.
+    Deallocate = "deallocate";
+    RemoveKey = "remove_key";
+    /// `register_cache`, `register_blocks_cache` and `unregister_cache`.
+    Register = "register";
+    /// `copy_cache`, and `CopyKvCache` of the C++ class.
+    CopyCache = "copy_cache";
+    CopyBlocks = "copy_blocks";
+    /// `swap_blocks` from host to device.
+    SwapIn = "swap_in";
+    /// `swap_blocks` from device to host.
+    SwapOut = "swap_out";
+    /// `link_clusters`; each cluster of the list counts as one call.
+    Link = "link";
+    /// `unlink_clusters`; each cluster of the list counts as one call.
+    Unlink = "unlink";
+    Pull = "pull";
+    /// `push_cache` and `push_blocks`, and `PushKvCache` of the C++ class.
+    Push = "push";
+    /// One layer of `transfer_cache_async`, sent to one destination.
+    Layer = "transfer_layer";
+    /// Requests of peers that were served. The bytes are those that passed through this process.
+    Served = "served";
 }
 
 /// All counters of one engine.
@@ -165,7 +155,7 @@ impl Stats {
     }
 
     /// Counts bytes that a call moved over a link.
-    pub fn travelled(&self, op: Op, bytes: u64) {
+    pub fn add_bytes(&self, op: Op, bytes: u64) {
         self.ops[op as usize].moved(bytes);
     }
 
@@ -180,13 +170,11 @@ impl Stats {
 
     /// Returns the number of swap-ins that were copied straight to their blocks, and through the staging
     /// ring.
-    #[must_use]
     pub fn swap_ins(&self) -> (u64, u64) {
         (self.direct.load(Ordering::Relaxed), self.ring.load(Ordering::Relaxed))
     }
 
     /// Returns the current counters of every kind of call, with its name.
-    #[must_use]
     pub fn ops(&self) -> Vec<(&'static str, OpState)> {
         Op::ALL.iter().map(|&(op, name)| (name, self.ops[op as usize].state())).collect()
     }

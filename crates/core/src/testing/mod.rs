@@ -7,8 +7,8 @@
 //! program compiles, so the others fail for what they break and not for a misspelled name.
 //!
 //! ```
-//! use llm_datadist_core::memory::kernels::Kernel;
-//! use llm_datadist_core::memory::{Adopted, Tensors, Window};
+//! use llm_datadist_core::testing::memory::kernels::Kernel;
+//! use llm_datadist_core::testing::memory::{Adopted, Tensors, Window};
 //! use llm_datadist_core::{CacheDesc, CacheKind, DataType, Placement};
 //! let bytes = vec![0u8; 4];
 //! let desc = CacheDesc { num_tensors: 1, shape: vec![4], data_type: DataType::Uint8, placement: Placement::Host };
@@ -31,7 +31,7 @@
 //! A window does not outlive the tensors from which it was cut:
 //!
 //! ```compile_fail,E0505
-//! use llm_datadist_core::memory::{Tensors, Window};
+//! use llm_datadist_core::testing::memory::{Tensors, Window};
 //! fn keep(tensors: Tensors) -> u64 {
 //!     let window: Window<'_> = tensors.window(0, 0, 1).unwrap();
 //!     drop(tensors);
@@ -42,21 +42,21 @@
 //! The bounds of a window cannot be changed, and no window can be made from plain numbers:
 //!
 //! ```compile_fail,E0616
-//! use llm_datadist_core::memory::Window;
+//! use llm_datadist_core::testing::memory::Window;
 //! fn widen(mut window: Window<'_>) {
 //!     window.len = u64::MAX;
 //! }
 //! ```
 //!
 //! ```compile_fail,E0451
-//! use llm_datadist_core::memory::Window;
-//! let _ = Window { addr: 0, len: 8, reach: llm_datadist_core::memory::Reach::Host, tensors: std::marker::PhantomData };
+//! use llm_datadist_core::testing::memory::Window;
+//! let _ = Window { addr: 0, len: 8, reach: llm_datadist_core::testing::memory::Reach::Host, tensors: std::marker::PhantomData };
 //! ```
 //!
 //! The streaming kernel is available only from the CPU that has it:
 //!
 //! ```compile_fail,E0423
-//! use llm_datadist_core::memory::kernels::Kernel;
+//! use llm_datadist_core::testing::memory::kernels::Kernel;
 //! let _ = Kernel(0);
 //! ```
 //!
@@ -70,7 +70,7 @@
 //! ```
 //!
 //! ```compile_fail,E0308
-//! use llm_datadist_core::cache::Pin;
+//! use llm_datadist_core::testing::cache::Pin;
 //! fn twice(pin: &Pin) -> Pin {
 //!     pin.clone()
 //! }
@@ -84,3 +84,26 @@
 //! ```
 
 pub mod oracle;
+
+/// Returns the memory of a cache.
+#[must_use]
+pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
+    cache.tensors()
+}
+
+/// Re-exports private modules of the crate under their own names.
+macro_rules! internals {
+    ($($module:ident)*) => {
+        $(
+            #[allow(missing_docs, unused_imports, reason = "the module documents itself")]
+            pub mod $module {
+                pub use crate::$module::*;
+            }
+        )*
+    };
+}
+
+internals! {
+    cache config copy device error fallible huge_pages memory model net plan pool protocol session stats status
+    token_file validate
+}

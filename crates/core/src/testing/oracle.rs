@@ -44,7 +44,7 @@ impl Twin {
         let (src_stride, dst_stride) = (wide(from.row_bytes()), wide(to.row_bytes()));
         let size = if size == -1 { src_stride - offset } else { size };
         if (args.size == -1 || args.size > 0) && from.tensors.len() != to.tensors.len() {
-            return Err(ErrorKind::UnlikeTensors);
+            return Err(ErrorKind::TensorCountMismatch);
         }
         let legal = (args.size == -1 || args.size > 0)
             && src_slot < wide(from.rows)

@@ -13,10 +13,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
 use crate::plan::CopyPlan;
-use crate::protocol::Spot;
+use crate::protocol::AddressLocation;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
-use crate::validate::{self, Destination, Landing, LayerRows, RemoteCache, Target};
+use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
 /// Name of these lists in out-of-memory errors.
 const LAYERS: &str = "the layers of a transfer";
@@ -91,7 +91,7 @@ impl Carrier for LayerPush {
             let bring = |part: &Part| self.bring(route, part, deadline);
             let bytes = parts.iter().map(bring).sum::<Result<u64>>();
             let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
-            self.cluster.stats.travelled(Op::Layer, bytes);
+            self.cluster.stats.add_bytes(Op::Layer, bytes);
             self.cluster.merger.moved(bytes);
             Ok(bytes)
         })
@@ -146,9 +146,13 @@ impl LayerPush {
         let known = ask(&link, name, deadline)?;
         let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
         let range = self.to.src_layers;
-        validate::landed_layers(remote, first_layer, range.end - range.first, self.per_layer)?;
-        let mut moves =
-            validate::landing(self.local.side(), &self.rows, self.to.src_row, Landing::Cache(remote))?;
+        validate::destination_layers(remote, first_layer, range.end - range.first, self.per_layer)?;
+        let mut moves = validate::layer_moves(
+            self.local.side(),
+            &self.rows,
+            self.to.src_row,
+            LayerDestination::Cache(remote),
+        )?;
         let plan = CopyPlan::moves(&mut moves)?;
         let part = |index: u32| {
             let src = (range.first + index) * self.per_layer;
@@ -156,7 +160,7 @@ impl LayerPush {
             let part = Part { cache: known.cache, plan: plan.in_tensors(src, dst, self.per_layer) };
             fallible::collect(LAYERS, std::iter::once(part))
         };
-        let layers = fallible::tried(LAYERS, (0..range.end - range.first).map(part))?;
+        let layers = fallible::try_collect(LAYERS, (0..range.end - range.first).map(part))?;
         Ok(Route { link, local_rows: moves.local_rows, layers })
     }
 
@@ -196,7 +200,7 @@ fn by_id(cache: CacheId) -> Name {
 }
 
 /// Whether two tensors of a layer go to neighboring tensors of one cache, at the same offset.
-fn neighbours(a: &Spot, b: &Spot) -> bool {
+fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
     (a.cache, a.offset, a.tensor.checked_add(1)) == (b.cache, b.offset, Some(b.tensor))
 }
 
@@ -212,15 +216,16 @@ struct Alike<'a> {
 
 impl Alike<'_> {
     /// Returns the plan for a tensor that goes to `spot`.
-    fn plan(&mut self, link: &Link, spot: Spot, deadline: Deadline) -> Result<CopyPlan> {
+    fn plan(&mut self, link: &Link, spot: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
         let tensor_bytes =
             self.known(link, CacheId(spot.cache), deadline)?.remote.side.geometry.tensor_bytes();
         let place = (spot.offset, tensor_bytes);
         if let Some((_, plan)) = self.plans.iter().find(|(known, _)| *known == place) {
             return Ok(plan.clone());
         }
-        let (local, to) = (self.push.local.side(), Landing::Memory { offset: spot.offset, tensor_bytes });
-        let mut moves = validate::landing(local, &self.push.rows, self.push.to.src_row, to)?;
+        let (local, to) =
+            (self.push.local.side(), LayerDestination::Memory { offset: spot.offset, tensor_bytes });
+        let mut moves = validate::layer_moves(local, &self.push.rows, self.push.to.src_row, to)?;
         let plan = CopyPlan::moves(&mut moves)?;
         self.local_rows = moves.local_rows;
         self.plans.push((place, plan.clone()));

@@ -20,7 +20,7 @@ impl Call<'_> {
             return Ok(Moved::Bytes(0));
         }
         let pinned = Arc::new(pin_writes(&self.local, std::mem::take(&mut moves.local_rows), self.deadline)?);
-        self.cluster.kept(&self.local)?;
+        self.cluster.still_registered(&self.local)?;
         let mut progress = Arc::new(Progress::default());
         let outcome = self.pull_bytes(known, &plan, &mut progress, &pinned);
         let row_bytes = self.local.geometry().row_bytes();

@@ -27,7 +27,7 @@ impl Call<'_> {
         // side may hold them (`a_pull_meets_a_transfer_and_a_writer`).
         let writing = self.link.writes().begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
-        self.cluster.kept(&self.local)?;
+        self.cluster.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);
         if taken.as_ref().is_err_and(|error| error.fact(SAID_BY).is_none()) {

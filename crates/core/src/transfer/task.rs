@@ -344,7 +344,7 @@ impl Task {
         state.over = true;
         let ready = state.ready;
         for slot in state.slots.iter_mut().filter(|slot| slot.lacks(layer, ready)) {
-            let error = error.again().with("cluster", slot.cluster).with("layer", layer);
+            let error = error.clone().with("cluster", slot.cluster).with("layer", layer);
             slot.outcome = Some(Err(Arc::new(error)));
         }
         self.settle(state);

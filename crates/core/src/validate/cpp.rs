@@ -1,9 +1,7 @@
 //! Checks what exists only in the C++ class: its options, its structures and its lists of blocks
 //! (contract, C++ §2 to §4).
 //!
-//! The other modules of `validate` have the rules that the class shares with the Python calls. The C
-//! interface handles pointers. Unless stated otherwise, the functions return `Err(InvalidArgument)` for a
-//! value that breaks their rule.
+//! The other modules of `validate` have the rules that the class shares with the Python calls.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -16,7 +14,7 @@ use super::options;
 use super::values::{self, clipped, decimal, one_of};
 use super::{ExtParam, Side};
 use crate::config::{Config, PoolConfig, Role, Share};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheDesc, ClusterId, DataType, Geometry, Placement, tensor_bytes};
 
@@ -59,8 +57,7 @@ pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>)
         text(SWITCH).map_or(Ok(true), |text| one_of(SWITCH, text, &[("0", false), ("1", true)]))?;
     let mut config = options::config(role, cluster, &resolved)?;
     if config.links.both_ways && config.links.listen.is_none() {
-        let text = format!("llm.TransferBackend = hixl needs {LISTEN}");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!("llm.TransferBackend=hixl needs {LISTEN}")));
     }
     match buffers {
         _ if config.device_pool.is_some() => {}
@@ -76,8 +73,7 @@ pub fn options(role: Role, cluster: ClusterId, given: &BTreeMap<String, String>)
 /// `Err(NotEnabled)`.
 fn device_id(text: Option<&str>) -> Result<String> {
     let Some(text) = text else {
-        let text = format!("{DEVICE_ID} is missing");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!("{DEVICE_ID} is missing")));
     };
     let number = |text: &str| {
         let refused = || {
@@ -98,9 +94,7 @@ fn device_id(text: Option<&str>) -> Result<String> {
 /// Returns the bytes of the device pool from `llm.BufPoolCfg`. The size classes are checked but not used,
 /// because the pool serves every size from one region.
 pub fn buffer_pool(text: &str) -> Result<u64> {
-    let invalid = |reason: String| {
-        Error::new(ErrorKind::InvalidArgument, format!("{BUFFERS}: {reason}")).with("text", clipped(text))
-    };
+    let invalid = |reason: String| Error::invalid(format!("{BUFFERS}: {reason}")).with("text", clipped(text));
     let read: Value = json(text).map_err(|error| invalid("not JSON".into()).because(error))?;
     let Value::Object(fields) = read else { return Err(invalid("not a JSON object".into())) };
     let number = |fields: &serde_json::Map<String, Value>, name: &str| {
@@ -108,7 +102,7 @@ pub fn buffer_pool(text: &str) -> Result<u64> {
         match found.and_then(Value::as_u64) {
             Some(number @ 1..) => Ok(number),
             _ => Err(invalid(format!(
-                "{name} = {} is not allowed: a whole number of bytes above 0",
+                "{name}={} must be a whole number of bytes above 0",
                 found.map_or_else(|| "(missing)".into(), |value| clipped(&value.to_string()))
             ))),
         }
@@ -159,21 +153,22 @@ pub fn set_role(
     now: Option<SocketAddr>,
 ) -> Result<Option<SocketAddr>> {
     if !options.may_switch {
-        return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH} = 1")));
+        return Err(Error::new(ErrorKind::NotEnabled, format!("SetRole needs {SWITCH}=1")));
     }
     let text = given.get(LISTEN).filter(|text| !text.is_empty());
     let listen = text.map(|text| values::socket_address(LISTEN, text)).transpose()?;
     if !options.config.links.both_ways {
         if to == Role::Prompt && listen.is_none() {
-            let text = format!("SetRole(kPrompt) needs {LISTEN}: decoders link to where a prompt listens");
-            return Err(Error::new(ErrorKind::InvalidArgument, text));
+            return Err(Error::invalid(format!(
+                "SetRole(kPrompt) needs {LISTEN}: decoders link to where a prompt listens"
+            )));
         }
         return Ok(listen);
     }
     if listen.is_none() || listen == now || listen == options.config.links.listen {
         return Ok(now);
     }
-    let text = format!("llm.TransferBackend = hixl does not allow another {LISTEN}");
+    let text = format!("llm.TransferBackend=hixl does not allow another {LISTEN}");
     Err(Error::new(ErrorKind::NotEnabled, text)
         .with("asked", clipped(text_of(listen).as_str()))
         .with("now", text_of(now)))
@@ -187,13 +182,13 @@ fn text_of(address: Option<SocketAddr>) -> String {
 pub fn link_timeout(millis: i32) -> Result<Duration> {
     match u64::try_from(millis) {
         Ok(millis @ 1..) => Ok(Duration::from_millis(millis)),
-        _ => Err(Error::argument("timeout_in_millis", millis, "above 0, in milliseconds")),
+        _ => Err(Error::argument("timeout_in_millis", millis, "a number of milliseconds above 0")),
     }
 }
 
 /// Checks that a link call names at least one cluster.
 pub fn clusters(count: usize) -> Result<()> {
-    if count > 0 { Ok(()) } else { Err(Error::argument("clusters", "[]", "at least one cluster")) }
+    ensure(count > 0, || Error::argument("clusters", "[]", "a list of at least one cluster"))
 }
 
 /// Returns the address of one end of a link. It must be IPv4; host names are not accepted.
@@ -244,10 +239,9 @@ pub fn allocate(desc: &CacheDesc, room: usize) -> Result<()> {
         return Err(Error::argument("placement", "kHost", "kDevice; RegisterKvCache takes host memory"));
     }
     let tensors = Geometry::new(desc)?.num_tensors();
-    if room as u64 >= u64::from(tensors) {
-        return Ok(());
-    }
-    Err(Error::argument("num_addrs", room, format_args!("room for {tensors} addresses")))
+    ensure(room as u64 >= u64::from(tensors), || {
+        Error::argument("num_addrs", room, format_args!("at least {tensors}, one for each tensor"))
+    })
 }
 
 /// The fields of a C++ structure that names a cache by its id.
@@ -269,15 +263,14 @@ pub struct Stated<'a> {
 /// where given, its addresses and sizes must be those of the cache (`tests/test_cpp.py`).
 pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
     if !given.addrs.is_empty() && given.addrs != addrs {
-        let text = "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(
+            "tensor_addrs are not those of the cache of this cache_id; cache_id -1 copies by address",
+        ));
     }
     let named = given.num_tensors == 0 && given.shape.is_empty();
     if !(named && given.placement == Placement::Device as u32 || given.placement == cache.placement as u32) {
         let text = "placement is not that of the cache of this cache_id; cache_id -1 copies by address";
-        return Err(Error::new(ErrorKind::InvalidArgument, text)
-            .with("given", given.placement)
-            .with("cache", cache.placement));
+        return Err(Error::invalid(text).with("given", given.placement).with("cache", cache.placement));
     }
     if named {
         return Ok(());
@@ -290,30 +283,26 @@ pub fn stated(cache: Side, addrs: &[u64], given: Stated<'_>) -> Result<()> {
     }
     let text = "cache_desc is not that of the cache of this cache_id; cache_id -1 copies by address";
     let sizes = |tensors: u32, rows: u64, bytes: u64| format!("{tensors} x {rows} x {} bytes", bytes / rows);
-    Err(Error::new(ErrorKind::InvalidArgument, text)
+    Err(Error::invalid(text)
         .with("given", sizes(given.num_tensors, rows, bytes))
         .with("cache", sizes(of.num_tensors(), of.rows(), of.tensor_bytes())))
 }
 
 /// Checks the placement in a structure that states where its memory is: the source of a push must be in
 /// device memory.
-pub fn pushed(call: &str, number: u32) -> Result<()> {
-    super::layer_ranges::pushes_from(call, placement(number)?)
+pub fn pushed(number: u32) -> Result<()> {
+    super::on_device("src_cache", placement(number)?)
 }
 
 /// Checks the arguments of `CopyKvCache` that do not depend on its caches, before a cache is looked up.
 pub fn copied(src_placement: u32, size: i64) -> Result<()> {
-    super::copied_from(placement(src_placement)?)?;
+    super::on_device("src_cache", placement(src_placement)?)?;
     super::copy_size(size)
 }
 
 /// Checks that a call with block lists names no slot.
 pub fn no_slot(name: &str, batch_index: u32) -> Result<()> {
-    if batch_index == 0 {
-        Ok(())
-    } else {
-        Err(Error::argument(name, batch_index, "0 where blocks are named"))
-    }
+    ensure(batch_index == 0, || Error::argument(name, batch_index, "0 if blocks are given"))
 }
 
 /// Converts a list of block numbers to the signed numbers that the other checks take. The list must not be
@@ -323,7 +312,7 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
         i64::try_from(block)
             .map_err(|_| Error::argument(&format!("{name}[{at}]"), block, "a block of the cache"))
     };
-    let blocks = fallible::tried(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
+    let blocks = fallible::try_collect(crate::plan::REQUEST, list.iter().enumerate().map(block))?;
     super::named(name, &blocks)?;
     Ok(blocks)
 }
@@ -332,9 +321,9 @@ pub fn blocks(name: &str, list: &[u64]) -> Result<Vec<i64>> {
 pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
     let src = blocks("src_blocks", src)?;
     if lists.is_empty() {
-        return Err(Error::argument("dst_blocks_list", "[]", "at least one list"));
+        return Err(Error::argument("dst_blocks_list", "[]", "a list of at least one list"));
     }
-    let mut pairs = fallible::room(crate::plan::REQUEST, src.len().saturating_mul(lists.len()))?;
+    let mut pairs = fallible::with_capacity(crate::plan::REQUEST, src.len().saturating_mul(lists.len()))?;
     for (at, list) in lists.iter().enumerate() {
         let name = format!("dst_blocks_list[{at}]");
         let dst = blocks(&name, list)?;
@@ -345,7 +334,6 @@ pub fn block_lists(src: &[u64], lists: &[&[u64]]) -> Result<Vec<(i64, i64)>> {
 }
 
 /// Returns the layer ranges from the fields of the C++ structure.
-#[must_use]
 pub fn ext_param(src: (i32, i32), dst: (i32, i32), tensor_num_per_layer: u8) -> ExtParam {
     ExtParam { src_layer_range: src, dst_layer_range: dst, tensor_num_per_layer }
 }

@@ -13,7 +13,7 @@ use crate::plan::{Moves, Piece, Pieces, REQUEST};
 
 /// Memory of a peer into which a tensor of the local cache is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Landing {
+pub enum LayerDestination {
     /// A tensor of a cache: the slot named by the key, or the blocks named by the call.
     Cache(RemoteCache),
     /// An address inside a tensor of a cache.
@@ -27,37 +27,39 @@ pub enum Landing {
 
 /// Returns what moves of one tensor of the local cache. The result holds for every tensor with an equal
 /// destination. `Err(InvalidArgument)` if the destination does not fit the source.
-pub fn landing(local: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Result<Moves> {
+pub fn layer_moves(local: Side, rows: &LayerRows, src_row: u32, to: LayerDestination) -> Result<Moves> {
     let here = local.geometry;
-    if let Landing::Cache(remote) = to {
-        reachable("the far cache", remote.accessible)?;
+    if let LayerDestination::Cache(remote) = to {
+        reachable("the remote cache", remote.accessible)?;
         match rows {
             LayerRows::Slot => {
                 match (local.kind, remote.side.kind) {
-                    (CacheKind::Batch, kind) => batch_cache("the far cache", kind)?,
+                    (CacheKind::Batch, kind) => batch_cache("the remote cache", kind)?,
                     (CacheKind::Blocks, CacheKind::Blocks) => equal_blocks(here, remote.side.geometry)?,
                     (CacheKind::Blocks, CacheKind::Batch) => {}
                 }
                 remote_row(remote, ErrorKind::InvalidArgument)?;
             }
             LayerRows::Blocks { .. } => {
-                blocks_cache("the far cache", remote.side.kind)?;
+                blocks_cache("the remote cache", remote.side.kind)?;
                 equal_blocks(here, remote.side.geometry)?;
             }
             LayerRows::SlotToBlocks { block_bytes, .. } => {
-                blocks_cache("the far cache", remote.side.kind)?;
+                blocks_cache("the remote cache", remote.side.kind)?;
                 whole_blocks(*block_bytes, remote.side.geometry)?;
             }
         }
     }
     let (pieces, local_rows) = pieces(here, rows, src_row)?;
     let (first, room) = match (to, rows) {
-        (Landing::Memory { offset, tensor_bytes }, _) => (offset, tensor_bytes.saturating_sub(offset)),
-        (Landing::Cache(remote), LayerRows::Slot) => {
+        (LayerDestination::Memory { offset, tensor_bytes }, _) => {
+            (offset, tensor_bytes.saturating_sub(offset))
+        }
+        (LayerDestination::Cache(remote), LayerRows::Slot) => {
             let slot = remote.side.geometry.row_bytes();
             (u64::from(remote.row) * slot, slot)
         }
-        (Landing::Cache(remote), _) => (0, remote.side.geometry.tensor_bytes()),
+        (LayerDestination::Cache(remote), _) => (0, remote.side.geometry.tensor_bytes()),
     };
     let beyond = |piece: &Piece| piece.dst.checked_add(piece.len).is_none_or(|end| end > room);
     if let Some((at, piece)) = pieces.iter().enumerate().find(|(_, piece)| beyond(piece)) {
@@ -69,15 +71,15 @@ pub fn landing(local: Side, rows: &LayerRows, src_row: u32, to: Landing) -> Resu
 
 /// Checks that the layers to be written are in the remote cache: `layers` layers of `per_layer` tensors each,
 /// from layer `first`. `Err(InvalidArgument)` if they are not.
-pub fn landed_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
+pub fn destination_layers(remote: RemoteCache, first: u32, layers: u32, per_layer: u32) -> Result<()> {
     let tensors = remote.side.geometry.num_tensors();
     let end = (u64::from(first) + u64::from(layers)).saturating_mul(u64::from(per_layer));
     if end <= u64::from(tensors) {
         return Ok(());
     }
     let value = format!("{first}..{}", u64::from(first) + u64::from(layers));
-    let allowed = format!("within the {} layers of the far cache", tensors / per_layer.max(1));
-    Err(Error::argument("dst_layer_range", value, allowed).with("far_num_tensors", tensors))
+    let allowed = format!("within the {} layers of the remote cache", tensors / per_layer.max(1));
+    Err(Error::argument("dst_layer_range", value, allowed).with("remote_num_tensors", tensors))
 }
 
 /// Returns the pieces, with destinations counted from the start of the remote memory, and the local rows they
@@ -101,8 +103,8 @@ fn pieces(here: Geometry, rows: &LayerRows, src_row: u32) -> Result<(Pieces, Vec
             let len = here.row_bytes();
             let whole = here.tensor_bytes();
             if *block_bytes == 0 || *block_bytes >= whole {
-                let allowed = format!("1 to {}, below a whole tensor of src_cache", whole - 1);
-                return Err(Error::argument("dst_block_memory_size", block_bytes, allowed));
+                let range = format_args!("1 to {}, less than a tensor of src_cache", whole - 1);
+                return Err(Error::out_of_range("dst_block_memory_size", block_bytes, range));
             }
             numbered("dst_block_indices", dst, u64::MAX / block_bytes)?;
             Ok((cut(slot * len, len, dst, *block_bytes)?.into(), vec![slot]))
@@ -114,8 +116,8 @@ fn numbered(name: &str, blocks: &[u64], count: u64) -> Result<()> {
     match blocks.iter().position(|&block| block >= count) {
         None => Ok(()),
         Some(at) => {
-            let allowed = format!("0 to {}", count - 1);
-            Err(Error::argument(&format!("{name}[{at}]"), blocks[at], allowed))
+            let range = format_args!("0 to {}", count - 1);
+            Err(Error::out_of_range(&format!("{name}[{at}]"), blocks[at], range))
         }
     }
 }
@@ -124,7 +126,7 @@ fn whole_blocks(block_bytes: u64, remote: Geometry) -> Result<()> {
     if block_bytes == remote.row_bytes() {
         return Ok(());
     }
-    let allowed = format!("the size of a block of the far cache, {}", remote.row_bytes());
+    let allowed = format!("{}, the size of a block of the remote cache", remote.row_bytes());
     Err(Error::argument("dst_block_memory_size", block_bytes, allowed))
 }
 
@@ -134,7 +136,7 @@ fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
     let error = match rows {
         LayerRows::Slot => {
             let text = "the memory of the peer is too small for a slot";
-            Error::new(ErrorKind::InvalidArgument, text)
+            Error::invalid(text)
         }
         LayerRows::Blocks { dst, .. } | LayerRows::SlotToBlocks { dst, .. } => {
             let block = piece.len.max(1);

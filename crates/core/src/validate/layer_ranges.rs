@@ -1,13 +1,12 @@
 //! Converts ranges of layers to tensors, for pull, push and the original's `PushKvCache`, each of which has
 //! its own rules.
 //!
-//! `transfer` determines which rows of these tensors move. The functions return `Err(InvalidArgument)` for a
-//! range that breaks a rule.
+//! `transfer` determines which rows of these tensors move.
 
-use super::{Side, batch_cache};
+use super::{Side, batch_cache, on_device};
 use crate::config::Role;
-use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Geometry, Placement};
+use crate::error::{Error, Result, ensure};
+use crate::model::Geometry;
 use crate::plan::{Moves, Pieces};
 
 /// The layers `first..end`. The range is empty if `end` is not above `first`.
@@ -61,7 +60,7 @@ impl ExtParam {
 
 /// Checks that the `size` of a push is −1 (all bytes).
 pub fn push_size(size: i64) -> Result<()> {
-    if size == -1 { Ok(()) } else { Err(Error::argument("size", size, "-1")) }
+    ensure(size == -1, || Error::argument("size", size, "-1"))
 }
 
 /// Checks the arguments of the original's `PushKvCache`, which has its own rules for role, source, size and
@@ -69,7 +68,7 @@ pub fn push_size(size: i64) -> Result<()> {
 /// are an argument of [`push_local`](super::push_local) and [`push`](super::push).
 pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvCache", role, size, ext)?;
-    pushes_from("PushKvCache", local.placement)?;
+    on_device("src_cache", local.placement)?;
     batch_cache("src_cache", local.kind)?;
     push_kv_layers(local.geometry, ext)
 }
@@ -77,7 +76,7 @@ pub fn push_kv_cache(role: Role, local: Side, size: i64, ext: ExtParam) -> Resul
 /// Checks the arguments of `PushKvBlocks` of the C++ class: role, source and layers as in [`push_kv_cache`].
 pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> {
     push_kv_alone("PushKvBlocks", role, -1, ext)?;
-    pushes_from("PushKvBlocks", local.placement)?;
+    on_device("src_cache", local.placement)?;
     push_kv_layers(local.geometry, ext)
 }
 
@@ -86,7 +85,7 @@ pub fn push_kv_blocks(role: Role, local: Side, ext: ExtParam) -> Result<Layers> 
 pub fn push_kv_alone(call: &str, role: Role, size: i64, ext: ExtParam) -> Result<()> {
     if role == Role::Decoder {
         let text = format!("{call} is for the roles Prompt and Mix only; this is {}", role.name());
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(text));
     }
     push_size(size)?;
     ext_alone(ext)?;
@@ -100,7 +99,7 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
     if !ext.all() {
         for (name, (first, last)) in [("src", ext.src_layer_range), ("dst", ext.dst_layer_range)] {
             if first < 0 || last < first {
-                let allowed = "0 <= first <= second, or (-1, -1) for both ranges";
+                let allowed = "(first, last) with 0 <= first <= last, or (-1, -1) for both ranges";
                 return Err(Error::argument(
                     &format!("{name}_layer_range"),
                     format_args!("({first}, {last})"),
@@ -110,15 +109,6 @@ pub fn ext_alone(ext: ExtParam) -> Result<()> {
         }
     }
     tensors_per_layer(u32::from(ext.tensor_num_per_layer))
-}
-
-/// Checks that a push of the C++ class reads device memory.
-pub(super) fn pushes_from(call: &str, from: Placement) -> Result<()> {
-    if from == Placement::Device {
-        return Ok(());
-    }
-    let text = format!("src_cache is in host memory; {call} reads device memory only");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 fn push_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
@@ -143,10 +133,9 @@ pub fn pull_kv_layers(local: Geometry, ext: ExtParam) -> Result<Layers> {
 /// Checks that `tensor_num_per_layer` is 1 to the number of tensors.
 fn layer_of(local: Geometry, ext: ExtParam) -> Result<()> {
     let (tensors, per_layer) = (local.num_tensors(), u32::from(ext.tensor_num_per_layer));
-    if (1..=tensors).contains(&per_layer) {
-        return Ok(());
-    }
-    Err(Error::argument("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}")))
+    ensure((1..=tensors).contains(&per_layer), || {
+        Error::out_of_range("tensor_num_per_layer", per_layer, format_args!("1 to {tensors}"))
+    })
 }
 
 /// Returns both ranges, checked against the known numbers of source and destination tensors (`u32::MAX` if
@@ -179,7 +168,8 @@ fn inclusive(name: &str, (first, last): (i32, i32), layers: u32) -> Result<Layer
         (Ok(first), Ok(last)) if first <= last && last < layers => Ok(LayerRange { first, end: last + 1 }),
         _ => {
             let highest = i64::from(layers.min(i32::MAX.unsigned_abs() + 1)) - 1;
-            let allowed = format!("0 <= first <= second <= {highest}, or (-1, -1) for both ranges");
+            let allowed =
+                format!("(first, last) with 0 <= first <= last <= {highest}, or (-1, -1) for both ranges");
             Err(Error::argument(name, format_args!("({first}, {last})"), allowed))
         }
     }
@@ -227,8 +217,9 @@ pub(super) fn pull_layers(local: Geometry, layers: Layers) -> Result<Tensors> {
     }
     let (src_first, src_count) = src.map_or((0, count), |range| tensors(range, per_layer));
     if src_count != count {
-        let text = format!("src_layer_range names {src_count} tensors and {count} are written");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!(
+            "src_layer_range names {src_count} tensors and {count} are written"
+        )));
     }
     let count = u32::try_from(count).unwrap_or(u32::MAX);
     Ok(Tensors { src: src_first, dst: first, count })
@@ -261,7 +252,7 @@ pub(super) fn per_layer(layers: Layers) -> Result<()> {
 
 /// Checks that `tensor_num_per_layer` is above 0.
 pub fn tensors_per_layer(count: u32) -> Result<()> {
-    if count > 0 { Ok(()) } else { Err(Error::argument("tensor_num_per_layer", 0, "above 0")) }
+    ensure(count > 0, || Error::argument("tensor_num_per_layer", 0, "above 0"))
 }
 
 /// Checks the ranges of a push without regard to a cache: both or none are given, each has at least one
@@ -272,14 +263,15 @@ pub fn push_spans(layers: Layers) -> Result<()> {
         (Some(src), Some(dst)) => (src, dst),
         (src, _) => {
             let (given, missing) = if src.is_some() { ("src", "dst") } else { ("dst", "src") };
-            let text = format!("{given}_layer_range was given without {missing}_layer_range");
-            return Err(Error::new(ErrorKind::InvalidArgument, text));
+            return Err(Error::invalid(format!(
+                "{given}_layer_range was given without {missing}_layer_range"
+            )));
         }
     };
     for (name, range) in [("src_layer_range", src), ("dst_layer_range", dst)] {
         if range.end <= range.first {
             let value = format!("{}..{}", range.first, range.end);
-            return Err(Error::argument(name, value, "at least one layer"));
+            return Err(Error::argument(name, value, "a range of at least one layer"));
         }
     }
     same_spans(span(src), span(dst))
@@ -290,11 +282,9 @@ fn span(range: LayerRange) -> i64 {
 }
 
 fn same_spans(src: i64, dst: i64) -> Result<()> {
-    if src == dst {
-        return Ok(());
-    }
-    let text = format!("src_layer_range has {src} layers and dst_layer_range {dst}");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(src == dst, || {
+        Error::invalid(format!("src_layer_range has {src} layers and dst_layer_range {dst}"))
+    })
 }
 
 fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
@@ -306,15 +296,13 @@ fn divisible(local: Geometry, per_layer: u32) -> Result<()> {
 }
 
 pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geometry) -> Result<()> {
-    if first + u64::from(count) <= u64::from(of.num_tensors()) {
-        Ok(())
-    } else {
-        Err(outside(name, first, u64::from(count), cache, of))
-    }
+    ensure(first + u64::from(count) <= u64::from(of.num_tensors()), || {
+        outside(name, first, u64::from(count), cache, of)
+    })
 }
 
 #[cold]
 fn outside(name: &str, first: u64, count: u64, cache: &str, of: Geometry) -> Error {
     let value = format!("tensors {first} to {}", first + count - 1);
-    Error::argument(name, value, format_args!("the {} tensors of {cache}", of.num_tensors()))
+    Error::argument(name, value, format_args!("within the {} tensors of {cache}", of.num_tensors()))
 }

@@ -4,10 +4,10 @@
 //! `layer_destination` has the checks that need the peer's description of its caches; `transfer::task` waits
 //! for layers. The checks return `Err(InvalidArgument)` if a rule is broken.
 
-use super::{LayerRange, Side};
-use crate::error::{Error, ErrorKind, Result};
+use super::{LayerRange, Side, on_device};
+use crate::error::{Error, Result};
 use crate::fallible;
-use crate::model::{CacheKind, ClusterId, Geometry, Name, Placement};
+use crate::model::{CacheKind, ClusterId, Geometry, Name};
 
 /// The lists of a transfer as the caller gave them. An empty list counts as not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,26 +22,17 @@ pub struct LayerwiseArgs {
     pub tensors_per_layer: u32,
 }
 
-/// The rows of a layer that move.
+/// The rows of a layer that move, from `src` to `dst`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum LayerRows {
     /// The batch slot that the destination names. A blocks cache counts as one slot of one block, its first
     /// (contract §17).
     Slot,
     /// Blocks into blocks, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        src: Vec<u64>,
-        /// Blocks that are written.
-        dst: Vec<u64>,
-    },
-    /// The batch slot that the destination names, cut into blocks from its start.
-    SlotToBlocks {
-        /// Blocks that are written.
-        dst: Vec<u64>,
-        /// Bytes of each block in one tensor.
-        block_bytes: u64,
-    },
+    Blocks { src: Vec<u64>, dst: Vec<u64> },
+    /// The batch slot that the destination names, cut from its start into blocks of `block_bytes` bytes in each tensor.
+    SlotToBlocks { dst: Vec<u64>, block_bytes: u64 },
 }
 
 /// One destination of a transfer: a config of the public API.
@@ -76,7 +67,7 @@ pub enum Target {
 /// The checks are rows 2, 6 to 8, 11 and 12 of contract §8.1, in this order. Each is also a function of its
 /// own, for callers that make other checks in between.
 pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
-    source_placement(local.placement)?;
+    on_device("src_cache", local.placement)?;
     block_lists(args)?;
     block_bytes_alone(args)?;
     whole_layers(local.geometry, args.tensors_per_layer)?;
@@ -87,8 +78,7 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
         return Ok(LayerRows::Blocks { src, dst });
     }
     if local.kind == CacheKind::Blocks && !dst.is_empty() {
-        let text = "src_cache is a blocks cache, and src_block_indices were not given";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid("src_cache is a blocks cache, and src_block_indices were not given"));
     }
     match args.dst_block_bytes {
         Some(block_bytes) if !dst.is_empty() => Ok(LayerRows::SlotToBlocks { dst, block_bytes }),
@@ -96,18 +86,9 @@ pub fn layerwise(local: Side, args: &LayerwiseArgs) -> Result<LayerRows> {
     }
 }
 
-/// Row 2: checks that the source is in device memory.
-pub fn source_placement(placement: Placement) -> Result<()> {
-    if placement == Placement::Device {
-        return Ok(());
-    }
-    let text = "src_cache is in host memory; layers are sent from device memory only";
-    Err(Error::new(ErrorKind::InvalidArgument, text))
-}
-
 /// Rows 6 to 8: checks that the lists and the block size can be combined.
 pub fn block_lists(args: &LayerwiseArgs) -> Result<()> {
-    let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
+    let refused = |text: String| Err(Error::invalid(text));
     match (args.src_blocks.len(), args.dst_blocks.len()) {
         (0, 0) => Ok(()),
         (0, dst) if args.dst_block_bytes.is_none() => refused(format!(
@@ -139,7 +120,7 @@ pub fn whole_layers(local: Geometry, tensors_per_layer: u32) -> Result<u32> {
     if tensors.is_multiple_of(tensors_per_layer) {
         return Ok(tensors / tensors_per_layer);
     }
-    let allowed = format!("a multiple of tensor_num_per_layer, {tensors_per_layer}");
+    let allowed = format!("a multiple of tensor_num_per_layer={tensors_per_layer}");
     Err(Error::argument("num_tensors", tensors, allowed))
 }
 
@@ -164,7 +145,7 @@ fn one_block(to: &Destination) -> Result<()> {
                 "batch_index={row} of cache_key must be 0: src_cache is a blocks cache without src_block_indices, \
                  which is one slot of one block"
             );
-            Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster))
+            Err(Error::invalid(text).with("cluster", to.cluster))
         }
         _ => Ok(()),
     }
@@ -176,15 +157,17 @@ pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Resul
     let blocks = !args.src_blocks.is_empty();
     if (blocks || local.kind == CacheKind::Blocks) && row != 0 {
         let text = format!("src_batch_index {row} != 0 while src is blocks");
-        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).with("cluster", to.cluster));
     }
     if local.kind == CacheKind::Blocks && !blocks {
         one_block(to)?;
     }
     let layers = whole_layers(local.geometry, args.tensors_per_layer)?;
     if range.end <= range.first || range.end > layers {
-        let (value, allowed) =
-            (format!("{}..{}", range.first, range.end), format!("within 0..{layers}, at least one layer"));
+        let (value, allowed) = (
+            format!("{}..{}", range.first, range.end),
+            format!("a range of at least one layer within 0..{layers}"),
+        );
         return Err(Error::argument("src_layer_range", value, allowed).with("cluster", to.cluster));
     }
     if let Target::Addresses(addrs) = &to.target {
@@ -197,7 +180,7 @@ pub fn destination(local: Side, args: &LayerwiseArgs, to: &Destination) -> Resul
     let rows = local.geometry.rows();
     if !blocks && u64::from(row) >= rows {
         let text = format!("src_batch_index {row} out of range: [0, {rows})");
-        return Err(Error::new(ErrorKind::InvalidArgument, text).with("cluster", to.cluster));
+        return Err(Error::invalid(text).with("cluster", to.cluster));
     }
     Ok(())
 }

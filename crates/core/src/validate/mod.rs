@@ -1,9 +1,8 @@
 //! Turns raw arguments into checked requests. Only this module has the rules for arguments.
 //!
-//! Other modules refuse a call only because of the current state: for example, a key is already bound, or an
-//! address is not mapped. The checks receive descriptions ([`Side`]) and never the cache table, so they are
-//! pure: no memory, no I/O, no clock. The Python binding checks types and integer widths; `plan` computes
-//! which bytes are copied to where.
+//! Other modules refuse a call only because of the current state, for example because a key is already bound.
+//! The checks receive descriptions ([`Side`]) and never the cache table, so they are pure: no memory, no I/O,
+//! no clock. They return `Err(InvalidArgument)` for what breaks their rule, unless stated otherwise.
 
 pub mod cpp;
 mod json;
@@ -15,31 +14,35 @@ pub mod rank_table;
 mod transfer;
 mod values;
 
-pub use layer_destination::{Landing, landed_layers, landing};
+pub use layer_destination::{LayerDestination, destination_layers, layer_moves};
 pub use layer_ranges::{
     ExtParam, LayerRange, Layers, ext_alone, pull_kv_layers, push_kv_alone, push_kv_blocks, push_kv_cache,
     push_size, push_spans, tensors_per_layer,
 };
 pub use layerwise::{
     Destination, LayerRows, LayerwiseArgs, Target, block_bytes_alone, block_lists, destination, layerwise,
-    source_placement, whole_layers,
+    whole_layers,
 };
 pub use options::config;
 pub use transfer::{
     PullRows, PushRows, RemoteCache, accessible, equally_many, named, pull, pull_local, push, push_local,
     reachable,
 };
+#[cfg(feature = "testing")]
+pub use values::page_shift;
 pub use values::{
     copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
     link_remote_memory, link_retry_count, link_silence, link_streams, link_token, link_token_file,
-    link_total_time, link_transport, mem_utilization, page_shift, rank_hosts, rank_port, socket_address,
-    swap_in_path, sync_kv_timeout,
+    link_total_time, link_transport, mem_utilization, rank_hosts, rank_port, socket_address, swap_in_path,
+    sync_kv_timeout,
 };
 
-use crate::error::{Error, ErrorKind, Result};
+use std::fmt::Display;
+
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheDesc, CacheKey, CacheKind, Geometry, Placement};
-use crate::plan::{BlockPairs, CopyRange};
+use crate::plan::{BlockPairs, CopyRange, total_bytes};
 
 /// One end of a copy, as far as the checks need it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,8 +86,7 @@ pub struct CopyArgs {
     pub size: i64,
 }
 
-/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2). `Err(InvalidArgument)` for an
-/// invalid descriptor, a placement without a pool, or more keys than rows.
+/// Checks the allocation of a cache from a pool (contract §7.1, §7.3, §12.2).
 pub fn allocate(
     desc: &CacheDesc,
     kind: CacheKind,
@@ -99,13 +101,15 @@ pub fn allocate(
         Placement::Host => (pools.host, "host_mem_pool_cfg"),
     };
     if !configured {
-        let text = format!("{} memory cannot be allocated: {option} was not given at init", desc.placement);
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!(
+            "{} memory cannot be allocated: {option} was not given at init",
+            desc.placement
+        )));
     }
     let geometry = Geometry::new(desc)?;
     if keys.len() as u64 > geometry.rows() {
-        let allowed = format!("at most one key per batch slot, {} here", geometry.rows());
-        return Err(Error::argument("len(cache_keys)", keys.len(), allowed));
+        let required = format_args!("at most {}, one key for each batch slot", geometry.rows());
+        return Err(Error::argument("len(cache_keys)", keys.len(), required));
     }
     let side = Side { geometry, kind, placement: desc.placement };
     Ok(Allocate { side, keys: bindings(keys)? })
@@ -134,20 +138,20 @@ pub fn bindings(keys: &[Option<CacheKey>]) -> Result<Vec<(u64, CacheKey)>> {
 /// unless there is one address for each tensor, each is above 0, and each tensor ends below 2^64.
 pub fn addresses(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Side> {
     if addrs.is_empty() {
-        return Err(Error::argument("addrs", "[]", "one address per tensor"));
+        return Err(Error::argument("addrs", "[]", "a list with one address for each tensor"));
     }
     if addrs.len() as u64 != u64::from(desc.num_tensors) {
-        let allowed = format!("num_tensors = {} addresses", desc.num_tensors);
-        return Err(Error::argument("len(addrs)", addrs.len(), allowed));
+        let required = format_args!("num_tensors={}", desc.num_tensors);
+        return Err(Error::argument("len(addrs)", addrs.len(), required));
     }
     let geometry = Geometry::new(desc)?;
     for (tensor, &addr) in addrs.iter().enumerate() {
         if addr == 0 {
-            return Err(Error::argument(&format!("addrs[{tensor}]"), 0, "an address above 0"));
+            return Err(Error::argument(&format!("addrs[{tensor}]"), 0, "above 0"));
         }
         if addr.checked_add(geometry.tensor_bytes()).is_none() {
-            let allowed = format!("{} bytes from it must stay below 2^64", geometry.tensor_bytes());
-            return Err(Error::argument(&format!("addrs[{tensor}]"), addr, allowed));
+            let required = format_args!("low enough for {} bytes below 2^64", geometry.tensor_bytes());
+            return Err(Error::argument(&format!("addrs[{tensor}]"), addr, required));
         }
     }
     Ok(Side { geometry, kind, placement: desc.placement })
@@ -171,19 +175,22 @@ pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
 
 #[cold]
 fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("{name} is {is}; this call needs {needed}"))
+    Error::invalid(format!("{name} is {is}; this call needs {needed}"))
+}
+
+/// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `place`.
+#[cold]
+fn too_long(size: i64, bytes: u64, room: u64, place: &str) -> Error {
+    let value = if size == -1 { format!("-1 ({bytes} bytes)") } else { bytes.to_string() };
+    Error::argument("size", value, format_args!("at most the {room} bytes of {place}"))
 }
 
 /// Checks that `size` is −1 (all bytes) or above 0.
 pub fn copy_size(size: i64) -> Result<()> {
-    if size == -1 || size > 0 {
-        Ok(())
-    } else {
-        Err(Error::argument("size", size, "-1 or above 0, in bytes"))
-    }
+    ensure(size == -1 || size > 0, || Error::argument("size", size, "-1, or a number of bytes above 0"))
 }
 
-/// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(UnlikeTensors)` if the caches
+/// Checks a copy of one range of one slot in every tensor (contract §7.9). `Err(TensorCountMismatch)` if the caches
 /// have different numbers of tensors; otherwise `Err(InvalidArgument)`.
 pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let CopyArgs { dst_batch_index, src_batch_index, offset, size } = args;
@@ -193,10 +200,10 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     let (from, to) = (src.geometry, dst.geometry);
     if from.num_tensors() != to.num_tensors() {
         let text = format!("src has {} tensors and dst has {}", from.num_tensors(), to.num_tensors());
-        return Err(Error::new(ErrorKind::UnlikeTensors, text));
+        return Err(Error::new(ErrorKind::TensorCountMismatch, text));
     }
-    row("src_batch_index", u64::from(src_batch_index), from)?;
-    row("dst_batch_index", u64::from(dst_batch_index), to)?;
+    let src_row = row("src_batch_index", src_batch_index, from)?;
+    let dst_row = row("dst_batch_index", dst_batch_index, to)?;
     let room = from.row_bytes().min(to.row_bytes());
     if offset > 0 && offset >= room {
         return Err(Error::argument("offset", offset, format_args!("below the slot size, {room} bytes")));
@@ -204,14 +211,9 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
     // −1 means the rest of the *source* slot, so it fails if the destination slot is smaller.
     let bytes = if size == -1 { from.row_bytes() - offset } else { size.unsigned_abs() };
     if bytes > room - offset {
-        let allowed = format!(
-            "offset {offset} + {bytes} bytes must fit both slots: {} and {} bytes",
-            from.row_bytes(),
-            to.row_bytes()
-        );
-        return Err(Error::argument("size", size, allowed));
+        let slots = format!("slots of {} and {} bytes", from.row_bytes(), to.row_bytes());
+        return Err(too_long(size, bytes, room - offset, &format!("{slots} from offset {offset} on")));
     }
-    let (src_row, dst_row) = (u64::from(src_batch_index), u64::from(dst_batch_index));
     Ok(CopyRange {
         src_row,
         dst_row,
@@ -224,16 +226,8 @@ pub fn copy_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
 
 /// Checks a copy of the original's `CopyKvCache`: the same ranges, but only from device memory.
 pub fn copy_kv_cache(src: Side, dst: Side, args: CopyArgs) -> Result<CopyRange> {
-    copied_from(src.placement)?;
+    on_device("src_cache", src.placement)?;
     copy_cache(src, dst, args)
-}
-
-fn copied_from(placement: Placement) -> Result<()> {
-    if placement == Placement::Device {
-        return Ok(());
-    }
-    let text = "src_cache is in host memory; CopyKvCache copies device to device and device to host only";
-    Err(Error::new(ErrorKind::InvalidArgument, text))
 }
 
 /// Checks that the cache called `name` is in device memory (contract §9.1).
@@ -241,8 +235,8 @@ pub fn on_device(name: &str, placement: Placement) -> Result<()> {
     match placement {
         Placement::Device => Ok(()),
         Placement::Host => {
-            let text = format!("{name} is in HOST memory; this call needs DEVICE memory");
-            Err(Error::new(ErrorKind::InvalidArgument, text))
+            let text = format!("{name} is in host memory; this call needs device memory");
+            Err(Error::invalid(text))
         }
     }
 }
@@ -311,37 +305,24 @@ fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs>
 }
 
 #[cold]
-fn mismatch(what: &str, src: impl std::fmt::Display, dst: impl std::fmt::Display) -> Error {
-    Error::new(
-        ErrorKind::InvalidArgument,
-        format!("src_cache and dst_cache do not match: {what} {src} and {dst}"),
-    )
+fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
+    Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
 }
 
 fn block_pairs(pairs: &[(i64, i64)], src: Geometry, dst: Geometry) -> Result<BlockPairs> {
     let blocks = (pairs.len() as u64).saturating_mul(u64::from(src.num_tensors()));
-    if blocks.checked_mul(src.row_bytes()).is_none_or(|bytes| i64::try_from(bytes).is_err()) {
-        let allowed = format!("below 2^63 bytes in all, in blocks of {} bytes", src.row_bytes());
-        return Err(Error::argument("the number of block pairs", pairs.len(), allowed));
-    }
-    let mut checked = fallible::room(crate::plan::REQUEST, pairs.len())?;
+    total_bytes(blocks, src.row_bytes())?;
+    let mut checked = fallible::with_capacity(crate::plan::REQUEST, pairs.len())?;
     for &(from, to) in pairs {
-        checked.push((block("source block", from, src)?, block("destination block", to, dst)?));
+        checked.push((row("source block", from, src)?, row("destination block", to, dst)?));
     }
     Ok(BlockPairs { pairs: checked, block_bytes: src.row_bytes(), num_tensors: src.num_tensors() })
 }
 
-fn block(name: &str, index: i64, of: Geometry) -> Result<u64> {
-    match u64::try_from(index) {
-        Ok(index) if index < of.rows() => Ok(index),
-        _ => Err(Error::argument(name, index, format_args!("0 to {}", of.rows() - 1))),
-    }
-}
-
-fn row(name: &str, index: u64, of: Geometry) -> Result<()> {
-    if index < of.rows() {
-        Ok(())
-    } else {
-        Err(Error::argument(name, index, format_args!("0 to {}", of.rows() - 1)))
+/// Returns a row of the cache, which is given as any kind of number.
+fn row(name: &str, index: impl TryInto<u64> + Display + Copy, of: Geometry) -> Result<u64> {
+    match index.try_into() {
+        Ok(row) if row < of.rows() => Ok(row),
+        _ => Err(Error::out_of_range(name, index, format_args!("0 to {}", of.rows() - 1))),
     }
 }

@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::json::json;
 use super::values::{self, clipped, decimal, ip_address, one_of};
 use crate::config::{Config, LinkConfig, Mode, PoolConfig, Role, Share};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::model::ClusterId;
 
 /// Most bytes of a host pool (contract §5.1).
@@ -36,12 +36,12 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
     }
 
     if let Some(limit) = text("llm.SyncKvCacheWaitTime") {
-        let limit = number("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
+        let limit = parsed("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
         values::sync_kv_timeout(limit)?;
         config.sync_timeout = Duration::from_millis(limit.unsigned_abs());
     }
     if let Some(device) = text("ge.exec.deviceId") {
-        let device = number("ge.exec.deviceId", device, "one device number")?;
+        let device = parsed("ge.exec.deviceId", device, "one device number")?;
         values::device_id(device)?;
         config.device_id = u32::try_from(device).unwrap_or_default();
     }
@@ -82,7 +82,7 @@ fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a 
 /// Reads the options that this engine adds to those of the original.
 fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     if let Some(workers) = text("llm.CopyWorkers") {
-        let count = number("llm.CopyWorkers", workers, "1 to 256")?;
+        let count = parsed("llm.CopyWorkers", workers, "a whole number, 1 to 256")?;
         values::copy_workers(count)?;
         config.copy_workers = usize::try_from(count).ok();
     }
@@ -105,7 +105,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.total = Duration::from_secs(seconds);
     }
     if let Some(count) = text("llm.LinkRetryCount") {
-        let count = number("llm.LinkRetryCount", count, "1 to 100")?;
+        let count = parsed("llm.LinkRetryCount", count, "a whole number, 1 to 100")?;
         values::link_retry_count(count)?;
         links.retries = u32::try_from(count).unwrap_or(1);
     }
@@ -120,7 +120,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
     silence(&mut links, text)?;
     if let Some(limit) = text("llm.LinkPinLimit") {
-        let limit = number("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
+        let limit = parsed("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
         values::link_pin_limit(limit)?;
         links.pin_limit = Duration::from_millis(limit.unsigned_abs());
     }
@@ -128,17 +128,17 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
         links.transport = values::link_transport(transport)?;
     }
     if let Some(streams) = text("llm.LinkStreams") {
-        let streams = number("llm.LinkStreams", streams, "1 to 16")?;
+        let streams = parsed("llm.LinkStreams", streams, "a whole number, 1 to 16")?;
         values::link_streams(streams)?;
         links.streams = usize::try_from(streams).unwrap_or(1);
     }
     if let Some(bytes) = text("llm.LinkRemoteMemory") {
-        let bytes = number("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
+        let bytes = parsed("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
         values::link_remote_memory(bytes)?;
         links.remote_memory = Some(bytes.unsigned_abs());
     }
     if let Some(port) = text("llm.RankPort") {
-        let port = number("llm.RankPort", port, "1 to 65535")?;
+        let port = parsed("llm.RankPort", port, "1 to 65535")?;
         values::rank_port(port)?;
         links.rank_port = u16::try_from(port).unwrap_or(links.rank_port);
     }
@@ -152,8 +152,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
 fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     let (token, file) = (text("llm.LinkToken"), text("llm.LinkTokenFile"));
     if token.is_some() && file.is_some() {
-        let text = "llm.LinkToken and llm.LinkTokenFile are both given; give one of them";
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid("llm.LinkToken and llm.LinkTokenFile are both given; give one of them"));
     }
     links.token = token.map(values::link_token).transpose()?;
     links.token_file = file.map(values::link_token_file).transpose()?;
@@ -174,19 +173,19 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
             let refused = |key: &str, value: &str, allowed: &str| {
                 Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
             };
-            let at =
-                ip_address(ip).ok_or_else(|| refused("llm.ListenIp", ip, "an IP address; no host name"))?;
-            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "0 to 65535"))?;
+            let at = ip_address(ip)
+                .ok_or_else(|| refused("llm.ListenIp", ip, "an IP address, not a host name"))?;
+            let port = decimal(port).ok_or_else(|| refused("llm.ListenPort", port, "a port, 0 to 65535"))?;
             Ok(Some(SocketAddr::new(at, port)))
         }
         (Some(ip), None) => Err(Error::argument(
             "llm.ListenIp",
             format_args!("{:?}", clipped(ip)),
-            "only with llm.ListenPort",
+            "given together with llm.ListenPort",
         )),
         (None, Some(port)) => {
             let value = format!("{:?}", clipped(port));
-            Err(Error::argument("llm.ListenPort", value, "only with llm.ListenIp"))
+            Err(Error::argument("llm.ListenPort", value, "given together with llm.ListenIp"))
         }
     }
 }
@@ -196,7 +195,7 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
 fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
     let seconds = |key: &str| {
         let Some(seconds) = text(key) else { return Ok(None) };
-        let seconds = number(key, seconds, "a whole number of seconds, 0 to 4294967295")?;
+        let seconds = parsed(key, seconds, "a whole number of seconds, 0 to 4294967295")?;
         values::link_total_time(seconds)?;
         Ok(Some(seconds.unsigned_abs()).filter(|&seconds| seconds > 0))
     };
@@ -212,7 +211,7 @@ fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>
 /// least two heartbeats.
 fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
     let millis = |key: &str| {
-        text(key).map(|value| number(key, value, "a whole number of milliseconds above 0")).transpose()
+        text(key).map(|value| parsed(key, value, "a whole number of milliseconds above 0")).transpose()
     };
     if let Some(heartbeat) = millis("llm.LinkHeartbeat")? {
         values::link_heartbeat(heartbeat)?;
@@ -235,7 +234,7 @@ fn pool(option: &str, text: Option<&str>, limit: u64) -> Result<Option<PoolConfi
 }
 
 fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
-    let invalid = |reason: String| Error::new(ErrorKind::InvalidArgument, reason);
+    let invalid = |reason: String| Error::invalid(reason);
     let value: Value =
         json(text).map_err(|error| invalid("the pool configuration is not JSON".into()).because(error))?;
     let Value::Object(fields) = value else {
@@ -277,10 +276,6 @@ fn refused(name: &str, value: &Value, allowed: &str) -> Error {
 
 fn flag(key: &str, text: Option<&str>) -> Result<bool> {
     text.map_or(Ok(false), |text| one_of(key, text, &[("0", false), ("1", true)]))
-}
-
-fn number(key: &str, text: &str, allowed: &str) -> Result<i64> {
-    parsed(key, text, allowed)
 }
 
 fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {

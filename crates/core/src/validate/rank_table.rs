@@ -1,9 +1,6 @@
 //! Reads the rank table of `link()`: the address of each member of a communicator, and the rule that
-//! determined it.
-//!
-//! The rules are lenient, to accept the tables that clients send: numbers may be strings, unknown fields are
-//! ignored, and missing fields have substitutes. Host names are not resolved. `session` finds out which
-//! addresses belong to this host.
+//! determined it. The rules are lenient, to accept the tables that clients send: numbers may be strings,
+//! unknown fields are ignored, and missing fields have substitutes. Host names are not resolved.
 
 use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -13,7 +10,7 @@ use serde_json::{Map, Value};
 use super::json::json;
 use super::values::{clipped, decimal, ip_address};
 use crate::config::LinkConfig;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result, ensure};
 use crate::model::ClusterId;
 
 /// Most members of a communicator.
@@ -37,26 +34,20 @@ pub struct RankEnd {
     pub bind: SocketAddr,
     /// What the table itself states about the member, without the local configuration. Equal in both
     /// processes.
-    pub told: String,
+    pub description: String,
     /// Whether the address is from the local configuration instead of the table.
-    pub given: bool,
+    pub configured: bool,
 }
 
 /// Checks that the name of a communicator has 1 to 127 characters.
 pub fn comm_name(name: &str) -> Result<()> {
     let characters = name.chars().count();
-    if (1..128).contains(&characters) {
-        return Ok(());
-    }
-    Err(Error::argument("len(comm_name)", characters, "1 to 127 characters"))
+    ensure((1..128).contains(&characters), || Error::out_of_range("len(comm_name)", characters, "1 to 127"))
 }
 
 /// Checks that a communicator has at most 4 members.
 pub fn most_members(count: usize) -> Result<()> {
-    if count <= MEMBERS {
-        return Ok(());
-    }
-    Err(Error::argument("len(cluster_rank_info)", count, "2 to 4 clusters"))
+    ensure(count <= MEMBERS, || Error::out_of_range("len(cluster_rank_info)", count, "2 to 4 clusters"))
 }
 
 /// Checks the other arguments of `link()` (contract §6.5).
@@ -64,29 +55,21 @@ pub fn members(name: &str, clusters: &[(ClusterId, u32)], own: ClusterId) -> Res
     comm_name(name)?;
     most_members(clusters.len())?;
     if clusters.len() < 2 {
-        return Err(Error::argument("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
+        return Err(Error::out_of_range("len(cluster_rank_info)", clusters.len(), "2 to 4 clusters"));
     }
+    let invalid = |why: String| Error::invalid(format!("cluster_rank_info is invalid: {why}"));
     for two in clusters.windows(2) {
         if two[0].1 >= two[1].1 {
             let ranks: Vec<_> = clusters.iter().map(|&(_, rank)| rank).collect();
-            return Err(Error::argument(
-                "cluster_rank_info",
-                format_args!("ranks {ranks:?}"),
-                "ascending ranks",
-            ));
+            return Err(invalid(format!("its ranks {ranks:?} must be ascending")));
         }
     }
     let ids: Vec<_> = clusters.iter().map(|&(id, _)| id.0).collect();
     if let Some(twice) = ids.iter().enumerate().find_map(|(at, id)| ids[..at].contains(id).then_some(id)) {
-        return Err(Error::argument(
-            "cluster_rank_info",
-            format_args!("cluster {twice} twice"),
-            "each cluster once",
-        ));
+        return Err(invalid(format!("it names cluster {twice} twice")));
     }
     if !ids.contains(&own.0) {
-        let allowed = format!("must name this cluster, {own}");
-        return Err(Error::argument("cluster_rank_info", format_args!("clusters {ids:?}"), allowed));
+        return Err(invalid(format!("its clusters {ids:?} must include this one, {own}")));
     }
     Ok(())
 }
@@ -100,15 +83,14 @@ pub fn ends(
     links: &LinkConfig,
 ) -> Result<Vec<RankEnd>> {
     if !clusters.iter().any(|&(cluster, _)| cluster == own) {
-        let text = format!("cluster {own} is no member of the communicator");
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        return Err(Error::invalid(format!("cluster {own} is no member of the communicator")));
     }
     let table = Table::read(rank_table)?;
     let entries: Vec<Entry> = clusters.iter().map(|&(_, rank)| table.entry(rank)).collect::<Result<_>>()?;
     let together = table.one_server || one_server(&entries);
     let end = |(&(cluster, rank), entry): (&(ClusterId, u32), &Entry)| {
-        let place = Place { cluster, rank, entry, together };
-        place.end(links).map_err(|error| error.with("read", read(clusters, &entries)))
+        let member = Member { cluster, rank, entry, together };
+        member.end(links).map_err(|error| error.with("read", read(clusters, &entries)))
     };
     clusters.iter().zip(&entries).map(end).collect()
 }
@@ -137,9 +119,7 @@ struct Table {
 impl Table {
     fn read(text: &str) -> Result<Table> {
         let shown = clipped(text);
-        let invalid = |reason: &str| {
-            Error::new(ErrorKind::InvalidArgument, format!("rank_table {reason}")).with("text", &shown)
-        };
+        let invalid = |reason: &str| Error::invalid(format!("rank_table {reason}")).with("text", &shown);
         let table: Value = json(text).map_err(|error| invalid("is not JSON").because(error))?;
         let Value::Object(table) = table else { return Err(invalid("is not a JSON object")) };
         let servers = list(&table, "server_list").map_err(|error| error.with("text", &shown))?;
@@ -147,16 +127,16 @@ impl Table {
         for (server, fields) in servers.iter().enumerate() {
             let entry = Entry {
                 server: Some(server),
-                server_id: word(fields, "server_id"),
-                host_ip: word(fields, "host_ip"),
+                server_id: text_field(fields, "server_id"),
+                host_ip: text_field(fields, "host_ip"),
                 ..Entry::default()
             };
             let devices = list(fields, "device").map_err(|error| error.with("text", &shown))?;
             for device in &devices {
-                let number = |name| number(device, name).map_err(|error| error.with("text", &shown));
+                let number = |name| number_field(device, name).map_err(|error| error.with("text", &shown));
                 entries.push(Entry {
-                    host_ip: word(device, "host_ip").or_else(|| entry.host_ip.clone()),
-                    device_ip: word(device, "device_ip"),
+                    host_ip: text_field(device, "host_ip").or_else(|| entry.host_ip.clone()),
+                    device_ip: text_field(device, "device_ip"),
                     device_id: number("device_id")?,
                     device_port: number("device_port")?,
                     rank: number("rank_id")?,
@@ -167,7 +147,7 @@ impl Table {
                 entries.push(entry);
             }
         }
-        let one_server = word(&table, "server_count").as_deref() == Some("1");
+        let one_server = text_field(&table, "server_count").as_deref() == Some("1");
         Ok(Table { entries, one_server, servers: servers.len(), shown })
     }
 
@@ -178,7 +158,7 @@ impl Table {
         let found = of_rank.next();
         if of_rank.next().is_some() {
             let text = format!("rank_table names rank_id {rank} twice");
-            return Err(Error::new(ErrorKind::InvalidArgument, text).with("text", &self.shown));
+            return Err(Error::invalid(text).with("text", &self.shown));
         }
         let only = || self.entries.first().filter(|_| self.servers == 1);
         let server = || {
@@ -202,7 +182,7 @@ fn one_server(entries: &[Entry]) -> bool {
 }
 
 /// One member, and what is known about it.
-struct Place<'a> {
+struct Member<'a> {
     cluster: ClusterId,
     rank: u32,
     entry: &'a Entry,
@@ -210,12 +190,20 @@ struct Place<'a> {
     together: bool,
 }
 
-impl Place<'_> {
+impl Member<'_> {
     fn end(&self, links: &LinkConfig) -> Result<RankEnd> {
-        let Place { cluster, rank, .. } = *self;
-        if let Some((at, why)) = self.given(links) {
+        let Member { cluster, rank, .. } = *self;
+        if let Some((at, why)) = self.configured(links) {
             let bind = SocketAddr::new(any(at.ip()), at.port());
-            return Ok(RankEnd { cluster, rank, host: vec![at], why, bind, told: self.told(), given: true });
+            return Ok(RankEnd {
+                cluster,
+                rank,
+                host: vec![at],
+                why,
+                bind,
+                description: self.description(),
+                configured: true,
+            });
         }
         let (ip, why) = self.address()?;
         let first = self.port(links)?;
@@ -229,28 +217,26 @@ impl Place<'_> {
             host,
             why,
             bind: SocketAddr::new(bind, first),
-            told: self.told(),
-            given: false,
+            description: self.description(),
+            configured: false,
         })
     }
 
     /// Describes the member by its own entry only, without the other entries and the local options. A server
     /// id that is not an IP address is left out: it may be a number that each process counts for itself.
-    fn told(&self) -> String {
+    fn description(&self) -> String {
         let Entry { server_id, host_ip, device_ip, device_id, device_port, .. } = self.entry;
         let ip = |text: &Option<String>| text.as_deref().and_then(ip_address);
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let host = or_none(ip(host_ip).or_else(|| ip(server_id)).map(|ip| ip.to_string()));
         let device = or_none(device_id.map(|id| id.to_string()));
-        let (ip, port) = (
-            or_none(ip(device_ip).map(|ip| ip.to_string())),
-            or_none(device_port.map(|port| port.to_string())),
-        );
+        let ip = or_none(ip(device_ip).map(|ip| ip.to_string()));
+        let port = or_none(device_port.map(|port| port.to_string()));
         format!("host {host} device {device} {ip} port {port}")
     }
 
     /// Returns the address that the local configuration gives for this member.
-    fn given(&self, links: &LinkConfig) -> Option<(SocketAddr, &'static str)> {
+    fn configured(&self, links: &LinkConfig) -> Option<(SocketAddr, &'static str)> {
         let by_device = self.entry.device_ip.as_ref().and_then(|ip| links.rank_hosts.get(ip));
         let by_cluster = || links.rank_hosts.get(&self.cluster.to_string());
         let by_device = by_device.map(|&at| (at, "rank_hosts has its device_ip"));
@@ -269,7 +255,7 @@ impl Place<'_> {
                  an IP address, more than one server, and no entry in rank_hosts",
                 self.rank, self.cluster
             );
-            Error::new(ErrorKind::InvalidArgument, text)
+            Error::invalid(text)
         })
     }
 
@@ -282,8 +268,8 @@ impl Place<'_> {
         };
         let port = self.entry.device_port.unwrap_or_else(computed);
         u16::try_from(port).ok().filter(|&port| port > 0).ok_or_else(|| {
-            let allowed = "1 to 65535: device_port, or rank_port + device_id";
-            Error::argument("the port", format_args!("{port} of rank {}", self.rank), allowed)
+            let range = "1 to 65535; it is device_port, or rank_port + device_id";
+            Error::out_of_range("port", port, range).with("rank", self.rank)
         })
     }
 }
@@ -302,10 +288,10 @@ fn any(ip: IpAddr) -> IpAddr {
 fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
     let mut text = String::new();
     for ((cluster, rank), entry) in clusters.iter().zip(entries) {
-        let word = |text: &Option<String>| text.as_deref().map_or_else(|| "missing".into(), clipped);
-        let (server, host) = (word(&entry.server_id), word(&entry.host_ip));
+        let text_field = |text: &Option<String>| text.as_deref().map_or_else(|| "missing".into(), clipped);
+        let (server, host) = (text_field(&entry.server_id), text_field(&entry.host_ip));
         let (device, ip) =
-            (entry.device_id.map_or("missing".into(), |id| id.to_string()), word(&entry.device_ip));
+            (entry.device_id.map_or("missing".into(), |id| id.to_string()), text_field(&entry.device_ip));
         // Writing to a string cannot fail.
         let _ = write!(
             text,
@@ -319,7 +305,7 @@ fn read(clusters: &[(ClusterId, u32)], entries: &[Entry]) -> String {
 /// Returns a list of objects; an empty list if the field is missing.
 fn list<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Vec<&'a Map<String, Value>>> {
     let refused = |value: &Value| {
-        Error::argument(&format!("{name} in rank_table"), clipped(&value.to_string()), "a list of objects")
+        Error::argument(&format!("rank_table.{name}"), clipped(&value.to_string()), "a list of objects")
     };
     match fields.get(name) {
         None | Some(Value::Null) => Ok(vec![]),
@@ -331,7 +317,7 @@ fn list<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<Vec<&'a Map<St
 }
 
 /// Returns a string or number as text; `None` if it is missing, empty or of another type.
-fn word(fields: &Map<String, Value>, name: &str) -> Option<String> {
+fn text_field(fields: &Map<String, Value>, name: &str) -> Option<String> {
     match fields.get(name)? {
         Value::String(text) => Some(text.trim().to_owned()).filter(|text| !text.is_empty()),
         Value::Number(number) => Some(number.to_string()),
@@ -340,8 +326,8 @@ fn word(fields: &Map<String, Value>, name: &str) -> Option<String> {
 }
 
 /// Returns a whole number, which may be given as a string; `None` if it is missing or empty.
-fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>> {
-    let Some(text) = word(fields, name) else { return Ok(None) };
-    let refused = || Error::argument(&format!("{name} in rank_table"), clipped(&text), "a whole number");
+fn number_field(fields: &Map<String, Value>, name: &str) -> Result<Option<u64>> {
+    let Some(text) = text_field(fields, name) else { return Ok(None) };
+    let refused = || Error::argument(&format!("rank_table.{name}"), clipped(&text), "a whole number");
     decimal(&text).map(Some).ok_or_else(refused)
 }

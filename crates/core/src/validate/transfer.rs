@@ -1,81 +1,42 @@
 //! Checks pulls and pushes, and returns the bytes that move between the two caches as [`Moves`].
 //!
-//! [`pull_local`] and [`push_local`] check everything that needs only the local cache, before a request is
-//! sent to the peer. [`pull`] and [`push`] repeat these checks and add those that need the remote cache. Each
-//! rule is written once. The order of the rules is that of contract §7.12 to §7.15. Links are checked in
-//! `session`, keys and their release in `cache`.
+//! [`pull_local`] and [`push_local`] check what needs only the local cache, before a request is sent to the
+//! peer; [`pull`] and [`push`] repeat that and check the rest, in the order of contract §7.12 to §7.15.
 
 use super::layer_ranges::{Layers, layers_given, per_layer, pull_layers, push_layers, within};
-use super::{Side, batch_cache, block, blocks_cache, copy_size, row};
-use crate::error::{Error, ErrorKind, Result};
+use super::{Side, batch_cache, blocks_cache, copy_size, row, too_long};
+use crate::error::{Error, ErrorKind, Result, ensure};
 use crate::fallible;
 use crate::model::{CacheKind, Geometry, Placement};
 use crate::plan::{Moves, Piece, Pieces, REQUEST, total_bytes};
 
-/// The rows that a pull reads and writes.
+/// The rows that a pull reads and writes: `remote` rows of the peer's cache, into `local` ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum PullRows {
-    /// The start of a remote batch slot, into a local one.
-    Slot {
-        /// Local batch slot.
-        local: u32,
-        /// Bytes of every tensor; −1 for the size of the local slot.
-        size: i64,
-    },
-    /// Part of a remote batch slot, into part of a local one (contract §9.1).
-    Part {
-        /// Local batch slot.
-        local: u32,
-        /// Bytes to skip at the start of the remote slot.
-        far_offset: u64,
-        /// Bytes to skip at the start of the local slot.
-        near_offset: u64,
-        /// Bytes of every tensor; −1 for the rest of the local slot.
-        size: i64,
-    },
+    /// The first `size` bytes of every tensor of a remote batch slot; −1 for the size of the local slot.
+    Slot { local: u32, size: i64 },
+    /// As `Slot`, from an offset in the remote slot to an offset in the local one (contract §9.1); a size of −1
+    /// stands for the rest of the local slot.
+    Part { local: u32, remote_offset: u64, local_offset: u64, size: i64 },
     /// Remote blocks into local ones, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        remote: Vec<i64>,
-        /// Blocks that are written.
-        local: Vec<i64>,
-    },
+    Blocks { remote: Vec<i64>, local: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
-    Rows {
-        /// Rows that are read.
-        remote: Vec<i64>,
-        /// Rows that are written.
-        local: Vec<i64>,
-    },
+    Rows { remote: Vec<i64>, local: Vec<i64> },
     /// A remote batch slot, cut into local blocks from its start.
-    SlotToBlocks {
-        /// Blocks that are written.
-        local: Vec<i64>,
-    },
+    SlotToBlocks { local: Vec<i64> },
 }
 
-/// The rows that a push reads and writes.
+/// The rows that a push reads and writes: `local` rows, into `remote` rows of the peer's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants describe their fields")]
 pub enum PushRows {
     /// A whole local batch slot, into a remote one.
-    Slot {
-        /// Local batch slot.
-        local: u32,
-    },
+    Slot { local: u32 },
     /// Local blocks into remote ones, pair by pair.
-    Blocks {
-        /// Blocks that are read.
-        local: Vec<i64>,
-        /// Blocks that are written.
-        remote: Vec<i64>,
-    },
+    Blocks { local: Vec<i64>, remote: Vec<i64> },
     /// Like `Blocks`, for caches of either kind, because the C++ class does not distinguish them.
-    Rows {
-        /// Rows that are read.
-        local: Vec<i64>,
-        /// Rows that are written.
-        remote: Vec<i64>,
-    },
+    Rows { local: Vec<i64>, remote: Vec<i64> },
 }
 
 /// The cache of a peer, as its owner describes it.
@@ -112,11 +73,7 @@ pub fn accessible(
 
 /// Checks that peers may use the cache called `name` (contract §12.4).
 pub fn reachable(name: &str, accessible: bool) -> Result<()> {
-    if accessible {
-        return Ok(());
-    }
-    let text = format!("{name} was registered with remote_accessible False");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(accessible, || Error::invalid(format!("{name} was registered with remote_accessible False")))
 }
 
 /// Checks what needs only the local cache of a pull.
@@ -127,15 +84,15 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
             batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
-            row("batch_index", u64::from(*slot), geometry)?;
+            row("batch_index", *slot, geometry)?;
             slot_bytes("cache", *size, geometry, geometry)?;
         }
-        PullRows::Part { local: slot, near_offset, size, .. } => {
+        PullRows::Part { local: slot, local_offset, size, .. } => {
             batch_cache("cache", local.kind)?;
             copy_size(*size)?;
             per_layer(layers)?;
-            row("batch_index", u64::from(*slot), geometry)?;
-            let room = after("dst_cache_offset", *near_offset, geometry)?;
+            row("batch_index", *slot, geometry)?;
+            let room = after("dst_cache_offset", *local_offset, geometry)?;
             part_bytes("cache", *size, room, room)?;
         }
         PullRows::Blocks { remote, local: blocks } | PullRows::Rows { remote, local: blocks } => {
@@ -159,58 +116,56 @@ pub fn pull_local(local: Side, rows: &PullRows, layers: Layers) -> Result<()> {
 }
 
 /// Checks a pull against the owner's description of the remote cache, and returns what moves.
-/// `Err(CacheNotFound)` if the remote cache does not have the slot, `Err(InvalidArgument)` if another rule is
-/// broken.
+/// `Err(CacheNotFound)` if the remote cache does not have the slot.
 pub fn pull(local: Side, remote: RemoteCache, rows: &PullRows, layers: Layers) -> Result<Moves> {
     pull_local(local, rows, layers)?;
-    let (here, there) = (local.geometry, remote.side.geometry);
+    let (own, peer) = (local.geometry, remote.side.geometry);
     remote_row(remote, ErrorKind::CacheNotFound)?;
-    let tensors = pull_layers(here, layers)?;
-    if layers_given(layers.src).is_none() && there.num_tensors() != tensors.count {
-        let text = format!(
-            "the far cache has {} tensors and {} are written here",
-            there.num_tensors(),
+    let tensors = pull_layers(own, layers)?;
+    if layers_given(layers.src).is_none() && peer.num_tensors() != tensors.count {
+        return Err(Error::invalid(format!(
+            "the remote cache has {} tensors, and the local range has {}",
+            peer.num_tensors(),
             tensors.count
-        );
-        return Err(Error::new(ErrorKind::InvalidArgument, text));
+        )));
     }
-    within("src_layer_range", tensors.src, tensors.count, "the far cache", there)?;
+    within("src_layer_range", tensors.src, tensors.count, "the remote cache", peer)?;
     match rows {
-        PullRows::Blocks { .. } => blocks_cache("the far cache", remote.side.kind)?,
+        PullRows::Blocks { .. } => blocks_cache("the remote cache", remote.side.kind)?,
         PullRows::Rows { .. } => {}
         PullRows::Slot { .. } | PullRows::Part { .. } | PullRows::SlotToBlocks { .. } => {
-            batch_cache("the far cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.side.kind)?;
         }
     }
-    reachable("the far cache", remote.accessible)?;
-    let slot = u64::from(remote.row) * there.row_bytes();
+    reachable("the remote cache", remote.accessible)?;
+    let slot = u64::from(remote.row) * peer.row_bytes();
     let (pieces, local_rows) = match rows {
         PullRows::Slot { local: index, size } => {
-            let len = slot_bytes("the far cache", *size, here, there)?;
+            let len = slot_bytes("the remote cache", *size, own, peer)?;
             let index = u64::from(*index);
-            (vec![Piece { src: slot, dst: index * here.row_bytes(), len }].into(), vec![index])
+            (vec![Piece { src: slot, dst: index * own.row_bytes(), len }].into(), vec![index])
         }
-        PullRows::Part { local: index, far_offset, near_offset, size } => {
+        PullRows::Part { local: index, remote_offset, local_offset, size } => {
             let index = u64::from(*index);
-            let room = after("dst_cache_offset", *near_offset, here)?;
-            let len =
-                part_bytes("the far cache", *size, room, after("src_cache_offset", *far_offset, there)?)?;
-            let dst = index * here.row_bytes() + near_offset;
-            (vec![Piece { src: slot + far_offset, dst, len }].into(), vec![index])
+            let room = after("dst_cache_offset", *local_offset, own)?;
+            let left = after("src_cache_offset", *remote_offset, peer)?;
+            let len = part_bytes("the remote cache", *size, room, left)?;
+            let dst = index * own.row_bytes() + local_offset;
+            (vec![Piece { src: slot + remote_offset, dst, len }].into(), vec![index])
         }
-        PullRows::Blocks { remote: theirs, local: ours } | PullRows::Rows { remote: theirs, local: ours } => {
-            equal_blocks(here, there)?;
-            in_range("src_blocks", theirs, there)?;
-            let ours = numbers("dst_blocks", ours, here)?;
-            let pairs = theirs.iter().map(|index| index.cast_unsigned()).zip(ours.iter().copied());
-            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+        PullRows::Blocks { remote: from, local: to } | PullRows::Rows { remote: from, local: to } => {
+            equal_blocks(own, peer)?;
+            in_range("src_blocks", from, peer)?;
+            let to = numbers("dst_blocks", to, own)?;
+            let pairs = from.iter().map(|index| index.cast_unsigned()).zip(to.iter().copied());
+            (Pieces::blocks(own.row_bytes(), pairs)?, to)
         }
-        PullRows::SlotToBlocks { local: ours } => {
-            let ours = numbers("dst_blocks", ours, here)?;
-            (cut(slot, there.row_bytes(), &ours, here.row_bytes())?.into(), ours)
+        PullRows::SlotToBlocks { local: to } => {
+            let to = numbers("dst_blocks", to, own)?;
+            (cut(slot, peer.row_bytes(), &to, own.row_bytes())?.into(), to)
         }
     };
-    let whole = tensors.count == there.num_tensors();
+    let whole = tensors.count == peer.num_tensors();
     Ok(tensors.moves(pieces, local_rows, whole))
 }
 
@@ -229,7 +184,7 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
     }
     push_layers(geometry, layers)?;
     match rows {
-        PushRows::Slot { local: slot } => row("src_batch_index", u64::from(*slot), geometry),
+        PushRows::Slot { local: slot } => row("src_batch_index", *slot, geometry).map(drop),
         PushRows::Blocks { local: blocks, remote } | PushRows::Rows { local: blocks, remote } => {
             equally_many(("src_blocks", blocks.len()), ("dst_blocks", remote.len()))?;
             in_range("src_blocks", blocks, geometry)
@@ -238,41 +193,39 @@ pub fn push_local(local: Side, rows: &PushRows, layers: Layers) -> Result<()> {
 }
 
 /// Checks a push against the owner's description of the remote cache, and returns what moves.
-/// `Err(InvalidArgument)` if a rule is broken.
 pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -> Result<Moves> {
     push_local(local, rows, layers)?;
-    let (here, there) = (local.geometry, remote.side.geometry);
-    reachable("the far cache", remote.accessible)?;
-    let tensors = push_layers(here, layers)?;
-    within("dst_layer_range", tensors.dst, tensors.count, "the far cache", there)?;
+    let (own, peer) = (local.geometry, remote.side.geometry);
+    reachable("the remote cache", remote.accessible)?;
+    let tensors = push_layers(own, layers)?;
+    within("dst_layer_range", tensors.dst, tensors.count, "the remote cache", peer)?;
     let (pieces, local_rows) = match rows {
         PushRows::Slot { local: index } => {
-            batch_cache("the far cache", remote.side.kind)?;
+            batch_cache("the remote cache", remote.side.kind)?;
             remote_row(remote, ErrorKind::InvalidArgument)?;
-            let len = here.row_bytes();
-            if len > there.row_bytes() {
-                let text = format!(
-                    "a slot of src_cache has {len} bytes and one of the far cache {}",
-                    there.row_bytes()
-                );
-                return Err(Error::new(ErrorKind::InvalidArgument, text));
+            let len = own.row_bytes();
+            if len > peer.row_bytes() {
+                return Err(Error::invalid(format!(
+                    "a slot of src_cache has {len} bytes, more than the {} bytes of a slot of the remote cache",
+                    peer.row_bytes()
+                )));
             }
             let index = u64::from(*index);
-            let dst = u64::from(remote.row) * there.row_bytes();
+            let dst = u64::from(remote.row) * peer.row_bytes();
             (vec![Piece { src: index * len, dst, len }].into(), vec![index])
         }
-        PushRows::Blocks { local: ours, remote: theirs } | PushRows::Rows { local: ours, remote: theirs } => {
+        PushRows::Blocks { local: from, remote: to } | PushRows::Rows { local: from, remote: to } => {
             if matches!(rows, PushRows::Blocks { .. }) {
-                blocks_cache("the far cache", remote.side.kind)?;
+                blocks_cache("the remote cache", remote.side.kind)?;
             }
-            equal_blocks(here, there)?;
-            let ours = numbers("src_blocks", ours, here)?;
-            in_range("dst_blocks", theirs, there)?;
-            let pairs = ours.iter().copied().zip(theirs.iter().map(|index| index.cast_unsigned()));
-            (Pieces::blocks(here.row_bytes(), pairs)?, ours)
+            equal_blocks(own, peer)?;
+            let from = numbers("src_blocks", from, own)?;
+            in_range("dst_blocks", to, peer)?;
+            let pairs = from.iter().copied().zip(to.iter().map(|index| index.cast_unsigned()));
+            (Pieces::blocks(own.row_bytes(), pairs)?, from)
         }
     };
-    let whole = tensors.count == here.num_tensors();
+    let whole = tensors.count == own.num_tensors();
     if tensors.count == 0 {
         return Ok(tensors.moves(Pieces::default(), vec![], false));
     }
@@ -282,10 +235,9 @@ pub fn push(local: Side, remote: RemoteCache, rows: &PushRows, layers: Layers) -
 pub(super) fn remote_row(remote: RemoteCache, kind: ErrorKind) -> Result<()> {
     // To everything that names a slot, a blocks cache is one slot (contract §12.1).
     let rows = if remote.side.kind == CacheKind::Batch { remote.side.geometry.rows() } else { 1 };
-    if u64::from(remote.row) < rows {
-        return Ok(());
-    }
-    Err(Error::new(kind, format!("the far cache has no slot {}, only 0 to {}", remote.row, rows - 1)))
+    ensure(u64::from(remote.row) < rows, || {
+        Error::new(kind, format!("the remote cache has no slot {}, only 0 to {}", remote.row, rows - 1))
+    })
 }
 
 /// Returns the bytes for `size`, by default those of a local slot. They must fit into a slot of `of`, the
@@ -295,8 +247,7 @@ fn slot_bytes(name: &str, size: i64, local: Geometry, of: Geometry) -> Result<u6
     if bytes <= of.row_bytes() {
         return Ok(bytes);
     }
-    let allowed = format!("{bytes} bytes must fit a slot of {name}, {} bytes", of.row_bytes());
-    Err(Error::argument("size", size, allowed))
+    Err(too_long(size, bytes, of.row_bytes(), &format!("a slot of {name}")))
 }
 
 /// Returns the bytes of a slot after the offset called `name`, at least one.
@@ -315,22 +266,17 @@ fn part_bytes(name: &str, size: i64, room: u64, left: u64) -> Result<u64> {
     if bytes <= left {
         return Ok(bytes);
     }
-    let allowed = format!("{bytes} bytes must fit the {left} bytes after the offset in a slot of {name}");
-    Err(Error::argument("size", size, allowed))
+    Err(too_long(size, bytes, left, &format!("a slot of {name} after the offset")))
 }
 
 /// Checks that a list of blocks is not empty.
 pub fn named(name: &str, blocks: &[i64]) -> Result<()> {
-    if blocks.is_empty() { Err(Error::argument(name, "[]", "at least one block")) } else { Ok(()) }
+    if blocks.is_empty() { Err(Error::argument(name, "[]", "a list of at least one block")) } else { Ok(()) }
 }
 
 /// Checks that two lists have the same number of entries.
 pub fn equally_many((src, left): (&str, usize), (dst, right): (&str, usize)) -> Result<()> {
-    if left == right {
-        return Ok(());
-    }
-    let text = format!("{src} has {left} entries and {dst} {right}");
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(left == right, || Error::invalid(format!("{src} has {left} entries, and {dst} has {right}")))
 }
 
 /// Checks that every entry is a block of the cache.
@@ -340,7 +286,7 @@ fn in_range(name: &str, blocks: &[i64], of: Geometry) -> Result<()> {
         return Ok(());
     }
     let entry = |(at, &index): (usize, &i64)| {
-        block(name, index, of).or_else(|_| block(&format!("{name}[{at}]"), index, of)).map(drop)
+        row(name, index, of).or_else(|_| row(&format!("{name}[{at}]"), index, of)).map(drop)
     };
     blocks.iter().enumerate().try_for_each(entry)
 }
@@ -352,22 +298,24 @@ fn numbers(name: &str, blocks: &[i64], of: Geometry) -> Result<Vec<u64>> {
 }
 
 pub(super) fn equal_blocks(local: Geometry, remote: Geometry) -> Result<()> {
-    if local.row_bytes() == remote.row_bytes() {
-        return Ok(());
-    }
-    let text =
-        format!("blocks have {} bytes here and {} in the far cache", local.row_bytes(), remote.row_bytes());
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    ensure(local.row_bytes() == remote.row_bytes(), || {
+        Error::invalid(format!(
+            "a block has {} bytes in the local cache and {} in the remote cache",
+            local.row_bytes(),
+            remote.row_bytes()
+        ))
+    })
 }
 
 /// Cuts the slot at byte `slot` into blocks from its start. The last piece may be shorter.
 pub(super) fn cut(slot: u64, slot_bytes: u64, blocks: &[u64], block_bytes: u64) -> Result<Vec<Piece>> {
     let most = slot_bytes.div_ceil(block_bytes);
     if blocks.len() as u64 > most {
-        let allowed = format!("at most {most}: the slot has {slot_bytes} bytes, a block {block_bytes} bytes");
+        let allowed =
+            format!("at most {most}, because a slot has {slot_bytes} bytes and a block has {block_bytes}");
         return Err(Error::argument("len(dst_blocks)", blocks.len(), allowed));
     }
-    total_bytes(blocks.len(), block_bytes)?;
+    total_bytes(blocks.len() as u64, block_bytes)?;
     let piece = |(at, &block): (usize, &u64)| {
         let start = at as u64 * block_bytes;
         Piece { src: slot + start, dst: block * block_bytes, len: block_bytes.min(slot_bytes - start) }

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::json::json;
 use crate::config::{HugeChoice, KernelChoice, SwapInPath, Token, TransportChoice};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result, ensure};
 
 /// Fewest characters of a token. A shorter token could be guessed.
 const TOKEN_CHARACTERS: usize = 16;
@@ -26,11 +26,7 @@ pub fn device_id(value: i64) -> Result<()> {
 
 /// Checks `sync_kv_timeout`: milliseconds, above 0.
 pub fn sync_kv_timeout(value: i64) -> Result<()> {
-    if value > 0 {
-        Ok(())
-    } else {
-        Err(Error::argument("sync_kv_timeout", value, "above 0, in milliseconds"))
-    }
+    ensure(value > 0, || Error::argument("sync_kv_timeout", value, "a number of milliseconds above 0"))
 }
 
 /// Checks `link_total_time`: seconds, 0 to 4294967295.
@@ -45,11 +41,7 @@ pub fn link_retry_count(value: i64) -> Result<()> {
 
 /// Checks `mem_utilization`: a share from 0.0 to 1.0.
 pub fn mem_utilization(value: f64) -> Result<()> {
-    if (0.0..=1.0).contains(&value) {
-        Ok(())
-    } else {
-        Err(Error::argument("mem_utilization", value, "0.0 to 1.0"))
-    }
+    ensure((0.0..=1.0).contains(&value), || Error::out_of_range("mem_utilization", value, "0.0 to 1.0"))
 }
 
 /// Checks `copy_workers`: 1 to 256.
@@ -91,7 +83,7 @@ pub fn link_token(text: &str) -> Result<Token> {
         TOKEN_CHARACTERS.. => Ok(Token::new(text)),
         count => {
             let value = format!("({count} characters, not shown)");
-            let allowed = format!("at least {TOKEN_CHARACTERS} characters");
+            let allowed = format!("a text of at least {TOKEN_CHARACTERS} characters");
             Err(Error::argument("link_token", value, allowed))
         }
     }
@@ -104,10 +96,9 @@ pub fn link_token_file(text: &str) -> Result<PathBuf> {
         return Ok(PathBuf::from(text));
     }
     let count = text.chars().count();
-    let text = format!(
+    Err(Error::invalid(format!(
         "link_token_file=({count} characters, not shown) is not an absolute path of at most {PATH_BYTES} bytes"
-    );
-    Err(Error::new(ErrorKind::InvalidArgument, text))
+    )))
 }
 
 /// Checks `link_heartbeat`: milliseconds, 1 to 3,600,000 (one hour).
@@ -152,7 +143,7 @@ pub fn rank_port(value: i64) -> Result<()> {
 pub fn rank_hosts(text: &str) -> Result<BTreeMap<String, SocketAddr>> {
     let invalid = |reason: &str| {
         let value = format!("{:?}", clipped(text));
-        Error::argument("rank_hosts", value, format_args!("a JSON object of name: \"ip:port\"; {reason}"))
+        Error::argument("rank_hosts", value, format_args!("a JSON object of name: \"ip:port\" ({reason})"))
     };
     let hosts: Value = json(text).map_err(|error| invalid("not JSON").because(error))?;
     let Value::Object(hosts) = hosts else { return Err(invalid("not an object")) };
@@ -170,7 +161,7 @@ pub fn socket_address(name: &str, text: &str) -> Result<SocketAddr> {
     let parts = text.rsplit_once(':').filter(|(ip, _)| !ip.contains(':') || ip.starts_with('['));
     let read = parts.and_then(|(ip, port)| Some(SocketAddr::new(ip_address(ip)?, decimal(port)?)));
     read.ok_or_else(|| {
-        let allowed = "ip:port or [ipv6]:port, port 0 to 65535; no host name";
+        let allowed = "ip:port or [ipv6]:port with a port of 0 to 65535, not a host name";
         Error::argument(name, format_args!("{:?}", clipped(text)), allowed)
     })
 }
@@ -194,7 +185,7 @@ pub(super) fn decimal<T: std::str::FromStr>(text: &str) -> Option<T> {
 pub fn page_shift(value: u64) -> Result<u32> {
     match u32::try_from(value) {
         Ok(shift @ 10..31) => Ok(shift),
-        _ => Err(Error::argument("page_shift", value, "10 to 30")),
+        _ => Err(Error::out_of_range("page_shift", value, "10 to 30")),
     }
 }
 
@@ -202,18 +193,16 @@ pub fn page_shift(value: u64) -> Result<u32> {
 pub fn dimensions(rank: usize, batch_dim_index: i64, seq_len_dim_index: i64) -> Result<()> {
     let rank = i64::try_from(rank).unwrap_or(i64::MAX);
     if rank == 0 {
-        return Err(Error::argument("shape", "[]", "at least one dimension"));
+        return Err(Error::argument("shape", "[]", "a list of at least one dimension"));
     }
     within("batch_dim_index", batch_dim_index, 0, rank - 1)?;
     if seq_len_dim_index == -1 { Ok(()) } else { within("seq_len_dim_index", seq_len_dim_index, 0, rank - 1) }
 }
 
 fn within(name: &str, value: i64, low: i64, high: i64) -> Result<()> {
-    if (low..=high).contains(&value) {
-        Ok(())
-    } else {
-        Err(Error::argument(name, value, format_args!("{low} to {high}")))
-    }
+    ensure((low..=high).contains(&value), || {
+        Error::out_of_range(name, value, format_args!("{low} to {high}"))
+    })
 }
 
 /// Returns the value of the allowed text that equals `text`.

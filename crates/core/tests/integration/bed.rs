@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::device::{Copier, Copy, Device, DeviceSet, HostReach};
-use llm_datadist_core::memory::Region;
-use llm_datadist_core::memory::kernels::Kernel;
-use llm_datadist_core::net::{Accepted, Listener, Stream};
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::Region;
+use llm_datadist_core::testing::memory::kernels::Kernel;
+use llm_datadist_core::testing::net::{Accepted, Listener, Stream};
 use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind, Placement,
     PoolConfig, Result, Role,

@@ -6,10 +6,10 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 
-use llm_datadist_core::cache::Table;
-use llm_datadist_core::memory::{Generations, Region, Tensors};
-use llm_datadist_core::model::Name;
-use llm_datadist_core::validate::{Side, bindings};
+use llm_datadist_core::testing::cache::Table;
+use llm_datadist_core::testing::memory::{Generations, Region, Tensors};
+use llm_datadist_core::testing::model::Name;
+use llm_datadist_core::testing::validate::{Side, bindings};
 use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

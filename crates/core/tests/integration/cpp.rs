@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use llm_datadist_core::validate::cpp::{self, Options};
+use llm_datadist_core::testing::validate::cpp::{self, Options};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheIndex, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind,
     ExtParam, PeerAddress, Placement, PoolConfig, Role,
@@ -57,11 +57,11 @@ fn buffers_are_checked_and_give_a_size() {
         ("[]".to_owned(), "object"),
         ("{".to_owned(), "JSON"),
         ("{}".to_owned(), "neither"),
-        (r#"{"buf_pool_size": 0}"#.to_owned(), "buf_pool_size = 0"),
-        (r#"{"buf_pool_size": -1}"#.to_owned(), "buf_pool_size = -1"),
+        (r#"{"buf_pool_size": 0}"#.to_owned(), "buf_pool_size=0"),
+        (r#"{"buf_pool_size": -1}"#.to_owned(), "buf_pool_size=-1"),
         (r#"{"buf_cfg": 5}"#.to_owned(), "list"),
         (classes("5"), "entry"),
-        (classes(r#"{"total_size": 2097152, "blk_size": 1}"#), "max_buf_size = (missing)"),
+        (classes(r#"{"total_size": 2097152, "blk_size": 1}"#), "max_buf_size=(missing)"),
         (classes(&class(3 * MIB, 256, 512)), "multiple of 2 MiB"),
         (classes(&class(4096 * MIB, 256, 512)), "below 4 GiB"),
         (classes(&class(6 * MIB, 3 * MIB, 4 * MIB)), "power of two"),
@@ -124,7 +124,7 @@ fn every_element_type_of_whole_bytes_has_its_size() {
             Ok(desc) => assert_eq!(desc.data_type.bytes(), bytes, "{number}"),
             Err(error) => {
                 assert_eq!(bytes, 0, "{number}");
-                assert!(error.to_string().contains(&format!("data_type = {number}")), "{error}");
+                assert!(error.to_string().contains(&format!("data_type={number}")), "{error}");
             }
         }
     }

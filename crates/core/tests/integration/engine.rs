@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::memory::kernels::Kernel;
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::oracle::{Twin, TwinCache};
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKind, CopyArgs, DataDist, End, ErrorKind, KernelChoice, Placement, SwapInPath,
@@ -404,7 +404,7 @@ fn copy_cache_copies_the_range_and_nothing_beside_it() {
         let other = machine.make(spec(Host, Batch, 3, 4, 64, 3));
         assert_eq!(
             machine.copy_cache(other, src, slots(0, 0)),
-            Err(ErrorKind::UnlikeTensors),
+            Err(ErrorKind::TensorCountMismatch),
             "unlike tensor counts"
         );
     });

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind,
     LayerRange, LayerwiseArgs, Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
@@ -106,7 +106,7 @@ fn produced(kind: ErrorKind) -> Option<Error> {
             engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).unwrap();
             engine.allocate(&desc(Device, 1, 4, 64), Blocks, &key).map(|_| ())
         }
-        ErrorKind::UnlikeTensors => {
+        ErrorKind::TensorCountMismatch => {
             let [one, two] = [1, 2].map(|count| {
                 let cache = engine.allocate(&desc(Device, count, 4, 64), CacheKind::Batch, &[]).unwrap();
                 End::Managed(cache.id())
@@ -171,7 +171,7 @@ fn codes_are_the_numbers_of_the_contract() {
         (ErrorKind::System, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::Cancelled, S::Failed, 0xFFFF_FFFF),
         (ErrorKind::KeyTaken, S::ParamInvalid, 0x5010_B005),
-        (ErrorKind::UnlikeTensors, S::ParamInvalid, 0x5010_B005),
+        (ErrorKind::TensorCountMismatch, S::ParamInvalid, 0x5010_B005),
     ];
     assert_eq!(expected.map(|(kind, _, _)| kind), ErrorKind::ALL);
     for (kind, code, value) in expected {
@@ -194,11 +194,11 @@ fn an_engine_without_the_cache_manager_has_codes_of_its_own() {
         (ErrorKind::OutOfMemory, S::DeviceOutOfMemory),
         (ErrorKind::Timeout, S::WaitProcessTimeout),
         (ErrorKind::UnlinkFailed, S::NotifyPromptUnlinkFailed),
-        (ErrorKind::UnlikeTensors, S::Failed),
+        (ErrorKind::TensorCountMismatch, S::Failed),
     ];
     for kind in ErrorKind::ALL {
         let expected = own.iter().find(|(other, _)| *other == kind).map_or(S::from(kind), |&(_, code)| code);
-        assert_eq!(S::of_first_generation(kind), expected, "{kind:?}");
+        assert_eq!(S::of_kv_cache_manager(kind), expected, "{kind:?}");
     }
     assert!(own.iter().all(|&(kind, code)| S::from(kind) != code));
 }
@@ -224,7 +224,7 @@ fn a_text_holds_message_facts_and_source() {
     assert_eq!(error.source().unwrap().to_string(), "the disk is gone");
     let bare = Error::new(ErrorKind::Closed, "closed");
     assert_eq!((bare.to_string().as_str(), bare.source().is_none()), ("closed", true));
-    assert_eq!(Error::argument("size", -2, "1 to 3").to_string(), "size = -2 is not allowed: 1 to 3");
+    assert_eq!(Error::argument("size", -2, "1 to 3").to_string(), "size=-2 must be 1 to 3");
     assert_eq!(size_of::<llm_datadist_core::Result<u32>>(), 16);
     assert_eq!(size_of::<llm_datadist_core::Result<()>>(), 8);
 }

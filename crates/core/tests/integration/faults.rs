@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::copy::{CopyEngine, Staging};
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::device::{self, Copier, Copy, DeviceSet, HostReach};
-use llm_datadist_core::memory::kernels::Kernel;
-use llm_datadist_core::memory::{Region, Tensors};
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::copy::{CopyEngine, Staging};
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::device::{self, Copier, Copy, DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::kernels::Kernel;
+use llm_datadist_core::testing::memory::{Region, Tensors};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
     Cache, CacheKey, CacheKind, DataDist, Deadline, End, Error, ErrorKind, Placement, Snapshot, SwapInPath,
 };

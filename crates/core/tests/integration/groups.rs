@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use llm_datadist_core::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
+use llm_datadist_core::testing::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
 use llm_datadist_core::{
     CacheKind, Config, DataDist, End, Error, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
 };

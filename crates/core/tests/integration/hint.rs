@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use llm_datadist_core::config::Token;
-use llm_datadist_core::huge_pages::Merger;
-use llm_datadist_core::memory::{OwnPages, Region};
+use llm_datadist_core::testing::config::Token;
+use llm_datadist_core::testing::huge_pages::Merger;
+use llm_datadist_core::testing::memory::{OwnPages, Region};
 use llm_datadist_core::{
     CacheId, CacheKind, ClusterId, Config, DataDist, End, HugeChoice, Layers, Name, PeerAddress, Placement,
     PoolConfig, PullRows, RemoteName, Role,

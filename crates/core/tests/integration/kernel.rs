@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use llm_datadist_core::ErrorKind;
-use llm_datadist_core::memory::kernels::{Copy, Kernel, copy, copy_all};
-use llm_datadist_core::memory::{Region, Tensors};
+use llm_datadist_core::testing::memory::kernels::{Copy, Kernel, copy, copy_all};
+use llm_datadist_core::testing::memory::{Region, Tensors};
 
 use crate::bed::Buffer;
 

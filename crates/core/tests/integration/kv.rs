@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use llm_datadist_core::memory::{usable_bytes, usable_under};
-use llm_datadist_core::validate::{self, Side};
+use llm_datadist_core::testing::memory::{usable_bytes, usable_under};
+use llm_datadist_core::testing::validate::{self, Side};
 use llm_datadist_core::{
     CacheKey, CacheKind, ClusterId, Config, CopyArgs, DataDist, End, Error, ErrorKind, Geometry, Layers,
     Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
@@ -215,18 +215,18 @@ fn rows_of_either_kind() {
         validate::swap_rows(cache, side(2, 10, 128, Blocks, Host), &[(19, 9)]).unwrap().block_bytes,
         128
     );
-    refused(validate::swap_rows(local, cache, &[(10, 0)]), &["source block = 10", "0 to 9"]);
+    refused(validate::swap_rows(local, cache, &[(10, 0)]), &["source block=10", "0 to 9"]);
     refused(validate::swap_rows(cache, cache, &[]), &["placements"]);
     refused(validate::swap_rows(local, side(2, 20, 64, Batch, Device), &[]), &["block sizes"]);
     refused(validate::swap_rows(local, side(3, 20, 128, Batch, Device), &[]), &["num_tensors"]);
     assert_eq!(validate::copy_rows(cache, &[(0, 19)]).unwrap().num_tensors, 2);
-    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in HOST"]);
-    refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block = 20"]);
+    refused(validate::copy_rows(local, &[(0, 1)]), &["cache is in host"]);
+    refused(validate::copy_rows(cache, &[(0, 20)]), &["destination block=20"]);
     let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
     assert_eq!(validate::copy_on_device(cache, cache, args).unwrap().src_offset, 128);
-    refused(validate::copy_on_device(local, cache, args), &["src is in HOST"]);
-    refused(validate::copy_on_device(cache, local, args), &["dst is in HOST"]);
-    refused(validate::copy_on_device(local, local, args), &["dst is in HOST"]);
+    refused(validate::copy_on_device(local, cache, args), &["src is in host"]);
+    refused(validate::copy_on_device(cache, local, args), &["dst is in host"]);
+    refused(validate::copy_on_device(local, local, args), &["dst is in host"]);
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn two_engines_of_one_id() {
             assert_eq!(pull(&local, &slot).unwrap_err().kind(), InvalidArgument, "the own id stays refused");
             continue;
         }
-        pull(&local, &PullRows::Part { local: 1, far_offset: 10, near_offset: 30, size: 20 }).unwrap();
+        pull(&local, &PullRows::Part { local: 1, remote_offset: 10, local_offset: 30, size: 20 }).unwrap();
         let got = bed::contents(&ours);
         for tensor in 0..2 {
             assert_eq!(got[tensor][94..114], bytes[tensor][10..30]);
@@ -315,5 +315,5 @@ fn an_engine_linked_with_itself_pulls_nothing() {
     let from = RemoteName { cluster: ClusterId(3), name: Name::Row { cache: cache.id(), row: 0 } };
     let pulled =
         engine.pull(from, &End::Managed(cache.id()), &PullRows::Slot { local: 1, size: -1 }, Layers::ALL);
-    refused(pulled, &["cluster_id = 3", "another cluster"]);
+    refused(pulled, &["cluster_id=3", "another cluster"]);
 }

@@ -2,9 +2,11 @@
 //!
 //! Not for: engines (`links/layerwise`).
 
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::plan::Moves;
-use llm_datadist_core::validate::{Landing, LayerRows, RemoteCache, Side, landed_layers, landing};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::plan::Moves;
+use llm_datadist_core::testing::validate::{
+    LayerDestination, LayerRows, RemoteCache, Side, destination_layers, layer_moves,
+};
 use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 
@@ -118,9 +120,12 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     let there = side(kinds, 9, remote.0, remote.1);
     let far_bytes = remote.0 * remote.1;
     let at = if by_name {
-        Landing::Cache(self::remote(there, if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 }))
+        LayerDestination::Cache(self::remote(
+            there,
+            if kinds == CacheKind::Batch { slots.1 as u32 } else { 0 },
+        ))
     } else {
-        Landing::Memory { offset: case.offset as u64, tensor_bytes: far_bytes as u64 }
+        LayerDestination::Memory { offset: case.offset as u64, tensor_bytes: far_bytes as u64 }
     };
     let (start, room) = match (by_name, case.form % 3) {
         (false, _) => (case.offset, far_bytes.saturating_sub(case.offset)),
@@ -129,7 +134,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
     };
     let source = patterned(1, 9, local.0 * local.1);
     let before = patterned(2, 9, far_bytes);
-    let planned: Result<Moves> = landing(here, &rows, slots.0 as u32, at);
+    let planned: Result<Moves> = layer_moves(here, &rows, slots.0 as u32, at);
     let (mut expected, mut got) = (before.clone(), before);
     let mut legal = slots.0 < local.0 || case.form % 3 == 1;
     legal &= !by_name || !slots_alone || slots.1 < remote.0;
@@ -179,7 +184,7 @@ fn layers_are_in_the_far_cache_or_refused() {
         for layers in bounds {
             for per_layer in bounds {
                 let inside = (u128::from(first) + u128::from(layers)) * u128::from(per_layer) <= 12;
-                let result = landed_layers(there, first, layers, per_layer);
+                let result = destination_layers(there, first, layers, per_layer);
                 assert_eq!(result.is_ok(), inside, "{first} {layers} {per_layer}");
             }
         }

@@ -5,7 +5,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use llm_datadist_core::validate::{self, LayerRows, LayerwiseArgs, Side};
+use llm_datadist_core::testing::validate::{self, LayerRows, LayerwiseArgs, Side};
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKind, ClusterId, DataType, Destination, ErrorKind, Geometry, LayerRange, Name,
     Placement, Result, Target,
@@ -43,18 +43,18 @@ fn broken(local: Side, args: &LayerwiseArgs) -> Option<Row> {
         (
             "11",
             dst == 0 && size.unwrap_or(0) != 0,
-            words(&[&format!("dst_block_memory_size = {}", size.unwrap_or(0)), "None or 0"]),
+            words(&[&format!("dst_block_memory_size={}", size.unwrap_or(0)), "None or 0"]),
         ),
-        ("per layer", per_layer == 0, words(&["tensor_num_per_layer = 0"])),
+        ("per layer", per_layer == 0, words(&["tensor_num_per_layer=0"])),
         (
             "12",
             per_layer != 0 && tensors % per_layer.max(1) != 0,
-            words(&[&format!("num_tensors = {tensors}"), &format!("tensor_num_per_layer, {per_layer}")]),
+            words(&[&format!("num_tensors={tensors}"), &format!("tensor_num_per_layer={per_layer}")]),
         ),
         (
             "8.2",
             src > 0 && size.unwrap_or(0) != 0 && size != Some(block),
-            words(&[&format!("dst_block_memory_size = {}", size.unwrap_or(0)), &block.to_string()]),
+            words(&[&format!("dst_block_memory_size={}", size.unwrap_or(0)), &block.to_string()]),
         ),
         (
             "blocks",
@@ -98,12 +98,12 @@ fn broken_by(local: Side, args: &LayerwiseArgs, to: &Destination) -> Option<Row>
         (
             "13 range",
             named.is_empty() || there < named.len(),
-            words(&[&format!("src_layer_range = {first}..{end}"), &format!("0..{layers}")]),
+            words(&[&format!("src_layer_range={first}..{end}"), &format!("0..{layers}")]),
         ),
         (
             "13 addresses",
             addresses.is_some_and(|count| count != needed),
-            words(&[&format!("len(dst_addrs) = {}", addresses.unwrap_or(0)), &needed.to_string()]),
+            words(&[&format!("len(dst_addrs)={}", addresses.unwrap_or(0)), &needed.to_string()]),
         ),
         (
             "13a",
@@ -193,7 +193,7 @@ fn lists_and_source_are_checked_in_the_order_of_the_table() {
 fn the_parts_are_the_whole() {
     TestRunner::new(proptest_cases(3000))
         .run(&(sides(), arguments(0)), |(local, args)| {
-            let parts = validate::source_placement(local.placement)
+            let parts = validate::on_device("src_cache", local.placement)
                 .and_then(|()| validate::block_lists(&args))
                 .and_then(|()| validate::block_bytes_alone(&args))
                 .and_then(|()| validate::whole_layers(local.geometry, args.tensors_per_layer));

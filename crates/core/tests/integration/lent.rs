@@ -11,8 +11,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::null_mut;
 
-use llm_datadist_core::huge_pages::Merger;
-use llm_datadist_core::memory::{OwnPages, Region, Tensors};
+use llm_datadist_core::testing::huge_pages::Merger;
+use llm_datadist_core::testing::memory::{OwnPages, Region, Tensors};
 use llm_datadist_core::{CacheId, CacheKind, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 

@@ -23,9 +23,9 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
-use llm_datadist_core::session::Transports;
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
+use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Error, Name,
     PeerAddress, Placement, PoolConfig, RemoteName, Result, Role, TransportChoice,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering as Std};
 use std::time::Duration;
 
-use llm_datadist_core::cache::pin;
+use llm_datadist_core::testing::cache::pin;
 use llm_datadist_core::{Adopted, Cache, CacheDesc, CacheKind, DataType, Deadline, Placement};
 use loom::sync::atomic::{AtomicI64, Ordering};
 use loom::thread;

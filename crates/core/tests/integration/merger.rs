@@ -14,12 +14,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::copy::CopyEngine;
-use llm_datadist_core::huge_pages::Merger;
-use llm_datadist_core::memory::kernels::{Kernel, copy};
-use llm_datadist_core::memory::{
+use llm_datadist_core::testing::copy::CopyEngine;
+use llm_datadist_core::testing::huge_pages::Merger;
+use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
+use llm_datadist_core::testing::memory::{
     MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
 };
+use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -358,7 +359,7 @@ fn eager_pools_are_there_when_open_returns() {
     let cache = engine.allocate(&desc(Device, 1, 8, 1 << 20), CacheKind::Blocks, &[]).unwrap();
     let buffer = Buffer::new(1 << 20, |_| 9);
     let to = Tensors::adopted(buffer.adopt(0, 1 << 20));
-    let window = cache.tensors().window(0, 7 << 20, 1 << 20).unwrap();
+    let window = tensors(&cache).window(0, 7 << 20, 1 << 20).unwrap();
     copy(window, to.window(0, 0, 1 << 20).unwrap(), Kernel::PLAIN).unwrap();
     assert_eq!(buffer.read(0, 1 << 20), vec![0; 1 << 20]);
     drop(cache);
@@ -389,7 +390,8 @@ fn memory_of_a_device_is_left_alone() {
     let region = Arc::new(Region::opaque(0xDEAD_0000_0000_0000, 64 << 20));
     assert_eq!((region.units(), region.merges()), (0, false));
     let engine =
-        CopyEngine::new(&config(1 << 20), llm_datadist_core::device::DeviceSet::host_only()).unwrap();
+        CopyEngine::new(&config(1 << 20), llm_datadist_core::testing::device::DeviceSet::host_only())
+            .unwrap();
     let merger = Merger::new([region.clone()]);
     merger.commit(&engine).unwrap();
     merger.moved(u64::MAX);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use llm_datadist_core::cache::{Pin, pin, pin_reads_for, pin_writes};
+use llm_datadist_core::testing::cache::{Pin, pin, pin_reads_for, pin_writes};
 use llm_datadist_core::{Cache, CacheKind, Deadline, ErrorKind, Placement};
 
 use crate::bed::{adopt, desc};

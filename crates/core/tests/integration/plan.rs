@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 
-use llm_datadist_core::plan::{
+use llm_datadist_core::testing::plan::{
     BlockPairs, Blocks, CopyPlan, CopyRange, Ends, Moves, Piece, Pieces, Span, SpanList, Wave,
 };
 use proptest::prelude::*;

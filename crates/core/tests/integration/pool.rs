@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use llm_datadist_core::ErrorKind;
-use llm_datadist_core::pool::{Extent, Pool, PoolState};
+use llm_datadist_core::testing::pool::{Extent, Pool, PoolState};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
@@ -33,14 +33,14 @@ fn argument_error(capacity: u64, page_shift: u32) -> String {
 
 #[test]
 fn refuses_what_is_no_pool() {
-    assert!(argument_error(1 << 40, 9).contains("page_shift = 9"));
-    assert!(argument_error(1 << 40, 31).contains("page_shift = 31"));
+    assert!(argument_error(1 << 40, 9).contains("page_shift=9"));
+    assert!(argument_error(1 << 40, 31).contains("page_shift=31"));
     assert!(argument_error(1 << 40, u32::MAX).contains("page_shift"));
-    assert!(argument_error(0, 10).contains("capacity = 0"));
+    assert!(argument_error(0, 10).contains("capacity=0"));
     assert!(argument_error((1 << 16) - 1, 16).contains("at least 65536"));
     let limit = u64::from(u32::MAX) << 10;
-    assert!(argument_error(limit, 10).contains(&format!("less than {limit}")));
-    assert!(argument_error(u64::MAX, 30).contains("less than"));
+    assert!(argument_error(limit, 10).contains(&format!("below {limit}")));
+    assert!(argument_error(u64::MAX, 30).contains("below"));
 
     assert_eq!(Pool::new(limit - 1, 10).unwrap().state().capacity_bytes, limit - PAGE);
     assert_eq!(Pool::new(1 << 30, 30).unwrap().state().capacity_bytes, 1 << 30);

@@ -8,11 +8,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::copy::{Arrived, CopyEngine, Progress};
-use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::memory::Tensors;
-use llm_datadist_core::net::{Address, Fault, Faults, Local, Stream, Transport};
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends, Span};
+use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress};
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::memory::Tensors;
+use llm_datadist_core::testing::net::{Address, Fault, Faults, Local, Stream, Transport};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends, Span};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;

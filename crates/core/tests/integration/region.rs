@@ -8,8 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::sync::Arc;
 
-use llm_datadist_core::memory::kernels::{Kernel, copy};
-use llm_datadist_core::memory::{Access, Generations, Region, Tensors, remember_process, this_process};
+use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
+use llm_datadist_core::testing::memory::{
+    Access, Generations, Region, Tensors, remember_process, this_process,
+};
 use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};

@@ -7,14 +7,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::cache::{pin_reads, pin_writes};
-use llm_datadist_core::net::{Address, Local, Transport};
-use llm_datadist_core::plan::{BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave};
-use llm_datadist_core::protocol::{
-    self, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run, Spot, WireName,
-    WirePlan,
+use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
+use llm_datadist_core::testing::net::{Address, Local, Transport};
+use llm_datadist_core::testing::plan::{
+    BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
 };
-use llm_datadist_core::validate::{self, RemoteCache, Side};
+use llm_datadist_core::testing::protocol::{
+    self, AddressLocation, Arrived, HEADER, Location, MESSAGE_LIMIT, Place, Record, Reply, Request, Run,
+    WireName, WirePlan,
+};
+use llm_datadist_core::testing::validate::{self, RemoteCache, Side};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, DataDist, Deadline, End, ErrorKind, Geometry, Layers, Placement,
     PoolConfig, PullRows, PushRows, Result,
@@ -192,7 +194,7 @@ fn other_lists_of_messages_fail_whole() {
     let mut record = Record::new(Place { place: 1, generation: 2 }, CacheId(3), 0, side);
     record.location = Location::Process { runs };
     reads(&protocol::encode(&Reply::Described(record)).unwrap(), "runs");
-    let spot = Spot { cache: 1, tensor: 2, offset: 1 << 40 };
+    let spot = AddressLocation { cache: 1, tensor: 2, offset: 1 << 40 };
     reads(&protocol::encode(&Reply::Located(vec![spot; MANY as usize])).unwrap(), "spots");
     let rows = (0..MANY).map(|k| (2 * k, 2 * k + 1)).collect();
     let arrived = vec![Arrived { tensor: 3, rows }];

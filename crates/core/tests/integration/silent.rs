@@ -10,11 +10,11 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::copy::{CopyEngine, Progress, STILL_READING, Staging};
-use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::memory::stalled::Stall;
-use llm_datadist_core::memory::{PeerProcess, Probe, Tensors, allow_readers, own_probe};
-use llm_datadist_core::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::copy::{CopyEngine, Progress, STILL_READING, Staging};
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::memory::stalled::Stall;
+use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, Error, ErrorKind, Placement, SwapInPath};
 
 use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
-use llm_datadist_core::stats::{BUCKETS, Counters};
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::stats::{BUCKETS, Counters};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, KernelChoice, OpState, Placement, SwapInPath,
 };
@@ -140,7 +140,7 @@ fn swap_ins_are_counted_by_their_way() {
 #[test]
 fn kernels_are_counted_and_forced() {
     let have_streaming =
-        llm_datadist_core::memory::kernels::Kernel::all().iter().any(|kernel| kernel.streams());
+        llm_datadist_core::testing::memory::kernels::Kernel::all().iter().any(|kernel| kernel.streams());
     for kernel in [KernelChoice::Plain, KernelChoice::Streaming, KernelChoice::Auto] {
         let mut config = config(32 << 20);
         config.kernel = kernel;

@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llm_datadist_core::cache::{pin_reads, pin_writes};
-use llm_datadist_core::device::HostReach;
-use llm_datadist_core::device::sim::SimDevice;
+use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::oracle::TwinTable;
 use llm_datadist_core::{
     Cache, CacheId, CacheKey, CacheKind, Config, DataDist, Deadline, End, ErrorKind, Placement, PoolConfig,
@@ -405,7 +405,11 @@ fn memory_is_back_when_the_call_returns() {
             engine.deallocate(id).unwrap();
             assert_eq!(used(&engine), 0);
         }
-        assert_eq!(Arc::strong_count(own.cache.tensors()), 1, "nor the caller's memory");
+        assert_eq!(
+            Arc::strong_count(llm_datadist_core::testing::tensors(&own.cache)),
+            1,
+            "nor the caller's memory"
+        );
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use llm_datadist_core::token_file::{read, token};
+use llm_datadist_core::testing::token_file::{read, token};
 use llm_datadist_core::{DataDist, ErrorKind, LinkConfig, Token};
 
 use crate::bed::{config, skipped};

@@ -4,9 +4,9 @@
 
 use std::collections::BTreeSet;
 
-use llm_datadist_core::plan::CopyPlan;
-use llm_datadist_core::plan::Moves;
-use llm_datadist_core::validate::{
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::testing::plan::Moves;
+use llm_datadist_core::testing::validate::{
     self, ExtParam, LayerRange, Layers, PullRows, PushRows, RemoteCache, Side, accessible, pull,
     pull_kv_layers, pull_local, push, push_kv_cache, push_local,
 };
@@ -102,10 +102,10 @@ fn naive_pull(
                 && (*size == -1 || (*size > 0 && *size as u64 <= here.stride))
                 && u64::from(*local) < here.rows
         }
-        PullRows::Part { local, near_offset, size, .. } => {
+        PullRows::Part { local, local_offset, size, .. } => {
             here.kind == Batch
-                && *near_offset < here.stride
-                && (*size == -1 || (*size > 0 && near_offset.saturating_add(*size as u64) <= here.stride))
+                && *local_offset < here.stride
+                && (*size == -1 || (*size > 0 && local_offset.saturating_add(*size as u64) <= here.stride))
                 && u64::from(*local) < here.rows
         }
         PullRows::Blocks { remote, local } | PullRows::Rows { remote, local } => {
@@ -148,13 +148,13 @@ fn naive_pull(
             }
             bytes.extend((0..size).map(|at| (row * there.stride + at, u64::from(*local) * here.stride + at)));
         }
-        PullRows::Part { local, far_offset, near_offset, size } => {
-            if there.kind != Batch || *far_offset >= there.stride {
+        PullRows::Part { local, remote_offset, local_offset, size } => {
+            if there.kind != Batch || *remote_offset >= there.stride {
                 return Err(InvalidArgument);
             }
             let first = u64::from(*local) * here.stride;
-            let end = if *size == -1 { here.stride } else { near_offset + *size as u64 };
-            for (to, from) in (*near_offset..end).zip(*far_offset..) {
+            let end = if *size == -1 { here.stride } else { local_offset + *size as u64 };
+            for (to, from) in (*local_offset..end).zip(*remote_offset..) {
                 if from >= there.stride {
                     return Err(InvalidArgument);
                 }
@@ -377,10 +377,10 @@ fn cases() -> impl Strategy<Value = Case> {
             let (pull, push) = match what {
                 0 => {
                     let whole = PullRows::Slot { local: slot, size };
-                    let part = |(far_offset, near_offset)| PullRows::Part {
+                    let part = |(remote_offset, local_offset)| PullRows::Part {
                         local: slot,
-                        far_offset,
-                        near_offset,
+                        remote_offset,
+                        local_offset,
                         size,
                     };
                     (offsets.map_or(whole, part), PushRows::Slot { local: slot })
@@ -434,15 +434,15 @@ fn tamed(case: Case) -> Case {
             *size = if *size > 0 { *size % bytes as i64 + 1 } else { -1 };
             (Batch, Batch, far_bytes.max(bytes))
         }
-        (PullRows::Part { local: slot, far_offset, near_offset, size }, PushRows::Slot { local }) => {
+        (PullRows::Part { local: slot, remote_offset, local_offset, size }, PushRows::Slot { local }) => {
             *slot %= rows as u32;
             *local = *slot;
-            *near_offset %= bytes;
-            let room = bytes - *near_offset;
+            *local_offset %= bytes;
+            let room = bytes - *local_offset;
             *size = if *size > 0 { *size % room as i64 + 1 } else { -1 };
             // No more is read than lies behind the offset there.
-            *far_offset %= 4;
-            (Batch, Batch, far_bytes.max(*far_offset + room).max(bytes))
+            *remote_offset %= 4;
+            (Batch, Batch, far_bytes.max(*remote_offset + room).max(bytes))
         }
         (PullRows::SlotToBlocks { local }, _) => {
             within(local, rows);
@@ -534,16 +534,16 @@ fn what_a_pull_may_ask() {
     // In this order, and before the remote side is known.
     let rules: &[(Side, PullRows, Layers, &[&str])] = &[
         (side(Blocks, 4, 3, 8), slot(9, 0), layers(None, None, 0), &["cache is a blocks cache"]),
-        (local, slot(9, 0), layers(None, None, 0), &["size = 0"]),
-        (local, slot(9, i64::MIN), all, &["size = -9223372036854775808"]),
-        (local, slot(9, 99), layers(None, None, 0), &["tensor_num_per_layer = 0"]),
-        (local, slot(3, 99), all, &["batch_index = 3", "0 to 2"]),
-        (local, slot(2, 9), layers(Some((0, 1)), None, 3), &["size = 9", "8 bytes"]),
+        (local, slot(9, 0), layers(None, None, 0), &["size=0"]),
+        (local, slot(9, i64::MIN), all, &["size=-9223372036854775808"]),
+        (local, slot(9, 99), layers(None, None, 0), &["tensor_num_per_layer=0"]),
+        (local, slot(3, 99), all, &["batch_index=3", "0 to 2"]),
+        (local, slot(2, 9), layers(Some((0, 1)), None, 3), &["size=9", "8 bytes"]),
         (
             local,
             slot(2, 8),
             layers(Some((0, 1)), Some((0, 9)), 3),
-            &["tensor_num_per_layer = 3", "num_tensors, 4"],
+            &["tensor_num_per_layer=3", "num_tensors, 4"],
         ),
         (local, slot(2, 8), layers(Some((0, 1)), Some((1, 3)), 2), &["dst_layer_range", "tensors 2 to 5"]),
         (
@@ -557,7 +557,7 @@ fn what_a_pull_may_ask() {
             side(Batch, 1, 3, 8),
             slot(0, -1),
             layers(Some((0, 1)), Some((0, 1)), 2),
-            &["tensor_num_per_layer = 2"],
+            &["tensor_num_per_layer=2"],
         ),
     ];
     for (local, rows, layers, facts) in rules {
@@ -570,12 +570,12 @@ fn what_a_pull_may_ask() {
     pull_local(local, &slot(2, 8), layers(Some((u32::MAX, 0)), Some((5, 5)), 3)).unwrap();
     // The largest numbers there are.
     let most = layers(Some((u32::MAX - 1, u32::MAX)), Some((0, 1)), u32::MAX);
-    refused(InvalidArgument, pull_local(local, &slot(2, 8), most), &["tensor_num_per_layer = 4294967295"]);
+    refused(InvalidArgument, pull_local(local, &slot(2, 8), most), &["tensor_num_per_layer=4294967295"]);
     let far_layers = layers(Some((u32::MAX - 1, u32::MAX)), Some((0, 1)), 4);
     refused(
         InvalidArgument,
         pull(local, remote(local, 0), &slot(2, 8), far_layers),
-        &["src_layer_range", "far"],
+        &["src_layer_range", "remote cache"],
     );
 
     let mut theirs = remote(side(Batch, 4, 2, 8), 2);
@@ -584,21 +584,30 @@ fn what_a_pull_may_ask() {
     theirs.accessible = false;
     refused(InvalidArgument, pull(local, theirs, &slot(0, -1), all), &["remote_accessible False"]);
     let fewer = remote(side(Blocks, 3, 2, 8), 0);
-    refused(InvalidArgument, pull(local, fewer, &slot(0, -1), all), &["3 tensors", "4 are written"]);
+    refused(InvalidArgument, pull(local, fewer, &slot(0, -1), all), &["3 tensors", "the local range has 4"]);
     let blocks = remote(side(Blocks, 4, 2, 8), 0);
-    refused(InvalidArgument, pull(local, blocks, &slot(0, -1), all), &["far cache is a blocks cache"]);
+    refused(InvalidArgument, pull(local, blocks, &slot(0, -1), all), &["remote cache is a blocks cache"]);
     let narrow = remote(side(Batch, 4, 2, 7), 0);
-    refused(InvalidArgument, pull(local, narrow, &slot(0, -1), all), &["size = -1", "far cache, 7 bytes"]);
+    refused(
+        InvalidArgument,
+        pull(local, narrow, &slot(0, -1), all),
+        &["size=-1", "7 bytes of a slot of the remote cache"],
+    );
     assert_eq!(pull(local, narrow, &slot(0, 7), all).unwrap().pieces.count(), 1);
 }
 
 #[test]
 fn part_of_a_slot() {
     let local = side(Batch, 4, 3, 8);
-    let part = |far_offset, near_offset, size| PullRows::Part { local: 2, far_offset, near_offset, size };
-    let moves = |far_offset, near_offset, size| {
-        let moves =
-            pull(local, remote(side(Batch, 4, 2, 10), 1), &part(far_offset, near_offset, size), Layers::ALL);
+    let part =
+        |remote_offset, local_offset, size| PullRows::Part { local: 2, remote_offset, local_offset, size };
+    let moves = |remote_offset, local_offset, size| {
+        let moves = pull(
+            local,
+            remote(side(Batch, 4, 2, 10), 1),
+            &part(remote_offset, local_offset, size),
+            Layers::ALL,
+        );
         moves.map(|moves| first(&moves))
     };
     // The rest of the near slot: from byte 16 of the near tensor on there are 8, from byte 10 of the far one on 10.
@@ -606,12 +615,12 @@ fn part_of_a_slot() {
     assert_eq!(moves(2, 0, -1).unwrap(), (12, 16, 8));
     assert_eq!(moves(5, 3, -1).unwrap(), (15, 19, 5));
     assert_eq!(moves(9, 7, 1).unwrap(), (19, 23, 1));
-    refused(InvalidArgument, moves(3, 0, -1), &["size = -1", "8 bytes", "7 bytes", "far cache"]);
-    refused(InvalidArgument, moves(0, 3, 6), &["size = 6", "5 bytes"]);
-    refused(InvalidArgument, moves(10, 0, 1), &["src_cache_offset = 10", "10 bytes"]);
-    refused(InvalidArgument, moves(0, 8, 1), &["dst_cache_offset = 8", "8 bytes"]);
+    refused(InvalidArgument, moves(3, 0, -1), &["size=-1", "8 bytes", "7 bytes", "remote cache"]);
+    refused(InvalidArgument, moves(0, 3, 6), &["size=6", "5 bytes"]);
+    refused(InvalidArgument, moves(10, 0, 1), &["src_cache_offset=10", "10 bytes"]);
+    refused(InvalidArgument, moves(0, 8, 1), &["dst_cache_offset=8", "8 bytes"]);
     refused(InvalidArgument, moves(u64::MAX, u64::MAX, i64::MAX), &["dst_cache_offset"]);
-    refused(InvalidArgument, moves(0, 0, 0), &["size = 0"]);
+    refused(InvalidArgument, moves(0, 0, 0), &["size=0"]);
 }
 
 #[test]
@@ -622,19 +631,23 @@ fn which_blocks_a_pull_may_name() {
     let cut = |local: &[i64]| PullRows::SlotToBlocks { local: local.to_vec() };
     let all = Layers::ALL;
     refused(InvalidArgument, pull_local(local, &blocks(&[], &[]), all), &["dst_blocks"]);
-    refused(InvalidArgument, pull_local(local, &blocks(&[], &[1]), all), &["src_blocks = []"]);
+    refused(InvalidArgument, pull_local(local, &blocks(&[], &[1]), all), &["src_blocks=[]"]);
     refused(InvalidArgument, pull_local(local, &blocks(&[1], &[1, 2]), all), &["src_blocks has 1", "2"]);
     refused(
         InvalidArgument,
         pull_local(local, &blocks(&[1, 1], &[0, -1]), all),
-        &["dst_blocks[1] = -1", "0 to 3"],
+        &["dst_blocks[1]=-1", "0 to 3"],
     );
-    refused(InvalidArgument, pull_local(local, &cut(&[4]), all), &["dst_blocks[0] = 4"]);
+    refused(InvalidArgument, pull_local(local, &cut(&[4]), all), &["dst_blocks[0]=4"]);
     refused(InvalidArgument, pull_local(side(Batch, 2, 4, 8), &cut(&[0]), all), &["continuous cache"]);
     let theirs = remote(side(Blocks, 2, 9, 8), 0);
-    refused(InvalidArgument, pull(local, theirs, &blocks(&[9], &[0]), all), &["src_blocks[0] = 9", "0 to 8"]);
+    refused(InvalidArgument, pull(local, theirs, &blocks(&[9], &[0]), all), &["src_blocks[0]=9", "0 to 8"]);
     let other = remote(side(Blocks, 2, 9, 4), 0);
-    refused(InvalidArgument, pull(local, other, &blocks(&[8], &[0]), all), &["8 bytes here and 4"]);
+    refused(
+        InvalidArgument,
+        pull(local, other, &blocks(&[8], &[0]), all),
+        &["8 bytes in the local cache and 4"],
+    );
     // A slot of 20 bytes is two and a half blocks: bounded by the slot, not by the tensor.
     let slots = remote(side(Batch, 2, 3, 20), 1);
     let moves = pull(local, slots, &cut(&[3, 0, 2]), all).unwrap();
@@ -643,11 +656,11 @@ fn which_blocks_a_pull_may_name() {
     refused(
         InvalidArgument,
         pull(local, slots, &cut(&[0, 1, 2, 3]), all),
-        &["len(dst_blocks) = 4", "at most 3"],
+        &["len(dst_blocks)=4", "at most 3"],
     );
     let fewer = pull(local, slots, &cut(&[1]), all).unwrap();
     assert_eq!((first(&fewer).2, fewer.whole), (8, true));
-    refused(InvalidArgument, pull(local, theirs, &cut(&[1]), all), &["far cache is a blocks cache"]);
+    refused(InvalidArgument, pull(local, theirs, &cut(&[1]), all), &["remote cache is a blocks cache"]);
 }
 
 #[test]
@@ -665,17 +678,17 @@ fn what_a_push_may_ask() {
     refused(
         InvalidArgument,
         push_local(local, &slot, layers(None, None, 3)),
-        &["tensor_num_per_layer = 3", "10"],
+        &["tensor_num_per_layer=3", "10"],
     );
     for half in [layers(Some((0, 1)), None, 2), layers(None, Some((0, 1)), 2)] {
         refused(InvalidArgument, push_local(local, &slot, half), &["_layer_range was given without"]);
     }
     let rules: &[(Layers, &[&str])] = &[
-        (layers(None, None, 0), &["tensor_num_per_layer = 0"]),
-        (given((0, 0), (0, 0), 2), &["src_layer_range = 0..0", "at least one layer"]),
+        (layers(None, None, 0), &["tensor_num_per_layer=0"]),
+        (given((0, 0), (0, 0), 2), &["src_layer_range=0..0", "at least one layer"]),
         (given((0, 2), (0, 1), 2), &["2 layers", "1"]),
         (given((4, 6), (0, 2), 2), &["src_layer_range", "tensors 8 to 11"]),
-        (given((0, 1), (0, 1), 3), &["tensor_num_per_layer = 3"]),
+        (given((0, 1), (0, 1), 3), &["tensor_num_per_layer=3"]),
     ];
     for (layers, facts) in rules {
         refused(InvalidArgument, push_local(local, &slot, *layers), facts);
@@ -683,18 +696,22 @@ fn what_a_push_may_ask() {
     refused(
         InvalidArgument,
         push_local(local, &PushRows::Slot { local: 3 }, Layers::ALL),
-        &["src_batch_index = 3"],
+        &["src_batch_index=3"],
     );
     refused(InvalidArgument, push(local, remote(local, 3), &slot, Layers::ALL), &["no slot 3"]);
     refused(
         InvalidArgument,
         push(local, theirs, &slot, given((0, 1), (5, 6), 2)),
-        &["dst_layer_range", "far"],
+        &["dst_layer_range", "remote cache"],
     );
     let hidden = RemoteCache { accessible: false, ..theirs };
     refused(InvalidArgument, push(local, hidden, &slot, Layers::ALL), &["remote_accessible False"]);
     let narrow = remote(side(Batch, 10, 3, 7), 0);
-    refused(InvalidArgument, push(local, narrow, &slot, Layers::ALL), &["8 bytes", "far cache 7"]);
+    refused(
+        InvalidArgument,
+        push(local, narrow, &slot, Layers::ALL),
+        &["8 bytes", "the 7 bytes of a slot of the remote cache"],
+    );
     let moves = push(local, remote(side(Batch, 12, 3, 9), 1), &slot, given((1, 3), (4, 6), 2)).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors, moves.whole), (2, 8, 4, false));
     assert_eq!(first(&moves), (16, 9, 8));
@@ -705,13 +722,9 @@ fn what_a_push_may_ask() {
     let blocks = side(Blocks, 10, 3, 8);
     let pairs =
         |local: &[i64], remote: &[i64]| PushRows::Blocks { local: local.to_vec(), remote: remote.to_vec() };
-    refused(InvalidArgument, push_local(blocks, &pairs(&[0], &[]), Layers::ALL), &["dst_blocks = []"]);
-    refused(InvalidArgument, push_local(blocks, &pairs(&[], &[0]), Layers::ALL), &["src_blocks = []"]);
-    refused(
-        InvalidArgument,
-        push_local(blocks, &pairs(&[0, 3], &[0, 0]), Layers::ALL),
-        &["src_blocks[1] = 3"],
-    );
+    refused(InvalidArgument, push_local(blocks, &pairs(&[0], &[]), Layers::ALL), &["dst_blocks=[]"]);
+    refused(InvalidArgument, push_local(blocks, &pairs(&[], &[0]), Layers::ALL), &["src_blocks=[]"]);
+    refused(InvalidArgument, push_local(blocks, &pairs(&[0, 3], &[0, 0]), Layers::ALL), &["src_blocks[1]=3"]);
     refused(
         InvalidArgument,
         push(blocks, remote(blocks, 0), &pairs(&[0], &[-5]), Layers::ALL),
@@ -728,8 +741,8 @@ fn the_default_tensors_of_a_layer_fit_one_tensor_and_five() {
     for local in [one, five] {
         assert_eq!(call(local, ExtParam::default()).unwrap(), Layers::ALL);
         assert_eq!(pull_kv_layers(local.geometry, ExtParam::default()).unwrap(), Layers::ALL);
-        refused(InvalidArgument, call(local, ext((-1, -1), (-1, -1), 6)), &["tensor_num_per_layer = 6"]);
-        refused(InvalidArgument, call(local, ext((0, 0), (0, 0), 4)), &["tensor_num_per_layer = 4"]);
+        refused(InvalidArgument, call(local, ext((-1, -1), (-1, -1), 6)), &["tensor_num_per_layer=6"]);
+        refused(InvalidArgument, call(local, ext((0, 0), (0, 0), 4)), &["tensor_num_per_layer=4"]);
     }
     // Layers of 2 in 5 tensors: 0 and 1; the last tensor is in none.
     let kept = call(five, ext((0, 1), (0, 1), 2)).unwrap();
@@ -741,12 +754,8 @@ fn the_default_tensors_of_a_layer_fit_one_tensor_and_five() {
     let kept = pull_kv_layers(five.geometry, ext((0, 0), (1, 1), 2)).unwrap();
     let moves = pull(five, remote(five, 3), &PullRows::Slot { local: 3, size: -1 }, kept).unwrap();
     assert_eq!((moves.src_tensor, moves.dst_tensor, moves.num_tensors), (0, 2, 2));
-    refused(
-        InvalidArgument,
-        call(five, ext((2, 2), (2, 2), 2)),
-        &["src_layer_range = (2, 2)", "second <= 1"],
-    );
-    refused(InvalidArgument, call(one, ext((0, 0), (0, 0), 2)), &["tensor_num_per_layer = 2", "1 to 1"]);
+    refused(InvalidArgument, call(five, ext((2, 2), (2, 2), 2)), &["src_layer_range=(2, 2)", "last <= 1"]);
+    refused(InvalidArgument, call(one, ext((0, 0), (0, 0), 2)), &["tensor_num_per_layer=2", "1 to 1"]);
     let uneven = pull_kv_layers(five.geometry, ext((0, 1), (0, 0), 2));
     refused(InvalidArgument, uneven, &["2 layers"]);
 }
@@ -767,15 +776,15 @@ fn push_kv_cache_has_rules_of_its_own() {
     let both = call(ext((0, 1), (5, 6), 2)).unwrap();
     assert_eq!(both, layers(Some((0, 2)), Some((5, 7)), 2));
     let rules: &[(ExtParam, &[&str])] = &[
-        (ext((-1, -1), (-1, -1), 0), &["tensor_num_per_layer = 0", "above 0"]),
-        (ext((-1, -1), (-1, -1), 5), &["tensor_num_per_layer = 5", "1 to 4"]),
-        (ext((0, 0), (0, 0), 3), &["tensor_num_per_layer = 3", "num_tensors, 4"]),
-        (ext((0, 0), (-1, -1), 1), &["dst_layer_range = (-1, -1)"]),
-        (ext((-1, -1), (0, 0), 1), &["src_layer_range = (-1, -1)"]),
-        (ext((-1, 0), (0, 0), 1), &["src_layer_range = (-1, 0)"]),
-        (ext((0, -1), (0, 0), 1), &["src_layer_range = (0, -1)"]),
-        (ext((1, 0), (0, 0), 1), &["src_layer_range = (1, 0)"]),
-        (ext((0, 2), (0, 2), 2), &["src_layer_range = (0, 2)", "second <= 1"]),
+        (ext((-1, -1), (-1, -1), 0), &["tensor_num_per_layer=0", "above 0"]),
+        (ext((-1, -1), (-1, -1), 5), &["tensor_num_per_layer=5", "1 to 4"]),
+        (ext((0, 0), (0, 0), 3), &["tensor_num_per_layer=3", "num_tensors, 4"]),
+        (ext((0, 0), (-1, -1), 1), &["dst_layer_range=(-1, -1)"]),
+        (ext((-1, -1), (0, 0), 1), &["src_layer_range=(-1, -1)"]),
+        (ext((-1, 0), (0, 0), 1), &["src_layer_range=(-1, 0)"]),
+        (ext((0, -1), (0, 0), 1), &["src_layer_range=(0, -1)"]),
+        (ext((1, 0), (0, 0), 1), &["src_layer_range=(1, 0)"]),
+        (ext((0, 2), (0, 2), 2), &["src_layer_range=(0, 2)", "last <= 1"]),
         (ext((i32::MIN, i32::MAX), (0, 0), 1), &["src_layer_range"]),
     ];
     for (ext, facts) in rules {
@@ -795,7 +804,7 @@ fn push_kv_cache_has_rules_of_its_own() {
         &["Prompt", "this is Decoder"],
     );
     push_kv_cache(Role::Mix, local, -1, default).unwrap();
-    refused(InvalidArgument, push_kv_cache(Role::Prompt, local, 64, default), &["size = 64"]);
+    refused(InvalidArgument, push_kv_cache(Role::Prompt, local, 64, default), &["size=64"]);
     let host = Side { placement: Host, ..local };
     refused(InvalidArgument, push_kv_cache(Role::Prompt, host, -1, default), &["host memory"]);
     refused(
@@ -819,7 +828,7 @@ fn who_may_reach_registered_memory() {
                         assert!(linked, "{error}");
                         assert_eq!(
                             error.to_string(),
-                            "remote_accessible = True is not allowed: False or None after link()"
+                            "remote_accessible=True must be False or None after link()"
                         );
                     }
                 }

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::memory::{Tensors, Window};
-use llm_datadist_core::net::{
+use llm_datadist_core::testing::memory::{Tensors, Window};
+use llm_datadist_core::testing::net::{
     Accepted, Address, Fault, Faults, Faulty, LEAD, Listener, Local, MAX_DESCRIPTORS, Stream, Tcp, Transport,
     Unix,
 };
-use llm_datadist_core::protocol::{self, GREETING_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
+use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
 use crate::bed::{Buffer, accepted, pattern, skipped};
@@ -152,7 +152,7 @@ fn a_length_beyond_the_limit_ends_the_stream() {
     for (claimed, limit) in [
         (MESSAGE_LIMIT + 1, MESSAGE_LIMIT),
         (u32::MAX as usize, MESSAGE_LIMIT),
-        (GREETING_LIMIT + 1, GREETING_LIMIT),
+        (HANDSHAKE_LIMIT + 1, HANDSHAKE_LIMIT),
     ] {
         each(|_, _, local, remote| {
             let mut header = b"LD\x05\x01".to_vec();
@@ -836,9 +836,9 @@ fn a_refusal_answers_another_version() {
         let mut message = frame(b"x");
         message[2] = 7;
         raw(&local).write_all(&[refusal, message].concat()).unwrap();
-        let (kind, body) = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let (kind, body) = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().ends_with("too old"));
-        let error = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
+        let error = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LinkFailed);
         assert!(error.to_string().contains("version 7"), "{error}");
         // What is left of that message is never taken for a frame, but the peer can be told why.
@@ -848,11 +848,11 @@ fn a_refusal_answers_another_version() {
         let mut message = frame(b"x");
         message[2] = 7;
         raw(&local).write_all(&message).unwrap();
-        let error = remote.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap_err();
+        let error = remote.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap_err();
         assert!(remote.is_closed());
         remote.send(&protocol::refusal(&error), soon()).unwrap();
         drop(remote);
-        let (kind, body) = local.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let (kind, body) = local.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         assert!(protocol::open::<u8>(kind, &body).unwrap_err().to_string().contains("version 7"));
     });
 }

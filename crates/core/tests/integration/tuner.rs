@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-use llm_datadist_core::copy::Tuner;
-use llm_datadist_core::memory::kernels::Kernel;
+use llm_datadist_core::testing::copy::Tuner;
+use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::{ErrorKind, KernelChoice};
 
 const TOTAL: u64 = 64 << 20;

@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use llm_datadist_core::model::Name;
-use llm_datadist_core::plan::{CopyPlan, Span, SpanList};
-use llm_datadist_core::protocol::{
-    self, Arrived, Attach, Attached, Challenge, Comm, Control, GREETING_LIMIT, HEADER, Header, Hello,
-    Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL, Record, Reply,
-    Request, Run, Spot, Welcome, WireName, WirePlan, WireSpan, WireSteps,
+use llm_datadist_core::testing::model::Name;
+use llm_datadist_core::testing::plan::{CopyPlan, Span, SpanList};
+use llm_datadist_core::testing::protocol::{
+    self, AddressLocation, Arrived, Attach, Attached, Challenge, Comm, Control, HANDSHAKE_LIMIT, HEADER,
+    Header, Hello, Location, MAX_FACTS, MESSAGE, MESSAGE_LIMIT, Pairs, Party, Place, Proof, Purpose, REFUSAL,
+    Record, Reply, Request, Run, Welcome, WireName, WirePlan, WireSpan, WireSteps,
 };
-use llm_datadist_core::validate::Side;
+use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheId, CacheKey, CacheKind, DataType, Error, ErrorKind, Placement};
 use proptest::prelude::*;
 use serde::Serialize;
@@ -199,7 +199,10 @@ fn the_requests_are_what_they_were() {
     golden(&Request::Unlink { limit_ms }, "4c4405010300000005e807");
     golden(&Request::Ping { limit_ms: 0 }, "4c440501020000000600");
     golden(&Request::Locate { addrs: vec![4096, 300], limit_ms: 5 }, "4c4405010700000007028020ac0205");
-    golden(&Reply::Located(vec![Spot { cache: 3, tensor: 2, offset: 300 }]), "4c4405010600000006010602ac02");
+    golden(
+        &Reply::Located(vec![AddressLocation { cache: 3, tensor: 2, offset: 300 }]),
+        "4c4405010600000006010602ac02",
+    );
 }
 
 #[test]
@@ -241,7 +244,7 @@ fn the_kinds_of_errors_keep_their_numbers() {
         (13, ErrorKind::System),
         (14, ErrorKind::Cancelled),
         (15, ErrorKind::KeyTaken),
-        (16, ErrorKind::UnlikeTensors),
+        (16, ErrorKind::TensorCountMismatch),
     ];
     for (number, kind) in numbers {
         assert_eq!((protocol::kind_number(kind), protocol::kind_of(number)), (number, kind));
@@ -262,7 +265,7 @@ fn a_refusal_crosses_versions() {
     for version in [0, 1, 2, 3, 4, 5, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
         header[2] = version;
-        let header = Header::parse(&header, GREETING_LIMIT).unwrap();
+        let header = Header::parse(&header, HANDSHAKE_LIMIT).unwrap();
         assert_eq!(header, Header { kind: REFUSAL, length: 24 });
         let refused = protocol::open::<Welcome>(header.kind, &frame[HEADER..]).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
@@ -283,10 +286,10 @@ fn a_refusal_crosses_versions() {
 #[test]
 fn a_refusal_fits_into_a_greeting() {
     for sign in ["x", "é", "漢"] {
-        let frame = protocol::refusal(&Error::new(ErrorKind::System, sign.repeat(GREETING_LIMIT)));
-        let header = Header::parse(frame[..HEADER].try_into().unwrap(), GREETING_LIMIT).unwrap();
+        let frame = protocol::refusal(&Error::new(ErrorKind::System, sign.repeat(HANDSHAKE_LIMIT)));
+        let header = Header::parse(frame[..HEADER].try_into().unwrap(), HANDSHAKE_LIMIT).unwrap();
         assert_eq!(header.length, frame.len() - HEADER);
-        assert!(header.length > GREETING_LIMIT - 4);
+        assert!(header.length > HANDSHAKE_LIMIT - 4);
         let text = protocol::refused(&frame[HEADER..]).to_string();
         assert!(text.ends_with(sign) && !text.contains('\u{FFFD}'));
     }

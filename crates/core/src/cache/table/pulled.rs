@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::cache::shards::TABLE;
 use crate::error::Result;
 use crate::fallible;
 
@@ -12,7 +13,7 @@ pub(super) struct Pulled(Vec<Range<u32>>);
 impl Pulled {
     /// Adds a range of tensors. Returns whether all of the `count` tensors have been pulled.
     pub(super) fn add(&mut self, tensors: Range<u32>, count: u32) -> Result<bool> {
-        fallible::push("the table of caches", &mut self.0, tensors)?;
+        fallible::push(TABLE, &mut self.0, tensors)?;
         self.0.sort_unstable_by_key(|range| range.start);
         self.0.dedup_by(|next, last| {
             let joined = next.start <= last.end;

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use super::{Place, Slot, State, Table, no_cache, no_key};
+use crate::cache::shards::TABLE;
 use crate::cache::{Cache, Origin};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
@@ -16,12 +17,10 @@ const KEY_ZERO: CacheKey = CacheKey::Request { model: 0, id: 0 };
 
 /// The result of resolving a name, with the generation to compare before the result is used again.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// The cache.
+pub struct Resolved {
     pub cache: Arc<Cache>,
     /// Its place in the table.
     pub place: u32,
-    /// The generation of the place.
     pub generation: u64,
     /// The batch slot; 0 for a blocks cache.
     pub row: u32,
@@ -29,12 +28,9 @@ pub struct Found {
 
 /// The location of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Spot {
-    /// The cache that contains it.
+pub struct AddressLocation {
     pub cache: CacheId,
-    /// Index of the tensor.
     pub tensor: u32,
-    /// Offset from the start of the tensor in bytes.
     pub offset: u64,
 }
 
@@ -44,15 +40,14 @@ const AT_ONCE: usize = 1 << 10;
 impl Table {
     /// Resolves a name that a peer sent to a cache and a row. Returns `Err` of kind
     /// [`ErrorKind::CacheNotFound`] if there is no such cache, key or row.
-    pub fn describe(&self, name: Name) -> Result<Found> {
+    pub fn describe(&self, name: Name) -> Result<Resolved> {
         let state = self.locked();
         let (place, slot, row) = state.lookup(name)?;
         let cache = slot.cache.clone();
-        Ok(Found { cache, place, generation: state.generations.of(place), row })
+        Ok(Resolved { cache, place, generation: state.generations.of(place), row })
     }
 
     /// Returns the cache `id` if `name` still resolves to it.
-    #[must_use]
     pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
         let state = self.locked();
         let (_, slot, _) = state.lookup(name).ok()?;
@@ -62,9 +57,8 @@ impl Table {
     /// Returns for each of `addrs` where it lies among the caches that peers may access. If several caches
     /// share the memory, it selects the one with the most bytes after the address.
     ///
-    /// This visits every cache, so it is used at the start of a transfer and not for each layer. Returns
-    /// `Err` of kind [`ErrorKind::OutOfMemory`] if there is no memory for the lists.
-    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<Spot>>> {
+    /// This visits every cache, so it is used at the start of a transfer and not for each layer.
+    pub fn locate(&self, addrs: &[u64]) -> Result<Vec<Option<AddressLocation>>> {
         /// Name of these lists in out-of-memory errors.
         const PLACES: &str = "the places of addresses";
         let mut found = fallible::filled(PLACES, None, addrs.len())?;
@@ -85,7 +79,7 @@ impl Table {
             let some = slots.iter().take(AT_ONCE).flatten();
             let some =
                 some.map(|slot| &slot.cache).filter(|cache| cache.remote_accessible() && may_hold(cache));
-            let caches = fallible::gathered(PLACES, 0, some.cloned())?;
+            let caches = fallible::collect_growing(PLACES, 0, some.cloned())?;
             drop(state);
             for cache in &caches {
                 let bytes = cache.geometry().tensor_bytes();
@@ -94,7 +88,8 @@ impl Table {
                     for &at in order[first..].iter().take_while(|&&at| addrs[at] - base < bytes) {
                         let (spot, offset) = (&mut found[at], addrs[at] - base);
                         if spot.is_none_or(|(room, _)| room < bytes - offset) {
-                            *spot = Some((bytes - offset, Spot { cache: cache.id(), tensor, offset }));
+                            *spot =
+                                Some((bytes - offset, AddressLocation { cache: cache.id(), tensor, offset }));
                         }
                     }
                 }
@@ -111,9 +106,7 @@ impl Table {
     /// registered caches and rows without a key.
     ///
     /// Returns `Err` of kind [`ErrorKind::CacheNotFound`] if `name` no longer resolves to that cache; it is
-    /// then unknown whether the pulled bytes belonged to it. Returns `Err` of kind
-    /// [`ErrorKind::InvalidArgument`] if the cache does not have these tensors, and of kind
-    /// [`ErrorKind::OutOfMemory`] if there is no memory for the record.
+    /// then unknown whether the pulled bytes belonged to it.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
         let mut state = self.locked();
         let released = state.consume(name, cache, first, count)?;
@@ -172,14 +165,15 @@ impl State {
         let tensors = slot.cache.geometry().num_tensors();
         let Some(end) = first.checked_add(count).filter(|&end| end <= tensors) else {
             let value = format!("{count} tensors from tensor {first}");
-            return Err(Error::argument("pulled", value, format_args!("the {tensors} tensors of the cache")));
+            let required = format_args!("within the {tensors} tensors of the cache");
+            return Err(Error::argument("pulled", value, required));
         };
         let Some(key) = self.consumable(place, row).filter(|_| count > 0) else { return Ok(None) };
         let complete = if count == tensors {
             true
         } else {
             let room = self.pulled.try_reserve(1);
-            room.map_err(|_| fallible::short("the table of caches", self.pulled.len()))?;
+            room.map_err(|_| fallible::out_of_memory(TABLE, self.pulled.len()))?;
             self.pulled.entry(key).or_default().add(first..end, tensors)?
         };
         Ok(if complete { self.unbind(key) } else { None })

@@ -71,6 +71,7 @@ impl Kernel {
     }
 
     /// Returns the name used in reports.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
@@ -86,6 +87,7 @@ impl Kernel {
 }
 
 /// Copies `src` to `dst`, in the same way as [`copy_all`].
+#[cfg(feature = "testing")]
 pub fn copy(src: Window<'_>, dst: Window<'_>, kernel: Kernel) -> Result<()> {
     copy_all(&[Copy { src, dst }], kernel)
 }

@@ -6,13 +6,13 @@
 use std::sync::Arc;
 use std::thread;
 
-use llm_datadist_core::memory::Tensors;
-use llm_datadist_core::net::{Stream, Tcp, Transport};
-use llm_datadist_core::plan::SpanList;
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::memory::Tensors;
+use llm_datadist_core::testing::net::{Stream, Tcp, Transport};
+use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::protocol::{
     self, MOST_AHEAD, Pairs, Place, Record, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
-use llm_datadist_core::validate::Side;
+use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{
     CacheId, CacheKind, DataDist, ErrorKind, Geometry, Layers, Name, Placement, PushRows,
 };

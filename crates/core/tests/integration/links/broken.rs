@@ -7,9 +7,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::DeviceSet;
-use llm_datadist_core::net::{Fault, Faults, Faulty, Tcp, Unix};
-use llm_datadist_core::session::Transports;
+use llm_datadist_core::testing::device::DeviceSet;
+use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     CacheKey, CacheKind, DataDist, Error, ErrorKind, Layers, Name, Placement, PullRows, PushRows,
     TransportChoice,

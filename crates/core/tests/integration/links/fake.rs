@@ -6,9 +6,9 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
-use llm_datadist_core::net::{Address, Listener, Stream, Tcp, Transport};
-use llm_datadist_core::protocol::{
-    self, Attach, Attached, Challenge, Control, GREETING_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
+use llm_datadist_core::testing::net::{Address, Listener, Stream, Tcp, Transport};
+use llm_datadist_core::testing::protocol::{
+    self, Attach, Attached, Challenge, Control, HANDSHAKE_LIMIT, HEADER, Hello, MESSAGE_LIMIT, Party, Proof,
     Purpose, Welcome,
 };
 use llm_datadist_core::{ClusterId, DataDist, Deadline, PeerAddress, Result};
@@ -54,7 +54,7 @@ pub fn welcome_mac(token: &[u8], hello: &[u8], nonce: [u8; 16], welcome: &Welcom
 
 /// Offers the engine at the other end the very memory that it offers.
 fn mirror(stream: &Stream) {
-    let (_, said, descriptors) = stream.receive_with(GREETING_LIMIT, soon()).unwrap().unwrap();
+    let (_, said, descriptors) = stream.receive_with(HANDSHAKE_LIMIT, soon()).unwrap().unwrap();
     let offered: Attach = protocol::decode(&said).unwrap();
     let same: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
     stream.send_with(&protocol::encode(&offered).unwrap(), &same, soon()).unwrap();
@@ -105,7 +105,7 @@ impl Fake {
     /// The same, sent to a local socket.
     pub fn greet_with(&self, local: Option<String>) -> (Stream, Purpose) {
         let stream = self.accept();
-        let (_, said) = stream.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+        let (_, said) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
         let hello: Hello = protocol::decode(&said).unwrap();
         let nonce = [7; 16];
         say(&stream, &Challenge { nonce });

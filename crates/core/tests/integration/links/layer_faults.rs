@@ -9,10 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::{DeviceSet, HostReach};
-use llm_datadist_core::net::{Fault, Faults, Faulty, Tcp, Unix};
-use llm_datadist_core::protocol::{self, Location, MAX_ADDRS, Place, Record, Reply, Request, Spot};
-use llm_datadist_core::session::Transports;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::testing::protocol::{
+    self, AddressLocation, Location, MAX_ADDRS, Place, Record, Reply, Request,
+};
+use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
     CacheDesc, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Deadline, Destination, Error,
     ErrorKind, LayerRange, Layers, LayerwiseArgs, Name, Outcome, Placement, PullRows, PushRows, Target, Task,
@@ -679,7 +681,7 @@ fn a_peer_that_lies_about_addresses() {
     let local = open(config(1, Way::Tcp), Way::Tcp);
     let fake = Fake::new(2, 1);
     let source = Held::new(&local, false, &device(4, 1, 100), Batch, &[]);
-    let spot = |cache, tensor, offset| Spot { cache, tensor, offset };
+    let spot = |cache, tensor, offset| AddressLocation { cache, tensor, offset };
     let record = |rows, row_bytes| Record {
         at: Place { place: 0, generation: 0 },
         cache: 7,
@@ -695,7 +697,7 @@ fn a_peer_that_lies_about_addresses() {
     };
     let remote = |tensor| spot(7, tensor, 0);
     let max = u32::MAX;
-    let cases: [(Vec<Spot>, ErrorKind); 8] = [
+    let cases: [(Vec<AddressLocation>, ErrorKind); 8] = [
         (vec![], ErrorKind::System),
         (vec![remote(0); 3], ErrorKind::System),
         (vec![remote(0); 5], ErrorKind::System),
@@ -757,7 +759,7 @@ fn a_peer_that_asks_for_too_many_addresses() {
         let (ok, peak) = heap::peak(|| protocol::decode::<Request>(&request[protocol::HEADER..]).is_ok());
         assert_eq!(ok, count == MAX_ADDRS);
         assert!(peak <= 32 * MAX_ADDRS, "{peak} for {count}");
-        let spot = Spot { cache: 1, tensor: 1, offset: 1 };
+        let spot = AddressLocation { cache: 1, tensor: 1, offset: 1 };
         let reply = protocol::encode(&Reply::Located(vec![spot; count])).unwrap();
         let (ok, peak) = heap::peak(|| protocol::decode::<Reply>(&reply[protocol::HEADER..]).is_ok());
         assert_eq!(ok, count == MAX_ADDRS);
@@ -796,7 +798,7 @@ fn addresses_are_found_among_many_caches() {
         assert_eq!(spots.len(), all.len());
         for (spot, (cache, offset)) in spots.iter().zip(&all) {
             let (tensor, inside) = (u32::from(*offset < 64), offset % 128);
-            let by_hand = Spot { cache: *cache as i64 + 1, tensor, offset: inside };
+            let by_hand = AddressLocation { cache: *cache as i64 + 1, tensor, offset: inside };
             assert_eq!(*spot, by_hand);
         }
         for (cache, offset) in lost.iter().take(20) {

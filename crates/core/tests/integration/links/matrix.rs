@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::protocol::{Control, Purpose, Reply, Request, WireName};
+use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName};
 use llm_datadist_core::{
     CacheKind, ClusterId, DataDist, ErrorKind, Layers, PeerAddress, Placement, PullRows, Role, StatusCode,
     Token,

@@ -6,9 +6,9 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::net::{Address, Unix};
-use llm_datadist_core::protocol::{
-    Challenge, Control, GREETING_LIMIT, HEADER, Hello, Proof, Purpose, Request, Welcome, decode, encode,
+use llm_datadist_core::testing::net::{Address, Unix};
+use llm_datadist_core::testing::protocol::{
+    Challenge, Control, HANDSHAKE_LIMIT, HEADER, Hello, Proof, Purpose, Request, Welcome, decode, encode,
 };
 use llm_datadist_core::{
     CacheKind, ClusterId, CommStatus, Config, DataDist, ErrorKind, Layers, Mode, PeerAddress, Placement,
@@ -281,7 +281,7 @@ fn a_welcome_cannot_be_changed_on_the_way() {
     thread::scope(|scope| {
         let peer = scope.spawn(|| {
             let stream = fake.accept();
-            let (_, said) = stream.receive(GREETING_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+            let (_, said) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
             let hello: Hello = decode(&said).unwrap();
             assert!(matches!(hello.purpose, Purpose::Link { probe_local: true, .. }));
             say(&stream, &Challenge { nonce: [7; 16] });

@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::time::Duration;
 
-use llm_datadist_core::memory::{Generations, MapBudget};
-use llm_datadist_core::net::Address;
-use llm_datadist_core::protocol::{self, Attach, Attached, Control, GREETING_LIMIT};
-use llm_datadist_core::stats::LinkState;
+use llm_datadist_core::testing::memory::{Generations, MapBudget};
+use llm_datadist_core::testing::net::Address;
+use llm_datadist_core::testing::protocol::{self, Attach, Attached, Control, HANDSHAKE_LIMIT};
+use llm_datadist_core::testing::stats::LinkState;
 use llm_datadist_core::{
     CacheKind, Config, DataDist, Deadline, ErrorKind, Layers, Placement, PoolConfig, PullRows, PushRows,
 };
@@ -40,7 +40,7 @@ fn offered(engine: &DataDist, offer: &Attach, descriptors: &[OwnedFd]) -> (Attac
     let (said, control) = std::thread::scope(|scope| {
         let peer = scope.spawn(move || {
             let (stream, _) = fake.greet();
-            stream.receive_with(GREETING_LIMIT, soon()).unwrap().unwrap();
+            stream.receive_with(HANDSHAKE_LIMIT, soon()).unwrap().unwrap();
             let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
             stream.send_with(&protocol::encode(offer).unwrap(), &descriptors, soon()).unwrap();
             let said: Attached = hear(&stream).unwrap();

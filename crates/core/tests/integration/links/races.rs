@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use llm_datadist_core::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, DataDist, Deadline, Destination, End, ErrorKind,
     LayerRange, Layers, LayerwiseArgs, Name, Outcome, PeerAddress, Placement, PullRows, PushRows, Target,

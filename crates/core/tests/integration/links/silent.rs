@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use llm_datadist_core::copy::STILL_READING;
-use llm_datadist_core::memory::stalled::Stall;
+use llm_datadist_core::testing::copy::STILL_READING;
+use llm_datadist_core::testing::memory::stalled::Stall;
 use llm_datadist_core::{
     CacheKind, DataDist, Error, ErrorKind, Layers, Name, Placement, PullRows, PushRows, Result,
 };

@@ -6,9 +6,9 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
-use llm_datadist_core::net::{Address, Stream, Transport, Unix};
-use llm_datadist_core::plan::SpanList;
-use llm_datadist_core::protocol::{
+use llm_datadist_core::testing::net::{Address, Stream, Transport, Unix};
+use llm_datadist_core::testing::plan::SpanList;
+use llm_datadist_core::testing::protocol::{
     Comm, Control, Purpose, Reply, Request, WireName, WirePlan, WireSpan, WireSteps,
 };
 use llm_datadist_core::{
@@ -113,7 +113,7 @@ fn peer_that_does_not_read_its_control_stream_loses_only_its_own_link() {
     // Every ping is answered; none of the answers is read.
     thread::scope(|scope| {
         scope.spawn(|| {
-            let pings = llm_datadist_core::protocol::encode(&Control::Ping).unwrap().repeat(4096);
+            let pings = llm_datadist_core::testing::protocol::encode(&Control::Ping).unwrap().repeat(4096);
             let soon = || llm_datadist_core::Deadline::after(LONG);
             while control.send(&pings, soon()).is_ok() {}
         });

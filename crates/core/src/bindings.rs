@@ -1,0 +1,34 @@
+//! For `crates/py` and `crates/capi` only: rules that their setters and constructors share with the engine,
+//! and what a library loaded into another program needs.
+
+pub use crate::memory::{KeptLists, abandon as abandon_sockets, remember_process, this_process};
+
+/// Lists whose length the caller chooses: a failed allocation is an error, not the end of the process.
+pub mod fallible {
+    pub use crate::fallible::{collect, grow, out_of_memory, push, with_capacity};
+}
+
+/// The rules for single arguments, for what a caller builds before it reaches the engine.
+pub mod validate {
+    pub use crate::validate::{
+        LayerRows, Side, batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_kernel,
+        copy_size, copy_workers, destination, device_id, dimensions, equally_many, huge_pages, layerwise,
+        link_heartbeat, link_pin_limit, link_remote_memory, link_retry_count, link_silence, link_streams,
+        link_token, link_token_file, link_total_time, link_transport, mem_utilization, named, on_device,
+        push_size, push_spans, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
+        tensors_per_layer, whole_layers,
+    };
+
+    /// The rules for the table of a communicator.
+    pub mod rank_table {
+        pub use crate::validate::rank_table::{comm_name, members, most_members};
+    }
+}
+
+/// The rules for what only the C++ class accepts.
+pub mod cpp {
+    pub use crate::validate::cpp::{
+        Options, Stated, allocate, block_lists, clusters, copied, desc, ext_param, ip_info, link_timeout,
+        options, pushed, role, set_role, stated,
+    };
+}
