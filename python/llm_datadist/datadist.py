@@ -16,7 +16,7 @@ from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
 from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
 from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import warn_of_misspelt, warn_of_misspelt_pool_keys
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
@@ -155,6 +155,7 @@ class LLMDataDist:
             )
             check_dict("options", options, str, object)
             _warn_of_misspelt_options(options)
+            warn_of_misspelt_pool_keys(options)
             _check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
             resolved = self._resolved(options)
             cache_manager = resolved.get(_CACHE_MANAGER) == "1"
