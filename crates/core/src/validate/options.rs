@@ -254,7 +254,8 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
             return Err(Error::argument("memory_size", memory_size, format_args!("at most {limit} bytes")));
         }
         _ => {
-            let allowed = "a whole number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB, TiB)";
+            let allowed =
+                "a whole number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB, TiB)";
             return Err(refused("memory_size", memory_size, allowed));
         }
     };
@@ -281,7 +282,8 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
 
 /// Returns the bytes that a text such as `64MiB` states: digits, then a unit without a space between.
 fn size_with_unit(text: &str) -> Option<u64> {
-    let (digits, unit) = SIZE_UNITS.iter().find_map(|(name, bytes)| Some((text.strip_suffix(name)?, bytes)))?;
+    let (digits, unit) =
+        SIZE_UNITS.iter().find_map(|(name, bytes)| Some((text.strip_suffix(name)?, bytes)))?;
     decimal::<u64>(digits)?.checked_mul(*unit)
 }
 
