@@ -493,6 +493,13 @@ def test_options_without_meaning(begin: Callable[..., LLMDataDist], settings: di
     assert given == before, "an init that failed leaves the caller's dict alone"
 
 
+def test_missing_device_id_says_what_to_set(begin: Callable[..., LLMDataDist]) -> None:
+    given = options(pool=None)
+    del given["ge.exec.deviceId"]
+    with pytest.raises(LLMException, match=r"deviceId is missing: set LLMConfig\.device_id.*enable_cache_manager"):
+        begin(settings=given)
+
+
 def test_an_exhausted_pool_is_waited_for(prompt: KvCacheManager) -> None:
     """A client tries again for as long as it gets this code."""
     large = CacheDesc(2, (4, PAGE * 3), DataType.DT_UINT8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, Callable
 
@@ -10,7 +11,7 @@ import pytest
 from conftest import options
 from llm_datadist import CacheKeyByIdAndIndex, LLMConfig, LLMDataDist, LLMException
 from llm_datadist.option_table import KNOWN_KEYS, rows
-from llm_datadist.spelling import closest, edit_distance
+from llm_datadist.spelling import closest, edit_distance, warn_of_misspelt_pool_keys
 from memory import desc
 
 
@@ -56,6 +57,25 @@ def test_init_names_the_option_that_was_meant(
         start(given)
     assert warnings(caplog) == [f"unknown option '{key}' is ignored; did you mean '{meant}'?"]
     assert "value of it" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("page_shfit", "page_shift"), ("pageshift", "page_shift"), ("memory_sizes", "memory_size")]
+)
+@pytest.mark.parametrize("option", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
+def test_init_names_the_pool_key_that_was_meant(
+    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, option: str, key: str, meant: str
+) -> None:
+    given = {**options(), option: json.dumps({"memory_size": 1 << 20, key: 12, "other": 1})}
+    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
+        start(given)
+    assert warnings(caplog) == [f"unknown key of {option} '{key}' is ignored; did you mean '{meant}'?"]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100, 5])
+def test_pool_text_that_is_no_object_is_left_to_the_engine(caplog: pytest.LogCaptureFixture, text: object) -> None:
+    warn_of_misspelt_pool_keys({"llm.MemPoolConfig": text})
+    assert warnings(caplog) == []
 
 
 DISTANT = "ge.exec.deviceld ge.anything llm.ListenIpInfo llm.BufPoolCfg llm.OutputMaxSize mine llm.Nothing"

@@ -3,13 +3,10 @@
 Sub-commands are imported when they are called, so that an import of the package does not import numpy.
 """
 
-# ruff: noqa: T201  (a command prints)
-
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llm_datadist import __version__
 from llm_datadist.log import DATE_FORMAT, LOG_FORMAT
+from llm_datadist.standard_output import write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,19 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         from llm_datadist.option_table import table  # noqa: PLC0415  (only this command needs it)
 
-        return _print(table(min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)))
+        write(table(min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)))
+        return 0
     from llm_datadist.replay.cli import main as replay  # noqa: PLC0415  (it imports numpy)
 
     return replay(rest)
-
-
-def _print(text: str) -> int:
-    """Print a text, and return the exit status. A reader that closes its end early is no error: ``... | head``."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -68,8 +68,9 @@ class LlmConfig:
         str,
         "",
         "no device pool",
-        'The device pool as a JSON object: ``{"memory_size": bytes, "page_shift": 10 to 30}``. A page has '
-        "``1 << page_shift`` bytes; ``page_shift`` is 16 by default (contract §5.1).",
+        'The device pool as a JSON object: ``{"memory_size": bytes, "page_shift": 10 to 30}``. ``memory_size`` may '
+        'also be a text with a unit: ``"64MiB"`` (KiB, MiB, GiB, TiB). A page has ``1 << page_shift`` bytes; '
+        "``page_shift`` is 16 by default (contract §5.1).",
     )
     host_mem_pool_cfg = Option(
         "llm.HostMemPoolConfig",

@@ -7,16 +7,23 @@ import os
 import threading
 from typing import TYPE_CHECKING, ClassVar, Optional, Union
 
-from llm_datadist import _core, engine_log, layerwise, log
+from llm_datadist import _core, engine_log, init_options, layerwise, log
 from llm_datadist.arguments import check_dict
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.caches import release_on_exit
 from llm_datadist.cluster_info import LLMRole
 from llm_datadist.engine_config import ClusterConfig, EngineConfig, listens_at
+from llm_datadist.init_options import (
+    BACKEND,
+    CACHE_MANAGER,
+    LISTEN,
+    LISTEN_TOO,
+    LOCAL_RESOURCES,
+    warn_of_misspelt_options,
+)
 from llm_datadist.kv_cache_manager import KvCacheManager
 from llm_datadist.log import logged
-from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
-from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.spelling import warn_of_misspelt_pool_keys
 from llm_datadist.status import LLMException, LLMStatusCode, raise_if_false, raise_if_true
 from llm_datadist.types import RegisterMemStatus, int_to_mem_status_dict
 
@@ -32,12 +39,6 @@ __all__ = ["LLMDataDist"]
 
 _ROLE_NAMES = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
 
-_CACHE_MANAGER = "llm.EnableCacheManager"
-_REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
-_LISTEN = "llm.listenIpInfo"
-_LISTEN_TOO = "llm.ListenIpInfo"
-_LOCAL_RESOURCES = "llm.LocalCommRes"
-_BACKEND = "llm.TransferBackend"
 _CLUSTER_INFO = "llm.ClusterInfo"
 _TOKEN = "llm.LinkToken"  # noqa: S105  (the name of the option)
 
@@ -154,17 +155,18 @@ class LLMDataDist:
                 status_code=LLMStatusCode.LLM_FAILED,
             )
             check_dict("options", options, str, object)
-            _warn_of_misspelt_options(options)
-            _check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
-            resolved = self._resolved(options)
-            cache_manager = resolved.get(_CACHE_MANAGER) == "1"
+            warn_of_misspelt_options(options)
+            warn_of_misspelt_pool_keys(options)
+            init_options.check_graph_memory(options.get("ge.flowGraphMemMaxSize"))
+            resolved = init_options.resolve(options, self._role_to_str(self._role))
+            cache_manager = resolved.get(CACHE_MANAGER) == "1"
             if not cache_manager:
                 self._describe_cluster(resolved)
             self._llm_datadist = _core.DataDist(self._role, self._cluster_id, resolved)
             resolved.pop(_TOKEN, None)  # only the engine needs it
             self._engine_options = resolved
             self._enable_cache_mgr = cache_manager
-            self._enable_local_comm_res = _LOCAL_RESOURCES in resolved
+            self._enable_local_comm_res = LOCAL_RESOURCES in resolved
             if cache_manager:
                 self._cache_manager = CacheManager(self._llm_datadist, resolved)
             else:
@@ -174,37 +176,12 @@ class LLMDataDist:
             LLMDataDist.llm_engine_instance = self
             self._is_initialized = True
 
-    def _resolved(self, options: dict[str, str]) -> dict[str, str]:
-        """Return a copy of ``options`` with the options that follow from them (contract §6.2, steps 5 to 10)."""
-        resolved = {**options, "llm.Role": self._role_to_str(self._role)}
-        for option, variable in ENVIRONMENT.items():
-            if os.environ.get(variable):
-                resolved.setdefault(option, os.environ[variable])
-        if not resolved.keys() & TOKEN_VARIABLES.keys():
-            resolved.update(_token_of_the_environment())
-        if _LISTEN_TOO in resolved:
-            resolved.setdefault(_LISTEN, resolved[_LISTEN_TOO])
-        if _LOCAL_RESOURCES in resolved:
-            resolved.setdefault(_CACHE_MANAGER, "1")
-            resolved.setdefault(_REMOTE_ACCESS, "1")
-        cache_manager = resolved.get(_CACHE_MANAGER) == "1"
-        if _LOCAL_RESOURCES in resolved:
-            raise_if_false(cache_manager, "llm.LocalCommRes needs {}=1", _CACHE_MANAGER)
-        if _BACKEND in resolved:
-            raise_if_false(cache_manager, "llm.TransferBackend needs {}=1", _CACHE_MANAGER)
-            resolved.setdefault(_REMOTE_ACCESS, "1")
-            raise_if_false(resolved[_REMOTE_ACCESS] != "0", "llm.TransferBackend needs {}=1", _REMOTE_ACCESS)
-            raise_if_false(_LISTEN in resolved, "llm.TransferBackend needs {}", _LISTEN)
-        if cache_manager and _LISTEN in resolved:
-            resolved["llm.ListenIp"], resolved["llm.ListenPort"] = _listen_address(resolved[_LISTEN])
-        return resolved
-
     def _describe_cluster(self, resolved: dict[str, str]) -> None:
         """Make ``llm.ClusterInfo``, or take the listen address from a given one (contract §9.7)."""
         if _CLUSTER_INFO in resolved:
             listen = listens_at(resolved[_CLUSTER_INFO]) if self._role == LLMRole.PROMPT else None
             if listen is not None:
-                resolved.setdefault(_LISTEN, listen)
+                resolved.setdefault(LISTEN, listen)
         EngineConfig.gen_cluster_info_if_not_exist(self._cluster_id, self._role, resolved)
 
     def _cluster_config(self) -> ClusterConfig:
@@ -247,7 +224,7 @@ class LLMDataDist:
             LLMException: ``LLM_PARAM_INVALID``: the engine is in KvCacheManager mode.
         """
         self._check_initialized()
-        raise_if_false(self._enable_cache_mgr, "cache_manager needs {}=1", _CACHE_MANAGER)
+        raise_if_false(self._enable_cache_mgr, "cache_manager needs {}=1", CACHE_MANAGER)
         if self._cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
         return self._cache_manager
@@ -261,7 +238,7 @@ class LLMDataDist:
             LLMException: ``LLM_PARAM_INVALID``: the engine is in CacheManager mode.
         """
         self._check_initialized()
-        raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {}=1", _CACHE_MANAGER)
+        raise_if_true(self._enable_cache_mgr, "kv_cache_manager needs an engine without {}=1", CACHE_MANAGER)
         if self._kv_cache_manager is None:
             raise RuntimeError(_NOT_OPEN)
         return self._kv_cache_manager
@@ -373,7 +350,7 @@ class LLMDataDist:
         refused = self._refused(clusters, links=True)
         if refused is not None:
             return refused, []
-        one_local = not self._engine_options.get(_LOCAL_RESOURCES)
+        one_local = not self._engine_options.get(LOCAL_RESOURCES)
         codes = native.link_clusters(clusters, timeout, self._enable_cache_mgr and one_local, one_local)
         return _last_failing(codes), codes
 
@@ -409,7 +386,7 @@ class LLMDataDist:
         refused = self._refused(clusters, links=False)
         if refused is not None:
             return refused, []
-        one_sided = _BACKEND in self._engine_options
+        one_sided = BACKEND in self._engine_options
         codes = native.unlink_clusters(clusters, timeout, force, one_sided, not self._enable_cache_mgr)
         if self._enable_cache_mgr:
             return _last_failing(codes), codes
@@ -437,18 +414,18 @@ class LLMDataDist:
         _core.check_isinstance("role", role, LLMRole, allow_none=False)
         _core.check_isinstance("switch_options", switch_options, dict)
         options = switch_options or {}
-        _warn_of_misspelt_options(options)
-        listen = options.get(_LISTEN, options.get(_LISTEN_TOO))
+        warn_of_misspelt_options(options)
+        listen = options.get(LISTEN, options.get(LISTEN_TOO))
         if listen is not None:
-            _listen_address(listen)
+            init_options.listen_address(listen)
         if not self._enable_cache_mgr:
             self._check_switch(role, listen)
-        elif _BACKEND in self._engine_options:
+        elif BACKEND in self._engine_options:
             now = native.listening()
             raise_if_false(
-                listen in (None, now, self._engine_options[_LISTEN]),
+                listen in (None, now, self._engine_options[LISTEN]),
                 "{}={} differs from {}; {} does not allow another address",
-                *(_LISTEN, log.shown(listen), now, _BACKEND),
+                *(LISTEN, log.shown(listen), now, BACKEND),
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
             listen = now
@@ -474,7 +451,7 @@ class LLMDataDist:
                 link, or it is broken; ``LLM_WAIT_PROCESS_TIMEOUT``: no answer in time.
         """
         native = self._check_initialized()
-        raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {}=1", _CACHE_MANAGER)
+        raise_if_true(self._enable_cache_mgr, "check_link_status needs an engine without {}=1", CACHE_MANAGER)
         _core.check_uint64("remote_cluster_id", remote_cluster_id)
         raise_if_false(
             self._role == LLMRole.DECODER, "check_link_status needs {}, and the role is {}", LLMRole.DECODER, self._role
@@ -491,7 +468,7 @@ class LLMDataDist:
 
     def _by_rank(self, call: str) -> _core.DataDist:
         native = self._check_initialized()
-        raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, _CACHE_MANAGER)
+        raise_if_false(self._enable_cache_mgr, "{} needs {}=1", call, CACHE_MANAGER)
         return native
 
     def _refused(self, clusters: object, *, links: bool) -> Optional[LLMStatusCode]:
@@ -510,7 +487,7 @@ class LLMDataDist:
         """Raise if the role cannot be switched in KvCacheManager mode (contract §6.9)."""
         raise_if_false(role != self._role, "role={} is the current role", role)
         prompt = role == LLMRole.PROMPT
-        raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, _LISTEN)
+        raise_if_true(prompt and listen is None, "{} needs {} in switch_options", role, LISTEN)
         raise_if_false(
             self._engine_options.get("llm.EnableSwitchRole") == "1",
             "switch_role needs llm.EnableSwitchRole=1 in the options of init",
@@ -526,45 +503,6 @@ class LLMDataDist:
     def _role_to_str(role: LLMRole) -> str:
         raise_if_false(role in _ROLE_NAMES, "role={} is not a member of LLMRole", role)
         return _ROLE_NAMES[role]
-
-
-def _warn_of_misspelt_options(options: dict[str, str]) -> None:
-    """Log a WARNING for each unknown key that looks like a misspelt one (contract §5.2: unknown keys are ignored)."""
-    warn_of_misspelt("option", [key for key in options if isinstance(key, str) and not is_known(key)], KNOWN_KEYS)
-
-
-def _token_of_the_environment() -> dict[str, str]:
-    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` replaces, if one is set."""
-    given = {option: os.environ[name] for option, name in TOKEN_VARIABLES.items() if os.environ.get(name)}
-    for name in TOKEN_VARIABLES.values():
-        # An empty variable is a secret that the deployment forgot to fill in; the engine must not run without one.
-        empty = not given and name in os.environ
-        raise_if_true(empty, "{} is set, but empty; unset it, or give it a value", name)
-    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *TOKEN_VARIABLES.values())
-    return given
-
-
-def _check_graph_memory(size: object) -> None:
-    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect in KvCacheManager mode only."""
-    _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
-    if isinstance(size, str):
-        text = log.shown(size)
-        raise_if_false("," not in size, "ge.flowGraphMemMaxSize={} has several entries; one is allowed", text)
-        digits = size.isascii() and size.isdigit()
-        raise_if_false(digits, "ge.flowGraphMemMaxSize={} is not a decimal number of bytes", text)
-
-
-def _listen_address(info: str) -> tuple[str, str]:
-    """Return address and port of ``ip:port`` or ``[ipv6]:port``."""
-    _core.check_isinstance(_LISTEN, info, str, allow_none=False)
-    ip, colon, port = info.rpartition(":")
-    plain = bool(ip) and not set(ip) & set(":[]")
-    bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
-    raise_if_false(colon and (plain or bracketed), "{}={} is not of the form ip:port", _LISTEN, log.shown(info))
-    if not (port.isascii() and port.isdigit()):
-        raise ValueError(f"{_LISTEN}={log.shown(info)}: the port is not a decimal number")
-    _core.check_uint16("listen port", int(port))
-    return ip, port
 
 
 def _last_failing(codes: list[LLMStatusCode], harmless: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> LLMStatusCode:

@@ -157,7 +157,12 @@ def listens_at(cluster_info: str) -> Optional[str]:
 
 
 def _device_ids(text: Optional[str]) -> list[int]:
-    raise_if_false(text, "{} is missing; it names the device of this cluster", _DEVICE)
+    raise_if_false(
+        text,
+        "{} is missing: set LLMConfig.device_id, for example to 0 (KvCacheManager mode needs it), or set "
+        "LLMConfig.enable_cache_manager to True for a CacheManager",
+        _DEVICE,
+    )
     _core.check_isinstance(_DEVICE, text, str)
     entries = (text or "").split(";")
     numbers = all(re.fullmatch("[0-9]{1,10}", entry) for entry in entries)

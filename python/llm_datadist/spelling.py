@@ -6,16 +6,20 @@ leave no trace. :func:`warn_of_misspelt` logs one WARNING with the closest valid
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Optional
 
 from llm_datadist import log
+from llm_datadist.option_types import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["closest", "edit_distance", "warn_of_misspelt"]
+__all__ = ["closest", "edit_distance", "warn_of_misspelt", "warn_of_misspelt_pool_keys"]
 
 _MOST_EDITS = 2
+_POOLS = ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
+_POOL_KEYS = frozenset({"memory_size", "page_shift"})
 
 # Names of which a call that may run thousands of times a second has warned. They are the caller's: hence the limit.
 _MOST_REMEMBERED = 1000
@@ -61,3 +65,15 @@ def warn_of_misspelt(kind: str, given: Iterable[str], known: Collection[str], *,
             _warned.add((kind, name))
         if (best := closest(name, known)) is not None:
             log.warn("unknown %s %s is ignored; did you mean %s?", kind, log.shown(name), log.shown(best))
+
+
+def warn_of_misspelt_pool_keys(options: Mapping[str, object]) -> None:
+    """Log one WARNING for each key of a memory pool that looks misspelt (contract §5.1: unknown keys are ignored)."""
+    for option in _POOLS:
+        text = options.get(option)
+        try:
+            fields = read_json(text) if isinstance(text, str) else None
+        except json.JSONDecodeError:
+            continue  # the engine refuses it
+        if isinstance(fields, dict):
+            warn_of_misspelt(f"key of {option}", fields, _POOL_KEYS)

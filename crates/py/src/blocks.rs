@@ -1,7 +1,7 @@
-//! Lists, dicts and arrays of block indices → numbers of the core.
+//! Conversion of lists, dicts and arrays of block indices to numbers of the core.
 //!
-//! The usual case, plain integers, goes through without a reference count for each (`raw`); whatever else is in there
-//! is looked at one by one, to say what is wrong with it. Not for: what an index may be (`core::check`).
+//! Plain integers are read without counting references (`raw`). Anything else is checked item by item, so that the error
+//! names the invalid item. `core::validate` decides which indices are allowed.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::convert::{self, held_int, inner_only_support, is_int, only_support, shown};
 use crate::error::{invalid, raise};
-use crate::{door, raw};
+use crate::{engine, raw};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -143,7 +143,7 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
         return Err(wrong());
     }
     let mut pairs = convert::room(py, *count)?;
-    door::aside(py, || words_of(bytes, kind == 'u', &mut pairs))
+    engine::allow_threads(py, || words_of(bytes, kind == 'u', &mut pairs))
         .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))?;
     Ok(pairs)
 }

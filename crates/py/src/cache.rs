@@ -1,6 +1,6 @@
-//! Frozen handles on caches: those of an engine's caches and of CPU caches, and views of single tensors.
+//! Frozen handles on the caches of an engine and on CPU caches, and views of single tensors.
 //!
-//! Not for: the public `Cache` class (the Python front), or raw pointers (`raw`).
+//! The public `Cache` class is in the Python package; raw pointers are in `raw`.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::convert;
-use crate::door::Held;
+use crate::engine::Held;
 use crate::error::raise;
 use crate::raw::{self, DL_CPU};
 

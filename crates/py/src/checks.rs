@@ -1,6 +1,6 @@
-//! Validators that Python calls: those of `llm_datadist.utils.utils`, and the rules its value classes share with `init`.
+//! Checks that Python calls: those of `llm_datadist.utils.utils`, and the rules that value classes share with `init`.
 //!
-//! Not for: rules of their own. Types and widths come from `convert`, meanings from `core::check`.
+//! Types and widths are checked by `convert`, meanings by `core::validate`.
 
 use llm_datadist_core::Result;
 use llm_datadist_core::bindings::validate;

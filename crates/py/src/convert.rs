@@ -1,7 +1,7 @@
-//! Python values → core structs. The right type and the right width, or `TypeError` / `ValueError`.
+//! Conversion of Python values to core structs. A wrong type is a `TypeError`, a wrong width a `ValueError`.
 //!
-//! Not for: meaning (`core::check`). A `bool` is not an integer anywhere. `None` where an object of the front is wanted
-//! passes the type test and fails at the first attribute, as `AttributeError` (contract §0.3).
+//! `core::validate` checks meanings. A `bool` is never an integer. `None` in place of an object passes the type check and
+//! fails at the first attribute with `AttributeError` (contract §0.3).
 
 use std::fmt::Display;
 

@@ -1,7 +1,6 @@
-//! The engine as Python calls it: one short method per operation; convert and check in the order of the contract
-//! (contract §7), then through the door.
+//! The engine class that Python calls: one short method per operation.
 //!
-//! Not for: defaults and docstrings (the Python front), or any rule (`core::check`).
+//! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +15,7 @@ use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 use crate::blocks;
 use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, int, shown};
-use crate::door::Engine;
+use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
@@ -370,7 +369,7 @@ impl DataDist {
 }
 
 impl DataDist {
-    /// The engine behind the door.
+    /// Returns the engine.
     pub(crate) fn engine(&self) -> &Engine {
         &self.engine
     }

@@ -1,6 +1,6 @@
-//! Core errors → `LLMException(message, status_code=…)`. The only mapping.
+//! The only mapping of core errors to `LLMException(message, status_code=…)`.
 //!
-//! Not for: `TypeError` and `ValueError` (`convert`), or choosing codes (`core::status`).
+//! `convert` raises `TypeError` and `ValueError`; `core::status` chooses the codes.
 
 use llm_datadist_core::{Error, ErrorKind, Mode, StatusCode};
 use pyo3::exceptions::PyRuntimeError;
@@ -33,7 +33,7 @@ pub(crate) fn raise_as(py: Python<'_>, error: &Error, codes: Codes) -> PyErr {
     logged(py, error, codes).unwrap_or_else(|failure| failure)
 }
 
-/// The exception for an integer that no core type can carry; its sibling for values that one can is `core::check`.
+/// The exception for an integer that no core type can carry; its sibling for values that one can is `core::validate`.
 #[cold]
 pub(crate) fn invalid(py: Python<'_>, name: &str, value: impl std::fmt::Display, allowed: &str) -> PyErr {
     raise(py, &Error::argument(name, value, allowed))

@@ -1,6 +1,6 @@
-//! The Python classes of the front, handed over once at import, and their members as core values.
+//! The Python classes of the package, which it registers at import, and their members as core values.
 //!
-//! Not for: importing the front (the arrow points the other way) or defining its classes.
+//! The binding never imports the package: dependencies point the other way.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};

@@ -1,7 +1,6 @@
-//! The calls of the `KvCacheManager`: their types and their order of checks (contract §9.1).
+//! The calls of `KvCacheManager`: types and order of checks (contract §9.1).
 //!
-//! What follows the checks is the same engine. Not for: roles (the Python front), or what differs behind the checks
-//! (`core::config::Mode`).
+//! The same engine carries them out. Roles are checked in the Python package; other differences are in `core::config::Mode`.
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CacheKind, End, Error, ErrorKind, PullRows};

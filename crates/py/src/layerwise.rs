@@ -1,6 +1,6 @@
-//! Arguments of `transfer_cache_async` → core values, checked in the order of the contract (contract §8.1).
+//! Conversion of the arguments of `transfer_cache_async`, in the order of the contract (§8.1).
 //!
-//! Not for: the transfer under way (`task`), or rules (`core::check`).
+//! The running transfer is in `task`; rules are in `core::validate`.
 
 use std::time::Duration;
 

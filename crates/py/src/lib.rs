@@ -1,14 +1,14 @@
-//! `llm_datadist._core`: the Python binding. Convert, enter, call, map the error; nothing is decided here.
+//! `llm_datadist._core`, the Python binding: converts arguments, calls the core and maps errors.
 //!
-//! Not for: what arguments mean (`core::check`), or names, defaults and docstrings of the public API (the Python
-//! front). This crate is the one place that says whether a Python value has the right *type*.
+//! Only this crate decides whether a Python value has the right type. `core::validate` decides what arguments mean; the
+//! Python package has the names, defaults and docstrings of the public API.
 
 mod blocks;
 mod cache;
 mod checks;
 mod convert;
 mod datadist;
-mod door;
+mod engine;
 mod error;
 mod front;
 mod kv;
@@ -55,7 +55,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<kv::KvCaches>()?;
     module.add_class::<task::TransferTask>()?;
     validators(module)?;
-    functions!(module, door::abandon_sockets front::register_types);
+    functions!(module, engine::abandon_sockets front::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;

@@ -1,6 +1,6 @@
-//! Arguments of links → core values, in the order of the contract (contract §6.5 to §6.9), and what became of them.
+//! Conversion of the arguments and results of links, in the order of the contract (§6.5 to §6.9).
 //!
-//! Not for: rules about addresses and members (`core::check`, `core::links`).
+//! Rules about addresses and members are in `core::validate` and `core::session`.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;

@@ -1,6 +1,6 @@
-//! Arguments of what an engine does by itself → core values: options, allocations, copies, swaps.
+//! Conversion of the arguments of calls without a peer: options, allocations, copies, swaps.
 //!
-//! Not for: single values and their types (`convert`), or pulls and pushes (`transfer`).
+//! Single values are converted in `convert`, pulls and pushes in `transfer`.
 
 use std::collections::BTreeMap;
 

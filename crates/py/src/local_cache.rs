@@ -1,8 +1,7 @@
-//! Caches of the front as the engine knows them: which one, of which kind, made by whom.
+//! Identification of a local `Cache` object: its id, its kind and the engine that made it.
 //!
-//! Not for: rules (`core::check`), or remote caches, which keys name (`transfer`). A cache that an engine made carries a
-//! handle that says all of it at one look; one put together by hand is asked for its attributes instead
-//! (test: `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
+//! A cache that an engine made carries a handle with all of this. Of a cache built by hand, the attributes are read (test:
+//! `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind};

@@ -1,7 +1,7 @@
-//! The engine's lines → a bounded queue that Python empties.
+//! A bounded queue of the engine's log lines, which Python empties.
 //!
-//! Engine threads never call Python: they add a line and write one byte to a socket, on whose other end a thread of
-//! Python waits (`llm_datadist.engine_log`). Not for: levels and formats, which are those of Python's logging.
+//! Engine threads never call Python. They add a line and write one byte to a socket, which a Python thread reads
+//! (`llm_datadist.engine_log`). Levels and formats are those of Python's logging.
 
 use std::collections::VecDeque;
 use std::io::Write;

@@ -1,10 +1,7 @@
-//! Unsafe room 3: `DLPack` capsules, the adoption of addresses that the caller vouches for, and numbers out of lists.
+//! Unsafe code of the binding: `DLPack` capsules, addresses that the caller promises to be valid, numbers of lists.
 //!
-//! Not for: deciding which tensor or element type is exported (`cache`), or whether addresses make sense (`core::check`).
-//!
-//! Capsule ownership, as `DLPack` has it: a capsule owns its tensor until a consumer renames it; then the consumer calls
-//! the deleter. Either way the deleter runs exactly once and lets go of one [`Held`] cache, which needs no interpreter
-//! (tests: `tests/test_views.py`).
+//! A capsule owns its tensor until a consumer renames it; then the consumer calls the deleter. Either way the deleter
+//! runs exactly once and releases one [`Held`] cache, which needs no interpreter (tests: `tests/test_views.py`).
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -18,7 +15,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::door::Held;
+use crate::engine::Held;
 
 /// Refuses every interpreter but the first of the process: the classes of this module exist once in a process, so a
 /// second interpreter would replace what the first one works with (`tests/test_subinterpreter.py`).

@@ -1,6 +1,4 @@
-//! The engine's counters as a nested dict of numbers and strings.
-//!
-//! Not for: counting (`core::stats`), or choosing what to show: every field of the snapshot is there, under its name.
+//! The engine's counters as a nested dict of numbers and strings: every field of the snapshot, under its name.
 
 use llm_datadist_core::{LinkState, OpState, PoolReport, Snapshot};
 use pyo3::prelude::*;

@@ -1,7 +1,7 @@
-//! A layer-wise transfer under way, as the front's thread and the public `CacheTask` hold it.
+//! A running layer-wise transfer, as the package's thread and the public `CacheTask` hold it.
 //!
-//! Not for: arguments (`layerwise`), or calling the synchronizer, which only Python does. What that thread calls
-//! (`wanted`, `ready`, `not_ready`, `broken`) never detaches and never waits, so that a process which ends does not find it in here.
+//! Only Python calls the synchronizer. The methods that its thread calls (`wanted`, `ready`, `not_ready`, `broken`) never
+//! detach and never wait, so that a process can exit at any time.
 
 use std::os::fd::{IntoRawFd, RawFd};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::convert::optional_int;
-use crate::door::{self, Held};
+use crate::engine::{self, Held};
 use crate::error::{Codes, exception, raise};
 use crate::front::Front;
 
@@ -54,7 +54,7 @@ impl TransferTask {
     /// What the walker does: never detaches, never waits.
     fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&Arc<Task>) -> T) -> PyResult<T> {
         let task = self.task(py)?;
-        door::attached(py, || Ok(call(task)))
+        engine::attached(py, || Ok(call(task)))
     }
 }
 
@@ -94,7 +94,7 @@ impl TransferTask {
 
     fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
         let task = self.task(py)?;
-        Ok(door::aside(py, || task.cancel()))
+        Ok(engine::allow_threads(py, || task.cancel()))
     }
 
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
@@ -105,7 +105,7 @@ impl TransferTask {
         let (py, task) = (timeout_in_millis.py(), self.task(timeout_in_millis.py())?);
         let limit = optional_int::<u32>("timeout_in_millis", timeout_in_millis)?;
         let limit = limit.map_or(Duration::MAX, |millis| Duration::from_millis(millis.into()));
-        door::waiting(py, Deadline::after(limit).named("timeout_in_millis"), |deadline| task.wait(deadline))
+        engine::waiting(py, Deadline::after(limit).named("timeout_in_millis"), |deadline| task.wait(deadline))
     }
 
     fn results(&self, py: Python<'_>) -> PyResult<Vec<Option<&'static Py<PyAny>>>> {

@@ -1,7 +1,6 @@
-//! Arguments of pulls and pushes → the core's names, rows and layers, checked in the order of the contract
-//! (contract §7.12 to §7.15).
+//! Conversion of the arguments of pulls and pushes, in the order of the contract (§7.12 to §7.15).
 //!
-//! Not for: rules that need a cache or a peer (`core::check`), or what an index of a block may be.
+//! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{
@@ -250,7 +249,7 @@ fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResu
     Ok(blocks)
 }
 
-/// A key that names a batch slot leaves no choice of far blocks.
+/// A key that names a batch slot allows no remote blocks.
 fn no_blocks(blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<()> {
     match listed("src_blocks", blocks, value)?.len() {
         0 => Ok(()),

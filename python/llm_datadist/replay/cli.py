@@ -30,6 +30,7 @@ from llm_datadist.replay.prefill import Prefill, PrefillError
 from llm_datadist.replay.serve import Server, WrongByteError
 from llm_datadist.replay.table import BlockTable
 from llm_datadist.replay.worker import Setup
+from llm_datadist.standard_output import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,10 +78,12 @@ def _status(options: argparse.Namespace, geometry: Geometry, found: dict[str, An
 def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the table, and write the JSON. With ``--json -``, standard output has the JSON alone."""
     text = json.dumps(found, indent=2)
-    print(report.table(found), file=sys.stderr if options.json == _STANDARD_OUTPUT else sys.stdout)
     if options.json == _STANDARD_OUTPUT:
-        print(text)
-    elif options.json is not None:
+        print(report.table(found), file=sys.stderr)
+        write(text)
+        return
+    write(report.table(found))
+    if options.json is not None:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 

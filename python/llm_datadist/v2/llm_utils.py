@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Optional
 
 from llm_datadist import _core
-from llm_datadist.datadist import _listen_address
+from llm_datadist.init_options import listen_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
         ValueError: the port is not a uint16.
         LLMException: ``LLM_PARAM_INVALID``: the text is not of that form.
     """
-    ip, port = _listen_address(listen_ip_info)
+    ip, port = listen_address(listen_ip_info)
     return ip, int(port)
 
 

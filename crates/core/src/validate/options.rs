@@ -20,6 +20,9 @@ use crate::model::ClusterId;
 /// Most bytes of a host pool (contract §5.1).
 const HOST_POOL_LIMIT: u64 = 20 << 30;
 
+/// The units in which a text may give `memory_size`, and their bytes.
+const SIZE_UNITS: [(&str, u64); 4] = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40)];
+
 /// Reads the options of `init` (contract §5.1, §5.2). Unknown keys are ignored. `Err(InvalidArgument)` for an
 /// invalid value.
 pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>) -> Result<Config> {
@@ -160,7 +163,8 @@ fn token<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) ->
 }
 
 /// Returns the address to listen on: from `llm.ListenIp` and `llm.ListenPort`, into which the Python package
-/// splits `llm.listenIpInfo`, else from `llm.listenIpInfo` or `llm.ListenIpInfo` itself.
+/// splits `llm.listenIpInfo`, else from `llm.listenIpInfo` or `llm.ListenIpInfo` itself. An error names the option
+/// that the program gave.
 fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAddr>> {
     let given = |key: &str| text(key).filter(|value| !value.is_empty());
     match (given("llm.ListenIp"), given("llm.ListenPort")) {
@@ -171,6 +175,8 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
         }
         (Some(ip), Some(port)) => {
             let refused = |key: &str, value: &str, allowed: &str| {
+                let (key, value) =
+                    given("llm.listenIpInfo").map_or((key, value), |whole| ("llm.listenIpInfo", whole));
                 Error::argument(key, format_args!("{:?}", clipped(value)), allowed)
             };
             let at = ip_address(ip)
@@ -241,12 +247,16 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
         return Err(invalid("the pool configuration must be one JSON object".into()));
     };
     let memory_size = fields.get("memory_size").ok_or_else(|| invalid("memory_size is missing".into()))?;
-    let memory_size = match memory_size.as_u64() {
+    let memory_size = match memory_size.as_str().map_or_else(|| memory_size.as_u64(), size_with_unit) {
         Some(bytes @ 1..) if bytes <= limit => bytes,
         Some(1..) => {
             return Err(Error::argument("memory_size", memory_size, format_args!("at most {limit} bytes")));
         }
-        _ => return Err(refused("memory_size", memory_size, "a whole number of bytes above 0")),
+        _ => {
+            let allowed =
+                "a whole number of bytes above 0, or a text with a unit: \"64MiB\" (KiB, MiB, GiB, TiB)";
+            return Err(refused("memory_size", memory_size, allowed));
+        }
     };
     let page_shift = match fields.get("page_shift") {
         None => PoolConfig::DEFAULT_PAGE_SHIFT,
@@ -267,6 +277,13 @@ fn pool_config(text: &str, limit: u64) -> Result<PoolConfig> {
         return Err(Error::argument("memory_size", memory_size, allowed));
     }
     Ok(PoolConfig { memory_size, page_shift })
+}
+
+/// Returns the bytes that a text such as `64MiB` states: digits, then a unit without a space between.
+fn size_with_unit(text: &str) -> Option<u64> {
+    let (digits, unit) =
+        SIZE_UNITS.iter().find_map(|(name, bytes)| Some((text.strip_suffix(name)?, bytes)))?;
+    decimal::<u64>(digits)?.checked_mul(*unit)
 }
 
 #[cold]

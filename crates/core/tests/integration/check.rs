@@ -236,6 +236,10 @@ fn pool_texts() {
     let good = [
         (r#"{"memory_size": 18737418240, "page_shift": 16}"#, pool(18_737_418_240, 16)),
         (r#"{"memory_size": 65536}"#, pool(65_536, 16)),
+        (r#"{"memory_size": "64KiB"}"#, pool(65_536, 16)),
+        (r#"{"memory_size": "64MiB"}"#, pool(64 << 20, 16)),
+        (r#"{"memory_size": "3GiB", "page_shift": 20}"#, pool(3 << 30, 20)),
+        (r#"{"memory_size": "20GiB"}"#, pool(20 << 30, 16)),
         ("\t\r\n {\"page_shift\":10,\"memory_size\":1024} \n", pool(1024, 10)),
         (r#"{"memory_size": 1073741824, "page_shift": 30}"#, pool(1 << 30, 30)),
         (r#"{"memory_size": 65537, "other": [1, {"x": null}], "größe": "🦀"}"#, pool(65_537, 16)),
@@ -247,6 +251,8 @@ fn pool_texts() {
         assert_eq!(device(text).unwrap(), expected, "{text}");
         assert_eq!(host(text).unwrap(), expected, "{text}");
     }
+    assert_eq!(device(r#"{"memory_size": "1TiB"}"#).unwrap(), pool(1 << 40, 16));
+    refused(host(r#"{"memory_size": "1TiB"}"#), &["memory_size = \"1TiB\"", "21474836480"]);
     let nested = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
     let inside = format!("{{\"memory_size\": 65536, \"x\": {}1{}}}", "[".repeat(1000), "]".repeat(1000));
     let long = format!("{{\"memory_size\": \"{}\"}}", "ü".repeat(50_000));
@@ -281,7 +287,15 @@ fn pool_texts() {
         ("{\"memory_size\": -0}", &["memory_size"]),
         ("{\"memory_size\": 1e6}", &["memory_size"]),
         ("{\"memory_size\": 65536.0}", &["memory_size=65536.0"]),
-        ("{\"memory_size\": \"65536\"}", &["memory_size"]),
+        ("{\"memory_size\": \"65536\"}", &["memory_size=\"65536\"", "a text with a unit"]),
+        ("{\"memory_size\": \"64 MiB\"}", &["memory_size=\"64 MiB\"", "KiB, MiB, GiB, TiB"]),
+        ("{\"memory_size\": \"64mib\"}", &["memory_size"]),
+        ("{\"memory_size\": \"64MB\"}", &["memory_size"]),
+        ("{\"memory_size\": \"MiB\"}", &["memory_size"]),
+        ("{\"memory_size\": \"1.5MiB\"}", &["memory_size"]),
+        ("{\"memory_size\": \"-1MiB\"}", &["memory_size"]),
+        ("{\"memory_size\": \"0MiB\"}", &["memory_size"]),
+        ("{\"memory_size\": \"16777216TiB\"}", &["memory_size"]),
         ("{\"memory_size\": true}", &["memory_size=true"]),
         ("{\"memory_size\": null}", &["memory_size=null"]),
         ("{\"memory_size\": [65536]}", &["memory_size"]),
@@ -326,7 +340,7 @@ fn pool_texts() {
         assert_eq!(refused(host(text), facts).fact("option"), Some("host_mem_pool_cfg"));
         looked_at += 1;
     }
-    assert_eq!(looked_at, 41 + 11);
+    assert_eq!(looked_at, 49 + 11);
     // Too many pages; the host limit.
     let limit = u64::from(u32::MAX) << 10;
     let text = |size: u64| format!("{{\"memory_size\": {size}, \"page_shift\": 10}}");
@@ -624,6 +638,8 @@ fn listening_addresses() {
         listen(&[("llm.ListenIp", "node-a"), ("llm.ListenPort", "1")]),
         &["llm.ListenIp", "node-a", "not a host name"],
     );
+    let split = [("llm.listenIpInfo", "node-a:1"), ("llm.ListenIp", "node-a"), ("llm.ListenPort", "1")];
+    refused(listen(&split), &["llm.listenIpInfo=\"node-a:1\"", "not a host name"]);
     refused(
         listen(&[("llm.ListenIp", "::1"), ("llm.ListenPort", "70000")]),
         &["llm.ListenPort", "70000", "65535"],

@@ -1,6 +1,6 @@
-//! The door between Python and the engine: which process it belongs to, the detach, Ctrl-C, and the error mapping.
+//! Calls into the engine: the check of the process, detaching from the interpreter, Ctrl-C, and the mapping of errors.
 //!
-//! Not for: conversions, or any one operation. Nothing else in this crate detaches from the interpreter.
+//! Nothing else in this crate detaches from the interpreter.
 
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
@@ -132,8 +132,8 @@ pub(crate) fn waiting<T: Send>(
     detached(py, error::codes_of(Mode::CacheManager), || call(deadline.watched(Some(interrupted))))
 }
 
-/// Runs `call`, which is no business of the engine's, detached from the interpreter.
-pub(crate) fn aside<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
+/// Runs `call`, which does not use the engine, detached from the interpreter.
+pub(crate) fn allow_threads<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
     py.detach(call)
 }
 

@@ -1,0 +1,97 @@
+"""Options that follow from the options of ``LLMDataDist.init`` and from the environment (contract §6.2).
+
+The engine checks the values (``_core.DataDist``).
+"""
+
+from __future__ import annotations
+
+import os
+
+from llm_datadist import _core, log
+from llm_datadist.option_table import ENVIRONMENT, KNOWN_KEYS, TOKEN_VARIABLES, is_known
+from llm_datadist.spelling import warn_of_misspelt
+from llm_datadist.status import raise_if_false, raise_if_true
+
+__all__ = [
+    "BACKEND",
+    "CACHE_MANAGER",
+    "LISTEN",
+    "LISTEN_TOO",
+    "LOCAL_RESOURCES",
+    "check_graph_memory",
+    "listen_address",
+    "resolve",
+    "warn_of_misspelt_options",
+]
+
+CACHE_MANAGER = "llm.EnableCacheManager"
+REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
+LISTEN = "llm.listenIpInfo"
+LISTEN_TOO = "llm.ListenIpInfo"
+LOCAL_RESOURCES = "llm.LocalCommRes"
+BACKEND = "llm.TransferBackend"
+
+
+def resolve(options: dict[str, str], role: str) -> dict[str, str]:
+    """Return a copy of ``options`` with the options that follow from them (contract §6.2, steps 5 to 10)."""
+    resolved = {**options, "llm.Role": role}
+    for option, variable in ENVIRONMENT.items():
+        if os.environ.get(variable):
+            resolved.setdefault(option, os.environ[variable])
+    if not resolved.keys() & TOKEN_VARIABLES.keys():
+        resolved.update(_token_of_the_environment())
+    if LISTEN_TOO in resolved:
+        resolved.setdefault(LISTEN, resolved[LISTEN_TOO])
+    if LOCAL_RESOURCES in resolved:
+        resolved.setdefault(CACHE_MANAGER, "1")
+        resolved.setdefault(REMOTE_ACCESS, "1")
+    cache_manager = resolved.get(CACHE_MANAGER) == "1"
+    if LOCAL_RESOURCES in resolved:
+        raise_if_false(cache_manager, "llm.LocalCommRes needs {}=1", CACHE_MANAGER)
+    if BACKEND in resolved:
+        raise_if_false(cache_manager, "llm.TransferBackend needs {}=1", CACHE_MANAGER)
+        resolved.setdefault(REMOTE_ACCESS, "1")
+        raise_if_false(resolved[REMOTE_ACCESS] != "0", "llm.TransferBackend needs {}=1", REMOTE_ACCESS)
+        raise_if_false(LISTEN in resolved, "llm.TransferBackend needs {}", LISTEN)
+    if cache_manager and LISTEN in resolved:
+        resolved["llm.ListenIp"], resolved["llm.ListenPort"] = listen_address(resolved[LISTEN])
+    return resolved
+
+
+def warn_of_misspelt_options(options: dict[str, str]) -> None:
+    """Log a WARNING for each unknown key that looks like a misspelt one (contract §5.2: unknown keys are ignored)."""
+    warn_of_misspelt("option", [key for key in options if isinstance(key, str) and not is_known(key)], KNOWN_KEYS)
+
+
+def _token_of_the_environment() -> dict[str, str]:
+    """Return the option that ``LLM_DATADIST_TOKEN_FILE`` or ``LLM_DATADIST_TOKEN`` replaces, if one is set."""
+    given = {option: os.environ[name] for option, name in TOKEN_VARIABLES.items() if os.environ.get(name)}
+    for name in TOKEN_VARIABLES.values():
+        # An empty variable is a secret that the deployment forgot to fill in; the engine must not run without one.
+        empty = not given and name in os.environ
+        raise_if_true(empty, "{} is set, but empty; unset it, or give it a value", name)
+    raise_if_true(len(given) > 1, "{} and {} are both set; unset one of them", *TOKEN_VARIABLES.values())
+    return given
+
+
+def check_graph_memory(size: object) -> None:
+    """Check ``ge.flowGraphMemMaxSize``: one entry of decimal digits. It has an effect in KvCacheManager mode only."""
+    _core.check_isinstance("ge.flowGraphMemMaxSize", size, str)
+    if isinstance(size, str):
+        text = log.shown(size)
+        raise_if_false("," not in size, "ge.flowGraphMemMaxSize={} has several entries; one is allowed", text)
+        digits = size.isascii() and size.isdigit()
+        raise_if_false(digits, "ge.flowGraphMemMaxSize={} is not a decimal number of bytes", text)
+
+
+def listen_address(info: str) -> tuple[str, str]:
+    """Return address and port of ``ip:port`` or ``[ipv6]:port``."""
+    _core.check_isinstance(LISTEN, info, str, allow_none=False)
+    ip, colon, port = info.rpartition(":")
+    plain = bool(ip) and not set(ip) & set(":[]")
+    bracketed = ip.startswith("[") and ip.endswith("]") and ip != "[]"
+    raise_if_false(colon and (plain or bracketed), "{}={} is not of the form ip:port", LISTEN, log.shown(info))
+    if not (port.isascii() and port.isdigit()):
+        raise ValueError(f"{LISTEN}={log.shown(info)}: the port is not a decimal number")
+    _core.check_uint16("listen port", int(port))
+    return ip, port
