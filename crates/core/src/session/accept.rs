@@ -9,11 +9,11 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::Shared;
 use super::handshake::Guest;
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{Offered, Reach};
 use super::refusals::{Reason, Refusal};
+use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
@@ -219,7 +219,7 @@ fn admit_call(
     } else {
         shared.server.admit(&link, stream)?;
         stream.send_now(&welcome, &[]).inspect_err(|_| link.served_on(stream))?;
-        shared.server.watch(shared, &link, stream)?;
+        shared.server.watch(&link, stream)?;
     }
     Ok(Next::Done)
 }
@@ -245,12 +245,12 @@ fn enter(
     let first = link.speaker();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
-        super::communicator::joined(shared, id, cluster);
+        shared.state.joined(id, cluster);
     }
     let told = link.tell_as(&first, &Control::Pong);
     drop(first);
     told.inspect_err(|error| {
-        shared.lost(&link, &error.to_string());
+        shared.state.lost(&link, &error.to_string());
     })?;
     Ok(())
 }

@@ -8,8 +8,30 @@ use super::handshake::{self, Key, Me};
 use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
-use crate::net::{Address, Stream, Transport};
+use crate::net::{Address, Stream, Tcp, Transport, Unix};
 use crate::protocol::{Purpose, Welcome};
+
+/// The transports over which streams reach peers.
+#[derive(Clone, Debug)]
+pub struct Transports {
+    /// For peers on other hosts, and for peers that are linked by TCP only.
+    pub tcp: Arc<dyn Transport>,
+    /// For peers on this host.
+    pub unix: Arc<dyn Transport>,
+}
+
+impl Default for Transports {
+    fn default() -> Self {
+        Transports { tcp: Arc::new(Tcp), unix: Arc::new(Unix) }
+    }
+}
+
+impl Transports {
+    /// Returns the transport for `address`.
+    pub(super) fn for_address(&self, address: &Address) -> &Arc<dyn Transport> {
+        if matches!(address, Address::Unix(_)) { &self.unix } else { &self.tcp }
+    }
+}
 
 /// The address of one peer, and what is needed to authenticate it.
 #[derive(Clone, Debug)]

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Shared;
 use super::communicator::{CommStatus, Communicator, Progress};
 use super::link::{Kind, Link};
+use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
@@ -23,8 +23,12 @@ const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Du
 /// Longest pause after `link_total_time` has passed, while a member that was linked before is gone.
 const LONG_REST: Duration = Duration::from_secs(5);
 
-/// Handles a broken link of a communicator: if this side dials, it searches for the member again.
-pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
+/// Handles a peer that ended but may return: if its link belongs to a communicator and this side dials, it
+/// searches for the peer again.
+pub(super) fn died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
+    if !shared.state.lost(link, why) {
+        return;
+    }
     let Kind::Communicator(id) = link.kind() else { return };
     let Some(comm) = shared.state.comm_by_id(id) else { return };
     if !comm.dials(link.peer().cluster) {

@@ -5,14 +5,14 @@
 //! (`strangers_keep_no_peer_out`).
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::Shared;
 use super::accept::{Newcomer, Next, Work};
 use super::handshake::GREETING_TIME;
-use super::poller::{Poller, Watching};
+use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
+use super::shared::Shared;
 use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
@@ -22,9 +22,9 @@ use crate::protocol::{self, GREETING_LIMIT};
 const YOUNG: Duration = Duration::from_millis(100);
 
 /// The connections of one engine whose handshake is not finished.
-#[derive(Debug)]
 pub(super) struct Newcomers {
     most: usize,
+    returned: Arc<Returned>,
     /// The connections by number, so that the oldest come first.
     all: BTreeMap<u64, Entry>,
 }
@@ -42,15 +42,24 @@ struct Entry {
     until: Deadline,
 }
 
-/// A connection after a server thread has performed a step for it.
-pub(super) struct Returned {
-    pub(super) number: u64,
-    pub(super) next: Result<Next, Refusal>,
+/// The results of the steps that server threads have performed, by the number of the connection.
+struct Returned {
+    /// Wakes the control thread.
+    bell: Arc<Bell>,
+    steps: Mutex<Vec<(u64, Result<Next, Refusal>)>>,
+}
+
+impl Returned {
+    fn push(&self, number: u64, next: Result<Next, Refusal>) {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).push((number, next));
+        self.bell.ring();
+    }
 }
 
 impl Newcomers {
-    pub(super) fn new(most: usize) -> Newcomers {
-        Newcomers { most, all: BTreeMap::new() }
+    pub(super) fn new(most: usize, bell: Arc<Bell>) -> Newcomers {
+        let returned = Arc::new(Returned { bell, steps: Mutex::default() });
+        Newcomers { most, returned, all: BTreeMap::new() }
     }
 
     pub(super) fn has(&self, number: u64) -> bool {
@@ -144,10 +153,14 @@ impl Newcomers {
         self.go_on(shared, poller, number, next);
     }
 
-    /// Takes back a connection for which a server thread has performed a step.
-    pub(super) fn back(&mut self, shared: &Arc<Shared>, poller: &Poller, returned: Returned) {
-        if self.has(returned.number) {
-            self.go_on(shared, poller, returned.number, returned.next);
+    /// Takes back the connections for which server threads have performed a step.
+    pub(super) fn take_back(&mut self, shared: &Arc<Shared>, poller: &Poller) {
+        let returned =
+            std::mem::take(&mut *self.returned.steps.lock().unwrap_or_else(PoisonError::into_inner));
+        for (number, next) in returned {
+            if self.has(number) {
+                self.go_on(shared, poller, number, next);
+            }
         }
     }
 
@@ -166,7 +179,7 @@ impl Newcomers {
                     // Data that arrives meanwhile waits in the socket.
                     entry.unwatch(poller);
                 }
-                shared.server.work(shared, number, work);
+                self.have_done(shared, number, work);
             }
             Ok(Next::Done) => {
                 if let Some(mut entry) = self.all.remove(&number) {
@@ -174,6 +187,20 @@ impl Newcomers {
                 }
             }
             Err(refusal) => self.end(shared, poller, number, Some(&refusal)),
+        }
+    }
+
+    /// Has a server thread perform `work`.
+    fn have_done(&self, shared: &Arc<Shared>, number: u64, work: Work) {
+        let (weak, returned, stream) = (Arc::downgrade(shared), self.returned.clone(), work.stream().clone());
+        let step = Box::new(move || {
+            if let Some(shared) = weak.upgrade() {
+                returned.push(number, work.run(&shared));
+            }
+        });
+        if let Err(error) = shared.server.work(step) {
+            tracing::error!(target: "llm_datadist::links", "dropped a connection: no thread could be started for its handshake: {error}");
+            stream.close();
         }
     }
 
@@ -226,10 +253,4 @@ fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
     // Fails if the peer is gone or has not read earlier messages.
     let _ = stream.send_now(&protocol::refusal(&refusal.error), &[]);
     stream.close();
-}
-
-/// Performs a step for a connection, on a server thread.
-pub(super) fn take_step(shared: &Arc<Shared>, number: u64, work: Work) {
-    let next = work.run(shared);
-    shared.control.give_back(Returned { number, next });
 }
