@@ -80,7 +80,9 @@ impl DataDist {
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-                    let mut moves = validate::push(call.local.side(), remote, rows, layers)?;
+                    // `call.name` is without the slot.
+                    let mut moves = validate::push(call.local.side(), remote, rows, layers)
+                        .map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.local_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves)?);
                     let outcome = call.push(known, &plan, local_rows)?;

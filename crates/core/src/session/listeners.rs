@@ -77,7 +77,9 @@ impl Listeners {
     }
 
     /// Moves the main listener to `asked`, or closes it. If the new address is not available, returns `Err`
-    /// and keeps the old one (`a_listener_moves_between_addresses_of_one_port`).
+    /// and keeps the old one (`a_listener_moves_between_addresses_of_one_port`). Between two addresses of one
+    /// port the old one has to be closed first; if it cannot be opened again, the engine logs that and listens
+    /// at neither.
     pub(super) fn change(&self, asked: Option<SocketAddr>) -> Result<()> {
         let mut open = self.unclosed()?;
         let now = open.main.as_ref().and_then(Door::port);
