@@ -128,7 +128,7 @@ impl DataDist {
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same
     /// id; then the link identifies it.
     pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
-        if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
+        if self.links.is_own_id(cluster) && self.cluster.config.mode == Mode::CacheManager {
             return Err(session::own(cluster));
         }
         Ok(())

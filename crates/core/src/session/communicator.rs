@@ -51,16 +51,16 @@ pub(super) struct Progress {
     /// Members that are awaited or searched for now.
     pub(super) missing: Vec<ClusterId>,
     /// Members that have been linked at least once.
-    pub(super) met: Vec<ClusterId>,
+    pub(super) linked_before: Vec<ClusterId>,
     /// The addresses at which this side listens for the communicator.
-    pub(super) doors: Vec<Address>,
+    pub(super) listening_at: Vec<Address>,
     pub(super) status: CommStatus,
     /// Whether this side has left the communicator.
     pub(super) left: bool,
     /// Whether a thread searches for members.
-    pub(super) looking: bool,
+    pub(super) searching: bool,
     /// Whether a member has reported, since the last check, that it is listening.
-    pub(super) knocked: bool,
+    pub(super) member_listens: bool,
     /// The latest failure for each member.
     pub(super) why: BTreeMap<ClusterId, String>,
 }
@@ -90,8 +90,8 @@ impl Communicator {
     }
 
     /// Records that a member is listening, and ends the pause of the search.
-    pub(super) fn knocked(&self) {
-        self.locked().knocked = true;
+    pub(super) fn member_listens(&self) {
+        self.locked().member_listens = true;
         self.changed.notify_all();
     }
 
@@ -153,20 +153,20 @@ impl Communicator {
     pub(super) fn abandon(&self) -> Vec<Address> {
         let mut progress = self.locked();
         progress.left = true;
-        let doors = std::mem::take(&mut progress.doors);
+        let listening_at = std::mem::take(&mut progress.listening_at);
         drop(progress);
         self.changed.notify_all();
-        doors
+        listening_at
     }
 
     /// Records that a member was linked.
     pub(super) fn join(&self, cluster: ClusterId) {
         let mut progress = self.locked();
         progress.missing.retain(|&missing| missing != cluster);
-        if !progress.met.contains(&cluster) {
-            progress.met.push(cluster);
+        if !progress.linked_before.contains(&cluster) {
+            progress.linked_before.push(cluster);
         }
-        if progress.met.len() + 1 == self.ends.len() && progress.status == CommStatus::Preparing {
+        if progress.linked_before.len() + 1 == self.ends.len() && progress.status == CommStatus::Preparing {
             progress.status = CommStatus::Ready;
         }
         drop(progress);

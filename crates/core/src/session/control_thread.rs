@@ -14,7 +14,7 @@ use super::control_poller::{BELL, ControlPoller};
 use super::limits::Connections;
 use super::link::Link;
 use super::member_search;
-use super::pending::Newcomers;
+use super::pending::PendingStreams;
 use super::poller::{Bell, Watching};
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
@@ -44,13 +44,13 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
                     // Silenced before the links are read, so that later changes ring again.
                     control.bell().silence();
                     let Some(links) = shared.state.kept() else {
-                        return watch.newcomers.close(&control.poller);
+                        return watch.pending.close(&control.poller);
                     };
                     watch.change(control, &shared, links);
-                    watch.newcomers.take_back(&shared, &control.poller);
+                    watch.pending.take_back(&shared, &control.poller);
                 }
-                number if watch.newcomers.has(number) => {
-                    watch.newcomers.hear(&shared, &control.poller, number);
+                number if watch.pending.has(number) => {
+                    watch.pending.hear(&shared, &control.poller, number);
                 }
                 number if watch.links.contains_key(&number) => watch.attend(control, &shared, number),
                 number => accept(control, &shared, &mut watch, number),
@@ -63,13 +63,13 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
             ready.push(BELL);
         }
     }
-    watch.newcomers.close(&control.poller);
+    watch.pending.close(&control.poller);
 }
 
 /// Accepts the connections that wait at the listener `number`.
 fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, number: u64) {
     for _ in 0..shared.limits.at_once() {
-        if let Some(wait) = watch.newcomers.wait_for_room() {
+        if let Some(wait) = watch.pending.wait_for_room() {
             return watch.rest(control, wait);
         }
         // Under the lock that `leave` takes; accepting does not wait.
@@ -79,13 +79,13 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
         };
         match accepted {
             Ok(Accepted::Stream(stream)) => {
-                let newcomer = (control.number(), local);
-                watch.newcomers.enter(shared, &control.poller, newcomer, *stream);
+                let pending = (control.number(), local);
+                watch.pending.enter(shared, &control.poller, pending, *stream);
             }
             Ok(Accepted::Nobody | Accepted::Closed) => return,
             // Without a free descriptor, drop another connection or pause the listeners. Otherwise the
             // waiting connection would wake the thread again at once.
-            Ok(Accepted::NoRoom(_)) if watch.newcomers.make_room(shared, &control.poller) => {}
+            Ok(Accepted::NoRoom(_)) if watch.pending.make_room(shared, &control.poller) => {}
             Ok(Accepted::NoRoom(errno)) => {
                 let error = Error::new(ErrorKind::System, "a connection could not be accepted");
                 shared.refusals.log("the network", &error.because(std::io::Error::from(errno)).into());
@@ -101,7 +101,7 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
 
 /// The state that only the control thread uses.
 struct Watch {
-    newcomers: Newcomers,
+    pending: PendingStreams,
     links: HashMap<u64, Watched>,
     /// The poller number of each watched link, keyed by [`name_of`].
     numbers: HashMap<usize, u64>,
@@ -118,7 +118,7 @@ struct Watched {
 impl Watch {
     fn new(limits: Connections, bell: Arc<Bell>) -> Watch {
         Watch {
-            newcomers: Newcomers::new(limits.newcomers, bell),
+            pending: PendingStreams::new(limits.pending, bell),
             links: HashMap::new(),
             numbers: HashMap::new(),
             beat: Instant::now(),
@@ -181,7 +181,7 @@ impl Watch {
     /// Performs what is due, and returns how long to wait for the next event.
     fn keep_time(&mut self, control: &ControlPoller, shared: &Arc<Shared>) -> Option<Duration> {
         let config = &shared.cluster.config.links;
-        self.newcomers.expire(shared, &control.poller);
+        self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {
             self.beat = Instant::now();
             self.links.values().for_each(|watched| look_after(shared, &watched.link));
@@ -194,7 +194,7 @@ impl Watch {
             self.wake(control);
         }
         let now = shared.refusals.flush(Instant::now());
-        [beat, rest, now, self.newcomers.next_limit()].into_iter().flatten().min()
+        [beat, rest, now, self.pending.next_limit()].into_iter().flatten().min()
     }
 
     /// Pauses all listeners for `limit`.

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::handshake::{self, Key, Me};
+use super::handshake::{self, Identity, Key};
 use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
@@ -38,7 +38,7 @@ impl Transports {
 pub(super) struct Dialer {
     pub(super) transport: Arc<dyn Transport>,
     pub(super) address: Address,
-    pub(super) me: Me,
+    pub(super) me: Identity,
     pub(super) key: Key,
     /// Whether the process that answers is accepted without proof (`llm.LinkAcceptRemote`).
     pub(super) accept_remote: bool,
@@ -64,7 +64,7 @@ impl Dialer {
         stream.expect_descriptors(matches!(purpose, Purpose::Link { .. }));
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
-            return Err(handshake::stranger(&stream));
+            return Err(handshake::unproven(&stream));
         }
         Ok((stream, welcome))
     }

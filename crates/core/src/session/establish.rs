@@ -10,7 +10,7 @@ use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{self, Offered, Reach};
-use super::registry::PLACE_TAKEN;
+use super::registry::RIVAL_LINK;
 use super::shared::Shared;
 use super::{handshake, message_io};
 use crate::config::TransportChoice;
@@ -73,7 +73,7 @@ impl Shared {
             });
             let Err(why) = answer else { return answer };
             let over =
-                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(PLACE_TAKEN).is_some();
+                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(RIVAL_LINK).is_some();
             if choice == TransportChoice::Shm || over {
                 return Err(why);
             }
@@ -172,7 +172,7 @@ impl Shared {
             } else if stale.alive() {
                 tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
             }
-            stale.shatter(why);
+            stale.break_off(why);
         }
         tracing::info!(target: "llm_datadist::links", "{}", link.report());
         Ok(())

@@ -30,19 +30,19 @@ pub(super) struct Listeners {
 #[derive(Default)]
 struct Open {
     closed: bool,
-    main: Option<Door>,
-    local: Option<(String, Door)>,
+    main: Option<OpenListener>,
+    local: Option<(String, OpenListener)>,
     /// Listeners of communicators, by the requested address, and the number of communicators that use each.
-    others: HashMap<Address, (Door, usize)>,
+    others: HashMap<Address, (OpenListener, usize)>,
 }
 
 /// A listener that the control thread watches.
-struct Door {
+struct OpenListener {
     number: u64,
     address: Address,
 }
 
-impl Door {
+impl OpenListener {
     fn port(&self) -> Option<SocketAddr> {
         match self.address {
             Address::Tcp(address) => Some(address),
@@ -82,11 +82,11 @@ impl Listeners {
     /// at neither.
     pub(super) fn change(&self, asked: Option<SocketAddr>) -> Result<()> {
         let mut open = self.unclosed()?;
-        let now = open.main.as_ref().and_then(Door::port);
+        let now = open.main.as_ref().and_then(OpenListener::port);
         match (asked, now) {
             (None, _) => {
-                open.main.take().into_iter().for_each(|door| door.close(&self.control));
-                open.local.take().into_iter().for_each(|(_, door)| door.close(&self.control));
+                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
+                open.local.take().into_iter().for_each(|(_, listener)| listener.close(&self.control));
                 return Ok(());
             }
             (Some(asked), Some(now))
@@ -97,7 +97,7 @@ impl Listeners {
             (Some(asked), Some(now)) if asked.port() == now.port() => {
                 // Two listeners cannot share a port if one of them listens on all addresses, so close the old
                 // one first.
-                open.main.take().into_iter().for_each(|door| door.close(&self.control));
+                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
                 let opened = self.open(&Address::Tcp(asked));
                 if opened.is_err() {
                     let before = self.open(&Address::Tcp(now));
@@ -107,10 +107,10 @@ impl Listeners {
             }
             (Some(asked), _) => {
                 let opened = self.open(&Address::Tcp(asked))?;
-                open.main.replace(opened).into_iter().for_each(|door| door.close(&self.control));
+                open.main.replace(opened).into_iter().for_each(|listener| listener.close(&self.control));
             }
         }
-        self.note_open_door(open.main.as_ref().and_then(Door::port));
+        self.warn_without_token(open.main.as_ref().and_then(OpenListener::port));
         self.open_local(&mut open);
         Ok(())
     }
@@ -125,7 +125,7 @@ impl Listeners {
         }
         let name = format!("llm_datadist.{:016x}", self.instance);
         match self.open(&Address::Unix(name.clone())) {
-            Ok(door) => open.local = Some((name, door)),
+            Ok(listener) => open.local = Some((name, listener)),
             // With a token, peers on this host use the TCP listener, as peers on other hosts do.
             Err(error) => {
                 tracing::error!(
@@ -149,9 +149,9 @@ impl Listeners {
         let mut refused = None;
         for place in places {
             match self.open(&place) {
-                Ok(door) => {
-                    self.note_open_door(door.port());
-                    open.others.insert(asked.clone(), (door, 1));
+                Ok(listener) => {
+                    self.warn_without_token(listener.port());
+                    open.others.insert(asked.clone(), (listener, 1));
                     return Ok(());
                 }
                 Err(error) => refused = refused.or(Some(error)),
@@ -166,9 +166,9 @@ impl Listeners {
         let Some((_, users)) = open.others.get_mut(asked) else { return };
         *users -= 1;
         if *users == 0
-            && let Some((door, _)) = open.others.remove(asked)
+            && let Some((listener, _)) = open.others.remove(asked)
         {
-            door.close(&self.control);
+            listener.close(&self.control);
         }
     }
 
@@ -177,17 +177,19 @@ impl Listeners {
         let mut open = self.locked();
         open.closed = true;
         let Open { main, local, others, .. } = &mut *open;
-        let local = local.take().map(|(_, door)| door);
-        for door in main.take().into_iter().chain(local).chain(others.drain().map(|(_, (door, _))| door)) {
-            door.close(&self.control);
+        let local = local.take().map(|(_, listener)| listener);
+        for listener in
+            main.take().into_iter().chain(local).chain(others.drain().map(|(_, (listener, _))| listener))
+        {
+            listener.close(&self.control);
         }
     }
 
     /// Listens at `address`. The control thread accepts the connections.
-    fn open(&self, address: &Address) -> Result<Door> {
+    fn open(&self, address: &Address) -> Result<OpenListener> {
         let listener: Arc<dyn Listener> = self.transports.for_address(address).listen(address)?.into();
         let address = listener.address();
-        Ok(Door { number: self.control.listen(listener)?, address })
+        Ok(OpenListener { number: self.control.listen(listener)?, address })
     }
 
     fn unclosed(&self) -> Result<MutexGuard<'_, Open>> {
@@ -200,7 +202,7 @@ impl Listeners {
     }
 
     /// Logs who is admitted if no token is set.
-    fn note_open_door(&self, at: Option<SocketAddr>) {
+    fn warn_without_token(&self, at: Option<SocketAddr>) {
         let config = &self.cluster.config.links;
         let Some(at) = at.filter(|_| config.token.is_none()) else { return };
         if config.accept_remote {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::communicator::{CommStatus, Communicator, Progress};
 use super::link::Kind;
-use super::member_search::look;
+use super::member_search::start_search;
 use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
@@ -26,12 +26,12 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
     let others = ends.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
     let progress = Progress {
         missing: others.collect(),
-        met: vec![],
-        doors: vec![],
+        linked_before: vec![],
+        listening_at: vec![],
         status: CommStatus::Preparing,
         left: false,
-        looking: false,
-        knocked: false,
+        searching: false,
+        member_listens: false,
         why: BTreeMap::new(),
     };
     let config = &shared.cluster.config.links;
@@ -46,7 +46,7 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
         progress: Mutex::new(progress),
         changed: Condvar::new(),
     })?;
-    let begun = listen(shared, &entered).and_then(|()| look(shared, &entered));
+    let begun = listen(shared, &entered).and_then(|()| start_search(shared, &entered));
     if let Err(error) = begun {
         let _ = leave(shared, entered.id);
         return Err(error);
@@ -57,8 +57,8 @@ pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Res
 /// Leaves a communicator and ends its links.
 pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     let comm = shared.state.leave(id)?;
-    for door in comm.abandon() {
-        shared.listeners.leave(&door);
+    for address in comm.abandon() {
+        shared.listeners.leave(&address);
     }
     for end in &comm.ends {
         for link in shared.state.of(end.cluster) {
@@ -129,7 +129,7 @@ fn open(
     shared.listeners.join(asked, places)?;
     let mut progress = comm.locked();
     if !progress.left {
-        progress.doors.push(asked.clone());
+        progress.listening_at.push(asked.clone());
         return Ok(());
     }
     drop(progress);

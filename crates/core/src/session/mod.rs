@@ -63,7 +63,7 @@ use crate::validate::rank_table::RankEnd;
 use shared::Shared;
 
 /// How long closing waits for threads that are still answering a peer.
-const FAREWELL: Duration = Duration::from_secs(10);
+const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The address of one cluster in a `link_clusters` or `unlink_clusters` call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,7 +116,7 @@ impl Links {
         if !force {
             one_address(peer)?;
         }
-        self.shared.state.forgive(peer.cluster);
+        self.shared.state.forget_broken(peer.cluster);
         let mut told = Ok(());
         for link in self.shared.state.of(peer.cluster) {
             if let Kind::Communicator(_) = link.kind() {
@@ -144,7 +144,7 @@ impl Links {
     }
 
     /// Whether `cluster` is the cluster id of this engine.
-    pub(crate) fn goes_by(&self, cluster: ClusterId) -> bool {
+    pub(crate) fn is_own_id(&self, cluster: ClusterId) -> bool {
         cluster.0 == self.shared.me.party.cluster
     }
 
@@ -207,7 +207,7 @@ impl Drop for Links {
         self.shared.state.close();
         self.shared.server.close();
         self.shared.control.bell().ring();
-        self.shared.threads.wait(FAREWELL);
+        self.shared.threads.wait(CLOSE_WAIT);
     }
 }
 
@@ -249,7 +249,7 @@ fn unlinked(link: &Link, error: Error, deadline: Deadline) -> Result<()> {
         ErrorKind::Timeout | ErrorKind::Interrupted => Err(error),
         _ if !link.alive() => Ok(()),
         _ => {
-            let text = "the peer could not be told; the link is dropped on this side";
+            let text = "the peer did not confirm; the link is dropped on this side";
             Err(Error::new(ErrorKind::UnlinkFailed, text).because(error))
         }
     }

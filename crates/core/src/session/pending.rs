@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::accept::{Newcomer, Next, Work};
+use super::accept::{Next, PendingStream, Work};
 use super::handshake::GREETING_TIME;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
@@ -22,7 +22,7 @@ use crate::protocol::{self, GREETING_LIMIT};
 const YOUNG: Duration = Duration::from_millis(100);
 
 /// The connections of one engine whose handshake is not finished.
-pub(super) struct Newcomers {
+pub(super) struct PendingStreams {
     most: usize,
     returned: Arc<Returned>,
     /// The connections by number, so that the oldest come first.
@@ -38,7 +38,7 @@ struct Entry {
     /// A server thread is making a link of it, so it must not be dropped any more.
     enters: bool,
     /// `None` while a server thread performs a step.
-    waiting: Option<(Newcomer, Inbox)>,
+    waiting: Option<(PendingStream, Inbox)>,
     until: Deadline,
 }
 
@@ -56,10 +56,10 @@ impl Returned {
     }
 }
 
-impl Newcomers {
-    pub(super) fn new(most: usize, bell: Arc<Bell>) -> Newcomers {
+impl PendingStreams {
+    pub(super) fn new(most: usize, bell: Arc<Bell>) -> PendingStreams {
         let returned = Arc::new(Returned { bell, steps: Mutex::default() });
-        Newcomers { most, returned, all: BTreeMap::new() }
+        PendingStreams { most, returned, all: BTreeMap::new() }
     }
 
     pub(super) fn has(&self, number: u64) -> bool {
@@ -89,7 +89,7 @@ impl Newcomers {
             refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
             return;
         }
-        let waiting = Some((Newcomer::new(stream.clone(), local, until), Inbox::default()));
+        let waiting = Some((PendingStream::new(stream.clone(), local, until), Inbox::default()));
         self.all
             .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
     }
@@ -139,15 +139,15 @@ impl Newcomers {
     /// Reads what has arrived on the connection `number`, and performs the next step.
     pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
-        let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, GREETING_LIMIT, newcomer.expects_descriptors()) {
+        let Some((pending, mut inbox)) = entry.waiting.take() else { return };
+        let next = match inbox.take(&entry.stream, GREETING_LIMIT, pending.expects_descriptors()) {
             Ok(Arrival::Partial) => {
-                entry.waiting = Some((newcomer, inbox));
+                entry.waiting = Some((pending, inbox));
                 return;
             }
             // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
-            Ok(Arrival::Frame(frame)) => newcomer.step(shared, frame),
+            Ok(Arrival::Frame(frame)) => pending.step(shared, frame),
             Err(error) => Err(Refusal::unreadable(error)),
         };
         self.go_on(shared, poller, number, next);
@@ -166,12 +166,12 @@ impl Newcomers {
 
     fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
         match next {
-            Ok(Next::Wait(newcomer)) => self.wait(shared, poller, number, newcomer),
-            Ok(Next::Proven(newcomer)) => {
+            Ok(Next::Wait(pending)) => self.wait(shared, poller, number, pending),
+            Ok(Next::Proven(pending)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
                     entry.proven = true;
                 }
-                self.wait(shared, poller, number, newcomer);
+                self.wait(shared, poller, number, pending);
             }
             Ok(Next::Work(work)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
@@ -204,9 +204,9 @@ impl Newcomers {
         }
     }
 
-    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, newcomer: Newcomer) {
+    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, pending: PendingStream) {
         let Some(entry) = self.all.get_mut(&number) else { return };
-        entry.waiting = Some((newcomer, Inbox::default()));
+        entry.waiting = Some((pending, Inbox::default()));
         if entry.watched {
             return;
         }

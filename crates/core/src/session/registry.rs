@@ -20,7 +20,7 @@ use crate::stats::LinkState;
 
 /// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
 /// transport cannot help then.
-pub(super) const PLACE_TAKEN: &str = "linked_from";
+pub(super) const RIVAL_LINK: &str = "linked_from";
 /// Most communicators of one process (contract §16).
 const MOST_COMMS: usize = 512;
 /// Most links of one engine, well above the 512 of contract §16.
@@ -191,7 +191,7 @@ impl State {
 
     /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
     pub(super) fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
-        link.shatter(why);
+        link.break_off(why);
         let removed = self.remove(link);
         // A link that this side is unlinking ends as expected, whichever side closes it first.
         if removed && !link.settles() {
@@ -205,15 +205,15 @@ impl State {
     /// Ends a link that this side no longer wants.
     pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
         let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
-        link.shatter(why);
+        link.break_off(why);
         self.remove(link);
-        self.forgive(link.peer().cluster);
+        self.forget_broken(link.peer().cluster);
         self.control.ring();
     }
 
     /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no
     /// explanation.
-    pub(super) fn forgive(&self, cluster: ClusterId) {
+    pub(super) fn forget_broken(&self, cluster: ClusterId) {
         self.locked().broken.remove(&cluster);
     }
 
@@ -328,13 +328,13 @@ impl State {
     }
 
     /// Ends the pauses of all communicators with the members of `comm`: one of the members is now listening.
-    pub(super) fn knocked(&self, comm: &Comm) {
+    pub(super) fn member_listens(&self, comm: &Comm) {
         let entries = self.locked();
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
         let known: Vec<_> = known.collect();
         drop(entries);
         for comm in known {
-            comm.knocked();
+            comm.member_listens();
         }
     }
 
@@ -351,7 +351,7 @@ impl State {
         for link in links {
             let reason = "the peer was finalized".into();
             let _ = link.tell(&Control::Bye { reason, unlinked: false });
-            link.shatter("this engine was finalized");
+            link.break_off("this engine was finalized");
         }
         self.changed.notify_all();
     }
@@ -439,7 +439,7 @@ fn taken(link: &Link, rival: &Link) -> Error {
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
     };
-    let error = Error::new(ErrorKind::LinkFailed, text).with(PLACE_TAKEN, &rival.peer().address);
+    let error = Error::new(ErrorKind::LinkFailed, text).with(RIVAL_LINK, &rival.peer().address);
     error.with("heard_ms_ago", rival.silent().as_millis())
 }
 

@@ -145,7 +145,7 @@ impl Server {
         watched.and_then(|()| self.keep_one()).inspect_err(|_| {
             self.locked().calls.remove(&number);
             self.poller.remove(&**stream);
-            link.served_on(stream);
+            link.stop_serving(stream);
         })
     }
 
@@ -308,7 +308,7 @@ impl Server {
         self.poller.remove(&**stream);
         self.locked().calls.remove(&number);
         stream.close();
-        link.served_on(stream);
+        link.stop_serving(stream);
     }
 
     /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it.

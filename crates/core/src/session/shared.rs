@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::answers::Answers;
 use super::control_poller::ControlPoller;
 use super::dial::Transports;
-use super::handshake::Me;
+use super::handshake::Identity;
 use super::limits::Connections;
 use super::link::Link;
 use super::listeners::Listeners;
@@ -24,7 +24,7 @@ const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_s
 
 pub(crate) struct Shared {
     pub(super) cluster: Arc<Cluster>,
-    pub(super) me: Me,
+    pub(super) me: Identity,
     pub(super) state: Arc<State>,
     pub(super) control: Arc<ControlPoller>,
     pub(super) server: Arc<Server>,
@@ -44,7 +44,7 @@ impl Shared {
         let config = &cluster.config;
         let limits = Connections::of_this_process();
         let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
-        let me = Me::new(config.cluster, config.remote_accessible)?;
+        let me = Identity::new(config.cluster, config.remote_accessible)?;
         let control = Arc::new(ControlPoller::new()?);
         let state = Arc::new(State::new(limits, control.bell().clone()));
         let answers = Answers::new(cluster.clone());

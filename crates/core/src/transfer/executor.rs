@@ -294,8 +294,10 @@ impl Shared {
                 state = self.locked();
                 continue;
             }
-            let (woken, waited) =
-                self.alarms_changed.wait_timeout(state, left.unwrap_or(KEEP)).unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) = self
+                .alarms_changed
+                .wait_timeout(state, left.unwrap_or(KEEP))
+                .unwrap_or_else(PoisonError::into_inner);
             state = woken;
             if waited.timed_out() && left.is_none() && state.alarms.is_empty() {
                 break;
@@ -331,6 +333,9 @@ fn no_thread(error: &io::Error) -> Error {
 impl std::fmt::Debug for ExecutorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.0.locked();
-        f.debug_struct("ExecutorHandle").field("lanes", &state.lanes).field("jobs", &state.jobs.len()).finish()
+        f.debug_struct("ExecutorHandle")
+            .field("lanes", &state.lanes)
+            .field("jobs", &state.jobs.len())
+            .finish()
     }
 }
