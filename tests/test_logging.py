@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist import CacheKey, KvCacheManager, LLMDataDist, LLMException
+from llm_datadist import CacheKey, KvCacheManager, LLMClusterInfo, LLMDataDist, LLMException, LLMStatusCode
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.log import logged
 from llm_datadist.utils import log
@@ -206,6 +206,20 @@ def test_the_request_id_is_in_the_log_of_this_process_too(manager: Any, caplog: 
     assert [line.startswith("[copy_cache]") for line in lines if "424242" in line] == [True, True], lines
     assert len([line for line in lines if "424243" in line]) == 2, "its start and its error"
     assert lines.count("[copy_cache] success") == 1, "no request, no req_id"
+
+
+def test_a_call_that_failed_for_a_cluster_is_not_logged_as_a_success(
+    dist: LLMDataDist, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = LLMClusterInfo()
+    peer.remote_cluster_id = 7
+    peer.append_local_ip_info("127.0.0.1", 0)
+    peer.append_remote_ip_info("127.0.0.1", 1)
+    with caplog.at_level(logging.INFO, logger="LLM_DATADIST"):
+        code, _ = dist.link_clusters([peer], timeout=1000)
+    assert code != LLMStatusCode.LLM_SUCCESS
+    ends = [text for text in caplog.messages if text.startswith("[link_clusters]")][1:]
+    assert ends == [f"[link_clusters] {code.name}"]
 
 
 def test_logger_is_made_once_by_many_threads() -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import traceback
+from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
@@ -176,6 +177,7 @@ _LOGGED_FILE = "<logged>"
 def logged(method: _Call) -> _Call:
     """Log ``[method] start`` with every argument, and ``[method] success``, at INFO (contract §15).
 
+    If the call returns a status code other than success for some cluster, that code is logged in place of ``success``.
     A ``req_id`` that was given is part of both lines. While INFO is off, this costs one comparison. Errors about the
     type of an argument are completed by :func:`llm_datadist.arguments.clarify`.
     """
@@ -188,7 +190,10 @@ def logged(method: _Call) -> _Call:
         info("[%s] start%s", name, "".join(f", {argument} = {shown(value)}" for argument, value in given.items()))
         result = method(*args, **kwargs)
         request = given.get("req_id")
-        info("[%s] success%s", name, "" if request is None else f", req_id = {shown(request)}")
+        # `(code, codes)` of a call that names several clusters: some of them may have failed.
+        code = result[0] if isinstance(result, tuple) and result else None
+        end = code.name if isinstance(code, IntEnum) and code else "success"
+        info("[%s] %s%s", name, end, "" if request is None else f", req_id = {shown(request)}")
         return result
 
     call = functools.wraps(method)(_of_same_parameters(method)(method, with_log))

@@ -48,6 +48,7 @@ DIVISORS = ("pending", "incoming", "streams")  # values that divide the limit of
 # Names of the threads of an engine, without a number at the end. The kernel keeps 15 characters of a name.
 ROLES = frozenset(
     {
+        "llm-clock",  # ends layer-wise transfers whose time has passed
         "llm-control",  # accepts connections, greets, watches all links
         "llm-copy",  # copies
         "llm-discard",  # closes what a peer sent in place of memory

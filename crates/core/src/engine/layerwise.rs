@@ -56,7 +56,7 @@ impl DataDist {
             Leg { cluster: to.cluster, layers, carrier: carrier(to).unwrap_or_else(refused) }
         };
         let task =
-            Task::start(self.lanes.porter().clone(), to.into_iter().map(with_layers).collect(), patience)?;
+            Task::start(self.lanes.handle().clone(), to.into_iter().map(with_layers).collect(), patience)?;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.retain(|task| task.strong_count() > 0);
         tasks.push(Arc::downgrade(&task));

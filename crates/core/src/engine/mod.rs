@@ -23,7 +23,7 @@ use crate::memory::{self, Adopted};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind, Deadline, Placement};
 use crate::plan::{CopyPlan, CopyRange, Ends};
 use crate::pool::Arena;
-use crate::session::{Answers, Links, Transports};
+use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
 use crate::token_file;
 use crate::transfer::{Executor, Task};
@@ -85,7 +85,7 @@ impl DataDist {
         config.links.token = token_file::token(&config.links)?;
         config.links.token_file = None;
         let cluster = Arc::new(Cluster::open(config, devices)?);
-        let links = Links::open(cluster.clone(), Box::new(Answers::new(cluster.clone())), transports)?;
+        let links = Links::open(cluster.clone(), transports)?;
         Ok(DataDist {
             links,
             lanes: Executor::default(),

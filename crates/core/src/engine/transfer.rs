@@ -80,7 +80,9 @@ impl DataDist {
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };
-                    let mut moves = validate::push(call.local.side(), remote, rows, layers)?;
+                    // `call.name` is without the slot.
+                    let mut moves = validate::push(call.local.side(), remote, rows, layers)
+                        .map_err(|error| error.with("name", to.name))?;
                     let local_rows = std::mem::take(&mut moves.local_rows);
                     let plan = Arc::new(CopyPlan::moves(&mut moves)?);
                     let outcome = call.push(known, &plan, local_rows)?;
@@ -126,7 +128,7 @@ impl DataDist {
     /// Checks that `cluster` is not this engine. Without the cache manager another engine may have the same
     /// id; then the link identifies it.
     pub(super) fn other(&self, cluster: ClusterId) -> Result<()> {
-        if self.links.goes_by(cluster) && self.cluster.config.mode == Mode::CacheManager {
+        if self.links.is_own_id(cluster) && self.cluster.config.mode == Mode::CacheManager {
             return Err(session::own(cluster));
         }
         Ok(())

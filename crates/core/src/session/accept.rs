@@ -9,11 +9,11 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::Shared;
-use super::handshake::Guest;
+use super::handshake::ChallengedPeer;
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{Offered, Reach};
 use super::refusals::{Reason, Refusal};
+use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
@@ -22,7 +22,7 @@ use crate::protocol::{self, Attach, Attached, Comm, Control, Purpose};
 
 /// A connection that is not yet a link or a stream of a link, and the next step of its handshake.
 #[derive(Debug)]
-pub(super) struct Newcomer {
+pub(super) struct PendingStream {
     stream: Arc<Stream>,
     /// Whether it arrived at the local socket.
     local: bool,
@@ -37,7 +37,7 @@ enum Step {
     /// The hello, which identifies the peer.
     Hello,
     /// The proof of the peer.
-    Proof(Guest),
+    Proof(ChallengedPeer),
     /// The offer of memory by a peer that makes a link.
     Attach(Making),
     /// The peer's report of which memory of this process it can read.
@@ -55,9 +55,9 @@ struct Making {
 /// The state of a connection after a step.
 pub(super) enum Next {
     /// It waits for its next message.
-    Wait(Newcomer),
+    Wait(PendingStream),
     /// It waits for its next message, and the peer is authenticated.
-    Proven(Newcomer),
+    Proven(PendingStream),
     /// A server thread performs the next step.
     Work(Work),
     /// The handshake is finished. If the connection became a link or a stream of a link, that now holds the
@@ -67,7 +67,7 @@ pub(super) enum Next {
 
 /// A step that may take long.
 pub(super) struct Work {
-    newcomer: Making,
+    pending: Making,
     stream: Arc<Stream>,
     until: Deadline,
     what: What,
@@ -80,41 +80,42 @@ enum What {
     Enter(Option<Reach>),
 }
 
-impl Newcomer {
+impl PendingStream {
     /// Whether descriptors may arrive with the next frame.
     pub(super) fn expects_descriptors(&self) -> bool {
         matches!(self.step, Step::Attach(_))
     }
 
-    pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> Newcomer {
-        Newcomer { stream, local, until, step: Step::Hello }
+    pub(super) fn new(stream: Arc<Stream>, local: bool, until: Deadline) -> PendingStream {
+        PendingStream { stream, local, until, step: Step::Hello }
     }
 
     /// Performs the step for which `frame` is the message.
     pub(super) fn step(self, shared: &Arc<Shared>, frame: Received) -> Result<Next, Refusal> {
-        let Newcomer { stream, local, until, step } = self;
+        let PendingStream { stream, local, until, step } = self;
         let (kind, body, descriptors) = frame;
         match step {
             Step::Hello => {
                 let config = &shared.cluster.config.links;
-                let (guest, answer) = Guest::challenge(&stream, &shared.me, config, (kind, body))?;
+                let (challenged, answer) =
+                    ChallengedPeer::challenge(&stream, &shared.me, config, (kind, body))?;
                 stream.send_now(&answer, &[])?;
-                Ok(Next::Wait(Newcomer { stream, local, until, step: Step::Proof(guest) }))
+                Ok(Next::Wait(PendingStream { stream, local, until, step: Step::Proof(challenged) }))
             }
-            Step::Proof(mut guest) => {
-                let proven = guest.prove(&stream, &shared.me, (kind, &body));
-                let proven = proven.inspect_err(|refusal| told_communicator(shared, &guest, refusal))?;
-                admit(shared, Newcomer { stream, local, until, step: Step::Hello }, &guest, proven)
+            Step::Proof(mut challenged) => {
+                let proven = challenged.prove(&stream, &shared.me, (kind, &body));
+                let proven = proven.inspect_err(|refusal| fail_communicator(shared, &challenged, refusal))?;
+                admit(shared, PendingStream { stream, local, until, step: Step::Hello }, &challenged, proven)
             }
-            Step::Attach(newcomer) => {
+            Step::Attach(pending) => {
                 stream.expect_descriptors(false);
                 let offered: Attach = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
-                Ok(Next::Work(Work { newcomer, stream, until, what: What::Take(offered, descriptors) }))
+                Ok(Next::Work(Work { pending, stream, until, what: What::Take(offered, descriptors) }))
             }
-            Step::Attached(newcomer, offered) => {
+            Step::Attached(pending, offered) => {
                 let seen: Attached = protocol::open(kind, &body).map_err(Refusal::unreadable)?;
                 let reach = shared.reached(offered, seen);
-                Ok(Next::Work(Work { newcomer, stream, until, what: What::Enter(Some(reach)) }))
+                Ok(Next::Work(Work { pending, stream, until, what: What::Enter(Some(reach)) }))
             }
         }
     }
@@ -123,15 +124,15 @@ impl Newcomer {
 impl Work {
     /// Performs the step, on a server thread.
     pub(super) fn run(self, shared: &Arc<Shared>) -> Result<Next, Refusal> {
-        let Work { newcomer, stream, until, what } = self;
+        let Work { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
                 let (offered, told) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
                 stream.send_now(&protocol::encode(&told)?, &[])?;
-                let step = Step::Attached(newcomer, offered);
-                Ok(Next::Proven(Newcomer { stream, local: true, until, step }))
+                let step = Step::Attached(pending, offered);
+                Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
-            What::Enter(reach) => enter(shared, &stream, newcomer, reach).map(|()| Next::Done),
+            What::Enter(reach) => enter(shared, &stream, pending, reach).map(|()| Next::Done),
         }
     }
 
@@ -149,15 +150,15 @@ impl Work {
 /// only learn the name of the local socket.
 fn admit(
     shared: &Arc<Shared>,
-    Newcomer { stream, local, until, .. }: Newcomer,
-    guest: &Guest,
+    PendingStream { stream, local, until, .. }: PendingStream,
+    challenged: &ChallengedPeer,
     proven: bool,
 ) -> Result<Next, Refusal> {
-    let from = guest.hello.from;
+    let from = challenged.hello.from;
     let cluster = ClusterId(from.cluster);
-    let welcome = |local, secret| guest.welcome(&shared.me, local, secret);
-    match &guest.hello.purpose {
-        Purpose::Call { link, reverse } => admit_call(shared, &stream, guest, *link, *reverse),
+    let welcome = |local, secret| challenged.welcome(&shared.me, local, secret);
+    match &challenged.hello.purpose {
+        Purpose::Call { link, reverse } => admit_call(shared, &stream, challenged, *link, *reverse),
         Purpose::Meet => {
             // With `llm.LinkAcceptRemote` a peer of another user may be admitted; the secret is only for
             // peers of this user.
@@ -169,19 +170,19 @@ fn admit(
         Purpose::Knock { comm } => {
             stream.send_now(&welcome(None, false)?, &[])?;
             stream.close();
-            shared.state.knocked(comm);
+            shared.state.member_listens(comm);
             Ok(Next::Done)
         }
         Purpose::Link { link, comm, probe_local } => {
             let kind = kind(shared, comm.as_ref())?;
-            let same_host = *probe_local && guest.hello.host == shared.me.host;
+            let same_host = *probe_local && challenged.hello.host == shared.me.host;
             if let Some(name) = shared.listeners.local_name().filter(|_| same_host) {
                 stream.send_now(&welcome(Some(name), false)?, &[])?;
                 stream.close();
                 return Ok(Next::Done);
             }
             if !proven {
-                return Err(Refusal::new(Reason::Stranger, super::handshake::stranger(&stream)));
+                return Err(Refusal::new(Reason::Unproven, super::handshake::unproven(&stream)));
             }
             if local && shared.cluster.config.links.transport == TransportChoice::Tcp {
                 let text = "llm.LinkTransport = tcp on this side: it makes links over TCP only";
@@ -192,12 +193,12 @@ fn admit(
             stream.expect_descriptors(true);
             stream.send_now(&welcome(None, false)?, &[])?;
             let peer = Peer { cluster, instance: from.instance, address: stream.peer().to_owned() };
-            let newcomer = Making { id: *link, kind, peer };
+            let pending = Making { id: *link, kind, peer };
             if !stream.carries_descriptors() {
-                return Ok(Next::Work(Work { newcomer, stream, until, what: What::Enter(None) }));
+                return Ok(Next::Work(Work { pending, stream, until, what: What::Enter(None) }));
             }
             Reach::offer(&shared.cluster, |frame, descriptors| stream.send_now(frame, descriptors))?;
-            Ok(Next::Proven(Newcomer { stream, local, until, step: Step::Attach(newcomer) }))
+            Ok(Next::Proven(PendingStream { stream, local, until, step: Step::Attach(pending) }))
         }
     }
 }
@@ -206,20 +207,20 @@ fn admit(
 fn admit_call(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
-    guest: &Guest,
+    challenged: &ChallengedPeer,
     link: u64,
     reverse: bool,
 ) -> Result<Next, Refusal> {
-    let from = guest.hello.from;
+    let from = challenged.hello.from;
     let link = shared.state.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(no_such_link)?;
-    let welcome = guest.welcome(&shared.me, None, false)?;
+    let welcome = challenged.welcome(&shared.me, None, false)?;
     if reverse {
         stream.send_now(&welcome, &[])?;
         link.lend(stream);
     } else {
         shared.server.admit(&link, stream)?;
-        stream.send_now(&welcome, &[]).inspect_err(|_| link.served_on(stream))?;
-        shared.server.watch(shared, &link, stream)?;
+        stream.send_now(&welcome, &[]).inspect_err(|_| link.stop_serving(stream))?;
+        shared.server.watch(&link, stream)?;
     }
     Ok(Next::Done)
 }
@@ -228,10 +229,10 @@ fn admit_call(
 fn enter(
     shared: &Arc<Shared>,
     stream: &Arc<Stream>,
-    newcomer: Making,
+    pending: Making,
     reach: Option<Reach>,
 ) -> Result<(), Refusal> {
-    let Making { id, kind, peer } = newcomer;
+    let Making { id, kind, peer } = pending;
     let cluster = peer.cluster;
     if stream.is_closed() {
         let text = "the connection was dropped before its link was complete";
@@ -245,12 +246,12 @@ fn enter(
     let first = link.speaker();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
-        super::communicator::joined(shared, id, cluster);
+        shared.state.joined(id, cluster);
     }
     let told = link.tell_as(&first, &Control::Pong);
     drop(first);
     told.inspect_err(|error| {
-        shared.lost(&link, &error.to_string());
+        shared.state.lost(&link, &error.to_string());
     })?;
     Ok(())
 }
@@ -268,12 +269,12 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
 }
 
 /// Marks the communicator as failed if a member was refused because of its mode: it can never be linked.
-fn told_communicator(shared: &Arc<Shared>, guest: &Guest, refusal: &Refusal) {
-    let Purpose::Link { comm: Some(comm), .. } = &guest.hello.purpose else { return };
+fn fail_communicator(shared: &Arc<Shared>, challenged: &ChallengedPeer, refusal: &Refusal) {
+    let Purpose::Link { comm: Some(comm), .. } = &challenged.hello.purpose else { return };
     if refusal.reason == Reason::Mode
         && let Some(known) = shared.state.comm(comm)
     {
-        known.fail(ClusterId(guest.hello.from.cluster), &refusal.error.to_string());
+        known.fail(ClusterId(challenged.hello.from.cluster), &refusal.error.to_string());
         shared.state.announce();
     }
 }

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Answer, Link, location, say, say_before};
+use super::link::Link;
+use super::message_io::{say, say_before};
+use super::peer_memory::location;
 use crate::cache::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::cluster::Cluster;
 use crate::copy::{CopyEngine, Progress, Staging, arrived};
@@ -23,18 +25,24 @@ use crate::stats::Op;
 use crate::validate;
 
 /// Answers requests for one cluster.
-pub(crate) struct Answers {
+pub(super) struct Answers {
     cluster: Arc<Cluster>,
 }
 
 impl Answers {
-    pub(crate) fn new(cluster: Arc<Cluster>) -> Self {
+    pub(super) fn new(cluster: Arc<Cluster>) -> Self {
         Answers { cluster }
     }
-}
 
-impl Answer for Answers {
-    fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
+    /// How long a peer may be silent in the middle of a call.
+    pub(super) fn silence(&self) -> Duration {
+        self.cluster.config.links.silence
+    }
+
+    /// Answers the next request on `stream`, which has arrived or is arriving. Returns `false` if the stream
+    /// has ended. If the peer unlinks, calls `unlinked` before it sends the reply, so that no trace of the
+    /// link is left here when the peer receives the reply.
+    pub(super) fn answer(&self, link: &Arc<Link>, stream: &Stream, unlinked: &dyn Fn()) -> Result<bool> {
         let silence = self.cluster.config.links.silence;
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.

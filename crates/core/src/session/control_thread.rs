@@ -5,179 +5,103 @@
 //! loses its link (`peer_that_does_not_read_its_control_stream_loses_only_its_own_link`). The threads of
 //! `server` answer calls and perform handshake steps that may take long.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
-use super::Shared;
+use super::control_poller::{BELL, ControlPoller};
 use super::limits::Connections;
 use super::link::Link;
-use super::pending::{Newcomers, Returned};
-use super::poller::{Bell, Poller, Watching};
+use super::member_search;
+use super::pending::PendingStreams;
+use super::poller::{Bell, Watching};
+use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Accepted, Address, Arrival, Inbox, Listener};
+use crate::net::{Accepted, Address, Arrival, Inbox};
 use crate::protocol::{self, Control, HANDSHAKE_LIMIT};
 
 /// How long the thread pauses after epoll failed or a connection could not be accepted.
 const REST: Duration = Duration::from_millis(100);
 /// Most descriptors handled after one wait.
 const AT_ONCE: usize = 64;
-/// Poller number of the bell. Other descriptors have higher numbers.
-const BELL: u64 = 0;
 
-/// The part of the control thread's state that it shares with other threads.
-pub(super) struct ControlThread {
-    poller: Poller,
-    /// Rung when links have changed, a handshake step is done, or the engine closes.
-    bell: Bell,
-    numbers: AtomicU64,
-    listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
-    returned: Mutex<Vec<Returned>>,
-    /// Whether the thread has been started.
-    started: Mutex<bool>,
+/// Starts the control thread unless it was started before.
+pub(super) fn start(shared: &Arc<Shared>) -> Result<()> {
+    shared.control.start(|control| {
+        let (weak, watch) = (Arc::downgrade(shared), Watch::new(shared.limits, control.bell().clone()));
+        shared.threads.spawn("llm-control", move || run(&control, &weak, watch))
+    })
 }
 
-impl ControlThread {
-    pub(super) fn new() -> Result<ControlThread> {
-        let (poller, bell) = (Poller::new()?, Bell::new()?);
-        let watched = poller.add(&bell, BELL, Watching::Always);
-        watched.map_err(|errno| unwatched("the descriptor that wakes it", errno))?;
-        Ok(ControlThread {
-            poller,
-            bell,
-            numbers: AtomicU64::new(BELL),
-            listeners: Mutex::default(),
-            returned: Mutex::default(),
-            started: Mutex::default(),
-        })
-    }
-
-    /// Notifies the thread that the set of links has changed.
-    pub(super) fn ring(&self) {
-        self.bell.ring();
-    }
-
-    /// Starts the thread unless it was started before.
-    pub(super) fn start(&self, shared: &Arc<Shared>) -> Result<()> {
-        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*started {
-            let (weak, control) = (Arc::downgrade(shared), shared.control.clone());
-            let watch = Watch::new(shared.limits);
-            shared.threads.spawn("llm-control", move || control.run(&weak, watch))?;
-            *started = true;
-        }
-        Ok(())
-    }
-
-    /// Accepts connections at `listener` until [`leave`](Self::leave) is called with the returned number.
-    pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
-        let number = self.number();
-        let watched = self.poller.add(listener.readiness(), number, Watching::Always);
-        watched.map_err(|errno| unwatched("a listener", errno))?;
-        self.listening().insert(number, listener);
-        Ok(number)
-    }
-
-    /// Closes a listener. Its address is free when this returns.
-    pub(super) fn leave(&self, number: u64) {
-        // The control thread accepts only under this lock, so no other reference to the listener remains.
-        let Some(listener) = self.listening().remove(&number) else { return };
-        self.poller.remove(listener.readiness());
-        listener.close();
-    }
-
-    /// Takes back a connection after a server thread has performed its step.
-    pub(super) fn give_back(&self, returned: Returned) {
-        self.returned.lock().unwrap_or_else(PoisonError::into_inner).push(returned);
-        self.bell.ring();
-    }
-
-    fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
-    /// The body of the thread. It ends when the engine is closed or dropped.
-    fn run(&self, weak: &Weak<Shared>, mut watch: Watch) {
-        let mut ready = vec![BELL];
-        while let Some(shared) = weak.upgrade() {
-            for number in std::mem::take(&mut ready) {
-                match number {
-                    BELL => {
-                        // Silenced before the links are read, so that later changes ring again.
-                        self.bell.silence();
-                        let Some(links) = shared.state.kept() else {
-                            return watch.newcomers.close(&self.poller);
-                        };
-                        watch.change(self, &shared, links);
-                        self.take_back(&shared, &mut watch);
-                    }
-                    number if watch.newcomers.has(number) => {
-                        watch.newcomers.hear(&shared, &self.poller, number);
-                    }
-                    number if watch.links.contains_key(&number) => watch.attend(self, &shared, number),
-                    number => self.accept(&shared, &mut watch, number),
+/// The body of the thread. It ends when the engine is closed or dropped.
+fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
+    let mut ready = vec![BELL];
+    while let Some(shared) = weak.upgrade() {
+        for number in std::mem::take(&mut ready) {
+            match number {
+                BELL => {
+                    // Silenced before the links are read, so that later changes ring again.
+                    control.bell().silence();
+                    let Some(links) = shared.state.kept() else {
+                        return watch.pending.close(&control.poller);
+                    };
+                    watch.change(control, &shared, links);
+                    watch.pending.take_back(&shared, &control.poller);
                 }
-            }
-            let limit = watch.keep_time(self, &shared);
-            drop(shared);
-            if self.poller.wait(&mut ready, AT_ONCE, limit).is_err() {
-                std::thread::sleep(REST);
-                ready.push(BELL);
+                number if watch.pending.has(number) => {
+                    watch.pending.hear(&shared, &control.poller, number);
+                }
+                number if watch.links.contains_key(&number) => watch.attend(control, &shared, number),
+                number => accept(control, &shared, &mut watch, number),
             }
         }
-        watch.newcomers.close(&self.poller);
-    }
-
-    fn take_back(&self, shared: &Arc<Shared>, watch: &mut Watch) {
-        let returned = std::mem::take(&mut *self.returned.lock().unwrap_or_else(PoisonError::into_inner));
-        for returned in returned {
-            watch.newcomers.back(shared, &self.poller, returned);
+        let limit = watch.keep_time(control, &shared);
+        drop(shared);
+        if control.poller.wait(&mut ready, AT_ONCE, limit).is_err() {
+            std::thread::sleep(REST);
+            ready.push(BELL);
         }
     }
+    watch.pending.close(&control.poller);
+}
 
-    /// Accepts the connections that wait at the listener `number`.
-    fn accept(&self, shared: &Arc<Shared>, watch: &mut Watch, number: u64) {
-        for _ in 0..shared.limits.at_once() {
-            if let Some(wait) = watch.newcomers.wait_for_room() {
-                return watch.rest(self, wait);
+/// Accepts the connections that wait at the listener `number`.
+fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, number: u64) {
+    for _ in 0..shared.limits.at_once() {
+        if let Some(wait) = watch.pending.wait_for_room() {
+            return watch.rest(control, wait);
+        }
+        // Under the lock that `leave` takes; accepting does not wait.
+        let (accepted, local) = match control.listeners().get(&number) {
+            Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
+            None => return,
+        };
+        match accepted {
+            Ok(Accepted::Stream(stream)) => {
+                let pending = (control.number(), local);
+                watch.pending.enter(shared, &control.poller, pending, *stream);
             }
-            // Under the lock that `leave` takes; accepting does not wait.
-            let (accepted, local) = match self.listening().get(&number) {
-                Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
-                None => return,
-            };
-            match accepted {
-                Ok(Accepted::Stream(stream)) => {
-                    let newcomer = (self.number(), local);
-                    watch.newcomers.enter(shared, &self.poller, newcomer, *stream);
-                }
-                Ok(Accepted::Nobody | Accepted::Closed) => return,
-                // Without a free descriptor, drop another connection or pause the listeners. Otherwise the
-                // waiting connection would wake the thread again at once.
-                Ok(Accepted::NoRoom(_)) if watch.newcomers.make_room(shared, &self.poller) => {}
-                Ok(Accepted::NoRoom(errno)) => {
-                    let error = Error::new(ErrorKind::System, "a connection could not be accepted");
-                    shared.refusals.log("the network", &error.because(std::io::Error::from(errno)).into());
-                    return watch.rest(self, REST);
-                }
-                Err(error) => {
-                    shared.refusals.log("the network", &error.into());
-                    return watch.rest(self, REST);
-                }
+            Ok(Accepted::Nobody | Accepted::Closed) => return,
+            // Without a free descriptor, drop another connection or pause the listeners. Otherwise the
+            // waiting connection would wake the thread again at once.
+            Ok(Accepted::NoRoom(_)) if watch.pending.make_room(shared, &control.poller) => {}
+            Ok(Accepted::NoRoom(errno)) => {
+                let error = Error::new(ErrorKind::System, "a connection could not be accepted");
+                shared.refusals.log("the network", &error.because(std::io::Error::from(errno)).into());
+                return watch.rest(control, REST);
+            }
+            Err(error) => {
+                shared.refusals.log("the network", &error.into());
+                return watch.rest(control, REST);
             }
         }
-    }
-
-    fn listening(&self) -> MutexGuard<'_, HashMap<u64, Arc<dyn Listener>>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The state that only the control thread uses.
 struct Watch {
-    newcomers: Newcomers,
+    pending: PendingStreams,
     links: HashMap<u64, Watched>,
     /// The poller number of each watched link, keyed by [`name_of`].
     numbers: HashMap<usize, u64>,
@@ -192,9 +116,9 @@ struct Watched {
 }
 
 impl Watch {
-    fn new(limits: Connections) -> Watch {
+    fn new(limits: Connections, bell: Arc<Bell>) -> Watch {
         Watch {
-            newcomers: Newcomers::new(limits.newcomers),
+            pending: PendingStreams::new(limits.pending, bell),
             links: HashMap::new(),
             numbers: HashMap::new(),
             beat: Instant::now(),
@@ -203,7 +127,7 @@ impl Watch {
     }
 
     /// Watches exactly the given links from now on.
-    fn change(&mut self, control: &ControlThread, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
+    fn change(&mut self, control: &ControlPoller, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
         let mut before = std::mem::take(&mut self.numbers);
         for link in links {
             if let Some(number) = before.remove(&name_of(&link)) {
@@ -217,43 +141,47 @@ impl Watch {
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
                 }
                 Err(errno) => {
-                    shared.died(&link, &format!("epoll does not accept its control stream: {errno}"));
-                    shared.server.release(shared, link);
+                    member_search::died(
+                        shared,
+                        &link,
+                        &format!("epoll does not accept its control stream: {errno}"),
+                    );
+                    shared.server.release(link);
                 }
             }
         }
         for number in before.into_values() {
             if let Some(gone) = self.links.remove(&number) {
                 control.poller.remove(gone.link.control());
-                shared.server.release(shared, gone.link);
+                shared.server.release(gone.link);
             }
         }
     }
 
     /// Reads a message from the peer of one link, and handles the end of the link.
-    fn attend(&mut self, control: &ControlThread, shared: &Arc<Shared>, number: u64) {
+    fn attend(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) {
         let Some(watched) = self.links.get_mut(&number) else { return };
         let link = watched.link.clone();
         match watched.hear(shared) {
             Ok(None) => {}
             // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
             // started again.
-            Ok(Some((goodbye, true))) => drop(shared.lost(&link, &goodbye)),
-            Ok(Some((goodbye, false))) => shared.died(&link, &goodbye),
-            Err(error) => shared.died(&link, &error.to_string()),
+            Ok(Some((goodbye, true))) => drop(shared.state.lost(&link, &goodbye)),
+            Ok(Some((goodbye, false))) => member_search::died(shared, &link, &goodbye),
+            Err(error) => member_search::died(shared, &link, &error.to_string()),
         }
         if !link.alive() {
             self.links.remove(&number);
             self.numbers.remove(&name_of(&link));
             control.poller.remove(link.control());
-            shared.server.release(shared, link);
+            shared.server.release(link);
         }
     }
 
     /// Performs what is due, and returns how long to wait for the next event.
-    fn keep_time(&mut self, control: &ControlThread, shared: &Arc<Shared>) -> Option<Duration> {
+    fn keep_time(&mut self, control: &ControlPoller, shared: &Arc<Shared>) -> Option<Duration> {
         let config = &shared.cluster.config.links;
-        self.newcomers.expire(shared, &control.poller);
+        self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {
             self.beat = Instant::now();
             self.links.values().for_each(|watched| look_after(shared, &watched.link));
@@ -266,18 +194,18 @@ impl Watch {
             self.wake(control);
         }
         let now = shared.refusals.flush(Instant::now());
-        [beat, rest, now, self.newcomers.next_limit()].into_iter().flatten().min()
+        [beat, rest, now, self.pending.next_limit()].into_iter().flatten().min()
     }
 
     /// Pauses all listeners for `limit`.
-    fn rest(&mut self, control: &ControlThread, limit: Duration) {
+    fn rest(&mut self, control: &ControlPoller, limit: Duration) {
         self.resting = Some(Instant::now() + limit);
-        control.listening().values().for_each(|listener| control.poller.remove(listener.readiness()));
+        control.listeners().values().for_each(|listener| control.poller.remove(listener.readiness()));
     }
 
-    fn wake(&mut self, control: &ControlThread) {
+    fn wake(&mut self, control: &ControlPoller) {
         self.resting = None;
-        for (&number, listener) in &*control.listening() {
+        for (&number, listener) in &*control.listeners() {
             // A listener that was added during the pause is watched already, so this may fail.
             let _ = control.poller.add(listener.readiness(), number, Watching::Always);
         }
@@ -304,7 +232,7 @@ impl Watched {
             Control::Pong => link.answered(),
             Control::Dial => {
                 if link.dials() && link.may_open() {
-                    shared.server.dial(shared, link);
+                    shared.server.dial(link);
                 }
             }
             Control::Bye { reason, unlinked } => return Ok(Some((reason, unlinked))),
@@ -325,22 +253,15 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
             "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
             silent.as_millis()
         );
-        shared.died(link, &text);
+        member_search::died(shared, link, &text);
     } else if silent >= config.heartbeat / 2
         && let Err(error) = link.tell(&Control::Ping)
     {
-        shared.died(link, &error.to_string());
+        member_search::died(shared, link, &error.to_string());
     }
 }
 
 /// Returns a key for the link, unique while the link is held.
 fn name_of(link: &Arc<Link>) -> usize {
     Arc::as_ptr(link).addr()
-}
-
-#[cold]
-fn unwatched(what: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, format!("epoll does not accept {what}"))
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
 }

@@ -4,19 +4,41 @@
 
 use std::sync::Arc;
 
-use super::handshake::{self, Key, Me};
+use super::handshake::{self, Identity, Key};
 use crate::error::Result;
 use crate::memory::same_user;
 use crate::model::Deadline;
-use crate::net::{Address, Stream, Transport};
+use crate::net::{Address, Stream, Tcp, Transport, Unix};
 use crate::protocol::{Purpose, Welcome};
+
+/// The transports over which streams reach peers.
+#[derive(Clone, Debug)]
+pub struct Transports {
+    /// For peers on other hosts, and for peers that are linked by TCP only.
+    pub tcp: Arc<dyn Transport>,
+    /// For peers on this host.
+    pub unix: Arc<dyn Transport>,
+}
+
+impl Default for Transports {
+    fn default() -> Self {
+        Transports { tcp: Arc::new(Tcp), unix: Arc::new(Unix) }
+    }
+}
+
+impl Transports {
+    /// Returns the transport for `address`.
+    pub(super) fn for_address(&self, address: &Address) -> &Arc<dyn Transport> {
+        if matches!(address, Address::Unix(_)) { &self.unix } else { &self.tcp }
+    }
+}
 
 /// The address of one peer, and what is needed to authenticate it.
 #[derive(Clone, Debug)]
 pub(super) struct Dialer {
     pub(super) transport: Arc<dyn Transport>,
     pub(super) address: Address,
-    pub(super) me: Me,
+    pub(super) me: Identity,
     pub(super) key: Key,
     /// Whether the process that answers is accepted without proof (`llm.LinkAcceptRemote`).
     pub(super) accept_remote: bool,
@@ -42,7 +64,7 @@ impl Dialer {
         stream.expect_descriptors(matches!(purpose, Purpose::Link { .. }));
         let welcome = handshake::dial(&stream, &self.me, &self.key, asked, purpose, deadline)?;
         if !known && welcome.local.is_none() {
-            return Err(handshake::stranger(&stream));
+            return Err(handshake::unproven(&stream));
         }
         Ok((stream, welcome))
     }

@@ -10,8 +10,9 @@ use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{Kind, Link, Peer};
 use super::peer_memory::{self, Offered, Reach};
-use super::registry::PLACE_TAKEN;
-use super::{Shared, handshake, message_io};
+use super::registry::RIVAL_LINK;
+use super::shared::Shared;
+use super::{handshake, message_io};
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
@@ -28,7 +29,7 @@ impl Shared {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
             }
-            self.lost(&link, "the peer did not answer when it was to be linked again");
+            self.state.lost(&link, "the peer did not answer when it was to be linked again");
         }
         Ok(())
     }
@@ -72,7 +73,7 @@ impl Shared {
             });
             let Err(why) = answer else { return answer };
             let over =
-                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(PLACE_TAKEN).is_some();
+                why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(RIVAL_LINK).is_some();
             if choice == TransportChoice::Shm || over {
                 return Err(why);
             }
@@ -156,7 +157,6 @@ impl Shared {
     /// with the same cluster id is linked and its link works, returns `Err`
     /// (`a_process_that_was_replaced_is_noticed`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        self.control.start(self)?;
         let Peer { cluster, instance, .. } = link.peer();
         for stale in self.state.enroll(link, self.patience())? {
             let again = stale.peer().instance == *instance;
@@ -172,18 +172,14 @@ impl Shared {
             } else if stale.alive() {
                 tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
             }
-            stale.shatter(why);
+            stale.break_off(why);
         }
         tracing::info!(target: "llm_datadist::links", "{}", link.report());
-        self.control.ring();
         Ok(())
     }
 
     pub(super) fn dialer(&self, address: Address) -> Dialer {
-        let transport = match address {
-            Address::Unix(_) => self.transports.unix.clone(),
-            _ => self.transports.tcp.clone(),
-        };
+        let transport = self.transports.for_address(&address).clone();
         let config = &self.cluster.config.links;
         let (key, accept_remote) = (Key::of(config.token.as_ref()), config.accept_remote);
         Dialer { transport, address, me: self.me.clone(), key, accept_remote }

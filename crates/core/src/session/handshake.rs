@@ -28,7 +28,7 @@ pub(super) const GREETING_TIME: Duration = Duration::from_secs(5);
 
 /// The identity of this engine.
 #[derive(Clone, Debug)]
-pub(crate) struct Me {
+pub(crate) struct Identity {
     /// The identity that peers see.
     pub(crate) party: Party,
     /// Identifies the host (the kernel's boot id).
@@ -37,16 +37,16 @@ pub(crate) struct Me {
     secret: Key,
 }
 
-impl Me {
+impl Identity {
     /// Creates the identity of this engine as `cluster`, with a random instance number that no other engine
     /// has. Returns `Err` with `System` if the kernel provides no random bytes.
-    pub(crate) fn new(cluster: ClusterId, remote_accessible: bool) -> Result<Me> {
+    pub(crate) fn new(cluster: ClusterId, remote_accessible: bool) -> Result<Identity> {
         let instance = u64::from_le_bytes(random()?);
         // Without a boot id, two processes never recognize that they share a host, and use TCP.
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map_or_else(|_| format!("unknown {instance}"), |text| text.trim().to_owned());
         let party = Party { cluster: cluster.0, instance, remote_accessible };
-        Ok(Me { party, host, secret: Key::Secret(random()?) })
+        Ok(Identity { party, host, secret: Key::Secret(random()?) })
     }
 
     fn cluster(&self) -> ClusterId {
@@ -113,7 +113,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
 /// with `LinkFailed` if the peer does not prove that it knows `key`, or is not the cluster `asked`.
 pub(super) fn dial(
     stream: &Stream,
-    me: &Me,
+    me: &Identity,
     key: &Key,
     asked: Option<ClusterId>,
     purpose: Purpose,
@@ -145,10 +145,10 @@ pub(super) fn dial(
 
 /// A peer whose hello was received and answered with a challenge.
 #[derive(Debug)]
-pub(super) struct Guest {
+pub(super) struct ChallengedPeer {
     said: Vec<u8>,
     challenge: Challenge,
-    gates: Vec<Gate>,
+    accepted_keys: Vec<AcceptedKey>,
     /// The key that the peer has proved to know.
     key: Key,
     /// The hello of the peer.
@@ -157,26 +157,26 @@ pub(super) struct Guest {
 
 /// A key that admits the peer.
 #[derive(Debug)]
-struct Gate {
+struct AcceptedKey {
     key: Key,
     /// Whether this key only entitles the peer to learn the name of the local socket.
     name_only: bool,
 }
 
-impl Guest {
+impl ChallengedPeer {
     /// Reads the hello in a frame of `kind` with the body `said`. Returns the peer and the challenge frame to
     /// send.
     pub(super) fn challenge(
         stream: &Stream,
-        me: &Me,
+        me: &Identity,
         config: &LinkConfig,
         (kind, said): (u8, Vec<u8>),
-    ) -> Result<(Guest, Vec<u8>), Refusal> {
+    ) -> Result<(ChallengedPeer, Vec<u8>), Refusal> {
         let hello: Hello = protocol::open(kind, &said).map_err(Refusal::unreadable)?;
-        let gates = gates(stream, me, config, &hello)?;
+        let accepted_keys = accepted_keys(stream, me, config, &hello)?;
         let challenge = Challenge { nonce: random()? };
         let frame = protocol::encode(&challenge)?;
-        Ok((Guest { said, challenge, gates, key: Key::Empty, hello }, frame))
+        Ok((ChallengedPeer { said, challenge, accepted_keys, key: Key::Empty, hello }, frame))
     }
 
     /// Checks the proof in a frame. Returns `Ok(false)` if it only entitles the peer to learn the name of the
@@ -184,15 +184,15 @@ impl Guest {
     pub(super) fn prove(
         &mut self,
         stream: &Stream,
-        me: &Me,
+        me: &Identity,
         (kind, body): (u8, &[u8]),
     ) -> Result<bool, Refusal> {
         let given: Proof = protocol::open(kind, body).map_err(Refusal::unreadable)?;
         let mut open = None;
-        for gate in &self.gates {
-            let expected = keyed(&gate.key, b"dialer", &self.said, &self.challenge)?;
+        for accepted in &self.accepted_keys {
+            let expected = keyed(&accepted.key, b"dialer", &self.said, &self.challenge)?;
             if open.is_none() && expected.verify_slice(&given.mac).is_ok() {
-                open = Some((gate.key.clone(), gate.name_only));
+                open = Some((accepted.key.clone(), accepted.name_only));
             }
         }
         let Some((key, name_only)) = open else {
@@ -209,19 +209,19 @@ impl Guest {
     }
 
     fn unproved(&self, stream: &Stream) -> Refusal {
-        if self.gates.iter().any(|gate| matches!(gate.key, Key::Token(_))) {
+        if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Token(_))) {
             return Refusal::new(Reason::Token, other_token("the peer that dialled", stream.peer()));
         }
-        // A peer without a token would have passed the gate with the empty key, so this peer has a token.
-        if self.gates.iter().any(|gate| matches!(gate.key, Key::Empty)) {
+        // A peer without a token would have proved the empty key, so this peer has a token.
+        if self.accepted_keys.iter().any(|accepted| matches!(accepted.key, Key::Empty)) {
             return Refusal::new(Reason::Token, unexpected_token(stream.peer()));
         }
-        Refusal::new(Reason::Stranger, stranger(stream))
+        Refusal::new(Reason::Unproven, unproven(stream))
     }
 
     /// Returns the welcome frame. `local` is the name of the local socket that the peer should use instead;
     /// `secret` says whether the frame contains the key of TCP handshakes.
-    pub(super) fn welcome(&self, me: &Me, local: Option<String>, secret: bool) -> Result<Vec<u8>> {
+    pub(super) fn welcome(&self, me: &Identity, local: Option<String>, secret: bool) -> Result<Vec<u8>> {
         let secret = match me.secret {
             Key::Secret(bytes) if secret => Some(bytes),
             _ => None,
@@ -235,30 +235,35 @@ impl Guest {
 
 /// Returns the keys that admit the peer that sent `hello` on `stream`, or a refusal if there are none
 /// (docs/security.md).
-fn gates(stream: &Stream, me: &Me, config: &LinkConfig, hello: &Hello) -> Result<Vec<Gate>, Refusal> {
-    let gate = |key| Gate { key, name_only: false };
+fn accepted_keys(
+    stream: &Stream,
+    me: &Identity,
+    config: &LinkConfig,
+    hello: &Hello,
+) -> Result<Vec<AcceptedKey>, Refusal> {
+    let accepted = |key| AcceptedKey { key, name_only: false };
     if let Some(token) = &config.token {
-        return Ok(vec![gate(Key::Token(token.clone()))]);
+        return Ok(vec![accepted(Key::Token(token.clone()))]);
     }
     let local = stream.carries_descriptors();
     if config.accept_remote {
-        return Ok(vec![gate(me.secret.clone()), gate(Key::Empty)]);
+        return Ok(vec![accepted(me.secret.clone()), accepted(Key::Empty)]);
     }
     if local {
         return match stream.credentials() {
-            Some(peer) if same_user(peer) => Ok(vec![gate(Key::Empty)]),
+            Some(peer) if same_user(peer) => Ok(vec![accepted(Key::Empty)]),
             _ => Err(Refusal::new(Reason::User, other_user("the peer that dialled", stream))),
         };
     }
     if !stream.same_host() {
-        return Err(Refusal::new(Reason::Stranger, stranger(stream)));
+        return Err(Refusal::new(Reason::Unproven, unproven(stream)));
     }
-    let mut gates = vec![gate(me.secret.clone())];
+    let mut accepted_keys = vec![accepted(me.secret.clone())];
     // Two processes of one host first connect at the local socket; its name is no secret.
     if matches!(hello.purpose, Purpose::Link { probe_local: true, .. }) && hello.host == me.host {
-        gates.push(Gate { key: Key::Empty, name_only: true });
+        accepted_keys.push(AcceptedKey { key: Key::Empty, name_only: true });
     }
-    Ok(gates)
+    Ok(accepted_keys)
 }
 
 fn keyed(key: &Key, side: &[u8], hello: &[u8], challenge: &Challenge) -> Result<Hmac<Sha256>> {
@@ -316,7 +321,7 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
 /// Refuses a peer outside the local socket: no token is set, and the peer has not proved that it is on this
 /// host.
 #[cold]
-pub(super) fn stranger(stream: &Stream) -> Error {
+pub(super) fn unproven(stream: &Stream) -> Error {
     let text = format!(
         "no token is set, and the other side has not proved that it runs on this host as the same user; {REMEDY}"
     );

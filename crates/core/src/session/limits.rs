@@ -29,7 +29,7 @@ const BODY_RATE: u64 = 8 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Connections {
     /// Connections that are not yet a link or a stream of a link.
-    pub(super) newcomers: usize,
+    pub(super) pending: usize,
     /// Links that peers made.
     pub(super) incoming: usize,
     /// Call streams that peers use over all links, beyond [`Connections::OF_EACH`] for each link.
@@ -43,7 +43,7 @@ impl Connections {
     /// Most connections accepted in one go: a fraction of those that may be pending, so that a flood leaves
     /// them time for the handshake.
     pub(super) fn at_once(&self) -> usize {
-        (self.newcomers / 4).max(1)
+        (self.pending / 4).max(1)
     }
 
     /// Returns the limits for this process, derived from its limit of open descriptors (`ulimit -n`).
@@ -54,7 +54,7 @@ impl Connections {
 
     fn of(descriptors: usize) -> Connections {
         Connections {
-            newcomers: (descriptors / 16).clamp(4, 256),
+            pending: (descriptors / 16).clamp(4, 256),
             incoming: (descriptors.saturating_sub(48) / 4).clamp(4, 4096),
             calls: (descriptors / 8).clamp(8, 8192),
         }
@@ -153,13 +153,13 @@ mod tests {
 
     #[test]
     fn connections_leave_room_for_the_application() {
-        for (descriptors, newcomers, incoming, calls) in
+        for (descriptors, pending, incoming, calls) in
             [(64, 4, 4, 8), (1024, 64, 244, 128), (1 << 20, 256, 4096, 8192)]
         {
-            let expected = Connections { newcomers, incoming, calls };
+            let expected = Connections { pending, incoming, calls };
             assert_eq!(Connections::of(descriptors), expected, "of {descriptors}");
             // A link on one host uses two descriptors, plus one for the call stream that it may always have.
-            let taken = newcomers + (2 + Connections::OF_EACH) * incoming + calls;
+            let taken = pending + (2 + Connections::OF_EACH) * incoming + calls;
             assert!(taken <= descriptors * 15 / 16, "{taken} of {descriptors}");
         }
     }

@@ -243,7 +243,7 @@ impl Link {
 
     /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
-    pub(super) fn shatter(&self, why: impl Into<String>) {
+    pub(super) fn break_off(&self, why: impl Into<String>) {
         if self.why.set((Instant::now(), why.into())).is_err() {
             return;
         }
@@ -281,7 +281,7 @@ impl Link {
         let frame = protocol::encode(message)?;
         self.control.send_now(&frame, &[]).inspect_err(|error| {
             // Part of the message may have been sent, and the peer would misread whatever follows.
-            self.shatter(format!("a control message could not be sent: {error}"));
+            self.break_off(format!("a control message could not be sent: {error}"));
         })
     }
 
@@ -384,7 +384,7 @@ impl Link {
     }
 
     /// Removes a stream that has ended.
-    pub(super) fn served_on(&self, stream: &Arc<Stream>) {
+    pub(super) fn stop_serving(&self, stream: &Arc<Stream>) {
         self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
     }
 

@@ -10,33 +10,39 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashMap;
 
-use super::{Shared, Transports};
+use super::control_poller::ControlPoller;
+use super::dial::Transports;
+use crate::cluster::Cluster;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Address, Listener};
 
 /// The listeners of one engine.
-#[derive(Default)]
 pub(super) struct Listeners {
+    cluster: Arc<Cluster>,
+    /// The number that distinguishes this engine from others; the local socket is named after it.
+    instance: u64,
+    control: Arc<ControlPoller>,
+    transports: Transports,
     open: Mutex<Open>,
 }
 
 #[derive(Default)]
 struct Open {
     closed: bool,
-    main: Option<Door>,
-    local: Option<(String, Door)>,
+    main: Option<OpenListener>,
+    local: Option<(String, OpenListener)>,
     /// Listeners of communicators, by the requested address, and the number of communicators that use each.
-    others: HashMap<Address, (Door, usize)>,
+    others: HashMap<Address, (OpenListener, usize)>,
 }
 
 /// A listener that the control thread watches.
-struct Door {
+struct OpenListener {
     number: u64,
     address: Address,
 }
 
-impl Door {
+impl OpenListener {
     fn port(&self) -> Option<SocketAddr> {
         match self.address {
             Address::Tcp(address) => Some(address),
@@ -45,12 +51,21 @@ impl Door {
     }
 
     /// Closes the listener. Its address is free when this returns.
-    fn close(self, shared: &Shared) {
-        shared.control.leave(self.number);
+    fn close(self, control: &ControlPoller) {
+        control.leave(self.number);
     }
 }
 
 impl Listeners {
+    pub(super) fn new(
+        cluster: Arc<Cluster>,
+        instance: u64,
+        control: Arc<ControlPoller>,
+        transports: Transports,
+    ) -> Listeners {
+        Listeners { cluster, instance, control, transports, open: Mutex::default() }
+    }
+
     /// Returns the address of the main listener, if there is one.
     pub(super) fn listening(&self) -> Option<SocketAddr> {
         self.locked().main.as_ref()?.port()
@@ -62,14 +77,16 @@ impl Listeners {
     }
 
     /// Moves the main listener to `asked`, or closes it. If the new address is not available, returns `Err`
-    /// and keeps the old one (`a_listener_moves_between_addresses_of_one_port`).
-    pub(super) fn change(&self, shared: &Arc<Shared>, asked: Option<SocketAddr>) -> Result<()> {
+    /// and keeps the old one (`a_listener_moves_between_addresses_of_one_port`). Between two addresses of one
+    /// port the old one has to be closed first; if it cannot be opened again, the engine logs that and listens
+    /// at neither.
+    pub(super) fn change(&self, asked: Option<SocketAddr>) -> Result<()> {
         let mut open = self.unclosed()?;
-        let now = open.main.as_ref().and_then(Door::port);
+        let now = open.main.as_ref().and_then(OpenListener::port);
         match (asked, now) {
             (None, _) => {
-                open.main.take().into_iter().for_each(|door| door.close(shared));
-                open.local.take().into_iter().for_each(|(_, door)| door.close(shared));
+                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
+                open.local.take().into_iter().for_each(|(_, listener)| listener.close(&self.control));
                 return Ok(());
             }
             (Some(asked), Some(now))
@@ -80,35 +97,35 @@ impl Listeners {
             (Some(asked), Some(now)) if asked.port() == now.port() => {
                 // Two listeners cannot share a port if one of them listens on all addresses, so close the old
                 // one first.
-                open.main.take().into_iter().for_each(|door| door.close(shared));
-                let opened = Self::open(shared, &Address::Tcp(asked));
+                open.main.take().into_iter().for_each(|listener| listener.close(&self.control));
+                let opened = self.open(&Address::Tcp(asked));
                 if opened.is_err() {
-                    let before = Self::open(shared, &Address::Tcp(now));
+                    let before = self.open(&Address::Tcp(now));
                     open.main = before.inspect_err(log_error).ok();
                 }
                 open.main = Some(opened?);
             }
             (Some(asked), _) => {
-                let opened = Self::open(shared, &Address::Tcp(asked))?;
-                open.main.replace(opened).into_iter().for_each(|door| door.close(shared));
+                let opened = self.open(&Address::Tcp(asked))?;
+                open.main.replace(opened).into_iter().for_each(|listener| listener.close(&self.control));
             }
         }
-        shared.note_open_door(open.main.as_ref().and_then(Door::port));
-        Self::open_local(&mut open, shared);
+        self.warn_without_token(open.main.as_ref().and_then(OpenListener::port));
+        self.open_local(&mut open);
         Ok(())
     }
 
     /// Opens the local socket to which peers on this host are directed, unless it is open. Without a token
     /// they connect there first, even if they use TCP afterwards.
-    fn open_local(open: &mut Open, shared: &Arc<Shared>) {
-        let config = &shared.cluster.config.links;
+    fn open_local(&self, open: &mut Open) {
+        let config = &self.cluster.config.links;
         let unused = config.transport == TransportChoice::Tcp && config.token.is_some();
         if unused || open.local.is_some() {
             return;
         }
-        let name = format!("llm_datadist.{:016x}", shared.me.party.instance);
-        match Self::open(shared, &Address::Unix(name.clone())) {
-            Ok(door) => open.local = Some((name, door)),
+        let name = format!("llm_datadist.{:016x}", self.instance);
+        match self.open(&Address::Unix(name.clone())) {
+            Ok(listener) => open.local = Some((name, listener)),
             // With a token, peers on this host use the TCP listener, as peers on other hosts do.
             Err(error) => {
                 tracing::error!(
@@ -122,24 +139,19 @@ impl Listeners {
     /// Listens for a communicator that requested `asked`, at the first of `places` that is available.
     /// Communicators that requested the same address share a listener. Each successful call is paired with a
     /// call of [`leave`](Self::leave).
-    pub(super) fn join(
-        &self,
-        shared: &Arc<Shared>,
-        asked: &Address,
-        places: impl IntoIterator<Item = Address>,
-    ) -> Result<()> {
+    pub(super) fn join(&self, asked: &Address, places: impl IntoIterator<Item = Address>) -> Result<()> {
         let mut open = self.unclosed()?;
         if let Some((_, users)) = open.others.get_mut(asked) {
             *users += 1;
             return Ok(());
         }
-        Self::open_local(&mut open, shared);
+        self.open_local(&mut open);
         let mut refused = None;
         for place in places {
-            match Self::open(shared, &place) {
-                Ok(door) => {
-                    shared.note_open_door(door.port());
-                    open.others.insert(asked.clone(), (door, 1));
+            match self.open(&place) {
+                Ok(listener) => {
+                    self.warn_without_token(listener.port());
+                    open.others.insert(asked.clone(), (listener, 1));
                     return Ok(());
                 }
                 Err(error) => refused = refused.or(Some(error)),
@@ -149,36 +161,35 @@ impl Listeners {
     }
 
     /// Ends the use of a listener by a communicator. The last one closes it.
-    pub(super) fn leave(&self, shared: &Shared, asked: &Address) {
+    pub(super) fn leave(&self, asked: &Address) {
         let mut open = self.locked();
         let Some((_, users)) = open.others.get_mut(asked) else { return };
         *users -= 1;
         if *users == 0
-            && let Some((door, _)) = open.others.remove(asked)
+            && let Some((listener, _)) = open.others.remove(asked)
         {
-            door.close(shared);
+            listener.close(&self.control);
         }
     }
 
     /// Closes all listeners, and opens no new ones.
-    pub(super) fn close(&self, shared: &Shared) {
+    pub(super) fn close(&self) {
         let mut open = self.locked();
         open.closed = true;
         let Open { main, local, others, .. } = &mut *open;
-        let local = local.take().map(|(_, door)| door);
-        for door in main.take().into_iter().chain(local).chain(others.drain().map(|(_, (door, _))| door)) {
-            door.close(shared);
+        let local = local.take().map(|(_, listener)| listener);
+        for listener in
+            main.take().into_iter().chain(local).chain(others.drain().map(|(_, (listener, _))| listener))
+        {
+            listener.close(&self.control);
         }
     }
 
     /// Listens at `address`. The control thread accepts the connections.
-    fn open(shared: &Arc<Shared>, address: &Address) -> Result<Door> {
-        let Transports { tcp, unix } = &shared.transports;
-        let transport = if matches!(address, Address::Unix(_)) { unix } else { tcp };
-        let listener: Arc<dyn Listener> = transport.listen(address)?.into();
+    fn open(&self, address: &Address) -> Result<OpenListener> {
+        let listener: Arc<dyn Listener> = self.transports.for_address(address).listen(address)?.into();
         let address = listener.address();
-        shared.control.start(shared)?;
-        Ok(Door { number: shared.control.listen(listener)?, address })
+        Ok(OpenListener { number: self.control.listen(listener)?, address })
     }
 
     fn unclosed(&self) -> Result<MutexGuard<'_, Open>> {
@@ -189,11 +200,9 @@ impl Listeners {
     fn locked(&self) -> MutexGuard<'_, Open> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl Shared {
     /// Logs who is admitted if no token is set.
-    fn note_open_door(&self, at: Option<SocketAddr>) {
+    fn warn_without_token(&self, at: Option<SocketAddr>) {
         let config = &self.cluster.config.links;
         let Some(at) = at.filter(|_| config.token.is_none()) else { return };
         if config.accept_remote {

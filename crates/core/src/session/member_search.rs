@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Shared;
 use super::communicator::{CommStatus, Communicator, Progress};
 use super::link::{Kind, Link};
+use super::shared::Shared;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
@@ -23,42 +23,46 @@ const RESTS: std::ops::RangeInclusive<Duration> = Duration::from_millis(20)..=Du
 /// Longest pause after `link_total_time` has passed, while a member that was linked before is gone.
 const LONG_REST: Duration = Duration::from_secs(5);
 
-/// Handles a broken link of a communicator: if this side dials, it searches for the member again.
-pub(super) fn mend(shared: &Arc<Shared>, link: &Arc<Link>) {
+/// Handles a peer that ended but may return: if its link belongs to a communicator and this side dials, it
+/// searches for the peer again.
+pub(super) fn died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
+    if !shared.state.lost(link, why) {
+        return;
+    }
     let Kind::Communicator(id) = link.kind() else { return };
     let Some(comm) = shared.state.comm_by_id(id) else { return };
     if !comm.dials(link.peer().cluster) {
         return;
     }
     comm.miss(link.peer().cluster);
-    if let Err(error) = look(shared, &comm) {
+    if let Err(error) = start_search(shared, &comm) {
         let cluster = link.peer().cluster;
         tracing::error!(target: "llm_datadist::links", "stopped searching for cluster {cluster}; call link again: {error}");
     }
 }
 
 /// Starts the search thread, or wakes it if it is running.
-pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
-    if std::mem::replace(&mut comm.locked().looking, true) {
+pub(super) fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
+    if std::mem::replace(&mut comm.locked().searching, true) {
         comm.changed.notify_all();
         return Ok(());
     }
-    let (weak, looking) = (Arc::downgrade(shared), comm.clone());
+    let (weak, searching) = (Arc::downgrade(shared), comm.clone());
     let started = shared.threads.spawn("llm-search", move || {
-        let deadline = Deadline::after(looking.limit).named("link_total_time");
-        let (mut rest, mut told) = (*RESTS.start(), false);
+        let deadline = Deadline::after(searching.limit).named("link_total_time");
+        let (mut rest, mut reported) = (*RESTS.start(), false);
         if let Some(shared) = weak.upgrade() {
-            looking.knock(&shared, deadline);
+            searching.announce_listening(&shared, deadline);
         }
         while let Some(shared) = weak.upgrade() {
             let began = Instant::now();
-            looking.round(&shared, deadline);
-            if !looking.goes_on(&shared, deadline, &mut told) {
+            searching.round(&shared, deadline);
+            if !searching.goes_on(&shared, deadline, &mut reported) {
                 return;
             }
             drop(shared);
-            let most = if told { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
-            let woken = looking.rest(rest.min(most));
+            let most = if reported { LONG_REST } else { (*RESTS.end()).min(deadline.left()) };
+            let woken = searching.rest(rest.min(most));
             // Keeps a minimum interval between rounds, however often members end the pause.
             std::thread::sleep(RESTS.start().saturating_sub(began.elapsed()));
             rest = if woken { *RESTS.start() } else { (rest * 2).min(LONG_REST) };
@@ -66,7 +70,7 @@ pub(super) fn look(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()>
     });
     // Callers that asked meanwhile assumed that a search was running. None is, so the next caller tries again
     // and gets the error.
-    started.inspect_err(|_| comm.locked().looking = false)
+    started.inspect_err(|_| comm.locked().searching = false)
 }
 
 impl Communicator {
@@ -77,8 +81,8 @@ impl Communicator {
     }
 
     /// Notifies the members on this host that dial this one that it is listening now. They may have started
-    /// first and be in a pause (`whoever_knocks_ends_the_rest`).
-    fn knock(&self, shared: &Arc<Shared>, deadline: Deadline) {
+    /// first and be in a pause (`announcement_ends_the_pause`).
+    fn announce_listening(&self, shared: &Arc<Shared>, deadline: Deadline) {
         let config = &shared.cluster.config.links;
         if config.transport == TransportChoice::Tcp {
             return;
@@ -117,20 +121,20 @@ impl Communicator {
     /// Whether to make another round. If not, the search is marked as ended. Once the first limit has passed,
     /// members that were never linked are given up, and the others are searched for without a time limit
     /// (`a_member_that_stays_away_for_long_is_met_again`).
-    fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, told: &mut bool) -> bool {
+    fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, reported: &mut bool) -> bool {
         let mut progress = self.locked();
-        let late = deadline.passed() && !progress.left && !progress.missing.is_empty() && !*told;
+        let late = deadline.passed() && !progress.left && !progress.missing.is_empty() && !*reported;
         let note = late.then(|| self.report(&progress));
         if late {
-            *told = true;
+            *reported = true;
             if progress.status == CommStatus::Preparing {
                 progress.status = CommStatus::Failed;
             }
-            let Progress { missing, met, .. } = &mut *progress;
-            missing.retain(|cluster| met.contains(cluster) && self.dials(*cluster));
+            let Progress { missing, linked_before, .. } = &mut *progress;
+            missing.retain(|cluster| linked_before.contains(cluster) && self.dials(*cluster));
         }
         let on = !progress.left && !progress.missing.is_empty();
-        progress.looking = on;
+        progress.searching = on;
         drop(progress);
         if let Some(note) = note {
             tracing::error!(target: "llm_datadist::links", "{note}");
@@ -174,12 +178,12 @@ impl Communicator {
     /// Pauses for `rest`. Returns whether the pause was ended early.
     fn rest(&self, rest: Duration) -> bool {
         let mut progress = self.locked();
-        if progress.left || std::mem::take(&mut progress.knocked) {
+        if progress.left || std::mem::take(&mut progress.member_listens) {
             return true;
         }
         let waited = self.changed.wait_timeout(progress, rest);
         let (mut progress, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut progress.knocked) || !waited.timed_out()
+        std::mem::take(&mut progress.member_listens) || !waited.timed_out()
     }
 
     /// Returns the result of the search, for the log.
@@ -213,16 +217,16 @@ mod tests {
     use crate::protocol::Comm;
 
     #[test]
-    fn whoever_knocks_ends_the_rest() {
+    fn announcement_ends_the_pause() {
         let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
         let progress = Progress {
             missing: vec![ClusterId(1)],
-            met: vec![],
-            doors: vec![],
+            linked_before: vec![],
+            listening_at: vec![],
             status: CommStatus::Preparing,
             left: false,
-            looking: true,
-            knocked: false,
+            searching: true,
+            member_listens: false,
             why: BTreeMap::new(),
         };
         let hour = Duration::from_secs(3600);
@@ -238,11 +242,11 @@ mod tests {
         };
         assert!(!waiting.rest(Duration::ZERO), "nobody has come");
         // Before the pause, and during it.
-        waiting.knocked();
+        waiting.member_listens();
         assert!(waiting.rest(hour));
         std::thread::scope(|scope| {
             let rested = scope.spawn(|| waiting.rest(hour));
-            waiting.knocked();
+            waiting.member_listens();
             assert!(rested.join().unwrap());
         });
     }

@@ -5,14 +5,14 @@
 //! (`strangers_keep_no_peer_out`).
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::Shared;
-use super::accept::{Newcomer, Next, Work};
+use super::accept::{Next, PendingStream, Work};
 use super::handshake::GREETING_TIME;
-use super::poller::{Poller, Watching};
+use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
+use super::shared::Shared;
 use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
@@ -22,9 +22,9 @@ use crate::protocol::{self, HANDSHAKE_LIMIT};
 const YOUNG: Duration = Duration::from_millis(100);
 
 /// The connections of one engine whose handshake is not finished.
-#[derive(Debug)]
-pub(super) struct Newcomers {
+pub(super) struct PendingStreams {
     most: usize,
+    returned: Arc<Returned>,
     /// The connections by number, so that the oldest come first.
     all: BTreeMap<u64, Entry>,
 }
@@ -38,19 +38,28 @@ struct Entry {
     /// A server thread is making a link of it, so it must not be dropped any more.
     enters: bool,
     /// `None` while a server thread performs a step.
-    waiting: Option<(Newcomer, Inbox)>,
+    waiting: Option<(PendingStream, Inbox)>,
     until: Deadline,
 }
 
-/// A connection after a server thread has performed a step for it.
-pub(super) struct Returned {
-    pub(super) number: u64,
-    pub(super) next: Result<Next, Refusal>,
+/// The results of the steps that server threads have performed, by the number of the connection.
+struct Returned {
+    /// Wakes the control thread.
+    bell: Arc<Bell>,
+    steps: Mutex<Vec<(u64, Result<Next, Refusal>)>>,
 }
 
-impl Newcomers {
-    pub(super) fn new(most: usize) -> Newcomers {
-        Newcomers { most, all: BTreeMap::new() }
+impl Returned {
+    fn push(&self, number: u64, next: Result<Next, Refusal>) {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).push((number, next));
+        self.bell.ring();
+    }
+}
+
+impl PendingStreams {
+    pub(super) fn new(most: usize, bell: Arc<Bell>) -> PendingStreams {
+        let returned = Arc::new(Returned { bell, steps: Mutex::default() });
+        PendingStreams { most, returned, all: BTreeMap::new() }
     }
 
     pub(super) fn has(&self, number: u64) -> bool {
@@ -80,7 +89,7 @@ impl Newcomers {
             refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
             return;
         }
-        let waiting = Some((Newcomer::new(stream.clone(), local, until), Inbox::default()));
+        let waiting = Some((PendingStream::new(stream.clone(), local, until), Inbox::default()));
         self.all
             .insert(number, Entry { stream, proven: false, watched: true, enters: false, waiting, until });
     }
@@ -130,35 +139,39 @@ impl Newcomers {
     /// Reads what has arrived on the connection `number`, and performs the next step.
     pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
-        let Some((newcomer, mut inbox)) = entry.waiting.take() else { return };
-        let next = match inbox.take(&entry.stream, HANDSHAKE_LIMIT, newcomer.expects_descriptors()) {
+        let Some((pending, mut inbox)) = entry.waiting.take() else { return };
+        let next = match inbox.take(&entry.stream, HANDSHAKE_LIMIT, pending.expects_descriptors()) {
             Ok(Arrival::Partial) => {
-                entry.waiting = Some((newcomer, inbox));
+                entry.waiting = Some((pending, inbox));
                 return;
             }
             // A connection that its peer closes was not refused; it may be the probe of a load balancer.
             Ok(Arrival::Ended) => return self.end(shared, poller, number, None),
-            Ok(Arrival::Frame(frame)) => newcomer.step(shared, frame),
+            Ok(Arrival::Frame(frame)) => pending.step(shared, frame),
             Err(error) => Err(Refusal::unreadable(error)),
         };
         self.go_on(shared, poller, number, next);
     }
 
-    /// Takes back a connection for which a server thread has performed a step.
-    pub(super) fn back(&mut self, shared: &Arc<Shared>, poller: &Poller, returned: Returned) {
-        if self.has(returned.number) {
-            self.go_on(shared, poller, returned.number, returned.next);
+    /// Takes back the connections for which server threads have performed a step.
+    pub(super) fn take_back(&mut self, shared: &Arc<Shared>, poller: &Poller) {
+        let returned =
+            std::mem::take(&mut *self.returned.steps.lock().unwrap_or_else(PoisonError::into_inner));
+        for (number, next) in returned {
+            if self.has(number) {
+                self.go_on(shared, poller, number, next);
+            }
         }
     }
 
     fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
         match next {
-            Ok(Next::Wait(newcomer)) => self.wait(shared, poller, number, newcomer),
-            Ok(Next::Proven(newcomer)) => {
+            Ok(Next::Wait(pending)) => self.wait(shared, poller, number, pending),
+            Ok(Next::Proven(pending)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
                     entry.proven = true;
                 }
-                self.wait(shared, poller, number, newcomer);
+                self.wait(shared, poller, number, pending);
             }
             Ok(Next::Work(work)) => {
                 if let Some(entry) = self.all.get_mut(&number) {
@@ -166,7 +179,7 @@ impl Newcomers {
                     // Data that arrives meanwhile waits in the socket.
                     entry.unwatch(poller);
                 }
-                shared.server.work(shared, number, work);
+                self.have_done(shared, number, work);
             }
             Ok(Next::Done) => {
                 if let Some(mut entry) = self.all.remove(&number) {
@@ -177,9 +190,23 @@ impl Newcomers {
         }
     }
 
-    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, newcomer: Newcomer) {
+    /// Has a server thread perform `work`.
+    fn have_done(&self, shared: &Arc<Shared>, number: u64, work: Work) {
+        let (weak, returned, stream) = (Arc::downgrade(shared), self.returned.clone(), work.stream().clone());
+        let step = Box::new(move || {
+            if let Some(shared) = weak.upgrade() {
+                returned.push(number, work.run(&shared));
+            }
+        });
+        if let Err(error) = shared.server.work(step) {
+            tracing::error!(target: "llm_datadist::links", "dropped a connection: no thread could be started for its handshake: {error}");
+            stream.close();
+        }
+    }
+
+    fn wait(&mut self, shared: &Shared, poller: &Poller, number: u64, pending: PendingStream) {
         let Some(entry) = self.all.get_mut(&number) else { return };
-        entry.waiting = Some((newcomer, Inbox::default()));
+        entry.waiting = Some((pending, Inbox::default()));
         if entry.watched {
             return;
         }
@@ -226,10 +253,4 @@ fn refuse(shared: &Shared, stream: &Stream, refusal: &Refusal) {
     // Fails if the peer is gone or has not read earlier messages.
     let _ = stream.send_now(&protocol::refusal(&refusal.error), &[]);
     stream.close();
-}
-
-/// Performs a step for a connection, on a server thread.
-pub(super) fn take_step(shared: &Arc<Shared>, number: u64, work: Work) {
-    let next = work.run(shared);
-    shared.control.give_back(Returned { number, next });
 }

@@ -14,7 +14,7 @@ pub(super) enum Reason {
     /// The peer runs as another user, and no token is set.
     User,
     /// No token is set, and the peer has not proved that it is a process of this user on this host.
-    Stranger,
+    Unproven,
     /// The token of the peer is missing or different.
     Token,
     /// The peer wants to link to another cluster.

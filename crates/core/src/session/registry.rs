@@ -11,14 +11,18 @@ use hashbrown::{HashMap, HashSet};
 use super::communicator::{CommStatus, Communicator};
 use super::limits::Connections;
 use super::link::{Kind, Link, Peer, broken};
+use super::poller::Bell;
 use super::refusals::{Reason, Refusal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
+use crate::protocol::{Comm, Control};
 use crate::stats::LinkState;
 
 /// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
 /// transport cannot help then.
-pub(super) const PLACE_TAKEN: &str = "linked_from";
+pub(super) const RIVAL_LINK: &str = "linked_from";
+/// Most communicators of one process (contract §16).
+const MOST_COMMS: usize = 512;
 /// Most links of one engine, well above the 512 of contract §16.
 const MOST_LINKS: usize = 4096;
 /// Most broken links whose reason is kept.
@@ -27,6 +31,8 @@ const MOST_BROKEN: usize = 1024;
 /// The registry of one engine.
 pub(super) struct State {
     limits: Connections,
+    /// Wakes the control thread, which watches the links that are registered.
+    control: Arc<Bell>,
     entries: Mutex<Entries>,
     /// Notified when a link is added or removed, or is no longer being made.
     changed: Condvar,
@@ -69,8 +75,8 @@ impl Drop for Quiet<'_> {
 }
 
 impl State {
-    pub(super) fn new(limits: Connections) -> State {
-        State { limits, entries: Mutex::default(), changed: Condvar::new() }
+    pub(super) fn new(limits: Connections, control: Arc<Bell>) -> State {
+        State { limits, control, entries: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
@@ -156,6 +162,7 @@ impl State {
         entries.broken.remove(&link.peer().cluster);
         drop(entries);
         self.changed.notify_all();
+        self.control.ring();
         Ok(stale)
     }
 
@@ -182,9 +189,31 @@ impl State {
         removed
     }
 
+    /// Ends a link that broke. Returns `false` if the link was already removed or replaced.
+    pub(super) fn lost(&self, link: &Arc<Link>, why: &str) -> bool {
+        link.break_off(why);
+        let removed = self.remove(link);
+        // A link that this side is unlinking ends as expected, whichever side closes it first.
+        if removed && !link.settles() {
+            // The first recorded reason is the one that counts.
+            let why = link.why().map_or(why, |(_, why)| why);
+            tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer().cluster);
+        }
+        removed
+    }
+
+    /// Ends a link that this side no longer wants.
+    pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
+        let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+        link.break_off(why);
+        self.remove(link);
+        self.forget_broken(link.peer().cluster);
+        self.control.ring();
+    }
+
     /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no
     /// explanation.
-    pub(super) fn forgive(&self, cluster: ClusterId) {
+    pub(super) fn forget_broken(&self, cluster: ClusterId) {
         self.locked().broken.remove(&cluster);
     }
 
@@ -245,9 +274,9 @@ impl State {
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
         let mut entries = self.locked();
         entries.open()?;
-        if entries.comms.len() >= super::communicator::MOST {
+        if entries.comms.len() >= MOST_COMMS {
             let error = Error::new(ErrorKind::InvalidArgument, "too many communicators; unlink some");
-            return Err(error.with("limit", super::communicator::MOST));
+            return Err(error.with("limit", MOST_COMMS));
         }
         let taken =
             |id: u64| crate::status::StatusCode::ALL.iter().any(|code| code.value().cast_unsigned() == id);
@@ -274,7 +303,7 @@ impl State {
     }
 
     /// Returns the latest communicator that matches `comm`.
-    pub(super) fn comm(&self, comm: &crate::protocol::Comm) -> Option<Arc<Communicator>> {
+    pub(super) fn comm(&self, comm: &Comm) -> Option<Arc<Communicator>> {
         let entries = self.locked();
         entries.comms.values().filter(|known| known.is(comm)).max_by_key(|known| known.id()).cloned()
     }
@@ -284,6 +313,14 @@ impl State {
         self.locked().comms.get(&id).cloned()
     }
 
+    /// Records that a member of a communicator was linked, whichever side dialed.
+    pub(super) fn joined(&self, id: u64, cluster: ClusterId) {
+        if let Some(comm) = self.comm_by_id(id) {
+            comm.join(cluster);
+            self.announce();
+        }
+    }
+
     /// Wakes the threads that wait for a link, after a communicator has made progress or failed.
     pub(super) fn announce(&self) {
         drop(self.locked());
@@ -291,13 +328,13 @@ impl State {
     }
 
     /// Ends the pauses of all communicators with the members of `comm`: one of the members is now listening.
-    pub(super) fn knocked(&self, comm: &crate::protocol::Comm) {
+    pub(super) fn member_listens(&self, comm: &Comm) {
         let entries = self.locked();
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
         let known: Vec<_> = known.collect();
         drop(entries);
         for comm in known {
-            comm.knocked();
+            comm.member_listens();
         }
     }
 
@@ -313,8 +350,8 @@ impl State {
         }
         for link in links {
             let reason = "the peer was finalized".into();
-            let _ = link.tell(&crate::protocol::Control::Bye { reason, unlinked: false });
-            link.shatter("this engine was finalized");
+            let _ = link.tell(&Control::Bye { reason, unlinked: false });
+            link.break_off("this engine was finalized");
         }
         self.changed.notify_all();
     }
@@ -402,7 +439,7 @@ fn taken(link: &Link, rival: &Link) -> Error {
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
     };
-    let error = Error::new(ErrorKind::LinkFailed, text).with(PLACE_TAKEN, &rival.peer().address);
+    let error = Error::new(ErrorKind::LinkFailed, text).with(RIVAL_LINK, &rival.peer().address);
     error.with("heard_ms_ago", rival.silent().as_millis())
 }
 

@@ -6,21 +6,22 @@
 //! `call_slots` limits how many threads answer one peer at a time.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hashbrown::HashMap;
 
-use super::Shared;
-use super::accept::Work;
+use super::answers::Answers;
 use super::call_slots::{Place, Places};
+use super::handshake::GREETING_TIME;
 use super::limits::{Budget, Connections};
 use super::link::Link;
-use super::pending;
 use super::poller::{Bell, Poller, Watching};
-use super::refusals::{Reason, Refusal};
+use super::refusals::{Reason, Refusal, Refusals};
+use super::registry::State as Registry;
 use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
+use crate::model::Deadline;
 use crate::net::Stream;
 
 /// Most handshake steps in progress at a time.
@@ -43,6 +44,9 @@ pub(super) struct Server {
     /// Rung when the engine closes, and never silenced.
     closed: Bell,
     state: Mutex<State>,
+    answers: Answers,
+    registry: Arc<Registry>,
+    refusals: Arc<Refusals>,
     threads: Arc<Threads>,
     budget: Arc<Budget>,
     limits: Connections,
@@ -60,12 +64,15 @@ struct State {
     /// Turns that have a slot and wait for a thread.
     ready: VecDeque<(Turn, Place)>,
     /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
-    work: VecDeque<(u64, Work)>,
+    work: VecDeque<Step>,
     working: usize,
     /// Links that have ended and are to be dropped.
     ended: Vec<Arc<Link>>,
     is_closed: bool,
 }
+
+/// A handshake step that may take long.
+type Step = Box<dyn FnOnce() + Send>;
 
 #[derive(Clone)]
 struct Call {
@@ -91,12 +98,18 @@ impl Turn {
 }
 
 impl Server {
-    pub(super) fn new(threads: Arc<Threads>, limits: Connections) -> Result<Server> {
+    pub(super) fn new(
+        answers: Answers,
+        registry: Arc<Registry>,
+        refusals: Arc<Refusals>,
+        threads: Arc<Threads>,
+        limits: Connections,
+    ) -> Result<Server> {
         let (poller, work, closed) = (Poller::new()?, Bell::counting()?, Bell::new()?);
         let watched = poller.add(&work, WORK, Watching::Always);
         watched.and_then(|()| poller.add(&closed, CLOSED, Watching::Always)).map_err(unwatched)?;
         let (state, budget) = (Mutex::default(), Arc::default());
-        Ok(Server { poller, work, closed, state, threads, budget, limits })
+        Ok(Server { poller, work, closed, state, answers, registry, refusals, threads, budget, limits })
     }
 
     /// Returns the budget for large requests of all peers.
@@ -119,8 +132,8 @@ impl Server {
     }
 
     /// Answers the requests on `stream`, which `link` knows, until the stream ends.
-    pub(super) fn watch(&self, shared: &Arc<Shared>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
-        stream.demand_pace(shared.cluster.config.links.silence);
+    pub(super) fn watch(self: &Arc<Self>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
+        stream.demand_pace(self.answers.silence());
         let mut state = self.locked();
         state.last = state.last.max(FIRST) + 1;
         let number = state.last;
@@ -129,43 +142,39 @@ impl Server {
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
         let watched = self.poller.add(&**stream, number, Watching::Once).map_err(unwatched);
-        watched.and_then(|()| self.keep_one(&Arc::downgrade(shared))).inspect_err(|_| {
+        watched.and_then(|()| self.keep_one()).inspect_err(|_| {
             self.locked().calls.remove(&number);
             self.poller.remove(&**stream);
-            link.served_on(stream);
+            link.stop_serving(stream);
         })
     }
 
     /// Has a thread open a stream on which the peer of `link` may send requests.
-    pub(super) fn dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
+    pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
         let Some(turn) = state.places.enter(name_of(link), turn) else { return };
         state.ready.push_back(turn);
         drop(state);
         self.work.ring();
-        if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
+        if let Err(error) = self.keep_one() {
             tracing::error!(target: "llm_datadist::links", "cannot start a thread that opens a call stream: {error}");
         }
     }
 
-    /// Has a thread perform a handshake step for the connection `number`.
-    pub(super) fn work(&self, shared: &Arc<Shared>, number: u64, work: Work) {
-        let stream = work.stream().clone();
-        self.locked().work.push_back((number, work));
+    /// Has a thread perform a handshake step. Returns `Err` with `System` if no thread can be started for it.
+    pub(super) fn work(self: &Arc<Self>, step: Step) -> Result<()> {
+        self.locked().work.push_back(step);
         self.work.ring();
-        if let Err(error) = self.keep_one(&Arc::downgrade(shared)) {
-            tracing::error!(target: "llm_datadist::links", "dropped a connection: no thread could be started for its greeting: {error}");
-            stream.close();
-        }
+        self.keep_one()
     }
 
     /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
-    pub(super) fn release(&self, shared: &Arc<Shared>, link: Arc<Link>) {
+    pub(super) fn release(self: &Arc<Self>, link: Arc<Link>) {
         self.locked().ended.push(link);
         self.work.ring();
         // If no thread can be started, the link is dropped with the next piece of work.
-        let _ = self.keep_one(&Arc::downgrade(shared));
+        let _ = self.keep_one();
     }
 
     /// Closes all streams and ends the threads that wait.
@@ -189,22 +198,21 @@ impl Server {
     }
 
     /// Ensures that a thread waits for work. Returns `Err` with `System` if none can be started.
-    fn keep_one(&self, shared: &Weak<Shared>) -> Result<()> {
+    fn keep_one(self: &Arc<Self>) -> Result<()> {
         let mut state = self.locked();
         if state.idle > 0 || state.is_closed {
             return Ok(());
         }
-        let Some(engine) = shared.upgrade() else { return Ok(()) };
         // Counted before the thread runs, so that only one is started.
         state.idle += 1;
         drop(state);
-        let (weak, server) = (shared.clone(), engine.server.clone());
-        let begun = self.threads.spawn("llm-serve", move || server.run(&weak));
+        let server = self.clone();
+        let begun = self.threads.spawn("llm-serve", move || server.run());
         begun.inspect_err(|_| self.locked().idle -= 1)
     }
 
     /// The body of a thread: waits for requests and work as long as the thread is needed.
-    fn run(&self, shared: &Weak<Shared>) {
+    fn run(self: &Arc<Self>) {
         let (mut ready, mut limit) = (Vec::with_capacity(1), Some(KEPT));
         loop {
             ready.clear();
@@ -223,74 +231,70 @@ impl Server {
             state.idle -= 1;
             drop(state);
             limit = Some(KEPT);
-            if let (Err(error), Some(shared)) = (self.keep_one(shared), shared.upgrade()) {
+            if let Err(error) = self.keep_one() {
                 // Logged as a refusal, which limits it to one line per second.
-                shared.refusals.log("peers in time", &error.into());
+                self.refusals.log("peers in time", &error.into());
             }
             match number {
-                WORK => self.take_work(shared),
-                number => self.answer(shared, number),
+                WORK => self.take_work(),
+                number => self.answer(number),
             }
             self.locked().idle += 1;
         }
     }
 
     /// Performs pieces of work until none is left, or enough threads do so.
-    fn take_work(&self, shared: &Weak<Shared>) {
+    fn take_work(self: &Arc<Self>) {
         self.work.silence();
         loop {
             let mut state = self.locked();
             if let Some((turn, place)) = state.ready.pop_front() {
                 drop(state);
-                self.take_turns(shared, turn, place);
+                self.take_turns(turn, place);
                 continue;
             }
             let next = if state.working < STEPS { state.work.pop_front() } else { None };
-            let Some((number, work)) = next else {
+            let Some(step) = next else {
                 let ended = std::mem::take(&mut state.ended);
                 drop(state);
                 return drop(ended);
             };
             state.working += 1;
             drop(state);
-            if let Some(shared) = shared.upgrade() {
-                pending::take_step(&shared, number, work);
-            }
+            step();
             self.locked().working -= 1;
         }
     }
 
     /// Answers the requests on the stream `number`, or queues it until a slot is free.
-    fn answer(&self, shared: &Weak<Shared>, number: u64) {
+    fn answer(self: &Arc<Self>, number: u64) {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
         let link = name_of(&call.link);
         let Some((turn, place)) = state.places.enter(link, Turn::Answer(number, call)) else { return };
         drop(state);
-        self.take_turns(shared, turn, place);
+        self.take_turns(turn, place);
     }
 
     /// Takes `turn`, and then the turns that inherit its slot.
-    fn take_turns(&self, shared: &Weak<Shared>, turn: Turn, place: Place) {
+    fn take_turns(self: &Arc<Self>, turn: Turn, place: Place) {
         let mut next = Some((turn, place));
         while let Some((turn, place)) = next {
             let link = turn.link().clone();
-            if let Some(shared) = shared.upgrade() {
-                match turn {
-                    Turn::Answer(number, call) => self.take_call(&shared, number, &call, place),
-                    Turn::Dial(link) => self.take_dial(&shared, &link),
-                }
+            match turn {
+                Turn::Answer(number, call) => self.take_call(number, &call, place),
+                Turn::Dial(link) => self.take_dial(&link),
             }
             next = self.locked().places.leave(name_of(&link), place);
         }
     }
 
     /// Answers the requests on one stream until none follows at once.
-    fn take_call(&self, shared: &Arc<Shared>, number: u64, call: &Call, place: Place) {
+    fn take_call(&self, number: u64, call: &Call, place: Place) {
         let Call { link, stream } = call;
         let on = loop {
             stream.restart_pace();
-            if !shared.serve(link, stream) {
+            if !self.serve(link, stream) {
                 break false;
             }
             // Stop if another turn waits for this slot, or if no request follows at once.
@@ -304,18 +308,39 @@ impl Server {
         self.poller.remove(&**stream);
         self.locked().calls.remove(&number);
         stream.close();
-        link.served_on(stream);
+        link.stop_serving(stream);
     }
 
-    fn take_dial(&self, shared: &Arc<Shared>, link: &Arc<Link>) {
+    /// Answers the next request on `stream`. Returns `false` if no further request will arrive on it.
+    fn serve(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> bool {
+        let gone = std::cell::Cell::new(false);
+        let unlinked = || gone.set(self.registry.remove(link));
+        let on = self.answers.answer(link, stream, &unlinked).unwrap_or_else(|error| {
+            // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
+            if link.alive() {
+                let cluster = link.peer().cluster;
+                tracing::info!(target: "llm_datadist::links", "a call of cluster {cluster} ended early: {error}");
+            }
+            false
+        });
+        if gone.get() {
+            stream.close();
+            self.registry.drop_link(link, "the peer unlinked");
+            return false;
+        }
+        on
+    }
+
+    fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
         if !link.alive() {
             return link.opened();
         }
-        let opened = super::open_reverse(link);
+        let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
+        let opened = link.open_reverse(deadline).map(Arc::new);
         link.opened();
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;
-            self.watch(shared, link, &stream)
+            self.watch(link, &stream)
         });
         if let Err(error) = served {
             let cluster = link.peer().cluster;

@@ -87,6 +87,6 @@ impl Call<'_> {
     /// Adds to an error which peer and which cache the call was for.
     pub(crate) fn named(&self, error: Error) -> Error {
         let error = if error.fact("cluster").is_some() { error } else { self.link.named(error) };
-        error.with("name", self.name)
+        if error.fact("name").is_some() { error } else { error.with("name", self.name) }
     }
 }

@@ -27,7 +27,7 @@ const MOST_OF_ONE: usize = 32;
 /// Stack size in bytes: enough for a request and its plan, which are on the heap.
 const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for lanes whose links it has closed.
-const FAREWELL: Duration = Duration::from_secs(10);
+const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
 /// Work for a lane. It is run or refused, exactly once.
 pub(crate) trait Job: Send {
@@ -41,7 +41,7 @@ pub(crate) trait Job: Send {
 /// The lanes of one engine. Drop refuses the jobs that have not begun, and waits for the lanes to end.
 #[derive(Debug, Default)]
 pub(crate) struct Executor {
-    porter: ExecutorHandle,
+    handle: ExecutorHandle,
 }
 
 /// Hands jobs to lanes. It may outlive the engine, and keeps no lane alive.
@@ -57,7 +57,7 @@ pub(crate) struct Shared {
     /// Notified when there is a job, when a thread ends, and when the executor closes.
     changed: Condvar,
     /// Notified when the alarms change and when the executor closes.
-    rung: Condvar,
+    alarms_changed: Condvar,
     /// Test only: behave as if the system had no thread to give.
     #[cfg(all(test, not(loom)))]
     pub(crate) no_threads: std::sync::atomic::AtomicBool,
@@ -72,7 +72,7 @@ struct State {
     idle: usize,
     lanes: usize,
     alarms: BTreeMap<Alarm, Box<dyn Job>>,
-    alarms_ever: u64,
+    last_alarm: u64,
     /// Whether the clock thread runs.
     clock: bool,
     closed: bool,
@@ -124,8 +124,8 @@ impl State {
 
 impl Executor {
     /// Returns the handle that hands jobs to the lanes.
-    pub(crate) fn porter(&self) -> &ExecutorHandle {
-        &self.porter
+    pub(crate) fn handle(&self) -> &ExecutorHandle {
+        &self.handle
     }
 }
 
@@ -153,7 +153,7 @@ impl ExecutorHandle {
         }
         if state.idle < state.jobs.len() && (state.lanes < MOST || first) {
             // Under the lock, so that a lane that is counted does exist.
-            match self.start(Shared::work) {
+            match self.start("llm-lane", Shared::work) {
                 Ok(()) => (state.lanes, state.idle) = (state.lanes + 1, state.idle + 1),
                 Err(error) if state.lanes == 0 => {
                     let jobs = state.all();
@@ -178,14 +178,14 @@ impl ExecutorHandle {
             return Err(closed());
         }
         if !state.clock {
-            self.start(Shared::tell_time).map_err(|error| no_thread(&error))?;
+            self.start("llm-clock", Shared::run_alarms).map_err(|error| no_thread(&error))?;
             state.clock = true;
         }
-        let alarm = (when, state.alarms_ever);
-        state.alarms_ever += 1;
+        let alarm = (when, state.last_alarm);
+        state.last_alarm += 1;
         state.alarms.insert(alarm, job);
         drop(state);
-        self.0.rung.notify_one();
+        self.0.alarms_changed.notify_one();
         Ok(alarm)
     }
 
@@ -194,7 +194,7 @@ impl ExecutorHandle {
         let forgotten = self.0.locked().alarms.remove(&alarm);
         drop(forgotten);
         // The clock then sleeps until the next alarm, or ends if there is none for a while.
-        self.0.rung.notify_one();
+        self.0.alarms_changed.notify_one();
     }
 
     /// Number of threads.
@@ -211,31 +211,31 @@ impl ExecutorHandle {
     }
 
     /// Starts a thread that runs `body`.
-    fn start(&self, body: fn(&Shared)) -> io::Result<()> {
+    fn start(&self, name: &str, body: fn(&Shared)) -> io::Result<()> {
         #[cfg(all(test, not(loom)))]
         if self.0.no_threads.load(std::sync::atomic::Ordering::SeqCst) {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
         let shared = self.0.clone();
-        Builder::new().name("llm-lane".into()).stack_size(STACK).spawn(move || body(&shared)).map(|_| ())
+        Builder::new().name(name.into()).stack_size(STACK).spawn(move || body(&shared)).map(|_| ())
     }
 }
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        let shared = &self.porter.0;
+        let shared = &self.handle.0;
         let mut state = shared.locked();
         state.closed = true;
         let (jobs, alarms) = (state.all(), std::mem::take(&mut state.alarms));
         drop(state);
         shared.changed.notify_all();
-        shared.rung.notify_all();
+        shared.alarms_changed.notify_all();
         // Without the lock, because the jobs report their end.
         for job in jobs {
             job.refused(closed());
         }
         drop(alarms);
-        let until = Instant::now() + FAREWELL;
+        let until = Instant::now() + CLOSE_WAIT;
         let mut state = shared.locked();
         while state.lanes > 0 || state.clock {
             let left = until.saturating_duration_since(Instant::now());
@@ -280,7 +280,7 @@ impl Shared {
     }
 
     /// Body of the clock: runs jobs at their time, until there has been none for a while.
-    fn tell_time(&self) {
+    fn run_alarms(&self) {
         let mut state = self.locked();
         while !state.closed {
             let next = state.alarms.first_key_value().map(|(&(when, _), _)| when);
@@ -294,8 +294,10 @@ impl Shared {
                 state = self.locked();
                 continue;
             }
-            let (woken, waited) =
-                self.rung.wait_timeout(state, left.unwrap_or(KEEP)).unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) = self
+                .alarms_changed
+                .wait_timeout(state, left.unwrap_or(KEEP))
+                .unwrap_or_else(PoisonError::into_inner);
             state = woken;
             if waited.timed_out() && left.is_none() && state.alarms.is_empty() {
                 break;
@@ -331,6 +333,9 @@ fn no_thread(error: &io::Error) -> Error {
 impl std::fmt::Debug for ExecutorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.0.locked();
-        f.debug_struct("Porter").field("lanes", &state.lanes).field("jobs", &state.jobs.len()).finish()
+        f.debug_struct("ExecutorHandle")
+            .field("lanes", &state.lanes)
+            .field("jobs", &state.jobs.len())
+            .finish()
     }
 }

@@ -131,7 +131,7 @@ fn silence() {
     ONCE.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            if thread::current().name() != Some("llm-lane") {
+            if thread::current().name() != Some("llm-lane") && thread::current().name() != Some("llm-clock") {
                 before(info);
             }
         }));
@@ -152,7 +152,7 @@ fn leg_to(cluster: u64, first: u32, end: u32, told: &Arc<Told>) -> Leg {
 
 fn start(lanes: &Executor, to: &[(u32, u32, &Arc<Told>)], patience: Option<Duration>) -> Arc<Task> {
     let legs = to.iter().map(|&(first, end, told)| leg(first, end, told)).collect();
-    Task::start(lanes.porter().clone(), legs, patience).unwrap()
+    Task::start(lanes.handle().clone(), legs, patience).unwrap()
 }
 
 fn ended(task: &Task) {
@@ -192,21 +192,21 @@ fn one_place_does_not_take_all_lanes() {
     let stuck: Vec<_> = (0..600).map(|_| Told::good()).collect();
     stuck.iter().for_each(|told| told.shut());
     let legs = stuck.iter().map(|told| leg_to(2, 0, 1, told)).collect();
-    let standing = Task::start(lanes.porter().clone(), legs, None).unwrap();
+    let standing = Task::start(lanes.handle().clone(), legs, None).unwrap();
     standing.ready(0);
     let well = Told::good();
-    let task = Task::start(lanes.porter().clone(), vec![leg_to(3, 0, 1, &well)], None).unwrap();
+    let task = Task::start(lanes.handle().clone(), vec![leg_to(3, 0, 1, &well)], None).unwrap();
     task.ready(0);
     ended(&task);
     assert_eq!(ends(&task), ["Done"]);
     // One for each job that may be at work, however slowly they start.
-    assert!(!standing.done() && lanes.porter().threads() <= 33, "{}", lanes.porter().threads());
+    assert!(!standing.done() && lanes.handle().threads() <= 33, "{}", lanes.handle().threads());
     stuck.iter().for_each(|told| told.open());
     ended(&standing);
     assert!(ends(&standing).iter().all(|end| end == "Done"));
     // Nobody waits for its turn any more, so all of them may be at work at once again.
     let again = Told::good();
-    let task = Task::start(lanes.porter().clone(), vec![leg_to(2, 0, 1, &again)], None).unwrap();
+    let task = Task::start(lanes.handle().clone(), vec![leg_to(2, 0, 1, &again)], None).unwrap();
     task.ready(0);
     ended(&task);
 }
@@ -216,7 +216,7 @@ fn standing(lanes: &Executor, cluster: u64, count: usize) -> (Arc<Task>, Vec<Arc
     let told: Vec<_> = (0..count).map(|_| Told::good()).collect();
     told.iter().for_each(|told| told.shut());
     let legs = told.iter().map(|told| leg_to(cluster, 0, 1, told)).collect();
-    let task = Task::start(lanes.porter().clone(), legs, None).unwrap();
+    let task = Task::start(lanes.handle().clone(), legs, None).unwrap();
     eventually("all to be found", || told.iter().all(|told| told.finds.load(Ordering::SeqCst) == 1));
     task.ready(0);
     (task, told)
@@ -227,7 +227,7 @@ fn standing(lanes: &Executor, cluster: u64, count: usize) -> (Arc<Task>, Vec<Arc
 fn lanes_all_taken(lanes: &Executor) -> Vec<(Arc<Task>, Vec<Arc<Told>>)> {
     let mut all: Vec<_> = (100..116).map(|place| standing(lanes, place, 32)).collect();
     all.iter().flat_map(|(_, told)| told).for_each(|told| told.arrived());
-    assert_eq!(lanes.porter().threads(), 512);
+    assert_eq!(lanes.handle().threads(), 512);
     let (task, told) = standing(lanes, 116, 32);
     eventually("its lane", || told.iter().any(|told| told.gate.lock().unwrap().1 > 0));
     all.push((task, told));
@@ -248,12 +248,12 @@ fn a_place_without_a_lane_gets_one() {
     let lanes = Executor::default();
     let all = lanes_all_taken(&lanes);
     let good = Told::good();
-    let task = Task::start(lanes.porter().clone(), vec![leg_to(200, 0, 2, &good)], None).unwrap();
+    let task = Task::start(lanes.handle().clone(), vec![leg_to(200, 0, 2, &good)], None).unwrap();
     task.ready(1);
     ended(&task);
     assert_eq!((ends(&task), good.brought()), (vec!["Done".to_owned()], vec![0, 1]));
     // Not more than that: the rest of the seventeenth still waits for a lane.
-    assert!(lanes.porter().threads() <= 514, "{}", lanes.porter().threads());
+    assert!(lanes.handle().threads() <= 514, "{}", lanes.handle().threads());
     assert!(all.iter().all(|(task, _)| !task.done()));
     go_on(&all);
 }
@@ -265,7 +265,7 @@ fn a_place_keeps_its_lane() {
     let several: Vec<_> = (0..5).map(|_| Told::good()).collect();
     several[0].shut();
     let legs = several.iter().map(|told| leg_to(200, 0, 1, told)).collect();
-    let task = Task::start(lanes.porter().clone(), legs, None).unwrap();
+    let task = Task::start(lanes.handle().clone(), legs, None).unwrap();
     task.ready(0);
     // The lane stands still here, and then has the other four to do, behind all of the seventeenth.
     several[0].arrived();
@@ -286,7 +286,7 @@ fn what_is_queued_behind_a_silent_place_ends_at_once() {
         let queued: Vec<_> = (0..4).map(|_| Told::good()).collect();
         let legs = [(0, 3), (0, 2), (1, 4), (5, 6)];
         let legs = queued.iter().zip(legs).map(|(told, (first, end))| leg_to(2, first, end, told)).collect();
-        let task = Task::start(lanes.porter().clone(), legs, None).unwrap();
+        let task = Task::start(lanes.handle().clone(), legs, None).unwrap();
         task.ready(1);
         let gone = || queued.iter().map(|told| told.gone.load(Ordering::SeqCst)).collect::<Vec<_>>();
         assert_eq!(gone(), [false; 4]);
@@ -398,7 +398,7 @@ fn a_carrier_that_panics_is_a_failure() {
         let layers: Vec<_> = task.progress().iter().map(|carried| carried.layers).collect();
         assert_eq!(layers, [0, 1, 4]);
     }
-    assert!(lanes.porter().threads() <= 6, "{lanes:?}");
+    assert!(lanes.handle().threads() <= 6, "{lanes:?}");
 }
 
 #[test]
@@ -602,7 +602,7 @@ fn tasks_that_wait_take_no_threads() {
         eventually("it to be found", || told.finds.load(Ordering::SeqCst) == 1);
         tasks.push(task);
     }
-    assert!(lanes.porter().threads() < 100, "{lanes:?}");
+    assert!(lanes.handle().threads() < 100, "{lanes:?}");
     for layer in 0..2 {
         for task in &tasks {
             assert!(task.wanted(layer));
@@ -613,7 +613,22 @@ fn tasks_that_wait_take_no_threads() {
         ended(task);
         assert_eq!(ends(task), ["Done"]);
     }
-    eventually("the end of the alarms", || lanes.porter().alarms() == 0);
+    eventually("the end of the alarms", || lanes.handle().alarms() == 0);
+}
+
+#[test]
+fn alarms_run_on_the_clock_thread() {
+    struct Report(std::sync::mpsc::Sender<Option<String>>);
+    impl Job for Report {
+        fn run(self: Box<Self>) {
+            self.0.send(thread::current().name().map(str::to_owned)).unwrap();
+        }
+        fn refused(self: Box<Self>, _: Error) {}
+    }
+    let lanes = Executor::default();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    lanes.handle().at(Instant::now(), Box::new(Report(sender))).unwrap();
+    assert_eq!(receiver.recv_timeout(LONG).unwrap().as_deref(), Some("llm-clock"));
 }
 
 /// A task that nobody holds any more lets go of what it held, however much patience it had.
@@ -625,7 +640,7 @@ fn a_task_that_is_dropped_holds_nothing() {
     assert!(task.wanted(0));
     drop(task);
     eventually("the end of the carrier", || told.gone.load(Ordering::SeqCst));
-    eventually("the end of the alarm", || lanes.porter().alarms() == 0);
+    eventually("the end of the alarm", || lanes.handle().alarms() == 0);
     // What is on the way is still brought.
     let told = Told::good();
     told.shut();
@@ -642,7 +657,7 @@ fn a_task_that_is_dropped_holds_nothing() {
 #[test]
 fn a_lane_that_cannot_be_started() {
     let lanes = Executor::default();
-    lanes.porter().0.no_threads.store(true, Ordering::SeqCst);
+    lanes.handle().0.no_threads.store(true, Ordering::SeqCst);
     let (a, b) = (Told::good(), Told::good());
     let task = start(&lanes, &[(0, 2, &a), (0, 2, &b)], Some(LONG));
     ended(&task);
@@ -651,13 +666,13 @@ fn a_lane_that_cannot_be_started() {
     assert_eq!(error.fact("errno"), Some("11"), "{error}");
     assert!(a.gone.load(Ordering::SeqCst) && !task.wanted(0) && !task.cancel());
 
-    lanes.porter().0.no_threads.store(false, Ordering::SeqCst);
+    lanes.handle().0.no_threads.store(false, Ordering::SeqCst);
     let held = Told::good();
     held.shut();
     let busy = start(&lanes, &[(0, 1, &held)], None);
     busy.ready(0);
     held.arrived();
-    lanes.porter().0.no_threads.store(true, Ordering::SeqCst);
+    lanes.handle().0.no_threads.store(true, Ordering::SeqCst);
     let (a, b) = (Told::good(), Told::good());
     let task = start(&lanes, &[(0, 2, &a), (0, 2, &b)], None);
     task.ready(1);
@@ -685,7 +700,7 @@ fn lanes_that_close_have_ended() {
     let task = start(&lanes, &to, Some(LONG));
     task.ready(0);
     told.iter().for_each(|told| told.arrived());
-    let porter = lanes.porter().clone();
+    let handle = lanes.handle().clone();
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(50));
@@ -693,17 +708,17 @@ fn lanes_that_close_have_ended() {
             told.iter().for_each(|told| told.open());
         });
         drop(lanes);
-        assert_eq!(porter.threads(), 0);
+        assert_eq!(handle.threads(), 0);
         assert!(told.iter().all(|told| told.gone.load(Ordering::SeqCst)), "a lane runs after the end");
     });
     assert!(task.done());
     assert_eq!(ends(&task), ["Closed"; 4]);
     let late = Told::good();
     let legs = vec![leg(0, 1, &late)];
-    let task = Task::start(porter.clone(), legs, Some(LONG)).unwrap();
+    let task = Task::start(handle.clone(), legs, Some(LONG)).unwrap();
     ended(&task);
     assert_eq!(ends(&task), ["Closed"]);
-    assert!(late.gone.load(Ordering::SeqCst) && porter.threads() == 0);
+    assert!(late.gone.load(Ordering::SeqCst) && handle.threads() == 0);
 }
 
 /// Whoever is first sets the outcome; it stays, progress only grows, and after the end nothing changes: with ready, refuse,

@@ -60,6 +60,19 @@ fn slots_are_pushed() {
 }
 
 #[test]
+fn push_to_a_missing_slot_names_that_slot() {
+    each(|_, _, pair, ends| {
+        let shape = |placement| desc(placement, 2, 3, 64);
+        let local = Held::new(&pair.local, ends.local.0, &shape(ends.local.1), Batch, &[]);
+        let remote = Held::new(&pair.remote, ends.remote.0, &shape(ends.remote.1), Batch, &[]);
+        let (to, rows) = (of(2, row(&remote, 9)), PushRows::Slot { local: 0 });
+        let error = pair.local.push(&local.end(), to, &rows, Layers::ALL).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.fact("name").is_some_and(|name| name.starts_with("slot 9 of")), "{error}");
+    });
+}
+
+#[test]
 fn blocks_are_pushed() {
     let model = std::cell::Cell::new(0);
     each(|_, _, pair, ends| {

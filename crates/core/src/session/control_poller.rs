@@ -1,0 +1,80 @@
+//! The descriptors on which the control thread waits. Other threads add and remove listeners here.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashMap;
+
+use super::poller::{Bell, Poller, Watching};
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::Listener;
+
+/// Poller number of the bell. Other descriptors have higher numbers.
+pub(super) const BELL: u64 = 0;
+
+pub(super) struct ControlPoller {
+    pub(super) poller: Poller,
+    /// Rung when links have changed, a handshake step is done, or the engine closes.
+    bell: Arc<Bell>,
+    numbers: AtomicU64,
+    listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
+    /// Whether the thread has been started.
+    started: Mutex<bool>,
+}
+
+impl ControlPoller {
+    pub(super) fn new() -> Result<ControlPoller> {
+        let (poller, bell) = (Poller::new()?, Arc::new(Bell::new()?));
+        let watched = poller.add(&*bell, BELL, Watching::Always);
+        watched.map_err(|errno| unwatched("the descriptor that wakes it", errno))?;
+        let (numbers, listeners) = (AtomicU64::new(BELL), Mutex::default());
+        Ok(ControlPoller { poller, bell, numbers, listeners, started: Mutex::default() })
+    }
+
+    pub(super) fn bell(&self) -> &Arc<Bell> {
+        &self.bell
+    }
+
+    /// Calls `spawn`, which starts the control thread, unless an earlier call has succeeded.
+    pub(super) fn start(self: &Arc<Self>, spawn: impl FnOnce(Arc<Self>) -> Result<()>) -> Result<()> {
+        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*started {
+            spawn(self.clone())?;
+            *started = true;
+        }
+        Ok(())
+    }
+
+    /// Accepts connections at `listener` until [`leave`](Self::leave) is called with the returned number.
+    pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
+        let number = self.number();
+        let watched = self.poller.add(listener.readiness(), number, Watching::Always);
+        watched.map_err(|errno| unwatched("a listener", errno))?;
+        self.listeners().insert(number, listener);
+        Ok(number)
+    }
+
+    /// Closes a listener. Its address is free when this returns.
+    pub(super) fn leave(&self, number: u64) {
+        // The control thread accepts only under this lock, so no other reference to the listener remains.
+        let Some(listener) = self.listeners().remove(&number) else { return };
+        self.poller.remove(listener.readiness());
+        listener.close();
+    }
+
+    /// Returns a poller number that was not used before.
+    pub(super) fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub(super) fn listeners(&self) -> MutexGuard<'_, HashMap<u64, Arc<dyn Listener>>> {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cold]
+fn unwatched(what: &str, errno: rustix::io::Errno) -> Error {
+    Error::new(ErrorKind::System, format!("epoll does not accept {what}"))
+        .with("errno", errno.raw_os_error())
+        .because(std::io::Error::from(errno))
+}

@@ -1,0 +1,88 @@
+//! What the threads of an engine's links share. Everything in it works without this struct.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use super::answers::Answers;
+use super::control_poller::ControlPoller;
+use super::dial::Transports;
+use super::handshake::Identity;
+use super::limits::Connections;
+use super::link::Link;
+use super::listeners::Listeners;
+use super::refusals::Refusals;
+use super::registry::State;
+use super::server::Server;
+use super::threads::Threads;
+use crate::cluster::Cluster;
+use crate::error::{Error, Result};
+use crate::model::{ClusterId, Deadline};
+
+/// Shortest and longest time after which another link may replace the link of a silent peer.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
+
+pub(crate) struct Shared {
+    pub(super) cluster: Arc<Cluster>,
+    pub(super) me: Identity,
+    pub(super) state: Arc<State>,
+    pub(super) control: Arc<ControlPoller>,
+    pub(super) server: Arc<Server>,
+    pub(super) limits: Connections,
+    pub(super) refusals: Arc<Refusals>,
+    pub(super) listeners: Listeners,
+    /// Whether the warning that other processes may read this one has been logged.
+    pub(super) opened_to_readers: AtomicBool,
+    pub(super) threads: Arc<Threads>,
+    pub(super) transports: Transports,
+}
+
+impl Shared {
+    /// Creates the state without links or listeners. Returns `Err` if the system refuses a descriptor or
+    /// random bytes.
+    pub(super) fn new(cluster: Arc<Cluster>, transports: Transports) -> Result<Shared> {
+        let config = &cluster.config;
+        let limits = Connections::of_this_process();
+        let (threads, refusals) = (Arc::<Threads>::default(), Arc::<Refusals>::default());
+        let me = Identity::new(config.cluster, config.remote_accessible)?;
+        let control = Arc::new(ControlPoller::new()?);
+        let state = Arc::new(State::new(limits, control.bell().clone()));
+        let answers = Answers::new(cluster.clone());
+        let server = Server::new(answers, state.clone(), refusals.clone(), threads.clone(), limits)?;
+        Ok(Shared {
+            listeners: Listeners::new(
+                cluster.clone(),
+                me.party.instance,
+                control.clone(),
+                transports.clone(),
+            ),
+            me,
+            state,
+            control,
+            server: Arc::new(server),
+            limits,
+            refusals,
+            opened_to_readers: AtomicBool::default(),
+            threads,
+            transports,
+            cluster,
+        })
+    }
+
+    /// How long a peer may be silent before its link may be treated as dead: two heartbeats, clamped to
+    /// [`PATIENCE`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
+    pub(super) fn patience(&self) -> Duration {
+        self.cluster.config.links.heartbeat.saturating_mul(2).clamp(PATIENCE.0, PATIENCE.1)
+    }
+
+    pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
+        let link = self.state.find(cluster, self.patience(), deadline)?;
+        if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
+    }
+}
+
+/// Refuses a transfer between the engine and itself.
+#[cold]
+pub(crate) fn own(cluster: ClusterId) -> Error {
+    Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
+}
