@@ -232,7 +232,6 @@ def test_the_table_itself_has_no_circle() -> None:
     assert not circular(allowed)
 
 
-
 def module_path(path: Path) -> tuple[str, ...]:
     """Module path of a core file: `copy/mod.rs` → `("copy",)`."""
     parts = path.relative_to(CORE).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""The native module of :mod:`llm_datadist`: the engine, and the checks of arguments. It is private.
+"""The native module of ``llm_datadist``: the engine, and the checks of arguments. It is private.
 
 Every function raises ``TypeError`` for a wrong type, ``ValueError`` for an integer outside its width, and
 ``LLMException`` for all other failures. A ``bool`` is not an integer.
@@ -95,12 +95,12 @@ def open_log() -> int | None:
     """
 
 def close_log() -> None:
-    """End the descriptor of :func:`open_log`: whoever reads it finds its end."""
+    """End the descriptor of ``open_log``: whoever reads it finds its end."""
 
 def take_log() -> tuple[int, list[tuple[int, str, str, str, int, str, float]]]:
     """Return how many lines were dropped, and those that wait, oldest first.
 
-    A line is ``(level, target, text, file, line, thread, time)``, the level as in :mod:`logging`.
+    A line is ``(level, target, text, file, line, thread, time)``, the level as in ``logging``.
     """
 
 def log_after_fork() -> None:
@@ -110,7 +110,7 @@ def log_after_fork() -> None:
 class DataDist:
     """An open engine (contract §6, §7).
 
-    Every method raises ``LLM_ENGINE_FINALIZED`` after :meth:`close`, and ``LLM_FAILED`` in a process forked after it
+    Every method raises ``LLM_ENGINE_FINALIZED`` after ``close``, and ``LLM_FAILED`` in a process forked after it
     was opened.
     """
 
@@ -315,7 +315,7 @@ class TransferTask:
         """Return whether the transfer has ended."""
 
     def wait(self, timeout_in_millis: int | None) -> bool:
-        """Wait until :meth:`done`, which is returned."""
+        """Wait until ``done``, which is returned."""
 
     def results(self) -> list[LLMStatusCode | None]:
         """Return the code of each config that has ended."""
@@ -370,7 +370,7 @@ class LooseCache:
 class KvCaches:
     """The calls of a ``KvCacheManager`` (contract §9.1).
 
-    Errors as for :class:`DataDist`.
+    Errors as for ``DataDist``.
     """
 
     def __new__(cls, native: DataDist) -> KvCaches:

@@ -1,7 +1,7 @@
 """Errors about arguments, completed with what a person needs to correct the call.
 
 The native module checks arguments in the order of the contract (§0.3). Where it reads an attribute of ``None``, and
-where it meets an array that it cannot use, its text does not say enough. :func:`clarify` completes that text.
+where it meets an array that it cannot use, its text does not say enough. ``clarify`` completes that text.
 """
 
 from __future__ import annotations

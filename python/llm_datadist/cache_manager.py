@@ -33,7 +33,7 @@ _PULL_KEYWORDS = frozenset({"src_layer_range", "dst_layer_range", "tensor_num_pe
 class CacheManager(EngineCaches["_core.DataDist"]):
     """The caches of an engine in CacheManager mode (contract §7). ``LLMDataDist.cache_manager`` returns it.
 
-    Any number of threads may use a manager. All calls are synchronous except :meth:`transfer_cache_async`: when a call
+    Any number of threads may use a manager. All calls are synchronous except ``transfer_cache_async``: when a call
     returns, the bytes are in place.
 
     Args:
@@ -159,8 +159,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     ) -> Cache:
         """Register memory of the caller as a continuous cache (contract §7.6).
 
-        The memory must be valid, readable and writable until :meth:`unregister_cache` has returned. A ``with`` block
-        over the result calls :meth:`unregister_cache` at its end.
+        The memory must be valid, readable and writable until ``unregister_cache`` has returned. A ``with`` block
+        over the result calls ``unregister_cache`` at its end.
 
         Args:
             cache_desc: tensors of shape ``[batch slots, ...]``.
@@ -195,14 +195,14 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             cache_desc: tensors of shape ``[blocks, ...]``.
             addrs: address of each tensor (uint64), none 0.
             blocks_cache_key: key of the whole cache. A second registration with its model id takes the key over.
-            remote_accessible: as for :meth:`register_cache`.
+            remote_accessible: as for ``register_cache``.
 
         Returns:
             The cache. Its ``tensor_addrs`` equal ``addrs``.
 
         Raises:
             AttributeError: ``cache_desc`` is ``None``.
-            LLMException: as for :meth:`register_cache`.
+            LLMException: as for ``register_cache``.
         """
         handle = self._engine.register_blocks_cache(cache_desc, addrs, blocks_cache_key, remote_accessible)
         return made_cache(handle, cache_desc, self, registered=True, blocks=True)
@@ -339,7 +339,7 @@ class CacheManager(EngineCaches["_core.DataDist"]):
     ) -> None:
         """Read blocks of a linked cluster, or a slot that is cut into blocks, into local blocks (contract §7.13).
 
-        A pull of a slot uses up its key, as in :meth:`pull_cache`. A pull of blocks does not.
+        A pull of a slot uses up its key, as in ``pull_cache``. A pull of blocks does not.
 
         Args:
             src_cache_key: the remote blocks cache by its ``BlocksCacheKey``, or a remote slot by another key.
@@ -347,11 +347,11 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             src_blocks: remote block for each entry of ``dst_blocks``; empty for a slot, which is cut into pieces of the
                 local block size.
             dst_blocks: local blocks that are written, at least one.
-            **kwargs: as for :meth:`pull_cache`.
+            **kwargs: as for ``pull_cache``.
 
         Raises:
             AttributeError: ``src_cache_key`` or ``dst_cache`` is ``None``.
-            LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
+            LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for a continuous ``dst_cache``, lists of
                 different lengths, an index outside a cache, different block sizes, or more blocks than the slot fills.
         """
         if kwargs:
@@ -413,13 +413,13 @@ class CacheManager(EngineCaches["_core.DataDist"]):
             src_cache: blocks cache that is read.
             src_blocks: local block for each entry of ``dst_blocks``.
             dst_blocks: remote blocks that are written, at least one.
-            src_layer_range: as for :meth:`push_cache`.
-            dst_layer_range: as for :meth:`push_cache`.
-            tensor_num_per_layer: as for :meth:`push_cache`.
+            src_layer_range: as for ``push_cache``.
+            dst_layer_range: as for ``push_cache``.
+            tensor_num_per_layer: as for ``push_cache``.
 
         Raises:
             AttributeError: ``dst_cache_key`` or ``src_cache`` is ``None``.
-            LLMException: as for :meth:`push_cache`; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
+            LLMException: as for ``push_cache``; ``LLM_PARAM_INVALID`` also for a continuous cache, lists of
                 different lengths, an index outside a cache, or different block sizes.
         """
         self._engine.push_blocks(
@@ -520,8 +520,8 @@ class CacheManager(EngineCaches["_core.DataDist"]):
         Raises:
             AttributeError: ``cache`` is ``None``.
             LLMException: ``LLM_KV_CACHE_NOT_EXIST``: the cache was released; ``LLM_PARAM_INVALID``: memory of the
-            caller
-                is not mapped readable and writable; ``LLM_FEATURE_NOT_ENABLED``: the CPU cannot address the memory.
+                caller is not mapped readable and writable; ``LLM_FEATURE_NOT_ENABLED``: the CPU cannot address the
+                memory.
         """
         return self._engine.tensor_views(cache)
 

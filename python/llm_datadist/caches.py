@@ -83,7 +83,7 @@ class EngineCaches(Generic[_Calls]):
         _core.check_cache_key(cache_key)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts; :class:`llm_datadist.stats.Stats` documents every field.
+        """Return the counters of the engine as plain dicts; ``llm_datadist.stats.Stats`` documents every field.
 
         Raises:
             LLMException: ``LLM_ENGINE_FINALIZED``.
@@ -96,7 +96,7 @@ class CacheHandle:
     """The part of a cache handle that ``Cache`` and ``KvCache`` share.
 
     A handle is a context manager: ``with manager.allocate_cache(...) as cache:`` releases the cache at the end of the
-    block, as described at :meth:`__exit__`.
+    block, as described at ``__exit__``.
     """
 
     # What the engine knows the cache by. `None` for a handle that a program built; the engine finds it by its id.

@@ -114,11 +114,11 @@ class LLMClusterInfo:
         """Add the address where the peer listens (contract §4.1, §6.8).
 
         Args:
-            ip: as for :meth:`append_local_ip_info`.
+            ip: as for ``append_local_ip_info``.
             port: the port of the peer (uint16).
 
         Raises:
-            TypeError: as for :meth:`append_local_ip_info`.
+            TypeError: as for ``append_local_ip_info``.
             ValueError: ``port`` is outside uint16.
             RuntimeError: the text is not an address.
         """

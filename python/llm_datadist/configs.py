@@ -1,6 +1,6 @@
 """The options of an engine, as properties of one object (contract §5).
 
-Setters check one value each; ``LLMDataDist.init`` reads the texts that :meth:`LlmConfig.generate_options` writes.
+Setters check one value each; ``LLMDataDist.init`` reads the texts that ``LlmConfig.generate_options`` writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LLMClusterInfo", "LLMConfig", "LLMRole", "LlmConfig", "trans_str_ip"
 
 
 class LlmConfig:
-    """The options of an engine (contract §5). :meth:`generate_options` writes them for ``LLMDataDist.init``.
+    """The options of an engine (contract §5). ``generate_options`` writes them for ``LLMDataDist.init``.
 
     A setter keeps the old value if it raises. It raises ``TypeError`` for a wrong type, ``ValueError`` for an integer
     outside its width, and ``LLMException`` with ``LLM_PARAM_INVALID`` for a value that is not allowed. The content of a
@@ -314,7 +314,7 @@ class LlmConfig:
 
     @property
     def options(self) -> dict[str, str]:
-        """The result of :meth:`generate_options`."""
+        """The result of ``generate_options``."""
         return self.generate_options()
 
     def generate_options(self) -> dict[str, str]:
@@ -330,7 +330,7 @@ class LlmConfig:
         return self._options
 
     def gen_options(self) -> dict[str, str]:
-        """Return the result of :meth:`generate_options`."""
+        """Return the result of ``generate_options``."""
         return self.generate_options()
 
     def __repr__(self) -> str:

@@ -51,8 +51,8 @@ _MOST_CLUSTERS = 16
 class LLMDataDist:
     """An engine for KV caches (contract §6). One instance of a process can be initialised at a time.
 
-    An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls :meth:`finalize` at the end
-    of the block, as described at :meth:`__exit__`; ``init`` is called inside the block.
+    An instance is a context manager. ``with LLMDataDist(role, cluster_id) as dist:`` calls ``finalize`` at the end
+    of the block, as described at ``__exit__``; ``init`` is called inside the block.
 
     Args:
         role: the role of the cluster. In CacheManager mode it is a label; in KvCacheManager mode it decides which calls
@@ -111,7 +111,7 @@ class LLMDataDist:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        """Call :meth:`finalize`, also if the block raised.
+        """Call ``finalize``, also if the block raised.
 
         An instance that was never initialised, or was finalized already, is no error: nothing is done. If the block
         raised, its exception propagates, and a failure of ``finalize`` is only logged at ERROR. Otherwise that failure
@@ -137,9 +137,9 @@ class LLMDataDist:
             TypeError: ``options`` is not a dict, or a key or value is not a ``str``.
             ValueError: the port of ``llm.listenIpInfo`` is not a uint16.
             RuntimeError: in KvCacheManager mode, the address of ``llm.listenIpInfo`` of a prompt is not an IPv4
-            address. LLMException: ``LLM_FAILED``: another object of the process is initialised, or the address cannot
-            be bound;
-                ``LLM_PARAM_INVALID``: an option, the role or the token is not allowed or missing;
+                address.
+            LLMException: ``LLM_FAILED``: another object of the process is initialised, or the address cannot be
+                bound; ``LLM_PARAM_INVALID``: an option, the role or the token is invalid or missing;
                 ``LLM_OUT_OF_MEMORY``, or ``LLM_DEVICE_OUT_OF_MEMORY`` in KvCacheManager mode: the system has no memory
                 for a pool.
         """
@@ -258,7 +258,7 @@ class LLMDataDist:
     def link(self, comm_name: str, cluster_rank_info: dict[int, int], rank_table: str) -> int:
         """Enter a communicator of 2 to 4 clusters; each member makes this call (contract §6.5).
 
-        The call returns at once. Links are made in the background (:meth:`query_register_mem_status`). Afterwards, the
+        The call returns at once. Links are made in the background (``query_register_mem_status``). Afterwards, the
         default of ``remote_accessible`` is ``False`` (contract §7.6).
 
         Args:
@@ -267,7 +267,7 @@ class LLMDataDist:
             rank_table: JSON with an address for each rank.
 
         Returns:
-            The number of the communicator, for :meth:`query_register_mem_status` and :meth:`unlink`; 1 or more.
+            The number of the communicator, for ``query_register_mem_status`` and ``unlink``; 1 or more.
 
         Raises:
             RuntimeError: not initialised.
@@ -289,7 +289,7 @@ class LLMDataDist:
         """Leave a communicator and end its links (contract §6.6).
 
         Args:
-            comm_id: the result of :meth:`link` (uint64).
+            comm_id: the result of ``link`` (uint64).
 
         Raises:
             RuntimeError: not initialised.
@@ -306,7 +306,7 @@ class LLMDataDist:
         """Return the state of a communicator (contract §6.7).
 
         Args:
-            comm_id: the result of :meth:`link` (uint64).
+            comm_id: the result of ``link`` (uint64).
 
         Returns:
             ``PREPARING`` until all members have met or ``link_total_time`` has passed, then ``OK`` or ``FAILED`` for
@@ -370,7 +370,7 @@ class LLMDataDist:
             force: whether only this side drops the links, without notifying the peers. They must do the same.
 
         Returns:
-            ``(code, codes)`` as for :meth:`link_clusters`. With ``force=False``, a peer that cannot be notified is
+            ``(code, codes)`` as for ``link_clusters``. With ``force=False``, a peer that cannot be notified is
             ``LLM_UNLINK_FAILED`` (``LLM_NOTIFY_PROMPT_UNLINK_FAILED`` in KvCacheManager mode), and one that does not
             answer is ``LLM_TIMEOUT``; this side has dropped the link. A cluster that is not linked is ``LLM_SUCCESS``.
             In KvCacheManager mode it is ``LLM_NOT_YET_LINK``, which does not count in ``code``, and more than 16
@@ -459,7 +459,7 @@ class LLMDataDist:
         native.check_link(remote_cluster_id)
 
     def stats(self) -> Stats:
-        """Return the counters of the engine as plain dicts; :class:`llm_datadist.stats.Stats` documents every field.
+        """Return the counters of the engine as plain dicts; ``llm_datadist.stats.Stats`` documents every field.
 
         Raises:
             RuntimeError: not initialised.

@@ -111,7 +111,7 @@ class EngineConfig:
         """Add ``llm.ClusterInfo`` to ``options`` unless it is present (contract §9.7).
 
         Raises:
-            LLMException: as for :meth:`from_engine_options`; so are ``ValueError``, ``RuntimeError`` and
+            LLMException: as for ``from_engine_options``; so are ``ValueError``, ``RuntimeError`` and
                 ``TypeError``.
         """
         if _CLUSTER_INFO not in options:

@@ -1,7 +1,7 @@
 """Passes the log lines of the engine to the logger of the package.
 
 Threads of the engine put lines into a queue and never call Python. While an engine is open, the daemon thread
-``llm-log`` passes them to :mod:`logging`. Calls that make or end links, and calls that fail, pass the queued lines
+``llm-log`` passes them to ``logging``. Calls that make or end links, and calls that fail, pass the queued lines
 themselves before they return. Levels, layout and handlers are those of ``log``.
 """
 
@@ -27,7 +27,7 @@ _descriptor: Optional[int] = None
 
 
 def drain() -> None:
-    """Pass the queued lines to :mod:`logging`, or wait up to a second for another thread that is doing so."""
+    """Pass the queued lines to ``logging``, or wait up to a second for another thread that is doing so."""
     lock = _lock  # a handler may fork, and the child has another
     if not lock.acquire(timeout=_PATIENCE):
         return

@@ -39,7 +39,7 @@ _UINT64_MAX = 2**64 - 1
 class KvCache(CacheHandle):
     """The handle of a cache in KvCacheManager mode (contract §4.4).
 
-    A ``KvCacheManager`` or :meth:`create_cpu_cache` makes it. Dropping the last handle deallocates the cache, unless it
+    A ``KvCacheManager`` or ``create_cpu_cache`` makes it. Dropping the last handle deallocates the cache, unless it
     was deallocated or its manager is finalized; its keys still hold it. ``with manager.allocate_cache(...) as cache:``
     deallocates it at the end of the block.
 
@@ -163,7 +163,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
     """The caches of an engine in KvCacheManager mode (contract §9). ``LLMDataDist.kv_cache_manager`` returns it.
 
     Any number of threads may use a manager, which the original does not allow (contract §9.4). All calls are
-    synchronous except :meth:`transfer_cache_async`: when a call returns, the bytes are in place.
+    synchronous except ``transfer_cache_async``: when a call returns, the bytes are in place.
 
     Args:
         native: the engine.
@@ -333,11 +333,11 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             decoder_kv_cache: blocks cache that is written.
             prompt_blocks: remote blocks that are read, at least one.
             decoder_blocks: local block for each entry of ``prompt_blocks``.
-            **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for :meth:`pull_cache`.
+            **kwargs: ``src_layer_range``, ``dst_layer_range`` and ``tensor_num_per_layer`` as for ``pull_cache``.
 
         Raises:
             AttributeError: ``prompt_cache_key`` or ``decoder_kv_cache`` is ``None``.
-            LLMException: as for :meth:`pull_cache`; ``LLM_PARAM_INVALID`` also for an empty list, lists of different
+            LLMException: as for ``pull_cache``; ``LLM_PARAM_INVALID`` also for an empty list, lists of different
                 lengths, an index outside a cache, or different block sizes.
         """
         self._check_role(LLMRole.DECODER, "pull_blocks")
@@ -473,7 +473,7 @@ class KvCacheManager(EngineCaches["_core.KvCaches"]):
             tensor_index: index of the tensor (int32), 0 to ``num_tensors - 1``.
 
         Returns:
-            A list with one :class:`Tensor` for each device; an engine has one.
+            A list with one ``Tensor`` for each device; an engine has one.
 
         Raises:
             AttributeError: ``cache`` is ``None``.

@@ -39,7 +39,7 @@ class LayerSynchronizer(ABC):
     """Number of tensors of one layer (uint32, above 0)."""
     timeout_in_millis: Optional[int] = None
     """Time limit for one layer in milliseconds (uint32, above 0), or ``None`` for no limit. Once it has passed, the
-    configs that need the layer fail, whether or not :meth:`synchronize_layer` returns."""
+    configs that need the layer fail, whether or not ``synchronize_layer`` returns."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
@@ -151,8 +151,7 @@ class TransferWithCacheKeyConfig(_SourceLayers):
 
     Args:
         cache_key: the remote cache. The attribute ``dst_cluster_id`` is the cluster of this key; a key that is set
-        later
-            does not change it.
+            later does not change it.
         src_layer_range: layers that are read. ``None`` is refused here, but may be set later.
         dst_layer_range: layers that are written, as many. ``None`` is refused here.
         src_batch_index: batch slot that is read (uint32); 0 with a ``BlocksCacheKey``.
@@ -238,8 +237,8 @@ class CacheTask:
     """A layer-wise transfer (contract §4.13, §8.4). ``transfer_cache_async`` makes it.
 
     Any number of threads may use a task. Every list has one entry for each config, in their order. Dropping the task
-    does not end the transfer. In a coroutine, ``await task`` returns the result of :meth:`synchronize`, without a
-    thread; the original does not have this, nor :meth:`cancel`, :meth:`done`, :meth:`progress` and :meth:`errors`.
+    does not end the transfer. In a coroutine, ``await task`` returns the result of ``synchronize``, without a
+    thread; the original does not have this, nor ``cancel``, ``done``, ``progress`` and ``errors``.
     """
 
     def __init__(self, native: _core.TransferTask) -> None:
@@ -273,10 +272,10 @@ class CacheTask:
         return next((code for code in codes if code), unknown)
 
     def get_results(self, timeout_in_millis: Optional[int] = None) -> list[Optional[LLMStatusCode]]:
-        """Wait as :meth:`synchronize` does, and return the result of each config (contract §4.13, §8.4).
+        """Wait as ``synchronize`` does, and return the result of each config (contract §4.13, §8.4).
 
         Args:
-            timeout_in_millis: as for :meth:`synchronize`.
+            timeout_in_millis: as for ``synchronize``.
 
         Returns:
             The code of each config, or ``None`` if the transfer stopped before any of its layers became ready. When the

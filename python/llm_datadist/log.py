@@ -1,6 +1,6 @@
 """The logger of the package (contract §15), and the decorator that logs the start and the success of a call.
 
-Programs configure the logger through the standard :mod:`logging` module. If the program has set no level,
+Programs configure the logger through the standard ``logging`` module. If the program has set no level,
 ``ASCEND_GLOBAL_LOG_LEVEL`` sets it: 0 DEBUG, 1 INFO, 2 WARNING, 3 ERROR, and ERROR when unset. It is read once.
 """
 
@@ -82,7 +82,7 @@ def _make_logger() -> logging.Logger:
 
 
 def _find_caller(stack_info: bool = False, stack_level: int = 1) -> tuple[str, int, str, Optional[str]]:
-    """Return file, line, function and stack text of the first caller outside :mod:`logging` and this file."""
+    """Return file, line, function and stack text of the first caller outside ``logging`` and this file."""
     frame = _outside(inspect.currentframe())
     for _ in range(stack_level - 1):
         frame = _outside(frame.f_back) if frame is not None else None
@@ -179,7 +179,7 @@ def logged(method: _Call) -> _Call:
 
     If the call returns a status code other than success for some cluster, that code is logged in place of ``success``.
     A ``req_id`` that was given is part of both lines. While INFO is off, this costs one comparison. Errors about the
-    type of an argument are completed by :func:`llm_datadist.arguments.clarify`.
+    type of an argument are completed by ``llm_datadist.arguments.clarify``.
     """
     name = method.__name__
 

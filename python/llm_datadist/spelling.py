@@ -1,7 +1,7 @@
 """Warnings about unknown option names that look like a misspelt one.
 
 Unknown options and keyword arguments are ignored (contract §5.2, §7.12), so a misspelt name would have no effect and
-leave no trace. :func:`warn_of_misspelt` logs one WARNING with the closest valid name.
+leave no trace. ``warn_of_misspelt`` logs one WARNING with the closest valid name.
 """
 
 from __future__ import annotations

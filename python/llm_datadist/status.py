@@ -69,11 +69,11 @@ class LLMStatusCode(NamedIntEnum):
 
 
 class LLMException(RuntimeError):  # noqa: N818  (the public name)
-    """A failed call (contract §0.3, §3.1): :attr:`status_code` is the kind of failure, the text is its reason.
+    """A failed call (contract §0.3, §3.1): ``status_code`` is the kind of failure, the text is its reason.
 
     Args:
         *args: as for ``RuntimeError``; the first is the text.
-        status_code: the code, which :attr:`status_code` returns unchanged.
+        status_code: the code, which ``status_code`` returns unchanged.
     """
 
     def __init__(self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS) -> None:
@@ -141,7 +141,7 @@ def handle_llm_status(code: int, func_name: str, other_info: object) -> None:
         other_info: the reason, for the text.
 
     Raises:
-        LLMException: ``code`` is not 0; with the status of :func:`code_2_status`.
+        LLMException: ``code`` is not 0; with the status of ``code_2_status``.
     """
     if code != LLMStatusCode.LLM_SUCCESS:
         status = code_2_status(code)

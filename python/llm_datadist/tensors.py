@@ -1,4 +1,4 @@
-"""Tensors: :class:`Tensor` and :class:`TensorDesc` (contract §9.5, §9.6), and arrays over addresses.
+"""Tensors: ``Tensor`` and ``TensorDesc`` (contract §9.5, §9.6), and arrays over addresses.
 
 numpy is imported when a function here needs it. torch is never imported, because a caller that passes one of its dtypes
 has imported it.
@@ -57,7 +57,7 @@ class Tensor:
     The native handles of the original do not exist here.
 
     Args:
-        data: a C-contiguous numpy array, or another :class:`Tensor`.
+        data: a C-contiguous numpy array, or another ``Tensor``.
         tensor_desc: the descriptor of an array; by default, that of its dtype and shape. A ``float16`` array with a
             descriptor of ``DT_BF16`` holds the bits of bfloat16 numbers.
 

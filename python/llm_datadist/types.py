@@ -59,7 +59,7 @@ int_to_mem_status_dict = {status.value: status for status in RegisterMemStatus}
 
 
 class Memtype(Enum):
-    """Kind of memory of a :class:`MemInfo` (contract §3.3)."""
+    """Kind of memory of a ``MemInfo`` (contract §3.3)."""
 
     MEM_TYPE_DEVICE = 0
     MEM_TYPE_HOST = 1
@@ -79,7 +79,7 @@ class CacheDesc:
     Args:
         num_tensors: number of tensors (uint32); usually two for each layer.
         shape: dimensions of one tensor (int64 each), outermost first. Dimension 0 is the number of batch slots or
-            blocks. A ``list`` is kept, not copied, and :meth:`update_dim` may change it.
+            blocks. A ``list`` is kept, not copied, and ``update_dim`` may change it.
         data_type: element type.
         placement: memory of the cache.
         batch_dim_index: index of the dimension of batch slots or blocks. Calls that use slots need 0 (contract §12.1).
@@ -176,7 +176,7 @@ class CacheDesc:
         return self._size
 
     def update_dim(self, dim_index: int, dim_value: int) -> None:
-        """Change one dimension of a ``list`` shape, and compute :attr:`size` anew (contract §4.2).
+        """Change one dimension of a ``list`` shape, and compute ``size`` anew (contract §4.2).
 
         Args:
             dim_index: index of the dimension.
@@ -245,7 +245,7 @@ class CacheKey:
 
     @property
     def prompt_cluster_id(self) -> int:
-        """The same as :attr:`cluster_id`."""
+        """The same as ``cluster_id``."""
         return self._cluster_id
 
     @property
@@ -299,7 +299,7 @@ class BlocksCacheKey:
 
     @property
     def prompt_cluster_id(self) -> int:
-        """The same as :attr:`cluster_id`."""
+        """The same as ``cluster_id``."""
         return self._cluster_id
 
     @property
@@ -395,7 +395,7 @@ class MemInfo:
 class Cache(CacheHandle):
     """The handle of a cache in CacheManager mode (contract §4.3).
 
-    A ``CacheManager`` or :meth:`create_cpu_cache` makes it. Dropping a handle frees nothing. A handle is a context
+    A ``CacheManager`` or ``create_cpu_cache`` makes it. Dropping a handle frees nothing. A handle is a context
     manager: ``with manager.allocate_blocks_cache(...) as cache:`` releases the cache at the end of the block. It
     deallocates an allocated cache, and unregisters a registered one.
 

@@ -1,4 +1,4 @@
-"""Re-exports of :mod:`llm_datadist.kv_cache_manager` under the path of the first generation."""
+"""Re-exports of ``llm_datadist.kv_cache_manager`` under the path of the first generation."""
 
 from llm_datadist.kv_cache_manager import KvCacheManager
 

@@ -1,4 +1,4 @@
-"""Re-exports of :mod:`llm_datadist.cache_manager` under the path that existing clients import."""
+"""Re-exports of ``llm_datadist.cache_manager`` under the path that existing clients import."""
 
 from llm_datadist.cache_manager import CacheManager
 
