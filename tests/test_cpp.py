@@ -294,7 +294,7 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
         (INVALID, "src_blocks[0]=5", "push_blocks n 2 1 0 1 5 1 0"),
         (INVALID, "dst_blocks[0]", "push_blocks n 2 1 0 1 0 1 18446744073709551615"),
         (INVALID, "host memory", "push_blocks host 2 1 0 1 0 1 0"),
-        (INVALID, "blocks have 40 bytes", "push_blocks n 2 2 0 1 0 1 0"),
+        (INVALID, "a block has 40 bytes", "push_blocks n 2 2 0 1 0 1 0"),
         (INVALID, "size=0", "pull 2 1 0 n 0 0"),
         (INVALID, "size=-2", "pull 2 1 0 n 0 -2"),
         (INVALID, "size=41", "pull 2 1 0 n 0 41"),
@@ -329,7 +329,7 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
         (INVALID, "src_cache_index.batch_index=2", "pull_blocks 2 1 2 n 1 0 1 0"),
         (INVALID, "dst_blocks=[]", "pull_blocks 2 1 0 n 1 0 0"),
         (INVALID, "src_blocks has 1", "pull_blocks 2 1 0 n 1 0 2 0 1"),
-        (INVALID, "blocks have 40 bytes", "pull_blocks 2 2 0 n 1 0 1 0"),
+        (INVALID, "a block has 40 bytes", "pull_blocks 2 2 0 n 1 0 1 0"),
     ]
     for expected, fact, command in rows:
         assert near.ask(command) == [expected], (command, near.reason)
@@ -508,7 +508,7 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
         (INVALID, "2 tensors", "copy a few 0 1 0 -1"),
         (INVALID, "src_blocks=[]", "copy_blocks a a 0 1 0"),
         (INVALID, "dst_blocks_list=[]", "copy_blocks a a 1 0 0"),
-        (INVALID, "dst_blocks_list[1] 2", "copy_blocks a a 1 0 2 1 1 2 1 2"),
+        (INVALID, "dst_blocks_list[1] has 2", "copy_blocks a a 1 0 2 1 1 2 1 2"),
         (INVALID, "block sizes 16 and 15", "copy_blocks a narrow 1 0 1 1 1"),
         (INVALID, "destination block=4", "copy_blocks a a 1 0 1 1 4"),
         (INVALID, "one must be device", "copy_blocks host loose 1 0 1 1 0"),
@@ -517,7 +517,7 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
         (INVALID, "size=-2", "copy a gone 0 0 0 -2"),
         (GONE, "99", "copy_blocks gone a 1 0 1 1 0"),
         (INVALID, "src_blocks=[]", "copy_blocks gone a 0 1 0"),
-        (INVALID, "dst_blocks_list[0] 2", "copy_blocks a gone 1 0 1 2 1 2"),
+        (INVALID, "dst_blocks_list[0] has 2", "copy_blocks a gone 1 0 1 2 1 2"),
     ]
     for expected, fact, command in rows:
         assert end.ask(command) == [expected], (command, end.reason)
