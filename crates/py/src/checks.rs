@@ -8,6 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyString, PyType};
 
+use crate::arguments::KeyArg;
 use crate::convert::{self, inner_only_support, int, only_support};
 use crate::error::raise;
 use crate::transfer;
@@ -309,8 +310,8 @@ pub(crate) fn check_rank_hosts(arg_value: &Bound<'_, PyString>) -> PyResult<()> 
 
 /// Exactly one of `req_id` and `prefix_id` of a `CacheKey`.
 #[pyfunction]
-pub(crate) fn check_cache_key(cache_key: &Any<'_>) -> PyResult<()> {
-    transfer::check_cache_key(cache_key)
+pub(crate) fn check_cache_key(cache_key: KeyArg<'_, '_>) -> PyResult<()> {
+    cache_key.check_ids()
 }
 
 /// A `range` of step 1 over at least one layer, none below 0; `None` where that is allowed.

@@ -149,11 +149,6 @@ pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name:
     }
 }
 
-/// `cache_desc` must be a `CacheDesc`.
-pub(crate) fn desc_type(value: &Any<'_>) -> PyResult<()> {
-    typed("cache_desc", value, &Front::get(value.py())?.cache_desc, "CacheDesc")
-}
-
 /// What a `CacheDesc` says at this moment (`update_dim` may have changed its shape).
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
@@ -264,11 +259,6 @@ pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
     }
     let flag = value.cast::<PyBool>().map_err(|_| only_support("remote_accessible", "['bool']", value))?;
     Ok(Some(flag.is_true()))
-}
-
-/// The argument called `name` must be a `Cache`.
-pub(crate) fn cache_type(name: &str, value: &Any<'_>) -> PyResult<()> {
-    typed(name, value, &Front::get(value.py())?.cache, "Cache")
 }
 
 /// A text of Python's as one of Rust's. One that is not UTF-8 is refused without being shown: it may be a secret.

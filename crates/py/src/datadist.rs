@@ -12,15 +12,14 @@ use llm_datadist_core::{
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
-use crate::blocks;
+use crate::arguments::{Arg, BlocksArg, CacheArg, DescArg, IntArg, KeyArg};
 use crate::cache::{ManagedCache, TensorView};
-use crate::convert::{self, int, shown};
+use crate::convert::{self, shown};
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
 use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
-use crate::local_cache::{self, LocalCache};
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs, Pull, Push};
 use crate::{local, log, raw, stats};
@@ -45,13 +44,13 @@ impl DataDist {
     #[new]
     fn new(
         py: Python<'_>,
-        role: &Any<'_>,
-        cluster_id: &Any<'_>,
+        role: Arg<'_, '_>,
+        cluster_id: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
-        let cluster = ClusterId(int("cluster_id", cluster_id)?);
-        let Some(role) = Front::get(py)?.role(role) else {
-            return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
+        let cluster = ClusterId(cluster_id.int("cluster_id")?);
+        let Some(role) = Front::get(py)?.role(&role) else {
+            return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
         };
         let config =
             validate::config(role, cluster, &local::texts(options)?).map_err(|error| raise(py, &error))?;
@@ -116,33 +115,38 @@ impl DataDist {
         links::codes(py, &unlinked?, self.engine.codes())
     }
 
-    fn link(&self, comm_name: &Any<'_>, cluster_rank_info: &Any<'_>, rank_table: &Any<'_>) -> PyResult<u64> {
+    fn link(
+        &self,
+        comm_name: Arg<'_, '_>,
+        cluster_rank_info: Arg<'_, '_>,
+        rank_table: Arg<'_, '_>,
+    ) -> PyResult<u64> {
         let py = comm_name.py();
-        let given = Membership::new(self.cluster, comm_name, cluster_rank_info, rank_table)?;
+        let given = Membership::new(self.cluster, &comm_name, &cluster_rank_info, &rank_table)?;
         let Membership { name, clusters, rank_table } = given;
         let entered = self.engine.enter(py, |engine| by_rank(engine)?.link(&name, &clusters, &rank_table));
         log::drain(py)?;
         entered
     }
 
-    fn unlink(&self, comm_id: &Any<'_>) -> PyResult<()> {
-        let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
+    fn unlink(&self, comm_id: IntArg<'_, '_>) -> PyResult<()> {
+        let (py, comm) = (comm_id.py(), comm_id.int("comm_id")?);
         let left = self.engine.enter(py, |engine| by_rank(engine)?.unlink(comm));
         log::drain(py)?;
         left
     }
 
-    fn comm_status(&self, comm_id: &Any<'_>) -> PyResult<i64> {
-        let (py, comm) = (comm_id.py(), int("comm_id", comm_id)?);
+    fn comm_status(&self, comm_id: IntArg<'_, '_>) -> PyResult<i64> {
+        let (py, comm) = (comm_id.py(), comm_id.int("comm_id")?);
         let status = self.engine.enter(py, |engine| by_rank(engine)?.comm_status(comm));
         log::drain(py)?;
         status.map(links::status_number)
     }
 
-    fn switch_role(&self, role: &Any<'_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
+    fn switch_role(&self, role: Arg<'_, '_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let py = role.py();
-        let Some(new) = Front::get(py)?.role(role) else {
-            return Err(invalid(py, "role", shown(role), "a member of LLMRole"));
+        let Some(new) = Front::get(py)?.role(&role) else {
+            return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
         };
         let listen = links::listen(listen)?;
         let switched = self.engine.enter(py, |engine| engine.switch_role(new, listen));
@@ -150,8 +154,8 @@ impl DataDist {
         switched
     }
 
-    fn check_link(&self, remote_cluster_id: &Any<'_>) -> PyResult<()> {
-        let (py, cluster) = (remote_cluster_id.py(), ClusterId(int("remote_cluster_id", remote_cluster_id)?));
+    fn check_link(&self, remote_cluster_id: IntArg<'_, '_>) -> PyResult<()> {
+        let (py, cluster) = (remote_cluster_id.py(), ClusterId(remote_cluster_id.int("remote_cluster_id")?));
         let checked = self.engine.enter(py, |engine| engine.check_link(cluster));
         log::drain(py)?;
         checked
@@ -163,10 +167,10 @@ impl DataDist {
 
     fn pull_cache(
         slf: &Bound<'_, Self>,
-        cache_key: &Any<'_>,
-        cache: &Any<'_>,
-        batch_index: &Any<'_>,
-        size: &Any<'_>,
+        cache_key: KeyArg<'_, '_>,
+        cache: CacheArg<'_, '_>,
+        batch_index: IntArg<'_, '_>,
+        size: IntArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let pull = transfer::pull_cache(slf, (cache_key, cache), (batch_index, size), options)?;
@@ -175,10 +179,10 @@ impl DataDist {
 
     fn pull_blocks(
         slf: &Bound<'_, Self>,
-        src_cache_key: &Any<'_>,
-        dst_cache: &Any<'_>,
-        src_blocks: &Any<'_>,
-        dst_blocks: &Any<'_>,
+        src_cache_key: KeyArg<'_, '_>,
+        dst_cache: CacheArg<'_, '_>,
+        src_blocks: BlocksArg<'_, '_>,
+        dst_blocks: BlocksArg<'_, '_>,
         options: &Bound<'_, PyDict>,
     ) -> PyResult<()> {
         let blocks = (src_blocks, dst_blocks);
@@ -189,12 +193,12 @@ impl DataDist {
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn push_cache<'py>(
         slf: &Bound<'py, Self>,
-        dst_cache_key: &Any<'py>,
-        src_cache: &Any<'py>,
-        src_batch_index: &Any<'py>,
+        dst_cache_key: KeyArg<'_, 'py>,
+        src_cache: CacheArg<'_, 'py>,
+        src_batch_index: IntArg<'_, 'py>,
         src_layer_range: Any<'py>,
         dst_layer_range: Any<'py>,
-        size: &Any<'py>,
+        size: IntArg<'_, 'py>,
         tensor_num_per_layer: Any<'py>,
     ) -> PyResult<()> {
         let layers = LayerArgs::given(src_layer_range, dst_layer_range, tensor_num_per_layer);
@@ -206,10 +210,10 @@ impl DataDist {
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn push_blocks<'py>(
         slf: &Bound<'py, Self>,
-        dst_cache_key: &Any<'py>,
-        src_cache: &Any<'py>,
-        src_blocks: &Any<'py>,
-        dst_blocks: &Any<'py>,
+        dst_cache_key: KeyArg<'_, 'py>,
+        src_cache: CacheArg<'_, 'py>,
+        src_blocks: BlocksArg<'_, 'py>,
+        dst_blocks: BlocksArg<'_, 'py>,
         src_layer_range: Any<'py>,
         dst_layer_range: Any<'py>,
         tensor_num_per_layer: Any<'py>,
@@ -222,12 +226,12 @@ impl DataDist {
 
     fn transfer_cache_async(
         slf: &Bound<'_, Self>,
-        src_cache: &Any<'_>,
-        layer_synchronizer: &Any<'_>,
-        transfer_configs: &Any<'_>,
-        src_block_indices: &Any<'_>,
-        dst_block_indices: &Any<'_>,
-        dst_block_memory_size: &Any<'_>,
+        src_cache: CacheArg<'_, '_>,
+        layer_synchronizer: Arg<'_, '_>,
+        transfer_configs: Arg<'_, '_>,
+        src_block_indices: BlocksArg<'_, '_>,
+        dst_block_indices: BlocksArg<'_, '_>,
+        dst_block_memory_size: IntArg<'_, '_>,
     ) -> PyResult<TransferTask> {
         let blocks = (src_block_indices, dst_block_indices, dst_block_memory_size);
         let given = Given { src_cache, layer_synchronizer, transfer_configs, blocks };
@@ -248,108 +252,112 @@ impl DataDist {
         self.engine.enter(py, measure)?.into_py_dict(py)
     }
 
-    fn allocate_cache(&self, cache_desc: &Any<'_>, cache_keys: &Any<'_>) -> PyResult<ManagedCache> {
-        convert::desc_type(cache_desc)?;
-        let keys = convert::cache_keys(cache_keys)?;
+    fn allocate_cache(&self, cache_desc: DescArg<'_, '_>, cache_keys: Arg<'_, '_>) -> PyResult<ManagedCache> {
+        cache_desc.typed()?;
+        let keys = convert::cache_keys(&cache_keys)?;
         self.allocate(cache_desc, CacheKind::Batch, &keys)
     }
 
     fn allocate_blocks_cache(
         &self,
-        cache_desc: &Any<'_>,
-        blocks_cache_key: &Any<'_>,
+        cache_desc: DescArg<'_, '_>,
+        blocks_cache_key: KeyArg<'_, '_>,
     ) -> PyResult<ManagedCache> {
-        convert::desc_type(cache_desc)?;
-        let key = convert::blocks_cache_key(blocks_cache_key)?;
+        cache_desc.typed()?;
+        let key = convert::blocks_cache_key(&blocks_cache_key)?;
         self.allocate(cache_desc, CacheKind::Blocks, key.map(Some).as_slice())
     }
 
-    fn deallocate_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
-        convert::cache_type("cache", cache)?;
-        let id = LocalCache::batch("cache", cache)?.id(slf)?;
-        slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+    fn deallocate_cache(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<()> {
+        cache.typed("cache")?;
+        let id = cache.batch("cache")?.id(slf)?;
+        slf.get().deallocate(slf.py(), id)
     }
 
-    fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<()> {
-        convert::cache_type("cache", cache)?;
-        let id = LocalCache::blocks("cache", cache)?.id(slf)?;
-        slf.get().engine.enter(slf.py(), |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+    fn deallocate_blocks_cache(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<()> {
+        cache.typed("cache")?;
+        let id = cache.blocks("cache")?.id(slf)?;
+        slf.get().deallocate(slf.py(), id)
     }
 
-    fn remove_cache_key(&self, cache_key: &Any<'_>) -> PyResult<()> {
-        let key = convert::cache_key(cache_key)?;
+    fn remove_cache_key(&self, cache_key: KeyArg<'_, '_>) -> PyResult<()> {
+        let key = convert::cache_key(&cache_key)?;
         self.engine.enter(cache_key.py(), |engine| key.map_or(Ok(()), |key| engine.remove_key(key)))
     }
 
     fn register_cache(
         &self,
-        cache_desc: &Any<'_>,
-        addrs: &Any<'_>,
-        cache_keys: &Any<'_>,
-        remote_accessible: &Any<'_>,
+        cache_desc: DescArg<'_, '_>,
+        addrs: Arg<'_, '_>,
+        cache_keys: Arg<'_, '_>,
+        remote_accessible: Arg<'_, '_>,
     ) -> PyResult<ManagedCache> {
-        convert::desc_type(cache_desc)?;
-        let addrs = convert::addresses("addrs", addrs)?;
-        let keys = convert::cache_keys(cache_keys)?;
-        let access = convert::remote_accessible(remote_accessible)?;
+        cache_desc.typed()?;
+        let addrs = convert::addresses("addrs", &addrs)?;
+        let keys = convert::cache_keys(&cache_keys)?;
+        let access = convert::remote_accessible(&remote_accessible)?;
         self.register(cache_desc, CacheKind::Batch, &addrs, &keys, access)
     }
 
     fn register_blocks_cache(
         &self,
-        cache_desc: &Any<'_>,
-        addrs: &Any<'_>,
-        blocks_cache_key: &Any<'_>,
-        remote_accessible: &Any<'_>,
+        cache_desc: DescArg<'_, '_>,
+        addrs: Arg<'_, '_>,
+        blocks_cache_key: KeyArg<'_, '_>,
+        remote_accessible: Arg<'_, '_>,
     ) -> PyResult<ManagedCache> {
-        convert::desc_type(cache_desc)?;
-        let addrs = convert::addresses("addrs", addrs)?;
-        let key = convert::blocks_cache_key(blocks_cache_key)?;
-        let access = convert::remote_accessible(remote_accessible)?;
+        cache_desc.typed()?;
+        let addrs = convert::addresses("addrs", &addrs)?;
+        let key = convert::blocks_cache_key(&blocks_cache_key)?;
+        let access = convert::remote_accessible(&remote_accessible)?;
         self.register(cache_desc, CacheKind::Blocks, &addrs, key.map(Some).as_slice(), access)
     }
 
-    fn unregister_cache(&self, cache_id: &Any<'_>) -> PyResult<()> {
-        let id = CacheId(int("cache_id", cache_id)?);
+    fn unregister_cache(&self, cache_id: IntArg<'_, '_>) -> PyResult<()> {
+        let id = CacheId(cache_id.int("cache_id")?);
         self.engine.enter(cache_id.py(), |engine| engine.unregister(id))
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the public method, in its order")]
     fn copy_cache(
         slf: &Bound<'_, Self>,
-        dst: &Any<'_>,
-        src: &Any<'_>,
-        dst_batch_index: &Any<'_>,
-        src_batch_index: &Any<'_>,
-        offset: &Any<'_>,
-        size: &Any<'_>,
-        req_id: &Any<'_>,
+        dst: CacheArg<'_, '_>,
+        src: CacheArg<'_, '_>,
+        dst_batch_index: IntArg<'_, '_>,
+        src_batch_index: IntArg<'_, '_>,
+        offset: IntArg<'_, '_>,
+        size: IntArg<'_, '_>,
+        req_id: IntArg<'_, '_>,
     ) -> PyResult<()> {
-        convert::cache_type("dst", dst)?;
-        convert::cache_type("src", src)?;
+        dst.typed("dst")?;
+        src.typed("src")?;
         let args = local::copy_args(dst_batch_index, src_batch_index, offset, size)?;
-        let (from, to) = (LocalCache::batch("src", src)?, LocalCache::batch("dst", dst)?);
+        let (from, to) = (src.batch("src")?, dst.batch("dst")?);
         from.slots_first()?;
         to.slots_first()?;
         validate::copy_size(args.size).map_err(|error| raise(slf.py(), &error))?;
-        let request: Option<u64> = convert::optional_int("req_id", req_id)?;
+        let request: Option<u64> = req_id.optional("req_id")?;
         let ends = (to.end(slf)?, from.end(slf)?);
         slf.get().copy(slf.py(), &ends, args, request)
     }
 
-    fn copy_blocks(slf: &Bound<'_, Self>, cache: &Any<'_>, copy_block_info: &Any<'_>) -> PyResult<()> {
-        convert::cache_type("cache", cache)?;
-        let pairs = blocks::lists("copy_block_info", copy_block_info)?;
-        let end = LocalCache::blocks("cache", cache)?.end(slf)?;
+    fn copy_blocks(
+        slf: &Bound<'_, Self>,
+        cache: CacheArg<'_, '_>,
+        copy_block_info: BlocksArg<'_, '_>,
+    ) -> PyResult<()> {
+        cache.typed("cache")?;
+        let pairs = copy_block_info.lists("copy_block_info")?;
+        let end = cache.blocks("cache")?.end(slf)?;
         slf.get().engine.enter(slf.py(), |engine| engine.copy_blocks(&end, &pairs))
     }
 
     /// Every argument error of a swap is a `ValueError` as well.
     fn swap_blocks(
         slf: &Bound<'_, Self>,
-        src_cache: &Any<'_>,
-        dst_cache: &Any<'_>,
-        src_to_dst: &Any<'_>,
+        src_cache: CacheArg<'_, '_>,
+        dst_cache: CacheArg<'_, '_>,
+        src_to_dst: BlocksArg<'_, '_>,
     ) -> PyResult<()> {
         let swapped =
             local::swap_args(slf, src_cache, dst_cache, src_to_dst).and_then(|(src, dst, pairs)| {
@@ -358,9 +366,9 @@ impl DataDist {
         swapped.map_err(|error| error::mismatch(slf.py(), error))
     }
 
-    fn tensor_views(slf: &Bound<'_, Self>, cache: &Any<'_>) -> PyResult<Vec<TensorView>> {
-        convert::cache_type("cache", cache)?;
-        let end = local_cache::end(slf, cache)?;
+    fn tensor_views(slf: &Bound<'_, Self>, cache: CacheArg<'_, '_>) -> PyResult<Vec<TensorView>> {
+        cache.typed("cache")?;
+        let end = cache.end(slf)?;
         slf.get().engine.enter(slf.py(), |engine| match &end {
             End::Loose(loose) => TensorView::all(loose),
             End::Managed(id) => TensorView::all(&engine.find(*id)?),
@@ -423,31 +431,34 @@ impl DataDist {
         pushed
     }
 
+    /// Releases a cache that this engine made; `None` stands for one that it did not.
+    pub(crate) fn deallocate(&self, py: Python<'_>, id: Option<CacheId>) -> PyResult<()> {
+        self.engine.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
+    }
+
     /// Allocates; the descriptor and keys are of the right types.
     pub(crate) fn allocate(
         &self,
-        desc: &Any<'_>,
+        desc: DescArg<'_, '_>,
         kind: CacheKind,
         keys: &[Option<CacheKey>],
     ) -> PyResult<ManagedCache> {
         let py = desc.py();
-        local::named_rows(desc, kind, keys)?;
-        let desc = convert::desc(desc)?;
+        let desc = desc.read(kind, keys)?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
         self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
     }
 
     fn register(
         &self,
-        desc: &Any<'_>,
+        desc: DescArg<'_, '_>,
         kind: CacheKind,
         addrs: &[u64],
         keys: &[Option<CacheKey>],
         access: Option<bool>,
     ) -> PyResult<ManagedCache> {
         let py = desc.py();
-        local::named_rows(desc, kind, keys)?;
-        let desc = convert::desc(desc)?;
+        let desc = desc.read(kind, keys)?;
         let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
         let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
         self.engine.enter(py, |engine| engine.register(adopted, keys, access).map(made))

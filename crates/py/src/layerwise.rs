@@ -12,11 +12,12 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyRange, PyTuple};
 
+use crate::arguments::{Arg, BlocksArg, CacheArg, IntArg, KeyArg};
 use crate::convert::{self, inner_only_support, int, is_int, only_support};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
 use crate::front::Front;
-use crate::local_cache::LocalCache;
+use crate::remote_key::KeyClass;
 use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -36,13 +37,13 @@ pub(crate) struct Transfer {
 /// The arguments as they were given.
 pub(crate) struct Given<'a, 'py> {
     /// The source.
-    pub(crate) src_cache: &'a Any<'py>,
+    pub(crate) src_cache: CacheArg<'a, 'py>,
     /// Who says that layers are ready.
-    pub(crate) layer_synchronizer: &'a Any<'py>,
+    pub(crate) layer_synchronizer: Arg<'a, 'py>,
     /// The destinations.
-    pub(crate) transfer_configs: &'a Any<'py>,
+    pub(crate) transfer_configs: Arg<'a, 'py>,
     /// Blocks read, blocks written, and bytes of a block that is written.
-    pub(crate) blocks: (&'a Any<'py>, &'a Any<'py>, &'a Any<'py>),
+    pub(crate) blocks: (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>, IntArg<'a, 'py>),
 }
 
 /// The arguments of `transfer_cache_async`. A config without a range of layers has all of them afterwards (row 13).
@@ -55,12 +56,12 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     validate::on_device("src_cache", desc.placement).map_err(refused)?;
     let mut args = lists(given.blocks)?;
     validate::block_lists(&args).map_err(refused)?;
-    let patience = synchronizer(given.layer_synchronizer, &mut args)?;
-    let configs = configs(engine, given.transfer_configs)?;
+    let patience = synchronizer(&given.layer_synchronizer, &mut args)?;
+    let configs = configs(engine, &given.transfer_configs)?;
     validate::block_bytes_alone(&args).map_err(refused)?;
     let geometry = Geometry::new(&desc).map_err(refused)?;
     let layers = validate::whole_layers(geometry, args.tensors_per_layer).map_err(refused)?;
-    let cache = LocalCache::of(src_cache)?;
+    let cache = src_cache.local()?;
     let local = validate::Side { geometry, kind: cache.kind()?, placement: desc.placement };
     if args.src_blocks.is_empty() && local.kind == CacheKind::Batch {
         cache.slots_first()?;
@@ -76,21 +77,23 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
 }
 
 /// Row 1: a cache of the class that the mode asks for.
-fn required_cache(engine: &Bound<'_, DataDist>, src_cache: &Any<'_>) -> PyResult<()> {
+fn required_cache(engine: &Bound<'_, DataDist>, src_cache: CacheArg<'_, '_>) -> PyResult<()> {
     let front = Front::get(engine.py())?;
     let (class, allowed) = match engine.get().mode() {
         Mode::CacheManager => (&front.cache, "['Cache']"),
         Mode::KvCacheManager => (&front.kv_cache, "['KvCache']"),
     };
-    let right = convert::instance(src_cache, class)?;
-    if right { Ok(()) } else { Err(only_support("src_cache", allowed, src_cache)) }
+    let right = convert::instance(&src_cache, class)?;
+    if right { Ok(()) } else { Err(only_support("src_cache", allowed, &src_cache)) }
 }
 
 /// Rows 3 to 5.
-fn lists((src, dst, dst_bytes): (&Any<'_>, &Any<'_>, &Any<'_>)) -> PyResult<LayerwiseArgs> {
-    let dst_blocks = optional_indices("dst_block_indices", dst)?;
-    let src_blocks = optional_indices("src_block_indices", src)?;
-    let dst_block_bytes = convert::optional_int("dst_block_memory_size", dst_bytes)?;
+fn lists(
+    (src, dst, dst_bytes): (BlocksArg<'_, '_>, BlocksArg<'_, '_>, IntArg<'_, '_>),
+) -> PyResult<LayerwiseArgs> {
+    let dst_blocks = optional_indices("dst_block_indices", &dst)?;
+    let src_blocks = optional_indices("src_block_indices", &src)?;
+    let dst_block_bytes = dst_bytes.optional("dst_block_memory_size")?;
     Ok(LayerwiseArgs { src_blocks, dst_blocks, dst_block_bytes, tensors_per_layer: 0 })
 }
 
@@ -181,6 +184,8 @@ fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Targe
     let dst = transfer::push_range("dst_layer_range", &range)?;
     let both = Layers { src: Some(src), dst: Some(dst), tensors_per_layer: 1 };
     validate::push_spans(both).map_err(|error| raise(py, &error))?;
-    let to = transfer::config_key(&config.getattr(intern!(py, "_cache_key"))?)?;
+    let key = config.getattr(intern!(py, "_cache_key"))?;
+    let key: KeyArg<'_, '_> = key.extract()?;
+    let to = key.of("cache_key", &[KeyClass::Blocks, KeyClass::Row])?.name()?;
     Ok((to.cluster, Target::Cache { name: to.name, first_layer: dst.first }))
 }

@@ -3,6 +3,7 @@
 //! Only this crate decides whether a Python value has the right type. `core::validate` decides what arguments mean; the
 //! Python package has the names, defaults and docstrings of the public API.
 
+mod arguments;
 mod blocks;
 mod cache;
 mod checks;
@@ -23,6 +24,7 @@ mod log;
               read from lists that `gil_used` below keeps other threads from changing"
 )]
 mod raw;
+mod remote_key;
 mod stats;
 mod task;
 mod transfer;

@@ -4,14 +4,13 @@
 
 use std::collections::BTreeMap;
 
-use llm_datadist_core::{CacheKey, CacheKind, CopyArgs, End};
+use llm_datadist_core::{CopyArgs, End};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-use crate::blocks;
-use crate::convert::{self, int, only_support};
+use crate::arguments::{BlocksArg, CacheArg, IntArg};
+use crate::convert::{self, only_support};
 use crate::datadist::DataDist;
-use crate::local_cache::{self, LocalCache};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -32,36 +31,31 @@ pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, St
     options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
 }
 
-/// Keys of a continuous cache name its slots.
-pub(crate) fn named_rows(desc: &Any<'_>, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<()> {
-    if kind == CacheKind::Batch && !keys.is_empty() { local_cache::slot_dim(desc) } else { Ok(()) }
-}
-
 /// The numbers of `copy_cache`.
 pub(crate) fn copy_args(
-    dst: &Any<'_>,
-    src: &Any<'_>,
-    offset: &Any<'_>,
-    size: &Any<'_>,
+    dst: IntArg<'_, '_>,
+    src: IntArg<'_, '_>,
+    offset: IntArg<'_, '_>,
+    size: IntArg<'_, '_>,
 ) -> PyResult<CopyArgs> {
     Ok(CopyArgs {
-        dst_batch_index: int("dst_batch_index", dst)?,
-        src_batch_index: int("src_batch_index", src)?,
-        offset: int("offset", offset)?,
-        size: int("size", size)?,
+        dst_batch_index: dst.int("dst_batch_index")?,
+        src_batch_index: src.int("src_batch_index")?,
+        offset: offset.int("offset")?,
+        size: size.int("size")?,
     })
 }
 
 /// The arguments of `swap_blocks` (contract §7.11).
 pub(crate) fn swap_args(
     engine: &Bound<'_, DataDist>,
-    src: &Any<'_>,
-    dst: &Any<'_>,
-    src_to_dst: &Any<'_>,
+    src: CacheArg<'_, '_>,
+    dst: CacheArg<'_, '_>,
+    src_to_dst: BlocksArg<'_, '_>,
 ) -> PyResult<Swap> {
-    convert::cache_type("src_cache", src)?;
-    convert::cache_type("dst_cache", dst)?;
-    let (from, to) = (LocalCache::blocks("src_cache", src)?, LocalCache::blocks("dst_cache", dst)?);
-    let pairs = blocks::pairs("src_to_dst", src_to_dst)?;
+    src.typed("src_cache")?;
+    dst.typed("dst_cache")?;
+    let (from, to) = (src.blocks("src_cache")?, dst.blocks("dst_cache")?);
+    let pairs = src_to_dst.pairs("src_to_dst")?;
     Ok((from.end(engine)?, to.end(engine)?, pairs))
 }

@@ -3,7 +3,6 @@
 //! A cache that an engine made carries a handle with all of this. Of a cache built by hand, the attributes are read (test:
 //! `tests/test_values.py`, `test_a_cache_made_by_hand_names_what_its_attributes_say`).
 
-use llm_datadist_core::bindings::validate;
 use llm_datadist_core::{CacheId, CacheKind, End, Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -17,36 +16,14 @@ type Any<'py> = Bound<'py, PyAny>;
 
 /// A `Cache` or `KvCache` with its handle.
 pub(crate) struct LocalCache<'a, 'py> {
-    cache: &'a Any<'py>,
+    cache: Borrowed<'a, 'py, PyAny>,
     handle: Any<'py>,
 }
 
 impl<'a, 'py> LocalCache<'a, 'py> {
     /// Looks at `cache`. `None`, which has no handle, fails here.
-    pub(crate) fn of(cache: &'a Any<'py>) -> PyResult<Self> {
+    pub(crate) fn of(cache: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         Ok(LocalCache { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
-    }
-
-    /// The argument called `name`, which must be a blocks cache.
-    pub(crate) fn blocks(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let local = LocalCache::of(cache)?;
-        validate::blocks_cache(name, local.kind()?).map_err(|error| raise(cache.py(), &error))?;
-        Ok(local)
-    }
-
-    /// The argument called `name`, which must be a continuous cache.
-    pub(crate) fn batch(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let local = LocalCache::of(cache)?;
-        validate::batch_cache(name, local.kind()?).map_err(|error| raise(cache.py(), &error))?;
-        Ok(local)
-    }
-
-    /// The argument called `name`, which must be a continuous cache whose slots are its dimension 0: only those are
-    /// contiguous (contract §7.9, §12.1).
-    pub(crate) fn slots(name: &str, cache: &'a Any<'py>) -> PyResult<Self> {
-        let local = LocalCache::batch(name, cache)?;
-        local.slots_first()?;
-        Ok(local)
     }
 
     /// How its rows are read.
@@ -93,11 +70,6 @@ impl<'a, 'py> LocalCache<'a, 'py> {
     fn managed(&self) -> Option<&ManagedCache> {
         self.handle.cast::<ManagedCache>().ok().map(Bound::get)
     }
-}
-
-/// A cache that may be of either kind as one end of a copy.
-pub(crate) fn end(engine: &Bound<'_, DataDist>, cache: &Any<'_>) -> PyResult<End> {
-    LocalCache::of(cache)?.end(engine)
 }
 
 /// A `CacheDesc` whose slots are to be named must count them in dimension 0.

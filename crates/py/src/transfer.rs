@@ -3,20 +3,16 @@
 //! Rules that need a cache or a peer are in `core::validate`.
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    ClusterId, End, Error, ErrorKind, LayerRange, Layers, NO_ID, Name, PullRows, PushRows, RemoteName,
-};
-use pyo3::exceptions::PyAttributeError;
+use llm_datadist_core::{End, Error, ErrorKind, LayerRange, Layers, PullRows, PushRows, RemoteName};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString, PyType};
+use pyo3::types::{PyDict, PyRange, PyRangeMethods, PyString};
 
-use crate::blocks;
-use crate::convert::{self, int, only_support, shown};
+use crate::arguments::{BlocksArg, CacheArg, IntArg, KeyArg};
+use crate::convert::{int, only_support, shown};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
-use crate::front::Front;
-use crate::local_cache::LocalCache;
+use crate::remote_key::KeyClass;
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -52,144 +48,91 @@ pub(crate) struct LayerArgs<'py> {
     per_layer: Option<Any<'py>>,
 }
 
-/// The classes of keys.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Key {
-    /// `CacheKey`.
-    Cache,
-    /// `CacheKeyByIdAndIndex`.
-    Row,
-    /// `BlocksCacheKey`.
-    Blocks,
-}
-
-impl Key {
-    const fn class_name(self) -> &'static str {
-        match self {
-            Key::Cache => "CacheKey",
-            Key::Row => "CacheKeyByIdAndIndex",
-            Key::Blocks => "BlocksCacheKey",
-        }
-    }
-
-    const fn class(self, front: &Front) -> &Py<PyType> {
-        match self {
-            Key::Cache => &front.cache_key,
-            Key::Row => &front.cache_key_by_id,
-            Key::Blocks => &front.blocks_cache_key,
-        }
-    }
-
-    /// Which of the `allowed` classes `value` belongs to; `None` passes, and fails where the key is read.
-    pub(crate) fn of(name: &str, value: &Any<'_>, allowed: &[Key]) -> PyResult<Option<Key>> {
-        let front = Front::get(value.py())?;
-        for &key in allowed {
-            if convert::instance(value, key.class(front))? {
-                return Ok(Some(key));
-            }
-        }
-        if value.is_none() {
-            return Ok(None);
-        }
-        let names: Vec<_> = allowed.iter().map(|key| format!("'{}'", key.class_name())).collect();
-        Err(only_support(name, format_args!("[{}]", names.join(", ")), value))
-    }
-}
-
 /// The arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
     engine: &Bound<'_, DataDist>,
-    (cache_key, cache): (&Any<'_>, &Any<'_>),
-    (batch_index, size): (&Any<'_>, &Any<'_>),
+    (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
+    (batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
-    let allowed: &[Key] = if engine.get().one_sided() { &[Key::Row] } else { &[Key::Cache, Key::Row] };
-    let key = Key::of("cache_key", cache_key, allowed)?;
-    convert::cache_type("cache", cache)?;
-    let (row, size) = (int("batch_index", batch_index)?, int("size", size)?);
-    let local = LocalCache::slots("cache", cache)?;
+    let allowed: &[KeyClass] =
+        if engine.get().one_sided() { &[KeyClass::Row] } else { &[KeyClass::Cache, KeyClass::Row] };
+    let key = cache_key.of("cache_key", allowed)?;
+    cache.typed("cache")?;
+    let (row, size) = (batch_index.int("batch_index")?, size.int("size")?);
+    let local = cache.slots("cache")?;
     validate::copy_size(size).map_err(|error| raise(engine.py(), &error))?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
-    if key == Some(Key::Cache) {
-        check_cache_key(cache_key)?;
-    }
+    key.check_ids()?;
     let layers = given.of_pull(per_layer)?;
-    Ok(Pull {
-        from: far_name(key, cache_key)?,
-        to: local.end(engine)?,
-        rows: PullRows::Slot { local: row, size },
-        layers,
-    })
+    let from = key.name()?;
+    Ok(Pull { from, to: local.end(engine)?, rows: PullRows::Slot { local: row, size }, layers })
 }
 
 /// The arguments of `pull_blocks` (contract §7.13).
 pub(crate) fn pull_blocks(
     engine: &Bound<'_, DataDist>,
-    (src_cache_key, dst_cache): (&Any<'_>, &Any<'_>),
-    (src_blocks, dst_blocks): (&Any<'_>, &Any<'_>),
+    (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
+    (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     options: &Bound<'_, PyDict>,
 ) -> PyResult<Pull> {
-    let key = Key::of("src_cache_key", src_cache_key, &[Key::Blocks, Key::Cache, Key::Row])?;
-    convert::cache_type("dst_cache", dst_cache)?;
-    let remote = blocks::listed_or_none("src_blocks", src_blocks)?;
-    let local = blocks::listed_or_none("dst_blocks", dst_blocks)?;
-    let cache = LocalCache::blocks("dst_cache", dst_cache)?;
+    let allowed = [KeyClass::Blocks, KeyClass::Cache, KeyClass::Row];
+    let key = src_cache_key.of("src_cache_key", &allowed)?;
+    dst_cache.typed("dst_cache")?;
+    let remote = src_blocks.listed_or_none("src_blocks")?;
+    let local = dst_blocks.listed_or_none("dst_blocks")?;
+    let cache = dst_cache.blocks("dst_cache")?;
     let local = at_least_one("dst_blocks", local, dst_blocks)?;
     let given = LayerArgs::of(options)?;
     let per_layer = given.per_layer()?;
-    let rows = if key == Some(Key::Blocks) {
+    let rows = if key.is(KeyClass::Blocks) {
         PullRows::Blocks { remote: at_least_one("src_blocks", remote, src_blocks)?, local }
     } else {
         no_blocks(remote, src_blocks)?;
-        if key == Some(Key::Cache) {
-            check_cache_key(src_cache_key)?;
-        }
+        key.check_ids()?;
         PullRows::SlotToBlocks { local }
     };
     let layers = given.of_pull(per_layer)?;
-    Ok(Pull { from: far_name(key, src_cache_key)?, to: cache.end(engine)?, rows, layers })
+    Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
 }
 
 /// The arguments of `push_cache` (contract §7.14).
 pub(crate) fn push_cache(
     engine: &Bound<'_, DataDist>,
-    (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
-    (src_batch_index, size): (&Any<'_>, &Any<'_>),
+    (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
+    (src_batch_index, size): (IntArg<'_, '_>, IntArg<'_, '_>),
     given: &LayerArgs<'_>,
 ) -> PyResult<Push> {
     one_sided(engine, "push_cache")?;
-    let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Row])?;
-    if key.is_none() {
-        return Err(only_support("dst_cache_key", "['CacheKeyByIdAndIndex']", dst_cache_key));
-    }
-    convert::cache_type("src_cache", src_cache)?;
+    let key = dst_cache_key.required("dst_cache_key", &[KeyClass::Row])?;
+    src_cache.typed("src_cache")?;
     if src_cache.is_none() {
-        return Err(only_support("src_cache", "['Cache']", src_cache));
+        return Err(only_support("src_cache", "['Cache']", &src_cache));
     }
-    let rows = PushRows::Slot { local: int("src_batch_index", src_batch_index)? };
-    let local = LocalCache::slots("src_cache", src_cache)?;
+    let rows = PushRows::Slot { local: src_batch_index.int("src_batch_index")? };
+    let local = src_cache.slots("src_cache")?;
     let layers = given.of_push(engine.py())?;
-    validate::push_size(int("size", size)?).map_err(|error| raise(engine.py(), &error))?;
-    Ok(Push { from: local.end(engine)?, to: far_name(key, dst_cache_key)?, rows, layers })
+    validate::push_size(size.int("size")?).map_err(|error| raise(engine.py(), &error))?;
+    Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
 
 /// The arguments of `push_blocks` (contract §7.15).
 pub(crate) fn push_blocks(
     engine: &Bound<'_, DataDist>,
-    (dst_cache_key, src_cache): (&Any<'_>, &Any<'_>),
-    (src_blocks, dst_blocks): (&Any<'_>, &Any<'_>),
+    (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
+    (src_blocks, dst_blocks): (BlocksArg<'_, '_>, BlocksArg<'_, '_>),
     given: &LayerArgs<'_>,
 ) -> PyResult<Push> {
     one_sided(engine, "push_blocks")?;
-    let key = Key::of("dst_cache_key", dst_cache_key, &[Key::Blocks])?;
-    convert::cache_type("src_cache", src_cache)?;
-    let local = blocks::listed_or_none("src_blocks", src_blocks)?;
-    let remote = blocks::listed_or_none("dst_blocks", dst_blocks)?;
-    let cache = LocalCache::blocks("src_cache", src_cache)?;
+    let key = dst_cache_key.of("dst_cache_key", &[KeyClass::Blocks])?;
+    src_cache.typed("src_cache")?;
+    let local = src_blocks.listed_or_none("src_blocks")?;
+    let remote = dst_blocks.listed_or_none("dst_blocks")?;
+    let cache = src_cache.blocks("src_cache")?;
     let remote = at_least_one("dst_blocks", remote, dst_blocks)?;
     let layers = given.of_push(engine.py())?;
-    let to = far_name(key, dst_cache_key)?;
+    let to = key.name()?;
     let rows = PushRows::Blocks { local: listed("src_blocks", local, src_blocks)?, remote };
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
@@ -203,54 +146,19 @@ fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
     Err(raise(engine.py(), &Error::new(ErrorKind::InvalidArgument, text)))
 }
 
-/// What the key of a `TransferWithCacheKeyConfig` names, and where.
-pub(crate) fn config_key(value: &Any<'_>) -> PyResult<RemoteName> {
-    far_name(Key::of("cache_key", value, &[Key::Blocks, Key::Row])?, value)
-}
-
-/// What `key` names, and where. A key that is `None` fails here.
-pub(crate) fn far_name(key: Option<Key>, value: &Any<'_>) -> PyResult<RemoteName> {
-    let py = value.py();
-    let cluster = ClusterId(int("cluster_id", &value.getattr(intern!(py, "_cluster_id"))?)?);
-    let name = match key {
-        Some(Key::Blocks) => Name::Key(convert::blocks_key(value)?),
-        Some(Key::Row) => convert::row_name(value)?,
-        Some(Key::Cache) => match convert::key(value)? {
-            Some(key) => Name::Key(key),
-            None => return Err(one_id(py, value)),
-        },
-        None => return Err(PyAttributeError::new_err("the key is None")),
-    };
-    Ok(RemoteName { cluster, name })
-}
-
-/// Exactly one of `req_id` and `prefix_id` of a `CacheKey` must be given (contract §7).
-pub(crate) fn check_cache_key(key: &Any<'_>) -> PyResult<()> {
-    let py = key.py();
-    let request: u64 = int("req_id", &key.getattr(intern!(py, "_req_id"))?)?;
-    let prefix: u64 = int("prefix_id", &key.getattr(intern!(py, "_prefix_id"))?)?;
-    if (request == NO_ID) == (prefix == NO_ID) { Err(one_id(py, key)) } else { Ok(()) }
-}
-
-#[cold]
-fn one_id(py: Python<'_>, key: &Any<'_>) -> PyErr {
-    let text = format!("exactly one of req_id and prefix_id must be given: {}", shown(key));
-    raise(py, &Error::new(ErrorKind::InvalidArgument, text))
-}
-
 /// The list, which must not be `None`.
-fn listed(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec<i64>> {
-    blocks.ok_or_else(|| only_support(name, "['list', 'tuple']", value))
+fn listed(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
+    blocks.ok_or_else(|| only_support(name, "['list', 'tuple']", &value))
 }
 
-fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<Vec<i64>> {
+fn at_least_one(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
     let blocks = listed(name, blocks, value)?;
     validate::named(name, &blocks).map_err(|error| raise(value.py(), &error))?;
     Ok(blocks)
 }
 
 /// A key that names a batch slot allows no remote blocks.
-fn no_blocks(blocks: Option<Vec<i64>>, value: &Any<'_>) -> PyResult<()> {
+fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()> {
     match listed("src_blocks", blocks, value)?.len() {
         0 => Ok(()),
         count => Err(invalid(value.py(), "len(src_blocks)", count, "0 unless the key is a BlocksCacheKey")),
