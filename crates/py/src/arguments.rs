@@ -60,17 +60,17 @@ arguments! {
 
 impl<'a, 'py> CacheArg<'a, 'py> {
     /// It must be a `Cache`. `None` passes, and fails at its first attribute.
-    pub(crate) fn typed(&self, name: &str) -> PyResult<()> {
-        convert::typed(name, self, &Front::get(self.py())?.cache, "Cache")
+    pub(crate) fn typed(self, name: &str) -> PyResult<()> {
+        convert::typed(name, &self, &Front::get(self.py())?.cache, "Cache")
     }
 
     /// It must be a `KvCache`. `None` passes, and fails at its first attribute.
-    pub(crate) fn kv_typed(&self, name: &str) -> PyResult<()> {
-        convert::typed(name, self, &Front::get(self.py())?.kv_cache, "KvCache")
+    pub(crate) fn kv_typed(self, name: &str) -> PyResult<()> {
+        convert::typed(name, &self, &Front::get(self.py())?.kv_cache, "KvCache")
     }
 
     /// It must be in memory of the device.
-    pub(crate) fn on_device(&self, name: &str) -> PyResult<()> {
+    pub(crate) fn on_device(self, name: &str) -> PyResult<()> {
         on_device(name, &self.getattr(intern!(self.py(), "_cache_desc"))?)
     }
 
@@ -108,56 +108,56 @@ impl<'a, 'py> CacheArg<'a, 'py> {
 
 impl DescArg<'_, '_> {
     /// It must be a `CacheDesc`. `None` passes, and fails at its first attribute.
-    pub(crate) fn typed(&self) -> PyResult<()> {
-        convert::typed("cache_desc", self, &Front::get(self.py())?.cache_desc, "CacheDesc")
+    pub(crate) fn typed(self) -> PyResult<()> {
+        convert::typed("cache_desc", &self, &Front::get(self.py())?.cache_desc, "CacheDesc")
     }
 
     /// It must be in memory of the device.
-    pub(crate) fn on_device(&self) -> PyResult<()> {
-        on_device("cache_desc", self)
+    pub(crate) fn on_device(self) -> PyResult<()> {
+        on_device("cache_desc", &self)
     }
 
     /// What it says of a cache of this kind and these keys. Keys of a continuous cache name its slots.
-    pub(crate) fn read(&self, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<CacheDesc> {
+    pub(crate) fn read(self, kind: CacheKind, keys: &[Option<CacheKey>]) -> PyResult<CacheDesc> {
         if kind == CacheKind::Batch && !keys.is_empty() {
-            crate::local_cache::slot_dim(self)?;
+            crate::local_cache::slot_dim(&self)?;
         }
-        convert::desc(self)
+        convert::desc(&self)
     }
 }
 
 impl BlocksArg<'_, '_> {
     /// A list or tuple; `None` passes, and fails where its length is needed.
-    pub(crate) fn listed_or_none(&self, name: &str) -> PyResult<Option<Vec<i64>>> {
-        blocks::listed_or_none(name, self)
+    pub(crate) fn listed_or_none(self, name: &str) -> PyResult<Option<Vec<i64>>> {
+        blocks::listed_or_none(name, &self)
     }
 
     /// A list; a tuple is refused.
-    pub(crate) fn list(&self, name: &str) -> PyResult<Vec<i64>> {
-        let list = self.cast::<PyList>().map_err(|_| only_support(name, "['list']", self))?;
+    pub(crate) fn list(self, name: &str) -> PyResult<Vec<i64>> {
+        let list = self.cast::<PyList>().map_err(|_| only_support(name, "['list']", &self))?;
         blocks::listed(name, list)
     }
 
     /// `{source: destination}`, or an integer array of such rows.
-    pub(crate) fn pairs(&self, name: &str) -> PyResult<Vec<(i64, i64)>> {
-        blocks::pairs(name, self)
+    pub(crate) fn pairs(self, name: &str) -> PyResult<Vec<(i64, i64)>> {
+        blocks::pairs(name, &self)
     }
 
     /// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
-    pub(crate) fn lists(&self, name: &str) -> PyResult<Vec<(i64, i64)>> {
-        blocks::lists(name, self)
+    pub(crate) fn lists(self, name: &str) -> PyResult<Vec<(i64, i64)>> {
+        blocks::lists(name, &self)
     }
 }
 
 impl IntArg<'_, '_> {
     /// An integer of this width.
-    pub(crate) fn int<T: Width>(&self, name: &str) -> PyResult<T> {
-        convert::int(name, self)
+    pub(crate) fn int<T: Width>(self, name: &str) -> PyResult<T> {
+        convert::int(name, &self)
     }
 
     /// The same, or `None`.
-    pub(crate) fn optional<T: Width>(&self, name: &str) -> PyResult<Option<T>> {
-        convert::optional_int(name, self)
+    pub(crate) fn optional<T: Width>(self, name: &str) -> PyResult<Option<T>> {
+        convert::optional_int(name, &self)
     }
 }
 

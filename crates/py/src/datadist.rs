@@ -2,13 +2,10 @@
 //!
 //! A method converts and checks its arguments in the order of the contract (§7), then calls the core through `engine`.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use llm_datadist_core::bindings::validate;
-use llm_datadist_core::{
-    Cache, CacheId, CacheKey, CacheKind, ClusterId, CopyArgs, End, Error, Mode, Placement,
-};
+use llm_datadist_core::{CacheId, CacheKind, ClusterId, End, Mode, Placement};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyList, PyString};
 
@@ -21,8 +18,8 @@ use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
 use crate::task::TransferTask;
-use crate::transfer::{self, LayerArgs, Pull, Push};
-use crate::{local, log, raw, stats};
+use crate::transfer::{self, LayerArgs};
+use crate::{local, log, stats};
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -395,72 +392,5 @@ impl DataDist {
     /// Whether transfers are one-sided (`llm.EnableRemoteCacheAccessible`).
     pub(crate) fn one_sided(&self) -> bool {
         self.one_sided
-    }
-
-    /// Copies a range of a slot between the ends, written first; the error names the request.
-    pub(crate) fn copy(
-        &self,
-        py: Python<'_>,
-        (to, from): &(End, End),
-        args: CopyArgs,
-        request: Option<u64>,
-    ) -> PyResult<()> {
-        let named = |error: Error| match request {
-            Some(id) => error.with("req_id", id),
-            None => error,
-        };
-        self.engine.enter(py, |engine| engine.copy_cache(to, from, args).map_err(named))
-    }
-
-    /// Pulls, and logs what became of links if that fails.
-    pub(crate) fn pull(&self, py: Python<'_>, pull: &Pull) -> PyResult<()> {
-        let pulled =
-            self.engine.enter(py, |engine| engine.pull(pull.from, &pull.to, &pull.rows, pull.layers));
-        if pulled.is_err() {
-            log::drain(py)?;
-        }
-        pulled
-    }
-
-    fn push(&self, py: Python<'_>, push: &Push) -> PyResult<()> {
-        let pushed =
-            self.engine.enter(py, |engine| engine.push(&push.from, push.to, &push.rows, push.layers));
-        if pushed.is_err() {
-            log::drain(py)?;
-        }
-        pushed
-    }
-
-    /// Releases a cache that this engine made; `None` stands for one that it did not.
-    pub(crate) fn deallocate(&self, py: Python<'_>, id: Option<CacheId>) -> PyResult<()> {
-        self.engine.enter(py, |engine| id.map_or(Ok(()), |id| engine.deallocate(id)))
-    }
-
-    /// Allocates; the descriptor and keys are of the right types.
-    pub(crate) fn allocate(
-        &self,
-        desc: DescArg<'_, '_>,
-        kind: CacheKind,
-        keys: &[Option<CacheKey>],
-    ) -> PyResult<ManagedCache> {
-        let py = desc.py();
-        let desc = desc.read(kind, keys)?;
-        let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
-        self.engine.enter(py, |engine| engine.allocate(&desc, kind, keys).map(made))
-    }
-
-    fn register(
-        &self,
-        desc: DescArg<'_, '_>,
-        kind: CacheKind,
-        addrs: &[u64],
-        keys: &[Option<CacheKey>],
-        access: Option<bool>,
-    ) -> PyResult<ManagedCache> {
-        let py = desc.py();
-        let desc = desc.read(kind, keys)?;
-        let adopted = raw::adopt(&desc, kind, addrs).map_err(|error| raise(py, &error))?;
-        let made = |cache: Arc<Cache>| ManagedCache::of(self.number, &cache);
-        self.engine.enter(py, |engine| engine.register(adopted, keys, access).map(made))
     }
 }

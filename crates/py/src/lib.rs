@@ -18,6 +18,7 @@ mod links;
 mod local;
 mod local_cache;
 mod log;
+mod operations;
 #[expect(
     unsafe_code,
     reason = "DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \

@@ -117,7 +117,7 @@ impl Tuner {
 
     /// Whether a copy of `total` bytes is large enough to learn from.
     #[must_use]
-    pub fn learns(&self, total: u64) -> bool {
+    pub fn learns(total: u64) -> bool {
         total >= LARGE
     }
 

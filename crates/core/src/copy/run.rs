@@ -171,7 +171,7 @@ impl Work for DirectWave {
         // Copies that are too small to learn from skip the check for page faults, because it takes longer
         // than copying a block.
         let mapped = self.copying.src.reach().foreign();
-        let asks = learns && mapped && tuner.learns(self.total);
+        let asks = learns && mapped && Tuner::learns(self.total);
         let started = Instant::now();
         // Two more, because the first and the last piece may be cut.
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);

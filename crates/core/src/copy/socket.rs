@@ -38,7 +38,6 @@ impl CopyEngine {
     /// Sends the bytes at positions `range` of `plan`, read from `src`. An error carries how many bytes were
     /// sent.
     pub fn send(
-        &self,
         plan: &CopyPlan,
         range: Range<u64>,
         src: &Arc<Tensors>,
@@ -56,7 +55,6 @@ impl CopyEngine {
     /// Receives the bytes at positions `range` of `plan` into `dst`, and records in `progress` what is in
     /// place.
     pub fn receive(
-        &self,
         plan: &CopyPlan,
         range: Range<u64>,
         dst: &Arc<Tensors>,

@@ -175,7 +175,7 @@ impl Stream {
                 None => return Err(self.ended(filled as u64)),
             }
         }
-        let header = Header::parse(&header, limit).map_err(|error| {
+        let header = Header::parse(header, limit).map_err(|error| {
             // The end of the body is unknown, so nothing more is received. But a refusal may still be sent.
             self.unreadable();
             error.with("peer", &self.about.peer)

@@ -46,7 +46,7 @@ impl Inbox {
                 Moved::Ended => return Err(stream.ended(self.filled as u64)),
             }
         }
-        let header = Header::parse(&self.header, limit).map_err(|error| {
+        let header = Header::parse(self.header, limit).map_err(|error| {
             // The end of the body is unknown, so nothing more is received. But a refusal may still be sent.
             stream.unreadable();
             error.with("peer", stream.peer())

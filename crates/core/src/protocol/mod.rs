@@ -59,8 +59,8 @@ pub struct Header {
 impl Header {
     /// Reads a header. `Err(LinkFailed)` if it does not begin with the magic bytes or has another version and
     /// is not a refusal; `Err(NotLinked)` if its kind is unknown or its body longer than `limit` bytes.
-    pub fn parse(bytes: &[u8; HEADER], limit: usize) -> Result<Header> {
-        let [first, second, version, kind, length @ ..] = *bytes;
+    pub fn parse(bytes: [u8; HEADER], limit: usize) -> Result<Header> {
+        let [first, second, version, kind, length @ ..] = bytes;
         if [first, second] != MAGIC {
             return Err(Error::new(ErrorKind::LinkFailed, "not an llm_datadist endpoint of any version"));
         }

@@ -241,7 +241,7 @@ impl Call<'_> {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
-        let sent = self.cluster.engine.send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
+        let sent = CopyEngine::send(&plan, from..to, cache.tensors(), self.stream, call.deadline);
         sent.map_err(Ended::Broken)?;
         self.cluster.stats.add_bytes(Op::Served, bytes);
         self.cluster.merger.moved(bytes);
@@ -268,8 +268,8 @@ impl Call<'_> {
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
         let progress = Progress::default();
-        let (engine, tensors) = (&self.cluster.engine, cache.tensors());
-        let taken = engine.receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
+        let tensors = cache.tensors();
+        let taken = CopyEngine::receive(&plan, from..to, tensors, self.stream, call.deadline, &progress);
         taken.map_err(Ended::Broken)?;
         drop(pin);
         self.cluster.stats.add_bytes(Op::Served, bytes);

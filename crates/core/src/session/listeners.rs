@@ -44,10 +44,7 @@ struct OpenListener {
 
 impl OpenListener {
     fn port(&self) -> Option<SocketAddr> {
-        match self.address {
-            Address::Tcp(address) => Some(address),
-            _ => None,
-        }
+        if let Address::Tcp(address) = self.address { Some(address) } else { None }
     }
 
     /// Closes the listener. Its address is free when this returns.

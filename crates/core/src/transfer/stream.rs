@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::call::{Call, Moved};
 use crate::cache::Cache;
 use crate::cluster::Cluster;
-use crate::copy::{Progress, Work};
+use crate::copy::{CopyEngine, Progress, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::{Deadline, Name};
 use crate::plan::{CopyPlan, Wave};
@@ -95,8 +95,8 @@ impl Streams {
         };
         let mut lease = self.link.lease(self.deadline)?;
         let received = self.ready(&mut lease, &request, bytes, |lease| {
-            let (engine, tensors) = (&self.cluster.engine, self.local.tensors());
-            engine.receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
+            let tensors = self.local.tensors();
+            CopyEngine::receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
         })?;
         if !received {
             return Ok(Moved::Stale);
@@ -122,9 +122,8 @@ impl Streams {
             limit_ms: limit_ms(self.deadline),
         };
         let local = self.local.tensors();
-        let moved = |lease: &Lease<'_>| {
-            self.cluster.engine.send(&self.plan, range, local, lease.stream(), self.deadline)
-        };
+        let moved =
+            |lease: &Lease<'_>| CopyEngine::send(&self.plan, range, local, lease.stream(), self.deadline);
         let answer = if ahead {
             let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));
             self.link.heard(&lease, self.deadline, said)

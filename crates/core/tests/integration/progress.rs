@@ -9,15 +9,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress};
-use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::Tensors;
 use llm_datadist_core::testing::net::{Address, Fault, Faults, Local, Stream, Transport};
 use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends, Span};
-use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement};
+use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Buffer, accepted, adopt, config, desc, pattern, proptest_cases};
+use crate::bed::{Buffer, accepted, adopt, desc, pattern, proptest_cases};
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
     CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
@@ -114,10 +113,6 @@ fn memory(
     (buffer, Arc::new(Tensors::adopted(adopted)))
 }
 
-fn engine() -> CopyEngine {
-    CopyEngine::new(&Config { copy_workers: Some(1), ..config(1 << 20) }, DeviceSet::host_only()).unwrap()
-}
-
 fn pair(name: &str) -> (Stream, Stream) {
     let transport = Local::default();
     let at = Address::Local(name.to_owned());
@@ -167,8 +162,8 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
             std::thread::scope(|scope| {
-                let sender = scope.spawn(|| engine().send(&plan, from..to, &src, &local, soon()));
-                engine().receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
+                let sender = scope.spawn(|| CopyEngine::send(&plan, from..to, &src, &local, soon()));
+                CopyEngine::receive(&plan, from..to, &dst, &remote, soon(), &progress).unwrap();
                 sender.join().unwrap().unwrap();
             });
             from = to;
@@ -180,7 +175,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
     let (local, _far) = pair("progress");
-    let error = engine().send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
+    let error = CopyEngine::send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
 
@@ -216,15 +211,15 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let (local, remote) = pair("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
             let mut remote = std::fs::File::from(remote.as_fd().try_clone_to_owned().unwrap());
             remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
         let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
-            scope.spawn(|| engine().send(&pieces, range.clone(), &src, &local, soon()).unwrap());
-            engine().receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
+            scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
+            CopyEngine::receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();
         });
         assert!(buffer.read(from, bytes - from) == order[from..], "{blocks} blocks from {from}");
     }
@@ -243,9 +238,9 @@ fn a_stream_that_breaks_leaves_rows_that_are_whole() {
         let progress = Progress::default();
         let error = std::thread::scope(|scope| {
             // It may find that nobody takes the rest.
-            scope.spawn(|| engine().send(&plan, 0..plan.bytes(), &src, &local, soon()));
+            scope.spawn(|| CopyEngine::send(&plan, 0..plan.bytes(), &src, &local, soon()));
             let error =
-                engine().receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
+                CopyEngine::receive(&plan, 0..plan.bytes(), &dst, &remote, soon(), &progress).unwrap_err();
             remote.close();
             error
         });

@@ -118,7 +118,7 @@ fn small_copies_and_forced_ones_are_not_learned() {
         assert_eq!(kernel, Kernel::all()[..2].last().copied().unwrap());
         assert!(!kernel.streams());
     }
-    assert!(!tuner.learns(1 << 20) && tuner.learns(TOTAL));
+    assert!(!Tuner::learns(1 << 20) && Tuner::learns(TOTAL));
     let plain = Tuner::new(KernelChoice::Plain).unwrap();
     assert_eq!(run(&plain, 100, 100, 1), 0);
     assert_eq!(plain.bytes(), (100 * UNIT, 0));

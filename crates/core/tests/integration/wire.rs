@@ -265,7 +265,7 @@ fn a_refusal_crosses_versions() {
     for version in [0, 1, 2, 3, 4, 5, 255] {
         let mut header: [u8; HEADER] = frame[..HEADER].try_into().unwrap();
         header[2] = version;
-        let header = Header::parse(&header, HANDSHAKE_LIMIT).unwrap();
+        let header = Header::parse(header, HANDSHAKE_LIMIT).unwrap();
         assert_eq!(header, Header { kind: REFUSAL, length: 24 });
         let refused = protocol::open::<Welcome>(header.kind, &frame[HEADER..]).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
@@ -298,11 +298,11 @@ fn a_refusal_fits_into_a_greeting() {
 #[test]
 fn headers_that_are_none() {
     let good = *b"LD\x05\x01\x10\0\0\0";
-    assert_eq!(Header::parse(&good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
+    assert_eq!(Header::parse(good, 16).unwrap(), Header { kind: MESSAGE, length: 16 });
     let with = |at: usize, byte: u8| {
         let mut bytes = good;
         bytes[at] = byte;
-        Header::parse(&bytes, MESSAGE_LIMIT).unwrap_err()
+        Header::parse(bytes, MESSAGE_LIMIT).unwrap_err()
     };
     assert_eq!(with(0, b'H').kind(), ErrorKind::LinkFailed);
     assert_eq!(with(1, b'T').kind(), ErrorKind::LinkFailed);
@@ -313,7 +313,7 @@ fn headers_that_are_none() {
         "{version}"
     );
     assert_eq!(with(3, 2).kind(), ErrorKind::NotLinked);
-    let long = Header::parse(&good, 15).unwrap_err();
+    let long = Header::parse(good, 15).unwrap_err();
     assert_eq!(
         (long.kind(), long.fact("bytes"), long.fact("limit")),
         (ErrorKind::NotLinked, Some("16"), Some("15"))
@@ -750,7 +750,7 @@ proptest! {
 
     #[test]
     fn headers_never_panic(bytes: [u8; HEADER], limit in 0..=MESSAGE_LIMIT) {
-        if let Ok(header) = Header::parse(&bytes, limit) {
+        if let Ok(header) = Header::parse(bytes, limit) {
             prop_assert!(header.length <= limit);
         }
     }
