@@ -1,7 +1,7 @@
 //! `libllm_datadist`: the engine for C and C++. Convert, enter, call, keep the reason; nothing is decided here.
 //!
 //! `include/llm_datadist/llm_datadist.h` is the C++ class over it, `llm_datadist_c.h` the generated C header. Not for:
-//! what arguments mean (`core::check`), or names and defaults of the public class (the C++ header).
+//! what arguments mean (`core::validate`), or names and defaults of the public class (the C++ header).
 
 // Tests of the library may panic; the library may not.
 #![cfg_attr(

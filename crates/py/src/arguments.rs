@@ -16,8 +16,8 @@ use crate::blocks;
 use crate::convert::{self, Width, only_support};
 use crate::datadist::DataDist;
 use crate::error::raise;
-use crate::front::Front;
 use crate::local_cache::LocalCache;
+use crate::python_types::PythonTypes;
 
 macro_rules! arguments {
     ($($(#[$doc:meta])* $name:ident;)*) => {
@@ -61,12 +61,12 @@ arguments! {
 impl<'a, 'py> CacheArg<'a, 'py> {
     /// It must be a `Cache`. `None` passes, and fails at its first attribute.
     pub(crate) fn typed(self, name: &str) -> PyResult<()> {
-        convert::typed(name, &self, &Front::get(self.py())?.cache, "Cache")
+        convert::typed(name, &self, &PythonTypes::get(self.py())?.cache, "Cache")
     }
 
     /// It must be a `KvCache`. `None` passes, and fails at its first attribute.
     pub(crate) fn kv_typed(self, name: &str) -> PyResult<()> {
-        convert::typed(name, &self, &Front::get(self.py())?.kv_cache, "KvCache")
+        convert::typed(name, &self, &PythonTypes::get(self.py())?.kv_cache, "KvCache")
     }
 
     /// It must be in memory of the device.
@@ -109,7 +109,7 @@ impl<'a, 'py> CacheArg<'a, 'py> {
 impl DescArg<'_, '_> {
     /// It must be a `CacheDesc`. `None` passes, and fails at its first attribute.
     pub(crate) fn typed(self) -> PyResult<()> {
-        convert::typed("cache_desc", &self, &Front::get(self.py())?.cache_desc, "CacheDesc")
+        convert::typed("cache_desc", &self, &PythonTypes::get(self.py())?.cache_desc, "CacheDesc")
     }
 
     /// It must be in memory of the device.

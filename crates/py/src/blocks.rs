@@ -14,7 +14,7 @@ use crate::{engine, raw};
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// A list or tuple of block indices; `None` passes, and fails where its length is needed.
+/// Reads a list or tuple of block indices. `None` passes here, and fails where its length is needed.
 pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec<i64>>> {
     if let Ok(list) = value.cast::<PyList>() {
         listed(name, list).map(Some)
@@ -28,20 +28,20 @@ pub(crate) fn listed_or_none(name: &str, value: &Any<'_>) -> PyResult<Option<Vec
     }
 }
 
-/// A list of block indices.
+/// Reads a list of block indices.
 pub(crate) fn listed(name: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     let words = raw::list_words(list).map_err(|error| raise(list.py(), &error))?;
     words.map_or_else(|| one_by_one(name, list.len(), list.iter()), Ok)
 }
 
-/// A wrong type anywhere is found before a wrong width.
+/// Reads the items one after the other. A wrong type anywhere is reported before a value out of range.
 fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py>>) -> PyResult<Vec<i64>> {
     let mut indices: Option<Vec<i64>> = None;
     let mut wide = None;
     for item in items {
         let indices = match &mut indices {
             Some(indices) => indices,
-            // Not before there is an item, whose interpreter an error needs.
+            // Allocated at the first item, because an error needs an interpreter, which an item has.
             none => none.insert(convert::room(item.py(), count)?),
         };
         if !is_int(&item) {
@@ -53,33 +53,33 @@ fn one_by_one<'py>(name: &str, count: usize, items: impl Iterator<Item = Any<'py
         }
     }
     match wide {
-        Some(item) => Err(invalid(item.py(), name, shown(&item), "an integer of 64 bits")),
+        Some(item) => Err(invalid(item.py(), name, shown(&item), "between -2^63 and 2^63 - 1")),
         None => Ok(indices.unwrap_or_default()),
     }
 }
 
-/// `{source: destination}`, or an integer array of such rows.
+/// Reads `{source: destination}`, or an integer array of such rows.
 pub(crate) fn pairs(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
     if let Some(pairs) = raw::dict_words(dict).map_err(|error| raise(value.py(), &error))? {
         return Ok(pairs);
     }
     let mut pairs = convert::room(value.py(), dict.len())?;
-    // Nothing in the loop runs Python code, which could change the dict.
+    // The loop runs no Python code, so the dict cannot change.
     for (src, dst) in dict.iter() {
         pairs.push((dict_key(name, &src)?, dict_value(name, &dst)?));
     }
     Ok(pairs)
 }
 
-/// `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
+/// Reads `{source: [destination, …]}`, or an integer array of `(source, destination)` rows.
 pub(crate) fn lists(name: &str, value: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let Ok(dict) = value.cast::<PyDict>() else { return rows(name, value) };
     if let Some(pairs) = raw::dict_lists(dict).map_err(|error| raise(value.py(), &error))? {
         return Ok(pairs);
     }
     let mut pairs = convert::room(value.py(), dict.len())?;
-    // Nothing in the loop runs Python code, which could change the dict.
+    // The loop runs no Python code, so the dict cannot change.
     for (src, list) in dict.iter() {
         let src = dict_key(name, &src)?;
         let list = list
@@ -112,14 +112,14 @@ fn dict_value(name: &str, value: &Any<'_>) -> PyResult<i64> {
     }
 }
 
-/// numpy's `asarray`, once an array was given: calls without one do without numpy.
+/// numpy's `asarray`. It is looked up at the first array, because calls without arrays do not need numpy.
 static AS_ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// The rows of an `(n, 2)` integer array: numpy's own, or anything that numpy can read as one.
+/// Reads the rows of an `(n, 2)` integer array of numpy, or of an object that numpy can read as one.
 fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let py = given.py();
     if given.is_none() {
-        // The call that a mapping would get: `None` fails it as documented, with `AttributeError`.
+        // `None` raises the documented `AttributeError`.
         given.getattr(intern!(py, "items"))?;
     }
     let wrong = || only_support(name, "['dict', 'an integer array of shape (n, 2)']", given);
@@ -136,7 +136,7 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     let as_words = (intern!(py, "<i8"), "C", "unsafe", false, false); // the last: no copy of what is so already
     let words = array.call_method1(intern!(py, "astype"), as_words);
     let bytes = words.and_then(|words| words.call_method0(intern!(py, "tobytes")));
-    // What numpy could not copy is a list of this call that got no memory, like any other.
+    // A copy for which numpy has no memory is reported like any other list of the call.
     let bytes = bytes.map_err(|error| convert::short(py, error, count.saturating_mul(16)))?;
     let bytes = bytes.cast::<PyBytes>()?.as_bytes();
     if Some(bytes.len()) != count.checked_mul(16) {
@@ -144,11 +144,12 @@ fn rows(name: &str, given: &Any<'_>) -> PyResult<Vec<(i64, i64)>> {
     }
     let mut pairs = convert::room(py, *count)?;
     engine::allow_threads(py, || words_of(bytes, kind == 'u', &mut pairs))
-        .map_err(|wrapped| invalid(py, name, wrapped, "an integer of 64 bits"))?;
+        .map_err(|wrapped| invalid(py, name, wrapped, "between -2^63 and 2^63 - 1"))?;
     Ok(pairs)
 }
 
-/// Appends pairs of little-endian words to `pairs`, which has room for them. `Err` with an unsigned number that they cannot hold: it is refused, never wrapped.
+/// Appends pairs of little-endian words to `pairs`, which has room for them. Returns `Err` with the first unsigned number
+/// above `i64::MAX`.
 fn words_of(bytes: &[u8], unsigned: bool, pairs: &mut Vec<(i64, i64)>) -> Result<(), u64> {
     let (words, _) = bytes.as_chunks::<8>();
     if let Some(&wrapped) = words.iter().find(|&&word| unsigned && i64::from_le_bytes(word) < 0) {

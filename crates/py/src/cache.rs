@@ -15,7 +15,7 @@ use crate::engine::Held;
 use crate::error::raise;
 use crate::raw::{self, DL_CPU};
 
-/// The engine's view of a CPU cache: memory of the caller's, known to no engine.
+/// A CPU cache: memory of the caller that no engine knows.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct LooseCache {
     cache: Held<Cache>,
@@ -38,13 +38,13 @@ impl LooseCache {
 }
 
 impl LooseCache {
-    /// The cache as one end of a copy.
+    /// Returns the cache as one end of a copy.
     pub(crate) fn end(&self) -> Result<End> {
         self.cache.get().cloned().map(End::Loose)
     }
 }
 
-/// A cache that an engine made, as its handle knows it: enough to name it, nothing that keeps it.
+/// What the handle of a cache knows: enough to name the cache, without keeping it alive.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct ManagedCache {
     engine: u64,
@@ -54,17 +54,17 @@ pub(crate) struct ManagedCache {
 }
 
 impl ManagedCache {
-    /// What to remember of `cache`, which the engine of this number made.
+    /// Creates the handle of `cache`, which the engine with this number made.
     pub(crate) fn of(engine: u64, cache: &Cache) -> Self {
         ManagedCache { engine, id: cache.id(), kind: cache.kind(), addrs: cache.shared_addrs() }
     }
 
-    /// How its rows are read.
+    /// Returns whether its rows are batch slots or blocks.
     pub(crate) fn kind(&self) -> CacheKind {
         self.kind
     }
 
-    /// Its id, if the engine of this number made it.
+    /// Returns its id if the engine with this number made it.
     pub(crate) fn id_in(&self, engine: u64) -> Option<CacheId> {
         (self.engine == engine).then_some(self.id)
     }
@@ -82,8 +82,8 @@ impl ManagedCache {
     }
 }
 
-/// One tensor of a cache, without a copy. Memory of a pool stays as long as the view, or any array made from it, lives;
-/// that of a registered or CPU cache is the caller's to keep.
+/// A view of one tensor of a cache, without a copy. Memory of a pool lives as long as the view and all arrays made from it.
+/// The caller keeps the memory of a registered cache or a CPU cache alive.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TensorView {
     cache: Held<Cache>,
@@ -91,14 +91,14 @@ pub(crate) struct TensorView {
 }
 
 impl TensorView {
-    /// A view of every tensor of `cache`, once the kernel says that they are mapped.
+    /// Creates a view of every tensor of `cache`, after checking that the memory is mapped.
     pub(crate) fn all(cache: &Arc<Cache>) -> Result<Vec<Self>> {
         cache.check_views()?;
         let view = |index| TensorView { cache: Held::new(cache.clone()), index };
         fallible::collect("the views of tensors", (0..cache.addrs().len()).map(view))
     }
 
-    /// The view of one of them, if it is there.
+    /// Creates a view of one tensor of `cache`.
     pub(crate) fn one(cache: &Arc<Cache>, index: usize) -> Result<Self> {
         let view = Self::all(cache)?.into_iter().nth(index);
         view.ok_or_else(|| Error::argument("tensor_index", index, "a tensor of the cache"))
@@ -177,7 +177,7 @@ fn no_type(data_type: DataType, protocol: &str) -> PyErr {
     PyTypeError::new_err(format!("{protocol} has no element type for DataType.{}", data_type.name()))
 }
 
-/// numpy's name of an element type. It has none for brain floats, whose 16 bits show as an unsigned integer.
+/// Returns numpy's name of an element type. numpy has none for bfloat16, which appears as a 16-bit unsigned integer.
 fn typestr(data_type: DataType) -> PyResult<&'static str> {
     Ok(match data_type {
         DataType::Float => "<f4",
@@ -196,7 +196,7 @@ fn typestr(data_type: DataType) -> PyResult<&'static str> {
     })
 }
 
-/// `DLPack`'s type code of an element type, and its bits.
+/// Returns the type code and the bits of an element type in `DLPack`.
 fn dlpack_type(data_type: DataType) -> PyResult<raw::Element> {
     const INT: u8 = 0;
     const UINT: u8 = 1;

@@ -15,7 +15,7 @@ use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// The classes of an argument that takes one class, or a list or tuple of them.
+/// Reads an argument that is one class, or a list or tuple of classes.
 fn classes<'py>(given: &Any<'py>) -> PyResult<Vec<Bound<'py, PyType>>> {
     match given.cast::<PyType>() {
         Ok(class) => Ok(vec![class.clone()]),
@@ -23,14 +23,14 @@ fn classes<'py>(given: &Any<'py>) -> PyResult<Vec<Bound<'py, PyType>>> {
     }
 }
 
-/// The names of `classes` in square brackets and quotes.
+/// Returns the names of `classes` as `['A', 'B']`.
 fn names(classes: &[Bound<'_, PyType>]) -> PyResult<String> {
     let names: Vec<String> =
         classes.iter().map(|class| Ok(format!("'{}'", class.name()?))).collect::<PyResult<_>>()?;
     Ok(format!("[{}]", names.join(", ")))
 }
 
-/// Whether `value` is an instance of one of `classes`; a `bool` only of `bool` itself (or `object`), never of `int`.
+/// Whether `value` is an instance of one of `classes`. A `bool` does not count as an `int`.
 fn belongs(value: &Any<'_>, classes: &[Bound<'_, PyType>]) -> PyResult<bool> {
     let int_class = value.py().get_type::<PyInt>();
     let is_bool = value.is_exact_instance_of::<PyBool>();
@@ -42,7 +42,7 @@ fn belongs(value: &Any<'_>, classes: &[Bound<'_, PyType>]) -> PyResult<bool> {
     Ok(false)
 }
 
-/// Returns `arg_value` unchanged if it belongs to `classes` and its elements, if asked for, to `inner_class`.
+/// Returns `arg_value` unchanged if it belongs to `classes`, and its elements to `inner_class` if that is given.
 #[pyfunction]
 #[pyo3(signature = (arg_name, arg_value, classes, inner_class=None, extra_fmt="", allow_none=true))]
 pub(crate) fn check_isinstance<'py>(
@@ -66,7 +66,7 @@ pub(crate) fn check_isinstance<'py>(
     Ok(arg_value)
 }
 
-/// Every element of an iterable must belong to `inner_class`.
+/// Checks that every element of an iterable belongs to `inner_class`.
 #[pyfunction]
 pub(crate) fn check_inner(arg_name: &str, arg_value: &Any<'_>, inner_class: &Any<'_>) -> PyResult<()> {
     let allowed = classes(inner_class)?;
@@ -79,7 +79,7 @@ pub(crate) fn check_inner(arg_name: &str, arg_value: &Any<'_>, inner_class: &Any
     Ok(())
 }
 
-/// A dict whose keys, values and, if asked for, values' elements belong to these classes.
+/// Checks the classes of the keys and values of a dict, and of the elements of its values if `v_inner_class` is given.
 #[pyfunction]
 #[pyo3(signature = (arg_name, arg_value, k_class, v_class, v_inner_class=None))]
 pub(crate) fn check_dict(
@@ -90,12 +90,12 @@ pub(crate) fn check_dict(
     v_inner_class: Option<&Any<'_>>,
 ) -> PyResult<()> {
     if arg_value.is_none() {
-        // A mapping would be asked for its items; `None` fails that as documented, with `AttributeError`.
+        // `None` raises the documented `AttributeError`.
         arg_value.getattr("items")?;
     }
     let dict = arg_value.cast::<PyDict>().map_err(|_| only_support(arg_name, "['dict']", arg_value))?;
     let (keys, values) = (classes(k_class)?, classes(v_class)?);
-    // A snapshot: the classes of what is inside may run Python code that changes the dict.
+    // A copy of the items, because the checks may run Python code that changes the dict.
     for item in dict.items() {
         let (key, value): (Any<'_>, Any<'_>) = item.extract()?;
         if !belongs(&key, &keys)? {
@@ -158,7 +158,7 @@ list_checks! {
     check_list_uint64: u64;
 }
 
-/// `default` for `None`; else the value, an integer from 0 to 2^63 - 1.
+/// Returns `default` for `None`, and otherwise the value, an integer from 0 to 2^63 - 1.
 #[pyfunction]
 #[pyo3(signature = (arg_name, arg_value, default=-1), text_signature = "(arg_name, arg_value, default=-1)")]
 pub(crate) fn check_positive_or_set_default(
@@ -180,7 +180,7 @@ fn checked<T>(py: Python<'_>, result: Result<T>) -> PyResult<T> {
     result.map_err(|error| raise(py, &error))
 }
 
-/// The dimension indices of a `CacheDesc` of `rank` dimensions.
+/// Checks the dimension indices of a `CacheDesc` of `rank` dimensions.
 #[pyfunction]
 pub(crate) fn check_dimensions(
     rank: usize,
@@ -191,7 +191,7 @@ pub(crate) fn check_dimensions(
     checked(batch_dim_index.py(), validate::dimensions(rank, index, seq_len_dim_index))
 }
 
-/// Bytes of one tensor.
+/// Returns the bytes of one tensor.
 #[pyfunction]
 pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64> {
     let bytes = llm_datadist_core::tensor_bytes(&convert::shape(shape)?, convert::data_type(data_type)?);

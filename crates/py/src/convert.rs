@@ -13,11 +13,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyList, PyString, PyTuple, PyType};
 
 use crate::error::{invalid, raise};
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// The `TypeError` for a value of the wrong type; clients match the words `only support`.
+/// Creates the `TypeError` for a value of the wrong type. Clients match the words `only support`.
 #[cold]
 pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &Any<'_>) -> PyErr {
     PyTypeError::new_err(format!(
@@ -26,7 +26,7 @@ pub(crate) fn only_support(name: impl Display, allowed: impl Display, value: &An
     ))
 }
 
-/// Enough of `value` for a message, whatever its own text is: a long one is cut, and one that cannot be made is named.
+/// Returns a text of `value` for messages. A long text is cut; a value whose `str` fails is shown by its class.
 #[cold]
 pub(crate) fn shown(value: &Any<'_>) -> String {
     const LONGEST: usize = 120;
@@ -42,7 +42,7 @@ pub(crate) fn shown(value: &Any<'_>) -> String {
     }
 }
 
-/// The `TypeError` for an element of the wrong type; clients match the words `inner type only support`.
+/// Creates the `TypeError` for an element of the wrong type. Clients match the words `inner type only support`.
 #[cold]
 pub(crate) fn inner_only_support(name: &str, allowed: impl Display, value: &Any<'_>) -> PyErr {
     only_support(format_args!("{name} inner type"), allowed, value)
@@ -53,9 +53,9 @@ pub(crate) fn is_int(value: &Any<'_>) -> bool {
     value.is_instance_of::<PyInt>() && !value.is_exact_instance_of::<PyBool>()
 }
 
-/// A machine width of the public API.
+/// An integer type of the public API.
 pub(crate) trait Width: for<'a, 'py> FromPyObject<'a, 'py> + Display {
-    /// Its public name.
+    /// Its name in messages.
     const NAME: &'static str;
     /// Its least value.
     const MIN: Self;
@@ -75,7 +75,7 @@ macro_rules! widths {
 
 widths! { u8, "uint8"; u16, "uint16"; u32, "uint32"; u64, "uint64"; i32, "int32"; i64, "int64"; }
 
-/// An integer of a stated width: `TypeError` if it is none, `ValueError` beyond the width.
+/// Reads an integer of type `T`. Anything else is a `TypeError`, and a value out of range a `ValueError`.
 pub(crate) fn int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<T> {
     if !is_int(value) {
         return Err(only_support(name, "['int']", value));
@@ -87,22 +87,23 @@ pub(crate) fn int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<T> {
     })
 }
 
-/// The same, or `None`.
+/// Reads an integer of type `T`, or `None`.
 pub(crate) fn optional_int<T: Width>(name: &str, value: &Any<'_>) -> PyResult<Option<T>> {
     if value.is_none() { Ok(None) } else { int(name, value).map(Some) }
 }
 
-/// An integer without a stated width: `TypeError` if it is none, an argument error beyond what the engine can hold.
+/// Reads an integer without a documented range. Anything else is a `TypeError`; a value that does not fit 64 bits is an
+/// argument error.
 pub(crate) fn any_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
     if is_int(value) { held_int(name, value) } else { Err(only_support(name, "['int']", value)) }
 }
 
-/// The same, of what is an integer.
+/// Reads `value`, which is an integer, as [`any_int`] does.
 pub(crate) fn held_int(name: &str, value: &Any<'_>) -> PyResult<i64> {
-    value.extract().map_err(|_| invalid(value.py(), name, shown(value), "an integer of 64 bits"))
+    value.extract().map_err(|_| invalid(value.py(), name, shown(value), "between -2^63 and 2^63 - 1"))
 }
 
-/// A `list` of addresses; a tuple is refused (contract §4.3, §7.6).
+/// Reads a `list` of addresses. A tuple is refused (contract §4.3, §7.6).
 pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let list = value.cast::<PyList>().map_err(|_| only_support(name, "['list']", value))?;
     if let Some(other) = list.iter().find(|item| !is_int(item)) {
@@ -111,20 +112,20 @@ pub(crate) fn addresses(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     gathered(value.py(), list.len(), list.iter().map(|item| int(name, &item)))
 }
 
-/// What a list of a call is for, should there be no memory for it.
+/// Names the lists of a call in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
-/// An empty list with room for `count`.
+/// Returns an empty list with room for `count` items.
 pub(crate) fn room<T>(py: Python<'_>, count: usize) -> PyResult<Vec<T>> {
     fallible::with_capacity(LISTS, count).map_err(|error| raise(py, &error))
 }
 
-/// Adds one item to a list: the code of Python that gave it may have made it longer than it was.
+/// Adds one item to a list that may be full, because Python code may have made its source longer meanwhile.
 pub(crate) fn push<T>(py: Python<'_>, list: &mut Vec<T>, item: T) -> PyResult<()> {
     fallible::push(LISTS, list, item).map_err(|error| raise(py, &error))
 }
 
-/// `error`, which is the engine's own if Python had no memory for `bytes`.
+/// Returns `error`, or the engine's out-of-memory error if `error` is a `MemoryError`.
 #[cold]
 pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
     if error.is_instance_of::<PyMemoryError>(py) {
@@ -134,13 +135,13 @@ pub(crate) fn short(py: Python<'_>, error: PyErr, bytes: usize) -> PyErr {
     }
 }
 
-/// Whether `value` is an instance of a class of the front; exact instances answer without a lookup.
+/// Whether `value` is an instance of a class of the Python package; exact instances answer without a lookup.
 pub(crate) fn instance(value: &Any<'_>, class: &Py<PyType>) -> PyResult<bool> {
     let class = class.bind(value.py());
     Ok(value.get_type().is(class) || value.is_instance(class)?)
 }
 
-/// `value` must be `None` or an instance of the `class` of the front called `class_name`.
+/// `value` must be `None` or an instance of the `class` of the Python package called `class_name`.
 pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name: &str) -> PyResult<()> {
     if value.is_none() || instance(value, class)? {
         Ok(())
@@ -149,7 +150,7 @@ pub(crate) fn typed(name: &str, value: &Any<'_>, class: &Py<PyType>, class_name:
     }
 }
 
-/// What a `CacheDesc` says at this moment (`update_dim` may have changed its shape).
+/// Reads a `CacheDesc`. It is read at each call, because `update_dim` may change its shape.
 pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     let py = value.py();
     Ok(CacheDesc {
@@ -160,7 +161,7 @@ pub(crate) fn desc(value: &Any<'_>) -> PyResult<CacheDesc> {
     })
 }
 
-/// A list or tuple of dimensions.
+/// Reads a list or tuple of dimensions.
 pub(crate) fn shape(value: &Any<'_>) -> PyResult<Vec<i64>> {
     if let Ok(list) = value.cast::<PyList>() {
         list.iter().map(|dim| int("shape", &dim)).collect()
@@ -171,29 +172,31 @@ pub(crate) fn shape(value: &Any<'_>) -> PyResult<Vec<i64>> {
     }
 }
 
-/// A member of `DataType`. A descriptor may be built without one; it is missed where a size is needed.
+/// Reads a member of `DataType`. A descriptor may be created without one, but not used.
 pub(crate) fn data_type(value: &Any<'_>) -> PyResult<DataType> {
-    match Front::get(value.py())?.data_type(value) {
+    match PythonTypes::get(value.py())?.data_type(value) {
         Some(data_type) => Ok(data_type),
         None if value.is_none() => Err(invalid(value.py(), "data_type", "None", "a member of DataType")),
         None => Err(only_support("data_type", "['DataType']", value)),
     }
 }
 
-/// A member of `Placement`.
+/// Reads a member of `Placement`.
 pub(crate) fn placement(value: &Any<'_>) -> PyResult<Placement> {
-    Front::get(value.py())?.placement(value).ok_or_else(|| only_support("placement", "['Placement']", value))
+    PythonTypes::get(value.py())?
+        .placement(value)
+        .ok_or_else(|| only_support("placement", "['Placement']", value))
 }
 
-/// `cache_key` must be a `CacheKey`.
+/// Reads `cache_key`, which must be a `CacheKey`.
 pub(crate) fn cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
-    typed("cache_key", value, &Front::get(value.py())?.cache_key, "CacheKey")?;
+    typed("cache_key", value, &PythonTypes::get(value.py())?.cache_key, "CacheKey")?;
     key(value)
 }
 
-/// `cache_keys` must be a list or tuple of `CacheKey`; a placeholder becomes `None`.
+/// Reads `cache_keys`, which must be a list or tuple of `CacheKey`. A placeholder becomes `None`.
 pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
-    let class = &Front::get(value.py())?.cache_key;
+    let class = &PythonTypes::get(value.py())?.cache_key;
     let one = |item: Any<'_>| {
         if instance(&item, class)? {
             key(&item)
@@ -210,7 +213,7 @@ pub(crate) fn cache_keys(value: &Any<'_>) -> PyResult<Vec<Option<CacheKey>>> {
     }
 }
 
-/// The list of what `items` give, about `count` of them.
+/// Collects `items`, about `count` of them.
 pub(crate) fn gathered<T>(
     py: Python<'_>,
     count: usize,
@@ -223,7 +226,7 @@ pub(crate) fn gathered<T>(
     Ok(list)
 }
 
-/// What a `CacheKey` names; `None` for a placeholder.
+/// Reads a `CacheKey`. A placeholder is `None`.
 pub(crate) fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
     let py = value.py();
     Ok(CacheKey::new(
@@ -233,26 +236,26 @@ pub(crate) fn key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
     ))
 }
 
-/// `blocks_cache_key` must be a `BlocksCacheKey` or `None`.
+/// Reads `blocks_cache_key`, which must be a `BlocksCacheKey` or `None`.
 pub(crate) fn blocks_cache_key(value: &Any<'_>) -> PyResult<Option<CacheKey>> {
-    typed("blocks_cache_key", value, &Front::get(value.py())?.blocks_cache_key, "BlocksCacheKey")?;
+    typed("blocks_cache_key", value, &PythonTypes::get(value.py())?.blocks_cache_key, "BlocksCacheKey")?;
     if value.is_none() { Ok(None) } else { blocks_key(value).map(Some) }
 }
 
-/// What a `BlocksCacheKey` names.
+/// Reads a `BlocksCacheKey`.
 pub(crate) fn blocks_key(value: &Any<'_>) -> PyResult<CacheKey> {
     let model = int("model_id", &value.getattr(intern!(value.py(), "_model_id"))?)?;
     Ok(CacheKey::Blocks { model })
 }
 
-/// What a `CacheKeyByIdAndIndex` names.
+/// Reads a `CacheKeyByIdAndIndex`.
 pub(crate) fn row_name(value: &Any<'_>) -> PyResult<Name> {
     let py = value.py();
     let cache = CacheId(int("cache_id", &value.getattr(intern!(py, "_cache_id"))?)?);
     Ok(Name::Row { cache, row: int("batch_index", &value.getattr(intern!(py, "_batch_index"))?)? })
 }
 
-/// `remote_accessible` must be a `bool` or `None`.
+/// Reads `remote_accessible`, which must be a `bool` or `None`.
 pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
     if value.is_none() {
         return Ok(None);
@@ -261,7 +264,7 @@ pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
     Ok(Some(flag.is_true()))
 }
 
-/// A text of Python's as one of Rust's. One that is not UTF-8 is refused without being shown: it may be a secret.
+/// Reads a `str`. The error for one that is not UTF-8 does not show it, because it may be a secret.
 pub(crate) fn text(name: &str, value: &Bound<'_, PyString>) -> PyResult<String> {
     value.extract().map_err(|_| PyValueError::new_err(format!("{name} is no UTF-8 text")))
 }

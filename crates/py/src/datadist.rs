@@ -14,9 +14,9 @@ use crate::cache::{ManagedCache, TensorView};
 use crate::convert::{self, shown};
 use crate::engine::Engine;
 use crate::error::{self, invalid, raise};
-use crate::front::Front;
 use crate::layerwise::{self, Given, Transfer};
 use crate::links::{self, Membership, by_rank};
+use crate::python_types::PythonTypes;
 use crate::task::TransferTask;
 use crate::transfer::{self, LayerArgs};
 use crate::{local, log, stats};
@@ -33,7 +33,7 @@ pub(crate) struct DataDist {
     number: u64,
 }
 
-/// How many engines there were in this process: each has a number that no other ever has.
+/// Counts the engines of this process, so that each has a unique number.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
 #[pymethods]
@@ -46,7 +46,7 @@ impl DataDist {
         options: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
         let cluster = ClusterId(cluster_id.int("cluster_id")?);
-        let Some(role) = Front::get(py)?.role(&role) else {
+        let Some(role) = PythonTypes::get(py)?.role(&role) else {
             return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
         };
         let config =
@@ -142,7 +142,7 @@ impl DataDist {
 
     fn switch_role(&self, role: Arg<'_, '_>, listen: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let py = role.py();
-        let Some(new) = Front::get(py)?.role(&role) else {
+        let Some(new) = PythonTypes::get(py)?.role(&role) else {
             return Err(invalid(py, "role", shown(&role), "a member of LLMRole"));
         };
         let listen = links::listen(listen)?;
@@ -379,12 +379,12 @@ impl DataDist {
         &self.engine
     }
 
-    /// What tells it from other engines of this process, closed ones too.
+    /// Returns its number, which no other engine of this process ever has.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Which manager it serves.
+    /// Returns which manager it serves.
     pub(crate) fn mode(&self) -> Mode {
         self.mode
     }

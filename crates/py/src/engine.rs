@@ -12,10 +12,10 @@ use pyo3::prelude::*;
 
 use crate::error::{self, Codes};
 
-/// A shared engine object that only the process which made it may release.
+/// A shared object of an engine that only the process which created it releases.
 ///
-/// A forked child has a copy of the handle, but not the threads behind it, and locks in whatever state they were in:
-/// there the object is left alone for ever instead of being dropped (test: `tests/test_lifecycle.py`).
+/// A forked child has a copy of the handle, but not the threads behind it, and its locks may be held. So the child leaks
+/// the object instead of dropping it (`tests/test_lifecycle.py`).
 pub(crate) struct Held<T: Send + Sync> {
     process: u32,
     value: Option<Arc<T>>,
@@ -27,22 +27,22 @@ impl<T: Send + Sync> Held<T> {
         Held { process: this_process(), value: Some(value) }
     }
 
-    /// The object, which is there until drop.
+    /// Returns the object.
     pub(crate) fn get(&self) -> Result<&Arc<T>> {
         self.value.as_ref().ok_or_else(|| Error::new(ErrorKind::Closed, "the object was released"))
     }
 
-    /// The object, in the process that made it: locks of a forked child's copy may never open.
+    /// Returns the object in the process that created it. In a forked child, locks of the copy may be held for ever.
     pub(crate) fn own(&self) -> Result<&Arc<T>> {
         if self.process == this_process() { self.get() } else { Err(forked()) }
     }
 
-    /// Lets go on a thread that is detached already.
+    /// Releases the object on a thread that is already detached from the interpreter.
     fn release(mut self) {
         drop(self.last());
     }
 
-    /// The object, if this was the last reference to it in the process that made it.
+    /// Takes the object out if this was the last reference to it in the process that created it.
     fn last(&mut self) -> Option<T> {
         let value = self.value.take()?;
         if self.process == this_process() {
@@ -54,8 +54,8 @@ impl<T: Send + Sync> Held<T> {
     }
 }
 
-/// The last reference may unmap a pool of gigabytes, so it goes detached (test: `tests/test_views.py`). Python drops its
-/// objects attached; the deleter of a capsule may come from any thread, and at a time when there is no interpreter.
+/// The last reference is dropped while detached from the interpreter, because it may unmap gigabytes
+/// (`tests/test_views.py`). The deleter of a capsule may run on any thread, and when there is no interpreter any more.
 impl<T: Send + Sync> Drop for Held<T> {
     fn drop(&mut self) {
         let Some(last) = self.last() else { return };
@@ -64,7 +64,7 @@ impl<T: Send + Sync> Drop for Held<T> {
     }
 }
 
-/// The engine as Python holds it: open, or closed for ever.
+/// The engine that a Python object holds: open, or closed for good.
 pub(crate) struct Engine {
     process: u32,
     codes: Codes,
@@ -90,14 +90,14 @@ impl Engine {
         detached(py, self.codes, || call(&*self.engine()?))
     }
 
-    /// Which code a kind of error has here.
+    /// Returns the function that gives the status code of an error kind for this engine.
     pub(crate) fn codes(&self) -> Codes {
         self.codes
     }
 
-    /// Closes the engine: later calls fail, those under way end normally, memory lives as long as views of it.
+    /// Closes the engine. Later calls fail, running calls end normally, and memory lives as long as views of it.
     pub(crate) fn close(&self, py: Python<'_>) {
-        // In a forked child another thread may have held the lock for ever: there the handle is merely forgotten.
+        // In a forked child the lock may be held for ever, so nothing is done there.
         if self.process == this_process() {
             py.detach(|| {
                 let held = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
@@ -123,7 +123,8 @@ fn forked() -> Error {
     Error::new(ErrorKind::Forked, text)
 }
 
-/// Runs `call`, which waits until `deadline` at most, detached; a signal handler that raises ends it early.
+/// Runs `call`, which waits until `deadline` at most, detached from the interpreter. A signal handler that raises ends it
+/// early.
 pub(crate) fn waiting<T: Send>(
     py: Python<'_>,
     deadline: Deadline,
@@ -137,24 +138,24 @@ pub(crate) fn allow_threads<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + 
     py.detach(call)
 }
 
-/// Closes in a forked child the sockets it inherited, so that peers notice when the parent is gone.
+/// Closes the sockets that a forked child inherited, so that peers notice when the parent has ended.
 #[pyfunction]
 pub(crate) fn abandon_sockets() {
     llm_datadist_core::bindings::abandon_sockets();
 }
 
-/// Runs `call`, which neither blocks nor moves bytes, without detaching.
+/// Runs `call`, which neither blocks nor moves bytes, without detaching from the interpreter.
 pub(crate) fn attached<T>(py: Python<'_>, call: impl FnOnce() -> Result<T>) -> PyResult<T> {
     survived(call).map_err(|error| error::raise(py, &error))
 }
 
 thread_local! {
-    /// What a signal handler raised while this thread waited in the engine.
+    /// The exception that a signal handler raised while this thread waited in the engine.
     static RAISED: Cell<Option<PyErr>> = const { Cell::new(None) };
 }
 
-/// Whether a signal handler raised meanwhile: the engine asks now and then on the thread of a call that waits, and the
-/// call then fails with what was raised (test: `tests/test_link_arguments.py`).
+/// Whether a signal handler raised an exception. The engine calls this from time to time on the thread of a waiting call,
+/// which then fails with that exception (`tests/test_link_arguments.py`).
 fn interrupted() -> bool {
     let asked = Python::try_attach(|py| match py.check_signals() {
         Ok(()) => false,
@@ -174,10 +175,10 @@ fn detached<T: Send>(py: Python<'_>, codes: Codes, call: impl FnOnce() -> Result
     }
 }
 
-/// A panic of the engine as its error: `except Exception` is to catch it, which a `PanicException` escapes.
+/// Turns a panic of the engine into an error, because `except Exception` does not catch a `PanicException`.
 fn survived<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
-    // Unwind safe: what outlives a call is behind locks of the engine, which keep their data whole or are let go by
-    // drop, and nothing that the call borrowed from here is looked at again.
+    // Unwind safe: what outlives the call is behind locks of the engine that stay consistent, and nothing that the call
+    // borrowed is used again.
     panic::catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|cause| {
         let text =
             cause.downcast_ref::<&str>().copied().or(cause.downcast_ref::<String>().map(String::as_str));

@@ -167,7 +167,7 @@ impl KvCaches {
     }
 }
 
-/// The index of one tensor of `cache`.
+/// Reads the index of one tensor of `cache`.
 fn tensor(cache: CacheArg<'_, '_>, index: IntArg<'_, '_>) -> PyResult<usize> {
     let py = cache.py();
     let index: i32 = index.int("tensor_index")?;
@@ -179,7 +179,7 @@ fn tensor(cache: CacheArg<'_, '_>, index: IntArg<'_, '_>) -> PyResult<usize> {
     }
 }
 
-/// The arguments of `pull_cache`.
+/// Checks the arguments of `pull_cache` (contract §9.1).
 fn pull_cache(
     native: &Bound<'_, DataDist>,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -206,7 +206,7 @@ fn pull_cache(
     Ok(Pull { from: key.name()?, to: local.end(native)?, rows, layers })
 }
 
-/// The arguments of `pull_blocks`.
+/// Checks the arguments of `pull_blocks` (contract §9.1).
 fn pull_blocks(
     native: &Bound<'_, DataDist>,
     (key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -236,7 +236,7 @@ fn device_cache(name: &str, cache: CacheArg<'_, '_>) -> PyResult<()> {
     cache.on_device(name)
 }
 
-/// A descriptor of at least one tensor, in memory of the device.
+/// The descriptor must have at least one tensor, in memory of the device.
 fn allocatable(desc: DescArg<'_, '_>) -> PyResult<()> {
     let count: u32 = int("num_tensors", &desc.getattr(intern!(desc.py(), "_num_tensors"))?)?;
     if count == 0 {
@@ -250,7 +250,7 @@ fn nameless(py: Python<'_>, name: &str, why: &str) -> PyErr {
     raise(py, &Error::new(ErrorKind::InvalidArgument, format!("{name} must not be given: {why}")))
 }
 
-/// The cache as one end of a copy. A CPU cache of several devices has no part in a process of one.
+/// Returns the cache as one end of a copy. An engine has one device, so a CPU cache of several devices is refused.
 fn one_device(native: &Bound<'_, DataDist>, cache: CacheArg<'_, '_>) -> PyResult<End> {
     let py = native.py();
     let devices = cache.getattr(intern!(py, "_num_devices"))?;
@@ -260,14 +260,14 @@ fn one_device(native: &Bound<'_, DataDist>, cache: CacheArg<'_, '_>) -> PyResult
     Err(invalid(py, "num_devices of the cache", devices, "1, because an engine has one device"))
 }
 
-/// A byte offset: an int64 from 0 on, or `None` for 0.
+/// Reads a byte offset: an int64 of 0 or above, or `None` for 0.
 fn offset(options: &Bound<'_, PyDict>, name: &str) -> PyResult<u64> {
     let Some(given) = options.get_item(name)?.filter(|given| !given.is_none()) else { return Ok(0) };
     let value: i64 = int(name, &given)?;
     u64::try_from(value).map_err(|_| negative(name, value))
 }
 
-/// Indices are uint64, so a negative one is a `ValueError`.
+/// Refuses negative indices with a `ValueError`, because the contract types them as uint64.
 fn not_negative(name: &str, pairs: &[(i64, i64)]) -> PyResult<()> {
     let mut indices = pairs.iter().flat_map(|&(src, dst)| [src, dst]);
     indices.find(|&index| index < 0).map_or(Ok(()), |index| Err(negative(name, index)))

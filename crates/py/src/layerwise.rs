@@ -16,29 +16,29 @@ use crate::arguments::{Arg, BlocksArg, CacheArg, IntArg, KeyArg};
 use crate::convert::{self, inner_only_support, int, is_int, only_support};
 use crate::datadist::DataDist;
 use crate::error::{invalid, raise};
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 use crate::remote_key::KeyClass;
 use crate::transfer;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// What a layer-wise transfer is told.
+/// The checked arguments of a layer-wise transfer.
 pub(crate) struct Transfer {
-    /// What is read.
+    /// The source cache.
     pub(crate) from: End,
-    /// Which rows.
+    /// The rows, and the tensors of a layer.
     pub(crate) args: LayerwiseArgs,
-    /// Where to.
+    /// The destinations.
     pub(crate) to: Vec<Destination>,
-    /// How long a layer is waited for.
+    /// The longest wait for a layer.
     pub(crate) patience: Option<Duration>,
 }
 
-/// The arguments as they were given.
+/// The unchecked arguments.
 pub(crate) struct Given<'a, 'py> {
     /// The source.
     pub(crate) src_cache: CacheArg<'a, 'py>,
-    /// Who says that layers are ready.
+    /// The object that reports when layers are ready.
     pub(crate) layer_synchronizer: Arg<'a, 'py>,
     /// The destinations.
     pub(crate) transfer_configs: Arg<'a, 'py>,
@@ -46,7 +46,7 @@ pub(crate) struct Given<'a, 'py> {
     pub(crate) blocks: (BlocksArg<'a, 'py>, BlocksArg<'a, 'py>, IntArg<'a, 'py>),
 }
 
-/// The arguments of `transfer_cache_async`. A config without a range of layers has all of them afterwards (row 13).
+/// Checks the arguments of `transfer_cache_async`. A config without a layer range gets all layers (row 13).
 pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> PyResult<Transfer> {
     let py = engine.py();
     let refused = |error: Error| raise(py, &error);
@@ -76,12 +76,12 @@ pub(crate) fn transfer(engine: &Bound<'_, DataDist>, given: &Given<'_, '_>) -> P
     Ok(Transfer { from: cache.end(engine)?, args, to, patience })
 }
 
-/// Row 1: a cache of the class that the mode asks for.
+/// Row 1: a cache of the class of the engine's mode.
 fn required_cache(engine: &Bound<'_, DataDist>, src_cache: CacheArg<'_, '_>) -> PyResult<()> {
-    let front = Front::get(engine.py())?;
+    let types = PythonTypes::get(engine.py())?;
     let (class, allowed) = match engine.get().mode() {
-        Mode::CacheManager => (&front.cache, "['Cache']"),
-        Mode::KvCacheManager => (&front.kv_cache, "['KvCache']"),
+        Mode::CacheManager => (&types.cache, "['Cache']"),
+        Mode::KvCacheManager => (&types.kv_cache, "['KvCache']"),
     };
     let right = convert::instance(&src_cache, class)?;
     if right { Ok(()) } else { Err(only_support("src_cache", allowed, &src_cache)) }
@@ -101,7 +101,7 @@ fn optional_indices(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     if value.is_none() { Ok(Vec::new()) } else { numbers(name, value) }
 }
 
-/// A list or tuple of unsigned integers: a wrong type anywhere is found before a wrong width.
+/// Reads a list or tuple of unsigned integers. A wrong type anywhere is reported before a value out of range.
 fn numbers(name: &str, value: &Any<'_>) -> PyResult<Vec<u64>> {
     let items = listed(name, value)?;
     match items.iter().find(|item| !is_int(item)) {
@@ -120,10 +120,10 @@ fn listed<'py>(name: &str, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
     }
 }
 
-/// Row 9, and what the synchronizer says of layers: how many tensors one has, and how long one may take.
+/// Row 9, and the attributes of the synchronizer: the tensors of a layer, and the time limit of one.
 fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Duration>> {
     let py = value.py();
-    if !convert::instance(value, &Front::get(py)?.layer_synchronizer)? {
+    if !convert::instance(value, &PythonTypes::get(py)?.layer_synchronizer)? {
         return Err(only_support("layer_synchronizer", "['LayerSynchronizer']", value));
     }
     let name = "tensor_num_per_layer";
@@ -136,14 +136,14 @@ fn synchronizer(value: &Any<'_>, args: &mut LayerwiseArgs) -> PyResult<Option<Du
     }
 }
 
-/// Row 10: the configs, each of the class that the mode asks for.
+/// Row 10: the configs, each of the class of the engine's mode.
 fn configs<'py>(engine: &Bound<'py, DataDist>, value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
-    let (name, front) = ("transfer_configs", Front::get(engine.py())?);
+    let (name, types) = ("transfer_configs", PythonTypes::get(engine.py())?);
     let configs = listed(name, value)?;
     let (class, allowed) = if engine.get().one_sided() {
-        (&front.transfer_key_config, "['TransferWithCacheKeyConfig']")
+        (&types.transfer_key_config, "['TransferWithCacheKeyConfig']")
     } else {
-        (&front.transfer_config, "['TransferConfig']")
+        (&types.transfer_config, "['TransferConfig']")
     };
     for config in &configs {
         if !convert::instance(config, class)? {
@@ -153,7 +153,7 @@ fn configs<'py>(engine: &Bound<'py, DataDist>, value: &Any<'py>) -> PyResult<Vec
     Ok(configs)
 }
 
-/// What a config says at this moment.
+/// Reads a config.
 fn destination(config: &Any<'_>, layers: u32, keyed: bool) -> PyResult<Destination> {
     let py = config.py();
     let range = intern!(py, "_src_layer_range");
@@ -166,7 +166,7 @@ fn destination(config: &Any<'_>, layers: u32, keyed: bool) -> PyResult<Destinati
     Ok(Destination { cluster, target, src_layers, src_row })
 }
 
-/// Of a `TransferConfig`.
+/// Reads a `TransferConfig`.
 fn addresses(config: &Any<'_>) -> PyResult<(ClusterId, Target)> {
     let py = config.py();
     let cluster = int("dst_cluster_id", &config.getattr(intern!(py, "_dst_cluster_id"))?)?;
@@ -174,7 +174,7 @@ fn addresses(config: &Any<'_>) -> PyResult<(ClusterId, Target)> {
     Ok((ClusterId(cluster), Target::Addresses(addrs)))
 }
 
-/// Of a `TransferWithCacheKeyConfig`: as many layers are written as are read.
+/// Reads a `TransferWithCacheKeyConfig`, which writes as many layers as it reads.
 fn keyed_target(config: &Any<'_>, src: LayerRange) -> PyResult<(ClusterId, Target)> {
     let py = config.py();
     let range = config.getattr(intern!(py, "_dst_layer_range"))?;

@@ -11,7 +11,6 @@ mod convert;
 mod datadist;
 mod engine;
 mod error;
-mod front;
 mod kv;
 mod layerwise;
 mod links;
@@ -19,6 +18,7 @@ mod local;
 mod local_cache;
 mod log;
 mod operations;
+mod python_types;
 #[expect(
     unsafe_code,
     reason = "DLPack capsules, the adoption of the caller's addresses, which interpreter runs, numbers \
@@ -58,7 +58,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<kv::KvCaches>()?;
     module.add_class::<task::TransferTask>()?;
     validators(module)?;
-    functions!(module, engine::abandon_sockets front::register_types);
+    functions!(module, engine::abandon_sockets python_types::register_types);
     functions!(module, log::open_log log::close_log log::take_log log::log_after_fork);
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("STATUS_CODES", status_codes(module.py())?)?;

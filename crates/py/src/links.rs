@@ -14,11 +14,11 @@ use pyo3::types::{PyBool, PyDict, PyList, PyString, PyTuple};
 
 use crate::convert::{self, inner_only_support, int, is_int, only_support, shown, text};
 use crate::error::{Codes, invalid, raise};
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// Milliseconds above 0.
+/// Reads a timeout: milliseconds above 0.
 pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
     let millis: i32 = int("timeout", value)?;
     match u64::try_from(millis) {
@@ -27,7 +27,7 @@ pub(crate) fn timeout(value: &Any<'_>) -> PyResult<Duration> {
     }
 }
 
-/// A list or tuple of `LLMClusterInfo`.
+/// Reads a list or tuple of `LLMClusterInfo`.
 pub(crate) fn infos<'py>(value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
     let infos: Vec<Any<'py>> = if let Ok(list) = value.cast::<PyList>() {
         list.iter().collect()
@@ -36,7 +36,7 @@ pub(crate) fn infos<'py>(value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
     } else {
         return Err(only_support("clusters", "['list', 'tuple']", value));
     };
-    let class = &Front::get(value.py())?.cluster_info;
+    let class = &PythonTypes::get(value.py())?.cluster_info;
     for info in &infos {
         if !convert::instance(info, class)? {
             return Err(inner_only_support("clusters", "['LLMClusterInfo']", info));
@@ -45,7 +45,7 @@ pub(crate) fn infos<'py>(value: &Any<'py>) -> PyResult<Vec<Any<'py>>> {
     Ok(infos)
 }
 
-/// `force` must be a `bool`, or `None` for no.
+/// Reads `force`, which must be a `bool`, or `None` for `False`.
 pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
     if value.is_none() {
         return Ok(false);
@@ -54,7 +54,7 @@ pub(crate) fn force(value: &Any<'_>) -> PyResult<bool> {
     Ok(flag.is_true())
 }
 
-/// Every cluster must have a local address (contract §6.8, row 5).
+/// Checks that every cluster has a local address (contract §6.8, row 5).
 pub(crate) fn local_given(infos: &[Any<'_>]) -> PyResult<()> {
     for info in infos {
         if info.getattr(intern!(info.py(), "_local_ip_info_list"))?.is_empty()? {
@@ -65,7 +65,7 @@ pub(crate) fn local_given(infos: &[Any<'_>]) -> PyResult<()> {
     Ok(())
 }
 
-/// Where the clusters are.
+/// Returns the addresses of the clusters.
 pub(crate) fn peers(infos: &[Any<'_>]) -> PyResult<Vec<PeerAddress>> {
     let id = |info: &Any<'_>| {
         int("remote_cluster_id", &info.getattr(intern!(info.py(), "_remote_cluster_id"))?).map(ClusterId)
@@ -90,7 +90,7 @@ fn addresses(name: &str, list: &Any<'_>) -> PyResult<Vec<SocketAddr>> {
     list.iter().map(address).collect()
 }
 
-/// A little-endian IPv4 address, or the text of an address (contract §4.1).
+/// Reads a little-endian IPv4 address, or the text of an address (contract §4.1).
 fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     if let Ok(given) = value.cast::<PyString>() {
         let parsed = text("ip", given)?.parse();
@@ -99,7 +99,7 @@ fn ip_address(value: &Any<'_>) -> PyResult<IpAddr> {
     Ok(IpAddr::V4(Ipv4Addr::from(int::<u32>("ip", value)?.to_le_bytes())))
 }
 
-/// Links to all of `peers`. With `one_local` each needs one own address, no more (contract §6.8).
+/// Links to all of `peers`. With `one_local`, each must have exactly one local address (contract §6.8).
 pub(crate) fn link(
     engine: &DataDist,
     peers: &[PeerAddress],
@@ -116,7 +116,7 @@ pub(crate) fn link(
     each(peers, fits, |peers| engine.link_clusters(peers, timeout))
 }
 
-/// Ends the links to all of `peers`. With `strict` it is an error if there is none (contract §9.3).
+/// Ends the links to all of `peers`. With `strict`, a peer without a link is an error (contract §9.3).
 pub(crate) fn unlink(
     engine: &DataDist,
     peers: &[PeerAddress],
@@ -134,7 +134,7 @@ pub(crate) fn unlink(
     each(peers, is_linked, |peers| engine.unlink_clusters(peers, timeout, force))
 }
 
-/// Calls with those of `peers` that pass the check; one result for each of all, in order.
+/// Calls `call` with those of `peers` that pass the check. Returns one result for each peer, in order.
 fn each(
     peers: &[PeerAddress],
     check: impl Fn(&PeerAddress) -> Result<()>,
@@ -147,7 +147,7 @@ fn each(
     checked.into_iter().map(|checked| checked.and_then(|()| called.next().unwrap_or(Ok(())))).collect()
 }
 
-/// Links by rank tables, which not every backend has (contract §6.12).
+/// Returns the part of the engine that links by rank tables, which not every backend has (contract §6.12).
 pub(crate) fn by_rank(engine: &DataDist) -> Result<&DataDist> {
     if engine.config().links.both_ways {
         let text = "llm.TransferBackend = hixl has no rank-table links; use link_clusters";
@@ -156,7 +156,7 @@ pub(crate) fn by_rank(engine: &DataDist) -> Result<&DataDist> {
     Ok(engine)
 }
 
-/// The number of a `RegisterMemStatus`.
+/// Returns the number of a `RegisterMemStatus`.
 pub(crate) const fn status_number(status: CommStatus) -> i64 {
     match status {
         CommStatus::Ready => 0,
@@ -165,23 +165,23 @@ pub(crate) const fn status_number(status: CommStatus) -> i64 {
     }
 }
 
-/// The code of every result; the reason of each failure is logged (contract §6.8).
+/// Returns the status code of every result, and logs the reason of each failure (contract §6.8).
 pub(crate) fn codes<'py>(
     py: Python<'py>,
     results: &[Result<()>],
     codes_of: Codes,
 ) -> PyResult<Bound<'py, PyList>> {
-    let front = Front::get(py)?;
+    let types = PythonTypes::get(py)?;
     let codes = PyList::empty(py);
     for result in results {
         let code = match result {
             Ok(()) => StatusCode::Success,
             Err(error) => {
-                front.log_error.call1(py, (error.to_string(),))?;
+                types.log_error.call1(py, (error.to_string(),))?;
                 codes_of(error.kind())
             }
         };
-        codes.append(front.status(code))?;
+        codes.append(types.status(code))?;
     }
     Ok(codes)
 }
@@ -221,15 +221,15 @@ impl Membership {
     }
 }
 
-/// `{cluster id: rank}`.
+/// Reads `{cluster id: rank}`.
 fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
     const NAME: &str = "cluster_rank_info";
     if value.is_none() {
-        // A mapping would be asked for its items; `None` fails that as documented, with `AttributeError`.
+        // `None` raises the documented `AttributeError`.
         value.getattr("items")?;
     }
     let dict = value.cast::<PyDict>().map_err(|_| only_support(NAME, "['dict']", value))?;
-    // Nothing in the loops runs Python code, which could change the dict.
+    // The loops run no Python code, so the dict cannot change.
     for (cluster, rank) in dict.iter() {
         for (part, number) in [("key", cluster), ("value", rank)] {
             if !is_int(&number) {
@@ -247,7 +247,7 @@ fn members(value: &Any<'_>) -> PyResult<Vec<(ClusterId, u32)>> {
     dict.iter().map(member).collect()
 }
 
-/// Where to listen from now on, if anywhere.
+/// Reads the address at which to listen from now on; `None` for no listener.
 pub(crate) fn listen(value: Option<&Bound<'_, PyString>>) -> PyResult<Option<SocketAddr>> {
     let Some(value) = value else { return Ok(None) };
     let given = text("llm.listenIpInfo", value)?;

@@ -17,7 +17,7 @@ type Any<'py> = Bound<'py, PyAny>;
 /// Source, destination and pairs of blocks.
 type Swap = (End, End, Vec<(i64, i64)>);
 
-/// Option texts by key.
+/// Reads the options: texts by key.
 pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, String>> {
     let text = |what: &str, value: &Any<'_>| match value.cast::<PyString>() {
         Ok(text) => convert::text(what, text),
@@ -31,7 +31,7 @@ pub(crate) fn texts(options: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, St
     options.iter().map(entry).collect() // nothing in here runs Python code, which could change the dict
 }
 
-/// The numbers of `copy_cache`.
+/// Reads the numbers of `copy_cache`.
 pub(crate) fn copy_args(
     dst: IntArg<'_, '_>,
     src: IntArg<'_, '_>,
@@ -46,7 +46,7 @@ pub(crate) fn copy_args(
     })
 }
 
-/// The arguments of `swap_blocks` (contract §7.11).
+/// Checks the arguments of `swap_blocks` (contract §7.11).
 pub(crate) fn swap_args(
     engine: &Bound<'_, DataDist>,
     src: CacheArg<'_, '_>,

@@ -21,12 +21,12 @@ pub(crate) struct LocalCache<'a, 'py> {
 }
 
 impl<'a, 'py> LocalCache<'a, 'py> {
-    /// Looks at `cache`. `None`, which has no handle, fails here.
+    /// Reads the handle of `cache`. `None`, which has no handle, fails here.
     pub(crate) fn of(cache: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         Ok(LocalCache { cache, handle: cache.getattr(intern!(cache.py(), "_handle"))? })
     }
 
-    /// How its rows are read.
+    /// Returns whether its rows are batch slots or blocks.
     pub(crate) fn kind(&self) -> PyResult<CacheKind> {
         if let Some(managed) = self.managed() {
             return Ok(managed.kind());
@@ -35,12 +35,12 @@ impl<'a, 'py> LocalCache<'a, 'py> {
         Ok(if blocks { CacheKind::Blocks } else { CacheKind::Batch })
     }
 
-    /// Its slots must be its dimension 0.
+    /// Checks that its slots are its dimension 0.
     pub(crate) fn slots_first(&self) -> PyResult<()> {
         slot_dim(&self.cache.getattr(intern!(self.cache.py(), "_cache_desc"))?)
     }
 
-    /// Its id, if `engine` made it. Ids start over with every engine, so one of an engine that was finalized names
+    /// Returns its id if `engine` made it. Ids start again with each engine, so the id of another engine's cache means
     /// nothing here.
     pub(crate) fn id(&self, engine: &Bound<'_, DataDist>) -> PyResult<Option<CacheId>> {
         if let Some(managed) = self.managed() {
@@ -53,7 +53,7 @@ impl<'a, 'py> LocalCache<'a, 'py> {
         Ok(own.then_some(id))
     }
 
-    /// The same as one end of a copy: by its id, or by its own handle when it never had one (a CPU cache).
+    /// Returns it as one end of a copy: by its id, or by its handle if it is a CPU cache.
     pub(crate) fn end(&self, engine: &Bound<'_, DataDist>) -> PyResult<End> {
         let py = engine.py();
         if let Ok(loose) = self.handle.cast::<LooseCache>() {
@@ -72,7 +72,7 @@ impl<'a, 'py> LocalCache<'a, 'py> {
     }
 }
 
-/// A `CacheDesc` whose slots are to be named must count them in dimension 0.
+/// Checks that a `CacheDesc` whose slots get keys counts them in dimension 0.
 pub(crate) fn slot_dim(desc: &Any<'_>) -> PyResult<()> {
     let index = any_int("batch_dim_index", &desc.getattr(intern!(desc.py(), "_batch_dim_index"))?)?;
     if index == 0 {

@@ -16,32 +16,32 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use llm_datadist_core::{Level, Line, Sink, install_log};
 use pyo3::prelude::*;
 
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 
-/// Lines that wait at most; the oldest go first, and are counted (`test_log_that_nobody_reads_is_bounded`).
+/// Most lines in a queue. Beyond, the oldest are dropped and counted (`test_log_that_nobody_reads_is_bounded`).
 const MOST: usize = 1024;
-/// How many forks within forks have a log.
+/// Most nested forks that have a log.
 const GENERATIONS: usize = 64;
 
-/// One queue for each generation of forked processes: a child cannot use its parent's, whose lock may have been held by
-/// a thread that the child does not have (`test_forked_child_logs_and_exits`).
+/// One queue for each generation of forked processes. A child cannot use the queue of its parent, because a thread that
+/// the child does not have may hold its lock (`test_forked_child_logs_and_exits`).
 static QUEUES: [Mutex<Queue>; GENERATIONS] = [const { Mutex::new(Queue::new()) }; GENERATIONS];
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 
 struct Queue {
     waiting: VecDeque<Waiting>,
-    /// Lines that were dropped since Python last looked.
+    /// Lines dropped since Python last took lines.
     dropped: u64,
-    /// Wakes the thread of Python, while there is one.
+    /// The descriptor that wakes the Python thread, while there is one.
     wake: Option<UnixStream>,
-    /// Whether a byte is on its way.
+    /// Whether the descriptor holds an unread byte.
     woken: bool,
 }
 
-/// A line, the name of its thread, and seconds since 1970.
+/// A line, the name of its thread, and its time in seconds since 1970.
 struct Waiting(Line, String, f64);
 
-/// A line as Python takes it: level, target, text, file, line, thread, time.
+/// A line for Python: level, target, text, file, line, thread, time.
 type Taken = (u8, &'static str, String, &'static str, u32, String, f64);
 
 impl Queue {
@@ -60,13 +60,13 @@ impl Queue {
 
     fn ring(&mut self) {
         if let Some(wake) = self.wake.as_mut().filter(|_| !self.woken) {
-            // Fails only if nobody reads, who then needs no waking.
+            // Fails only if nobody reads.
             self.woken = wake.write(&[1]).is_ok();
         }
     }
 }
 
-/// The queue of this process; `None` after too many forks.
+/// Returns the queue of this process, or `None` after too many nested forks.
 fn queue() -> Option<MutexGuard<'static, Queue>> {
     QUEUES.get(GENERATION.load(Ordering::Relaxed)).map(locked)
 }
@@ -91,8 +91,8 @@ impl Sink for ToPython {
     }
 }
 
-/// Sends the engine's lines to the queue. The extension has a copy of `tracing` for itself, so this is no subscriber of
-/// any other part of the process.
+/// Sends the engine's lines to the queue. The extension has its own copy of `tracing`, so this does not affect other parts
+/// of the process.
 pub(crate) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -100,12 +100,13 @@ pub(crate) fn install() {
     });
 }
 
-/// Hands the lines that wait to Python's logging, so that the reasons of what a call says are there when it returns.
+/// Hands the queued lines to Python's logging, so that they are logged before a call returns.
 pub(crate) fn drain(py: Python<'_>) -> PyResult<()> {
-    Front::get(py)?.drain_log.call0(py).map(drop)
+    PythonTypes::get(py)?.drain_log.call0(py).map(drop)
 }
 
-/// Starts to wake whoever reads the descriptor that is returned, which is theirs to close; `None` after too many forks.
+/// Returns a descriptor that becomes readable when lines are queued, which the caller closes. `None` after too many nested
+/// forks.
 #[pyfunction]
 pub(crate) fn open_log() -> PyResult<Option<i32>> {
     let Some(mut queue) = queue() else { return Ok(None) };
@@ -119,7 +120,7 @@ pub(crate) fn open_log() -> PyResult<Option<i32>> {
     Ok(Some(reader.into_raw_fd()))
 }
 
-/// Ends the descriptor of `open_log`: who reads it finds its end, also where a forked child holds it too.
+/// Ends the descriptor of `open_log`. A reader finds its end, even if a forked child holds it as well.
 #[pyfunction]
 pub(crate) fn close_log() {
     if let Some(wake) = queue().and_then(|mut queue| queue.wake.take()) {
@@ -128,7 +129,7 @@ pub(crate) fn close_log() {
     }
 }
 
-/// How many lines were dropped, and those that wait, oldest first.
+/// Returns how many lines were dropped, and the queued lines, oldest first.
 #[pyfunction]
 pub(crate) fn take_log() -> (u64, Vec<Taken>) {
     let Some((dropped, waiting)) = queue().map(|mut queue| {
@@ -143,18 +144,18 @@ pub(crate) fn take_log() -> (u64, Vec<Taken>) {
     (dropped, waiting.into_iter().map(taken).collect())
 }
 
-/// To be called in a forked child, which has none of its parent's threads: from now on it has a queue of its own.
+/// Gives a forked child a queue of its own.
 #[pyfunction]
 pub(crate) fn log_after_fork() {
     let parents = GENERATION.fetch_add(1, Ordering::Relaxed);
-    // A thread of the parent may have held the lock for ever.
+    // A thread of the parent may have held the lock.
     if let Some(Ok(mut queue)) = QUEUES.get(parents).map(Mutex::try_lock) {
         queue.wake = None;
         queue.waiting.clear();
     }
 }
 
-/// The number that Python's logging has for a level.
+/// Returns the number of a level in Python's logging.
 fn level(level: Level) -> u8 {
     match level {
         Level::ERROR => 40,

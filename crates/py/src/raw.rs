@@ -17,8 +17,8 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::engine::Held;
 
-/// Refuses every interpreter but the first of the process: the classes of this module exist once in a process, so a
-/// second interpreter would replace what the first one works with (`tests/test_subinterpreter.py`).
+/// Refuses every interpreter but the first of the process. The classes of this module exist once in a process, so a second
+/// interpreter would replace those of the first (`tests/test_subinterpreter.py`).
 pub(crate) fn main_interpreter_only() -> PyResult<()> {
     // SAFETY: the caller is attached to an interpreter, because it runs the start of a module.
     let interpreter = unsafe { ffi::PyInterpreterState_Get() };
@@ -31,8 +31,8 @@ pub(crate) fn main_interpreter_only() -> PyResult<()> {
     ))
 }
 
-/// Takes the caller's word, given by calling a register function of the public API, that `addrs` are tensors of `desc`
-/// which stay valid, readable and writable for as long as the cache is registered or its handle lives.
+/// Adopts `addrs` as the tensors of `desc`. By calling a register function of the public API, the caller promised that they
+/// stay valid, readable and writable while the cache is registered or its handle lives.
 pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<Adopted> {
     // SAFETY: the promise cannot be checked here. It is the documented contract of `register_cache`,
     // `register_blocks_cache` and `Cache.create_cpu_cache`, the only ways here; numbers alone are checked by `new`.
@@ -42,7 +42,7 @@ pub(crate) fn adopt(desc: &CacheDesc, kind: CacheKind, addrs: &[u64]) -> Result<
 /// Name of these lists in out-of-memory errors.
 const LISTS: &str = "the lists of a call";
 
-/// `DLPack`'s number for memory that the CPU addresses, and the only device number it has.
+/// The device type of CPU memory in `DLPack`, and its only device number.
 pub(crate) const DL_CPU: (i32, i32) = (1, 0);
 
 /// Element type (`DLDataType`).
@@ -51,9 +51,9 @@ pub(crate) const DL_CPU: (i32, i32) = (1, 0);
 pub(crate) struct Element {
     /// Kind of number.
     pub(crate) code: u8,
-    /// Bits of one.
+    /// Bits of one value.
     pub(crate) bits: u8,
-    /// Numbers in one element.
+    /// Values in one element.
     pub(crate) lanes: u16,
 }
 
@@ -95,8 +95,8 @@ struct Versioned {
     tensor: Tensor,
 }
 
-/// A managed tensor with everything its pointers point into. The managed part comes first, so that a pointer to it is
-/// a pointer to the whole.
+/// A managed tensor with everything that its pointers refer to. The managed part is the first field, so that a pointer to
+/// it is a pointer to the whole.
 #[repr(C)]
 struct Owned<M> {
     managed: M,
@@ -109,7 +109,7 @@ struct Owned<M> {
 trait Managed: Sized {
     /// Name of a capsule that owns its tensor.
     const NAME: &'static CStr;
-    /// The managed tensor around `tensor`.
+    /// Creates the managed tensor around `tensor`.
     fn around(tensor: Tensor) -> Self;
 }
 
@@ -130,7 +130,7 @@ impl Managed for Versioned {
     }
 }
 
-/// A capsule around tensor `index` of `cache`, in `DLPack`'s layout from version 1 on or in the one before.
+/// Creates a capsule around tensor `index` of `cache`, in the layout of `DLPack` 1 or in the one before.
 pub(crate) fn capsule<'py>(
     py: Python<'py>,
     cache: &Arc<Cache>,
@@ -163,7 +163,7 @@ fn wrapped<'py, M: Managed>(
         strides: strides.as_mut_ptr(),
         byte_offset: 0,
     };
-    // The vectors move into the box; what the tensor points at is on the heap and stays where it is.
+    // The vectors move into the box, but the memory that the tensor refers to is on the heap and does not move.
     let owned = Owned { managed: M::around(tensor), shape, strides, cache: Held::new(cache.clone()) };
     let managed = Box::into_raw(Box::new(owned));
     // SAFETY: attached to the interpreter (`py`), a live non-null pointer, a name that lives for ever.
@@ -177,7 +177,7 @@ fn wrapped<'py, M: Managed>(
     capsule
 }
 
-/// Elements from one step of each dimension to the next.
+/// Returns the strides of each dimension, in elements.
 fn row_major(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1; shape.len()];
     for dim in (1..shape.len()).rev() {
@@ -186,7 +186,7 @@ fn row_major(shape: &[i64]) -> Vec<i64> {
     strides
 }
 
-/// The deleter of both layouts.
+/// The deleter of tensors of both layouts.
 ///
 /// # Safety
 /// `managed` must come from `wrapped::<M>` and must not be used again.
@@ -211,7 +211,7 @@ unsafe extern "C" fn destroy<M: Managed>(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// The value of an `int` of 64 bits: none for anything else, a `bool` or a subclass included.
+/// Returns the value of an `int` that fits 64 bits. Returns `None` for anything else, including a `bool` or a subclass.
 ///
 /// # Safety
 /// Attached to the interpreter, with a live object.
@@ -226,10 +226,9 @@ unsafe fn word(item: *mut ffi::PyObject) -> Option<i64> {
     (overflow == 0).then_some(value)
 }
 
-/// The items of a list, if all are plain integers of 64 bits; nothing else tells here what is wrong. No item is counted
-/// as referenced: nothing below runs code of Python, so the list keeps them (test: `tests/test_bad_input.py`). That holds
-/// because the module is one with `gil_used = true`, for dicts as well: without the interpreter's lock another thread
-/// could change the list meanwhile.
+/// Returns the items of a list if all are plain integers that fit 64 bits, and otherwise `None`. References are not counted:
+/// no Python code runs below, so the list keeps its items (`tests/test_bad_input.py`). The same holds for dicts. It requires
+/// the module to be `gil_used = true`, because without the GIL another thread could change the list meanwhile.
 pub(crate) fn list_words(list: &Bound<'_, PyList>) -> Result<Option<Vec<i64>>> {
     let mut words = fallible::with_capacity(LISTS, list.len())?;
     let plain = push_words(list, |word| words.push(word));
@@ -246,7 +245,7 @@ fn push_words(list: &Bound<'_, PyList>, mut push: impl FnMut(i64)) -> Option<()>
     Some(())
 }
 
-/// The same of a tuple.
+/// Returns the items of a tuple, as [`list_words`] does.
 pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>> {
     let mut words = fallible::with_capacity(LISTS, tuple.len())?;
     for at in 0..tuple.len().cast_signed() {
@@ -259,7 +258,7 @@ pub(crate) fn tuple_words(tuple: &Bound<'_, PyTuple>) -> Result<Option<Vec<i64>>
     Ok(Some(words))
 }
 
-/// The items of a dict in its order, if all are plain integers of 64 bits.
+/// Returns the items of a dict in its order if all are plain integers that fit 64 bits.
 pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
     let mut words = fallible::with_capacity(LISTS, dict.len())?;
     let plain = each_item(dict, |src, dst| {
@@ -270,7 +269,7 @@ pub(crate) fn dict_words(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i6
     Ok(plain.map(|()| words))
 }
 
-/// The same of a dict whose values are lists, which are put one after the other.
+/// Returns the items of a dict whose values are lists, one pair for each element.
 pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i64)>>> {
     let (mut words, mut short) = (fallible::with_capacity(LISTS, dict.len())?, None);
     let plain = each_item(dict, |src, value| {
@@ -284,7 +283,7 @@ pub(crate) fn dict_lists(dict: &Bound<'_, PyDict>) -> Result<Option<Vec<(i64, i6
     short.map_or(Ok(plain.map(|()| words)), Err)
 }
 
-/// Calls `each` with every plain key of `dict` and its value, which must run no code of Python, until it gives up.
+/// Calls `each` with every plain key of `dict` and its value until it returns `None`. It must run no Python code.
 fn each_item<'py>(
     dict: &Bound<'py, PyDict>,
     mut each: impl FnMut(i64, Borrowed<'_, 'py, PyAny>) -> Option<()>,

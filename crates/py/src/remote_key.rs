@@ -9,7 +9,7 @@ use pyo3::types::PyType;
 use crate::arguments::KeyArg;
 use crate::convert::{self, int, only_support, shown};
 use crate::error::raise;
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 
 /// The classes of keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,11 +37,11 @@ impl KeyClass {
         }
     }
 
-    const fn class(self, front: &Front) -> &Py<PyType> {
+    const fn class(self, types: &PythonTypes) -> &Py<PyType> {
         match self {
-            KeyClass::Cache => &front.cache_key,
-            KeyClass::Row => &front.cache_key_by_id,
-            KeyClass::Blocks => &front.blocks_cache_key,
+            KeyClass::Cache => &types.cache_key,
+            KeyClass::Row => &types.cache_key_by_id,
+            KeyClass::Blocks => &types.blocks_cache_key,
         }
     }
 }
@@ -49,9 +49,9 @@ impl KeyClass {
 impl<'a, 'py> KeyArg<'a, 'py> {
     /// It must belong to one of the `allowed` classes. `None` passes, and fails where the key is read.
     pub(crate) fn of(self, name: &str, allowed: &[KeyClass]) -> PyResult<RemoteKey<'a, 'py>> {
-        let front = Front::get(self.py())?;
+        let types = PythonTypes::get(self.py())?;
         for &class in allowed {
-            if convert::instance(&self, class.class(front))? {
+            if convert::instance(&self, class.class(types))? {
                 return Ok(RemoteKey { class: Some(class), key: self });
             }
         }

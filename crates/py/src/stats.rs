@@ -9,7 +9,7 @@ macro_rules! fields {
     ($dict:expr, $from:expr, $($field:ident)*) => { $($dict.set_item(stringify!($field), $from.$field)?;)* };
 }
 
-/// `snapshot` as a dict; a pool that was not configured is absent.
+/// Returns `snapshot` as a dict. A pool that was not configured is absent.
 pub(crate) fn dict<'py>(py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let pools = PyDict::new(py);

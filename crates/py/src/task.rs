@@ -15,21 +15,21 @@ use pyo3::prelude::*;
 use crate::convert::optional_int;
 use crate::engine::{self, Held};
 use crate::error::{Codes, exception, raise};
-use crate::front::Front;
+use crate::python_types::PythonTypes;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// One transfer. It goes on without this handle.
+/// A handle of one transfer. Dropping it does not end the transfer.
 #[pyclass(frozen, module = "llm_datadist._core")]
 pub(crate) struct TransferTask {
     task: Held<Task>,
     codes: Codes,
-    /// Somebody asks for its layers.
+    /// Whether a thread asks for its layers.
     walked: AtomicBool,
 }
 
 impl TransferTask {
-    /// A handle on `task`, whose failures have these codes.
+    /// Creates a handle of `task`, whose failures get these codes.
     pub(crate) fn new(task: Arc<Task>, codes: Codes) -> Self {
         TransferTask { task: Held::new(task), codes, walked: AtomicBool::new(false) }
     }
@@ -51,14 +51,14 @@ impl TransferTask {
         self.task.own().map_err(|error| raise(py, &error))
     }
 
-    /// What the walker does: never detaches, never waits.
+    /// Reports a layer. It neither detaches from the interpreter nor waits.
     fn with<T>(&self, py: Python<'_>, call: impl FnOnce(&Arc<Task>) -> T) -> PyResult<T> {
         let task = self.task(py)?;
         engine::attached(py, || Ok(call(task)))
     }
 }
 
-/// A transfer that nobody was ever asked for layers for would wait for ever (test: `tests/test_cache_task.py`).
+/// Ends a transfer for which no thread ever asked for layers, because it would wait for ever (`tests/test_cache_task.py`).
 impl Drop for TransferTask {
     fn drop(&mut self) {
         if !self.walked.load(Ordering::Relaxed)
@@ -128,7 +128,7 @@ impl TransferTask {
         Ok(descriptor.into_raw_fd())
     }
 
-    /// What is passed to the synchronizer: its attribute, as it was when the transfer started.
+    /// Returns the time limit that is passed to the synchronizer: its attribute at the start of the transfer.
     #[getter]
     fn timeout_in_millis(&self, py: Python<'_>) -> PyResult<Option<u128>> {
         let patience = self.with(py, |task| task.patience())?;
@@ -142,5 +142,5 @@ impl TransferTask {
 }
 
 fn status(py: Python<'_>, code: StatusCode) -> PyResult<&'static Py<PyAny>> {
-    Front::get(py)?.status(code).ok_or_else(|| PyRuntimeError::new_err(code.name()))
+    PythonTypes::get(py)?.status(code).ok_or_else(|| PyRuntimeError::new_err(code.name()))
 }

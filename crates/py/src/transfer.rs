@@ -16,39 +16,39 @@ use crate::remote_key::KeyClass;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// What a pull is told, apart from the local cache.
+/// The checked arguments of a pull.
 pub(crate) struct Pull {
-    /// What is read.
+    /// The source.
     pub(crate) from: RemoteName,
-    /// What is written.
+    /// The destination.
     pub(crate) to: End,
-    /// Which rows of both.
+    /// The rows of both.
     pub(crate) rows: PullRows,
-    /// Which layers of both.
+    /// The layers of both.
     pub(crate) layers: Layers,
 }
 
-/// What a push is told.
+/// The checked arguments of a push.
 pub(crate) struct Push {
-    /// What is read.
+    /// The source.
     pub(crate) from: End,
-    /// What is written.
+    /// The destination.
     pub(crate) to: RemoteName,
-    /// Which rows of both.
+    /// The rows of both.
     pub(crate) rows: PushRows,
-    /// Which layers of both.
+    /// The layers of both.
     pub(crate) layers: Layers,
 }
 
-/// The arguments that say which layers, as they were given.
+/// The unchecked arguments that choose layers.
 pub(crate) struct LayerArgs<'py> {
     src: Option<Any<'py>>,
     dst: Option<Any<'py>>,
-    /// 2 if it was not given.
+    /// 2 if it is not given.
     per_layer: Option<Any<'py>>,
 }
 
-/// The arguments of `pull_cache` (contract §7.12).
+/// Checks the arguments of `pull_cache` (contract §7.12).
 pub(crate) fn pull_cache(
     engine: &Bound<'_, DataDist>,
     (cache_key, cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -70,7 +70,7 @@ pub(crate) fn pull_cache(
     Ok(Pull { from, to: local.end(engine)?, rows: PullRows::Slot { local: row, size }, layers })
 }
 
-/// The arguments of `pull_blocks` (contract §7.13).
+/// Checks the arguments of `pull_blocks` (contract §7.13).
 pub(crate) fn pull_blocks(
     engine: &Bound<'_, DataDist>,
     (src_cache_key, dst_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -97,7 +97,7 @@ pub(crate) fn pull_blocks(
     Ok(Pull { from: key.name()?, to: cache.end(engine)?, rows, layers })
 }
 
-/// The arguments of `push_cache` (contract §7.14).
+/// Checks the arguments of `push_cache` (contract §7.14).
 pub(crate) fn push_cache(
     engine: &Bound<'_, DataDist>,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -117,7 +117,7 @@ pub(crate) fn push_cache(
     Ok(Push { from: local.end(engine)?, to: key.name()?, rows, layers })
 }
 
-/// The arguments of `push_blocks` (contract §7.15).
+/// Checks the arguments of `push_blocks` (contract §7.15).
 pub(crate) fn push_blocks(
     engine: &Bound<'_, DataDist>,
     (dst_cache_key, src_cache): (KeyArg<'_, '_>, CacheArg<'_, '_>),
@@ -137,7 +137,7 @@ pub(crate) fn push_blocks(
     Ok(Push { from: cache.end(engine)?, to, rows, layers })
 }
 
-/// Pushes are one-sided.
+/// Refuses a push unless transfers are one-sided.
 fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
     if engine.get().one_sided() {
         return Ok(());
@@ -146,7 +146,7 @@ fn one_sided(engine: &Bound<'_, DataDist>, call: &str) -> PyResult<()> {
     Err(raise(engine.py(), &Error::new(ErrorKind::InvalidArgument, text)))
 }
 
-/// The list, which must not be `None`.
+/// Returns the list, which must not be `None`.
 fn listed(name: &str, blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<Vec<i64>> {
     blocks.ok_or_else(|| only_support(name, "['list', 'tuple']", &value))
 }
@@ -166,12 +166,12 @@ fn no_blocks(blocks: Option<Vec<i64>>, value: BlocksArg<'_, '_>) -> PyResult<()>
 }
 
 impl<'py> LayerArgs<'py> {
-    /// Those of a push.
+    /// The layer arguments of a push.
     pub(crate) fn given(src: Any<'py>, dst: Any<'py>, per_layer: Any<'py>) -> Self {
         LayerArgs { src: Some(src), dst: Some(dst), per_layer: Some(per_layer) }
     }
 
-    /// The keyword arguments of a pull; others are ignored (contract §7.12).
+    /// The layer arguments among the keyword arguments of a pull. Others are ignored (contract §7.12).
     pub(crate) fn of(options: &Bound<'py, PyDict>) -> PyResult<Self> {
         if options.is_empty() {
             return Ok(LayerArgs { src: None, dst: None, per_layer: None });
@@ -184,7 +184,7 @@ impl<'py> LayerArgs<'py> {
         })
     }
 
-    /// How many tensors a layer has.
+    /// Returns how many tensors a layer has.
     pub(crate) fn per_layer(&self) -> PyResult<u32> {
         let Some(given) = &self.per_layer else { return Ok(2) };
         let count = int("tensor_num_per_layer", given)?;
@@ -192,7 +192,7 @@ impl<'py> LayerArgs<'py> {
         Ok(count)
     }
 
-    /// Of a pull: an empty range means all layers.
+    /// Returns the layers of a pull. An empty range means all layers.
     pub(crate) fn of_pull(&self, tensors_per_layer: u32) -> PyResult<Layers> {
         let range = |name: &str, value: &Option<Any<'py>>| match value {
             Some(value) if !value.is_none() => pull_range(name, value).map(Some),
@@ -202,7 +202,7 @@ impl<'py> LayerArgs<'py> {
         Ok(Layers { src, dst, tensors_per_layer })
     }
 
-    /// Of a push: both ranges or none, of the same length, none of them empty.
+    /// Returns the layers of a push: both ranges or none, of the same length, and not empty.
     fn of_push(&self, py: Python<'py>) -> PyResult<Layers> {
         let tensors_per_layer = self.per_layer()?;
         let range = |name: &str, value: &Option<Any<'py>>| match value {
@@ -216,7 +216,7 @@ impl<'py> LayerArgs<'py> {
     }
 }
 
-/// The ends of a `range` of step 1, if 32 bits hold them: the usual case, which needs no more checks.
+/// Returns the ends of a `range` of step 1 if they fit 32 bits: the usual case, which needs no more checks.
 fn ends(range: &Bound<'_, PyRange>) -> Option<LayerRange> {
     if range.step().ok()? != 1 {
         return None;
@@ -229,10 +229,10 @@ fn as_range<'a, 'py>(name: &str, value: &'a Any<'py>) -> PyResult<&'a Bound<'py,
     value.cast::<PyRange>().map_err(|_| only_support(name, "['range']", value))
 }
 
-/// The range must be of step 1 and start at 0 or above.
+/// Checks that the range has step 1 and starts at 0 or above.
 fn check_range(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     let py = range.py();
-    // What does not fit 64 bits is no step of 1; a start that does not is judged by its sign.
+    // A step that does not fit 64 bits is not 1. Of the start, only the sign counts here.
     if range.step().ok() != Some(1) {
         return Err(invalid(py, name, shown(range), "a range of step 1"));
     }
@@ -242,7 +242,7 @@ fn check_range(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     Ok(())
 }
 
-/// The layers of a pull (contract §7.12): both ends must fit 32 bits, and the range may be empty.
+/// Reads the layers of a pull (contract §7.12): both ends must fit 32 bits, and the range may be empty.
 fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     let range = as_range(name, value)?;
     if let Some(layers) = ends(range) {
@@ -253,7 +253,7 @@ fn pull_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     Ok(LayerRange { first: end(intern!(value.py(), "start"))?, end: end(intern!(value.py(), "stop"))? })
 }
 
-/// The layers of a push (contract §4.10): at least one.
+/// Reads the layers of a push (contract §4.10): at least one.
 pub(crate) fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     let range = as_range(name, value)?;
     match ends(range) {
@@ -265,7 +265,7 @@ pub(crate) fn push_range(name: &str, value: &Any<'_>) -> PyResult<LayerRange> {
     }
 }
 
-/// The range must also have a layer.
+/// Checks the range as [`check_range`] does, and that it has a layer.
 fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     check_range(name, range)?;
     if range.is_truthy()? {
@@ -275,7 +275,7 @@ fn check_layers(name: &str, range: &Bound<'_, PyRange>) -> PyResult<()> {
     }
 }
 
-/// A legal range of layers, or `None` where that is allowed (contract §4.10).
+/// Checks a range of layers, or `None` where that is allowed (contract §4.10).
 pub(crate) fn check_layer_range(name: &str, value: &Any<'_>, allow_none: bool) -> PyResult<()> {
     if value.is_none() && allow_none { Ok(()) } else { check_layers(name, as_range(name, value)?) }
 }

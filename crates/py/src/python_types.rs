@@ -10,15 +10,15 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 
-/// The first registration, which every call looks at. One is leaked for each import.
-static FIRST: OnceLock<&'static Front> = OnceLock::new();
-/// Whether there is a later one.
+/// The first registration, which every call reads. One is leaked for each import.
+static FIRST: OnceLock<&'static PythonTypes> = OnceLock::new();
+/// Whether there is a later registration.
 static REPLACED: AtomicBool = AtomicBool::new(false);
-/// The latest, once there is a later one.
-static LATEST: Mutex<Option<&'static Front>> = Mutex::new(None);
+/// The latest registration, if there is a later one.
+static LATEST: Mutex<Option<&'static PythonTypes>> = Mutex::new(None);
 
-/// What the binding needs to know of the front.
-pub(crate) struct Front {
+/// The classes and enum members of the Python package that the binding uses.
+pub(crate) struct PythonTypes {
     /// `LLMException`.
     pub(crate) exception: Py<PyType>,
     /// The `LLMException` that is also a `ValueError`.
@@ -57,22 +57,22 @@ pub(crate) struct Front {
     roles: Vec<(Role, Py<PyAny>)>,
 }
 
-/// Hands the front's classes to the binding, and checks that their numbers are the engine's.
+/// Registers the classes of the Python package, and checks that their numbers are those of the engine.
 #[pyfunction]
 #[pyo3(signature = (**classes))]
 pub(crate) fn register_types(py: Python<'_>, classes: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
     let none = PyDict::new(py);
-    let front = Front::new(classes.unwrap_or(&none))?;
-    // The latest wins: a front that is imported again, after `sys.modules` was purged, works with its own classes.
-    let front: &'static Front = Box::leak(Box::new(front));
-    if FIRST.set(front).is_err() {
-        *LATEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(front);
+    let types = PythonTypes::new(classes.unwrap_or(&none))?;
+    // The latest wins: a package that is imported again, after `sys.modules` was purged, works with its own classes.
+    let types: &'static PythonTypes = Box::leak(Box::new(types));
+    if FIRST.set(types).is_err() {
+        *LATEST.lock().unwrap_or_else(PoisonError::into_inner) = Some(types);
         REPLACED.store(true, Ordering::Release);
     }
     Ok(())
 }
 
-impl Front {
+impl PythonTypes {
     fn new(classes: &Bound<'_, PyDict>) -> PyResult<Self> {
         let named = |name: &str| -> PyResult<Bound<'_, PyAny>> {
             classes
@@ -80,7 +80,7 @@ impl Front {
                 .ok_or_else(|| PyRuntimeError::new_err(format!("{name} was not registered")))
         };
         let class = |name: &str| -> PyResult<Py<PyType>> { Ok(named(name)?.cast_into::<PyType>()?.unbind()) };
-        Ok(Front {
+        Ok(PythonTypes {
             exception: class("LLMException")?,
             mismatch: class("LLMMismatchException")?,
             cache_desc: class("CacheDesc")?,
@@ -111,38 +111,38 @@ impl Front {
         })
     }
 
-    /// The front, once registered.
-    pub(crate) fn get(_py: Python<'_>) -> PyResult<&'static Front> {
-        let front = if REPLACED.load(Ordering::Acquire) {
+    /// Returns the types. Returns `Err` if the package was not imported.
+    pub(crate) fn get(_py: Python<'_>) -> PyResult<&'static PythonTypes> {
+        let types = if REPLACED.load(Ordering::Acquire) {
             *LATEST.lock().unwrap_or_else(PoisonError::into_inner)
         } else {
             FIRST.get().copied()
         };
-        front.ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
+        types.ok_or_else(|| PyRuntimeError::new_err("import llm_datadist, not llm_datadist._core"))
     }
 
-    /// The member of `LLMStatusCode` for `code`.
+    /// Returns the member of `LLMStatusCode` for `code`.
     pub(crate) fn status(&self, code: StatusCode) -> Option<&Py<PyAny>> {
         self.status.get(StatusCode::ALL.iter().position(|&known| known == code)?)
     }
 
-    /// The element type that `value` is the member of.
+    /// Returns the element type that `value` stands for.
     pub(crate) fn data_type(&self, value: &Bound<'_, PyAny>) -> Option<DataType> {
         DataType::ALL.get(self.data_types.iter().position(|member| member.is(value))?).copied()
     }
 
-    /// The placement that `value` is the member of.
+    /// Returns the placement that `value` stands for.
     pub(crate) fn placement(&self, value: &Bound<'_, PyAny>) -> Option<Placement> {
         Placement::ALL.get(self.placements.iter().position(|member| member.is(value))?).copied()
     }
 
-    /// The role that `value` is the member of.
+    /// Returns the role that `value` stands for.
     pub(crate) fn role(&self, value: &Bound<'_, PyAny>) -> Option<Role> {
         self.roles.iter().find(|(_, member)| member.is(value)).map(|&(role, _)| role)
     }
 }
 
-/// The members of `class` with these names; each must have this number, and there must be no others.
+/// Returns the members of `class` with these names. Each must have this number, and there must be no others.
 fn members(
     class: &Bound<'_, PyAny>,
     table: impl IntoIterator<Item = (&'static str, i64)>,
