@@ -160,19 +160,16 @@ impl Error {
 
     /// Returns the complete rows that a failed transfer had written. Empty if there are none, or if the error
     /// is not from a transfer.
-    #[must_use]
     pub fn arrived(&self) -> &[(u32, Vec<std::ops::Range<u64>>)] {
         &self.0.arrived
     }
 
     /// Returns the kind of the error.
-    #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
     /// Returns the value of a named fact, if the error has it.
-    #[must_use]
     pub fn fact(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
     }

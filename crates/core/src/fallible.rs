@@ -10,7 +10,6 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
 #[cold]
-#[must_use]
 pub fn out_of_memory(what: &str, bytes: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("no memory for {what}")).with("asked_bytes", bytes)
 }

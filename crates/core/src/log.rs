@@ -47,7 +47,6 @@ pub fn install(sink: impl Sink) -> bool {
 }
 
 /// Renders `event` as a line.
-#[must_use]
 pub fn line(event: &Event<'_>) -> Line {
     let metadata = event.metadata();
     let mut fields = FieldText::default();

@@ -19,13 +19,11 @@ macro_rules! status_codes {
             pub const ALL: &'static [StatusCode] = &[$(StatusCode::$variant,)*];
 
             /// Returns the number that users compare.
-            #[must_use]
             pub const fn value(self) -> i64 {
                 match self { $(StatusCode::$variant => $value,)* }
             }
 
             /// Returns the public name, `LLM_…`.
-            #[must_use]
             pub const fn name(self) -> &'static str {
                 match self { $(StatusCode::$variant => $name,)* }
             }

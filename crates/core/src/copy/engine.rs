@@ -78,7 +78,6 @@ impl CopyEngine {
     }
 
     /// Number of threads that copy, including the calling thread.
-    #[must_use]
     pub fn workers(&self) -> usize {
         self.workers.count()
     }
@@ -90,13 +89,11 @@ impl CopyEngine {
     }
 
     /// Tuner for copies within this process. Its byte counts cover all copies of this engine.
-    #[must_use]
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
     }
 
     /// Bytes of device memory that the swap-in ring holds.
-    #[must_use]
     pub fn ring_bytes(&self) -> u64 {
         self.ring.bytes()
     }

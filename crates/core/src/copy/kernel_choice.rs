@@ -78,7 +78,6 @@ impl Tuner {
     }
 
     /// Returns the kernel for the next unit of a copy of `total` bytes in pieces of about `piece` bytes.
-    #[must_use]
     pub fn choose(&self, total: u64, piece: u64) -> Kernel {
         let count = self.kernels.len();
         let index =
@@ -87,7 +86,6 @@ impl Tuner {
     }
 
     /// Returns the kernel for bytes that are read again at once, and so should stay in the CPU caches.
-    #[must_use]
     pub fn cached(&self) -> Kernel {
         self.kernels.iter().copied().rfind(|kernel| !kernel.streams()).unwrap_or(Kernel::PLAIN)
     }
@@ -116,13 +114,11 @@ impl Tuner {
     }
 
     /// Whether a copy of `total` bytes is large enough to learn from.
-    #[must_use]
     pub fn learns(total: u64) -> bool {
         total >= LARGE
     }
 
     /// Returns the bytes copied with ordinary stores and with streaming stores.
-    #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.counted.plain.load(Ordering::Relaxed), self.counted.streaming.load(Ordering::Relaxed))
     }

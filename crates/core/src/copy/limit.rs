@@ -16,7 +16,6 @@ pub enum Limit {
 
 impl Limit {
     /// Deadline of the wait before the copy begins.
-    #[must_use]
     pub fn to_wait(self) -> Deadline {
         match self {
             Limit::Start(deadline) | Limit::Whole(deadline) => deadline,

@@ -56,7 +56,6 @@ impl Workers {
     }
 
     /// Most threads that work on one job, including the calling thread.
-    #[must_use]
     pub fn count(&self) -> usize {
         self.count
     }

@@ -88,7 +88,6 @@ impl DeviceSet {
     }
 
     /// Returns the device that owns memory of `placement`.
-    #[must_use]
     pub fn at(&self, placement: Placement) -> &Arc<dyn Device> {
         match placement {
             Placement::Host => &self.host,

@@ -60,7 +60,6 @@ impl SimDevice {
     }
 
     /// Returns the number of copies made, without those that were made to fail.
-    #[must_use]
     pub fn copies(&self) -> u64 {
         self.copies.load(Ordering::SeqCst)
     }

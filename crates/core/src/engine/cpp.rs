@@ -94,7 +94,6 @@ impl DataDist {
 
     /// Does the same as [`link_clusters`](Self::link_clusters), but every peer must name exactly one local
     /// address (contract §6.8).
-    #[must_use]
     pub fn link_clusters_from(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout_in_millis");
         each(peers, deadline, |peer, deadline| {
@@ -115,7 +114,6 @@ impl DataDist {
 
 impl CacheIndex {
     /// Returns the same slot as a [`RemoteName`].
-    #[must_use]
     pub fn name(self) -> RemoteName {
         RemoteName { cluster: self.cluster, name: Name::Row { cache: self.cache, row: self.row } }
     }

@@ -19,12 +19,10 @@ use crate::validate;
 
 impl DataDist {
     /// Returns the address at which the engine listens, with the actual port; `None` without a listener.
-    #[must_use]
     pub fn listening(&self) -> Option<SocketAddr> {
         self.links.listening()
     }
 
-    #[must_use]
     /// Links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn link_clusters(&self, peers: &[PeerAddress], timeout: Duration) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
@@ -34,7 +32,6 @@ impl DataDist {
         })
     }
 
-    #[must_use]
     /// Ends the links to each of `peers`, in parallel. Returns one result for each, in order (contract §6.8).
     pub fn unlink_clusters(&self, peers: &[PeerAddress], timeout: Duration, force: bool) -> Vec<Result<()>> {
         let deadline = self.limit(timeout, "timeout");
@@ -65,7 +62,6 @@ impl DataDist {
     }
 
     /// Returns the current role of this engine.
-    #[must_use]
     pub fn role(&self) -> Role {
         *self.role.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -100,7 +100,6 @@ impl DataDist {
 
     /// Sets `interrupted`, which calls check on their own thread now and then while they wait. A call ends
     /// early once it returns `true`.
-    #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
         self.interrupted = Some(interrupted);
         self
@@ -115,7 +114,6 @@ impl DataDist {
     }
 
     /// Returns the configuration with which the engine was opened.
-    #[must_use]
     pub fn config(&self) -> &Config {
         &self.cluster.config
     }
@@ -262,7 +260,6 @@ impl DataDist {
     }
 
     /// Returns every counter, and the state of the pools, the table and the links.
-    #[must_use]
     pub fn stats(&self) -> Snapshot {
         let (swap_in_direct, swap_in_ring) = self.cluster.stats.swap_ins();
         let (plain_bytes, streaming_bytes) = self.cluster.engine.tuner().bytes();
@@ -284,7 +281,6 @@ impl DataDist {
 
     /// Measures the bytes of a placement's pool that lie in huge pages; 0 without such a pool. This is slow
     /// (`Region::huge_bytes`).
-    #[must_use]
     pub fn huge_bytes(&self, placement: Placement) -> u64 {
         self.cluster.pool(placement).map_or(0, |arena| arena.region().huge_bytes())
     }

@@ -89,7 +89,6 @@ impl Merger {
     }
 
     /// Returns the bytes of registered memory that were merged.
-    #[must_use]
     pub fn lent_bytes(&self) -> u64 {
         self.lending().map_or(0, Lending::merged)
     }
@@ -151,7 +150,6 @@ impl Merger {
     }
 
     /// Returns what was merged of `region`.
-    #[must_use]
     pub fn merged(&self, region: &Region) -> Merged {
         let of = |work: &&Arc<Merging>| std::ptr::eq(&raw const *work.region, region);
         let work = self.shared.as_ref().and_then(|shared| shared.regions.iter().find(of));
@@ -160,7 +158,6 @@ impl Merger {
 
     /// Returns whether the thread is running.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn running(&self) -> bool {
         self.shared.as_ref().is_some_and(|shared| shared.closing.locked().running)
     }

@@ -34,13 +34,11 @@ impl Adopted {
     }
 
     /// Returns the description that the caller gave.
-    #[must_use]
     pub fn desc(&self) -> &CacheDesc {
         &self.desc
     }
 
     /// Returns the sizes, kind and placement.
-    #[must_use]
     pub fn side(&self) -> Side {
         self.side
     }

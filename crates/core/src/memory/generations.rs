@@ -55,7 +55,6 @@ impl Generations {
 
     /// Returns the generation of `place`. A place beyond the last number has the largest one, which no reader
     /// accepts.
-    #[must_use]
     pub fn of(&self, place: u32) -> u64 {
         self.numbers.of(place)
     }
@@ -72,7 +71,6 @@ impl Generations {
 
     /// Returns the descriptor, for peers to map read-only; `None` if the kernel cannot prevent peers from
     /// writing.
-    #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.sealed.then(|| self.descriptor.as_fd())
     }
@@ -111,7 +109,6 @@ impl PeerGenerations {
 
     /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had
     /// not been reused when it was read.
-    #[must_use]
     pub fn still(&self, place: u32, generation: u64) -> bool {
         // Keeps the reads of the data before the read of the number.
         fence(Ordering::Acquire);

@@ -64,19 +64,16 @@ impl Region {
     pub const UNIT_BYTES: u64 = HUGE_PAGE as u64;
 
     /// Returns the number of units; 0 for memory of a device.
-    #[must_use]
     pub fn units(&self) -> u64 {
         if self.host_addressable() { self.len().div_ceil(Self::UNIT_BYTES) } else { 0 }
     }
 
     /// Returns whether the region consists of ordinary pages, which can be merged into huge pages.
-    #[must_use]
     pub fn merges(&self) -> bool {
         self.ordinary().is_some()
     }
 
     /// Returns the first unit, from `from` on, of which any page was touched.
-    #[must_use]
     pub fn touched_unit(&self, from: u64) -> Option<u64> {
         // This moves the offset of the descriptor, which nothing else uses.
         let start = from.checked_mul(Self::UNIT_BYTES)?;
@@ -85,7 +82,6 @@ impl Region {
     }
 
     /// Returns the committed bytes of `unit`; 0 if the kernel does not report them.
-    #[must_use]
     pub fn touched_bytes(&self, unit: u64) -> u64 {
         let mut pages = [0_u8; 512];
         let Some(at) = self.unit_at(unit).filter(|_| HUGE_PAGE / page_size() <= pages.len()) else {
@@ -159,7 +155,6 @@ impl Adopted {
 impl Tensors {
     /// Returns the addresses of all whole units inside the caller's memory; empty if the memory is not the
     /// caller's.
-    #[must_use]
     pub fn lent_units(&self) -> Vec<u64> {
         let addrs = if self.adopted_here() { self.addrs() } else { &[] };
         let spans = units_within(stretches(addrs, self.tensor_bytes()));
@@ -200,7 +195,6 @@ pub struct OwnPages(File);
 
 impl OwnPages {
     /// Opens the page map; `None` if the kernel has none or the page size is not supported.
-    #[must_use]
     pub fn open() -> Option<OwnPages> {
         let known = HUGE_PAGE / page_size() == UNIT_PAGES;
         File::open("/proc/self/pagemap").ok().filter(|_| known).map(OwnPages)
@@ -212,7 +206,6 @@ impl OwnPages {
     /// Returns `None` if this is not so. For example, a page that was read and never written is the kernel's
     /// zero page, and a page from before a fork is shared. Otherwise the inner result states whether the
     /// kernel merged it.
-    #[must_use]
     pub fn merge(&self, at: u64) -> Option<std::result::Result<(), Refusal>> {
         let from = usize::try_from(at).ok().filter(|at| at.is_multiple_of(HUGE_PAGE))?;
         let mut entries = [0_u8; UNIT_PAGES * 8];
@@ -226,7 +219,6 @@ impl OwnPages {
 
     /// Returns whether the page at `at` is a huge page; `None` if no page is present, or the kernel does not
     /// report it (before Linux 6.7).
-    #[must_use]
     pub fn huge(&self, at: u64) -> Option<bool> {
         let mut found = PageRegion::default();
         let mut scan = PagemapScan {

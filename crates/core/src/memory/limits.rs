@@ -12,7 +12,6 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Returns the bytes that this process can use now without evicting anything. A limit on the address space or
 /// on the file size counts by half, because other things need a part of it.
-#[must_use]
 pub fn usable_bytes() -> u64 {
     let memory = usable_under(Path::new("/"));
     let room = address_space_left().map(|left| left / 2);
@@ -21,7 +20,6 @@ pub fn usable_bytes() -> u64 {
 }
 
 /// Returns the bytes of address space that this process may still take; `None` without a limit.
-#[must_use]
 pub(super) fn address_space_left() -> Option<u64> {
     let limit = getrlimit(Resource::As).current?;
     let taken = number(Path::new("/proc/self/statm")).unwrap_or(0).saturating_mul(page_bytes());
@@ -29,7 +27,6 @@ pub(super) fn address_space_left() -> Option<u64> {
 }
 
 /// Returns the bytes of memory that the machine has; 64 GiB if it does not report them.
-#[must_use]
 pub(super) fn machine_bytes() -> u64 {
     fields(&PathBuf::from("/proc/meminfo"), "MemTotal:").map_or(64 << 30, |kib| kib << 10)
 }
@@ -56,7 +53,6 @@ pub fn refuse_beyond_room_under(root: &Path, what: &str, bytes: u64) -> Result<(
 
 /// As [`usable_bytes`], but without the limits of the process, and with the `proc` and `sys` folders under
 /// `root`.
-#[must_use]
 pub fn usable_under(root: &Path) -> u64 {
     let available = fields(&root.join("proc/meminfo"), "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);
     let groups = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();

@@ -47,7 +47,6 @@ impl KeptLists {
     }
 
     /// Returns the bytes of the blocks that are kept now.
-    #[must_use]
     pub fn kept_bytes(&self) -> usize {
         let kept = |slots: &[AtomicPtr<u8>; SLOTS]| {
             slots.iter().filter(|slot| !slot.load(Ordering::Relaxed).is_null()).count()

@@ -41,21 +41,18 @@ pub struct Reserved {
 
 impl MapBudget {
     /// Creates a budget of `limit` bytes. The default is four times the memory of this machine.
-    #[must_use]
     pub fn new(limit: Option<u64>) -> Arc<MapBudget> {
         let limit = limit.unwrap_or_else(|| limits::machine_bytes().saturating_mul(TIMES_RAM));
         Arc::new(MapBudget { limit, counts: Mutex::default(), returned: Condvar::new() })
     }
 
     /// Returns the limit in bytes.
-    #[must_use]
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
     /// Returns the bytes that are reserved now.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn used(&self) -> u64 {
         self.locked().reserved
     }

@@ -13,13 +13,11 @@ thread_local! {
 ///
 /// It is called once for each unit of a copy, and compares with the previous call. Another call at the start
 /// of each unit would cost 1 % of the time to copy a MiB.
-#[must_use]
 pub fn faulted() -> bool {
     let now = page_faults();
     BEFORE.replace(now) != now
 }
 
-#[must_use]
 /// Returns the page faults of this thread so far; 0 if the kernel does not report them.
 pub fn page_faults() -> u64 {
     // SAFETY: zeros are a valid value of this struct of integers.

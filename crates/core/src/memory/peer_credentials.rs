@@ -19,7 +19,6 @@ pub struct Credentials {
 
 /// Returns the credentials of the process that made the other end of `socket`; `None` if the kernel does not
 /// report them.
-#[must_use]
 pub fn peer_credentials(socket: BorrowedFd<'_>) -> Option<Credentials> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).ok()?;
@@ -59,7 +58,6 @@ pub fn take_descriptors(socket: BorrowedFd<'_>, take: bool) {
 ///
 /// The kernel shows every user without a number in this namespace as the overflow user. So that number proves
 /// nothing unless every user has a number here.
-#[must_use]
 pub fn same_user(peer: Credentials) -> bool {
     let own = rustix::process::geteuid().as_raw();
     let read = |path| std::fs::read_to_string(path).ok();

@@ -86,13 +86,11 @@ impl PeerMapping {
     }
 
     /// Returns the address of the first byte in this process.
-    #[must_use]
     pub fn base(&self) -> u64 {
         self.mapped.base as u64
     }
 
     /// Returns the length in bytes.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }

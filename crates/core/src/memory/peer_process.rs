@@ -87,13 +87,11 @@ impl PeerProcess {
     }
 
     /// Returns the process id.
-    #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
     /// Returns whether the process is still running.
-    #[must_use]
     pub fn alive(&self) -> bool {
         let mut watched = [PollFd::new(&self.descriptor, PollFlags::IN)];
         // The descriptor becomes readable when the process ends.

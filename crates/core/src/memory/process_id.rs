@@ -16,7 +16,6 @@ static PAGE: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
 /// Returns the id of this process. It asks the kernel in each call until [`remember_process`] has been
 /// called.
-#[must_use]
 pub fn this_process() -> u32 {
     // SAFETY: the pointer is null, or refers to a page that `remember_process` mapped: zeroed, aligned, never
     // unmapped, and accessed only as an atomic.

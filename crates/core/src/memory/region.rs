@@ -33,7 +33,6 @@ pub enum HugePages {
 
 impl HugePages {
     /// Returns the name used in reports.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             HugePages::Reserved => "reserved",
@@ -101,39 +100,33 @@ impl Region {
     }
 
     /// Returns the address of the first byte.
-    #[must_use]
     pub fn base(&self) -> u64 {
         self.base
     }
 
     /// Returns the length in bytes.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
     /// Returns whether the CPU can dereference the addresses.
-    #[must_use]
     pub fn host_addressable(&self) -> bool {
         self.mapping.is_some()
     }
 
     /// Returns the descriptor behind the region, for a peer to map read-only. `None` if there is no
     /// descriptor, or if the kernel cannot prevent the peer from writing.
-    #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         let shared = self.mapping.as_ref().filter(|mapping| mapping.sealed);
         shared.map(|mapping| mapping.descriptor.as_fd())
     }
 
     /// Returns how the region relates to huge pages, as determined when it was created.
-    #[must_use]
     pub fn huge_pages(&self) -> HugePages {
         self.mapping.as_ref().map_or(HugePages::Unavailable, |mapping| mapping.huge)
     }
 
     /// Returns the bytes that are committed, that is, that use memory because they were touched.
-    #[must_use]
     pub fn committed_bytes(&self) -> u64 {
         let known = self.mapping.as_ref().and_then(|mapping| fstat(&mapping.descriptor).ok());
         known.map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
@@ -143,7 +136,6 @@ impl Region {
     ///
     /// This reads the memory map of the whole process, which takes longer the more memory is resident. Use it
     /// for a report on request, and never in a transfer call.
-    #[must_use]
     pub fn huge_bytes(&self) -> u64 {
         if self.mapping.is_some() { smaps::huge_bytes(self.base, self.len) } else { 0 }
     }

@@ -30,7 +30,6 @@ impl Stall {
     }
 
     /// Returns the number of reads that wait at these addresses.
-    #[must_use]
     pub fn waiting(&self) -> usize {
         locked().waiting.iter().filter(|at| self.1.contains(at)).count()
     }

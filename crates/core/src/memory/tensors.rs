@@ -85,25 +85,21 @@ impl Tensors {
     }
 
     /// Returns the address of every tensor.
-    #[must_use]
     pub fn addrs(&self) -> &[u64] {
         &self.addrs
     }
 
     /// Returns the shared list with the address of every tensor.
-    #[must_use]
     pub fn shared_addrs(&self) -> Arc<Vec<u64>> {
         self.addrs.clone()
     }
 
     /// Returns the bytes of one tensor.
-    #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
         self.tensor_bytes
     }
 
     /// Returns how this process can access the tensors.
-    #[must_use]
     pub fn reach(&self) -> Reach {
         match &self.memory {
             Memory::Carved(region) if !region.host_addressable() => Reach::Device,
@@ -119,14 +115,12 @@ impl Tensors {
     }
 
     /// Returns whether the CPU can dereference the addresses, at least to read.
-    #[must_use]
     pub fn host_addressable(&self) -> bool {
         self.reach().host_addressable()
     }
 
     /// Returns the process through which the bytes must be read; `None` if they belong to this process or are
     /// mapped here.
-    #[must_use]
     pub fn process(&self) -> Option<&Arc<PeerProcess>> {
         if let Memory::Process(process) = &self.memory { Some(process) } else { None }
     }

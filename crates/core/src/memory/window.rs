@@ -29,19 +29,16 @@ pub enum Access {
 
 impl Reach {
     /// Returns whether the CPU can dereference the addresses, at least to read.
-    #[must_use]
     pub fn host_addressable(self) -> bool {
         matches!(self, Reach::Host | Reach::HostRead)
     }
 
     /// Returns whether this is memory of another process.
-    #[must_use]
     pub fn foreign(self) -> bool {
         matches!(self, Reach::HostRead | Reach::Process)
     }
 
     /// Returns whether this process may write there. No process writes into the memory of another one.
-    #[must_use]
     pub fn writable(self) -> bool {
         matches!(self, Reach::Host | Reach::Device)
     }
@@ -65,38 +62,32 @@ impl Window<'_> {
     }
 
     /// Returns the address of the first byte.
-    #[must_use]
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
     /// Returns the length in bytes.
-    #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
     /// Returns whether the length is zero.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Returns how this process can access it.
-    #[must_use]
     pub fn reach(&self) -> Reach {
         self.reach
     }
 
     /// Returns whether the CPU can dereference it, at least to read.
-    #[must_use]
     pub fn host_addressable(&self) -> bool {
         self.reach.host_addressable()
     }
 
     /// Returns whether the two windows have a byte in common. Memory that only the kernel can read
     /// ([`Reach::Process`]) overlaps no memory with an address in this process.
-    #[must_use]
     pub fn overlaps(&self, other: &Window<'_>) -> bool {
         (self.reach == Reach::Process) == (other.reach == Reach::Process)
             && self.addr < other.addr + other.len

@@ -55,7 +55,6 @@ impl Deadline {
 
     /// Returns the same deadline with interruptible waits: waits of this thread end early once `interrupted`
     /// returns `true`. It is not called on other threads that work for the call; these end with the call.
-    #[must_use]
     pub fn watched(self, interrupted: Option<fn() -> bool>) -> Self {
         Deadline { interrupted: interrupted.map(|asked| (asked, current().id())), ..self }
     }

@@ -85,7 +85,6 @@ impl Stream {
 
     /// Returns whether there is something to receive, or the end of the stream, within `patience`. Meanwhile
     /// the thread polls and yields to other threads.
-    #[must_use]
     pub fn readable_within(&self, patience: Duration) -> bool {
         let since = Instant::now();
         loop {

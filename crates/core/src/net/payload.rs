@@ -25,7 +25,6 @@ pub const LEAD: usize = 64;
 pub const STRETCH: u64 = 4 << 20;
 
 /// Whether a [`LEAD`] precedes byte `into` of a transfer of which `left` bytes remain.
-#[must_use]
 pub fn leads(into: u64, left: u64) -> bool {
     into.is_multiple_of(STRETCH) && left > MOST_AHEAD
 }

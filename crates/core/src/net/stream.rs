@@ -66,31 +66,26 @@ impl Stream {
     }
 
     /// Describes the peer, for messages.
-    #[must_use]
     pub fn peer(&self) -> &str {
         &self.about.peer
     }
 
     /// Whether the peer is on this host, as far as the addresses show.
-    #[must_use]
     pub fn same_host(&self) -> bool {
         self.about.same_host
     }
 
     /// Whether this stream can carry descriptors.
-    #[must_use]
     pub fn carries_descriptors(&self) -> bool {
         self.about.carries_descriptors
     }
 
     /// Returns the process id of the peer, if the kernel reports it.
-    #[must_use]
     pub fn peer_pid(&self) -> Option<i32> {
         self.about.credentials.and_then(|peer| peer.pid)
     }
 
     /// Returns the process and the user of the peer, if the kernel reports them.
-    #[must_use]
     pub fn credentials(&self) -> Option<Credentials> {
         self.about.credentials
     }
@@ -122,14 +117,12 @@ impl Stream {
     }
 
     /// Whether the stream is unusable: this side closed it, or a call found it broken or left half a frame.
-    #[must_use]
     pub fn is_closed(&self) -> bool {
         self.state.load(Ordering::Acquire) != OPEN
     }
 
     /// Whether the peer has closed its end. It then no longer waits for an answer, even if bytes of it are
     /// still unread (`a_peer_that_has_gone_is_seen_behind_what_it_left`).
-    #[must_use]
     pub fn abandoned(&self) -> bool {
         let mut socket = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         match poll(&mut socket, Some(&timespec(Duration::ZERO))) {

@@ -135,19 +135,16 @@ impl Link {
     }
 
     /// Returns how the link was made.
-    #[must_use]
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
     /// Returns the identity of the peer.
-    #[must_use]
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
     /// Returns the transport of its messages: `shm` (a local socket, with shared memory), `tcp` or `local`.
-    #[must_use]
     pub fn transport(&self) -> &'static str {
         self.transport
     }
@@ -219,7 +216,6 @@ impl Link {
     }
 
     /// Whether the link has not broken.
-    #[must_use]
     pub fn alive(&self) -> bool {
         self.why.get().is_none()
     }

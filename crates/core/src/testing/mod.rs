@@ -86,7 +86,6 @@
 pub mod oracle;
 
 /// Returns the memory of a cache.
-#[must_use]
 pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
     cache.tensors()
 }

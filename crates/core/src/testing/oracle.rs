@@ -153,25 +153,21 @@ impl TwinTable {
     }
 
     /// Bytes allocated from the pool.
-    #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.entries.iter().map(|entry| entry.pool_bytes).sum()
     }
 
     /// Numbers of all live caches.
-    #[must_use]
     pub fn alive(&self) -> Vec<usize> {
         self.entries.iter().map(|entry| entry.name).collect()
     }
 
     /// Number of keys.
-    #[must_use]
     pub fn keys(&self) -> usize {
         self.entries.iter().map(|entry| entry.keys.len()).sum()
     }
 
     /// Returns the cache and the row that a key names.
-    #[must_use]
     pub fn find_key(&self, key: CacheKey) -> Option<(usize, u32)> {
         self.entries.iter().find_map(|entry| {
             let found = entry.keys.iter().find(|(known, _)| *known == key);

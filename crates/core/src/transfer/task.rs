@@ -151,7 +151,6 @@ impl Task {
     }
 
     /// Returns the layers that any destination needs, ascending.
-    #[must_use]
     pub fn layers(&self) -> Vec<u32> {
         let state = self.locked();
         let needed = state.slots.iter().flat_map(|slot| slot.range.first..slot.range.end);
@@ -160,7 +159,6 @@ impl Task {
 
     /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
     /// the wait for it starts now.
-    #[must_use]
     pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
         let mut state = self.locked();
         let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
@@ -224,7 +222,6 @@ impl Task {
     }
 
     /// Whether the transfer has ended: nothing of it moves, or ever will.
-    #[must_use]
     pub fn done(&self) -> bool {
         self.locked().ended
     }
@@ -245,7 +242,6 @@ impl Task {
     }
 
     /// Returns the outcome of each destination.
-    #[must_use]
     pub fn outcomes(&self) -> Vec<Outcome> {
         let state = self.locked();
         let outcome = |slot: &Slot| match &slot.outcome {
@@ -259,7 +255,6 @@ impl Task {
 
     /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
     /// that are done, and for those that were never reached.
-    #[must_use]
     pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
         let state = self.locked();
         let reason = |slot: &Slot| match &slot.outcome {
@@ -271,13 +266,11 @@ impl Task {
     }
 
     /// How long the transfer may wait for one layer, if there is a limit.
-    #[must_use]
     pub fn patience(&self) -> Option<Duration> {
         self.patience
     }
 
     /// Returns the progress of each destination.
-    #[must_use]
     pub fn progress(&self) -> Vec<Carried> {
         let carried = |slot: &Slot| Carried {
             layers: slot.next - slot.range.first,

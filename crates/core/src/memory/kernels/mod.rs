@@ -43,7 +43,6 @@ impl Kernel {
     /// On `x86_64` with AVX2 there are four: [`PLAIN`](Self::PLAIN); ordinary stores to four pages in turn,
     /// which belong to one piece or to four; streaming stores that copy one piece after the other and
     /// prefetch the next one; and streaming stores to four pages in turn. Elsewhere only `PLAIN` exists.
-    #[must_use]
     pub fn all() -> &'static [Kernel] {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx2") {
@@ -59,7 +58,6 @@ impl Kernel {
     }
 
     /// Returns whether the stores of this kernel bypass the caches.
-    #[must_use]
     pub fn streams(self) -> bool {
         match self.0 {
             Stores::Plain => false,
@@ -72,7 +70,6 @@ impl Kernel {
 
     /// Returns the name used in reports.
     #[cfg(feature = "testing")]
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
             Stores::Plain => "plain",
