@@ -132,7 +132,7 @@ pub(super) fn each(
         }
         drop(telling);
         loop {
-            match told.recv_timeout(NAP) {
+            match told.recv_timeout(Deadline::NAP) {
                 Ok(result) => results.push(result),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
@@ -149,8 +149,6 @@ pub(super) fn each(
 
 /// Clusters of one call that are linked at the same time.
 const AT_ONCE: usize = 64;
-/// How often the caller's thread checks for interruption.
-const NAP: Duration = Duration::from_millis(100);
 
 thread_local! {
     /// Set once the call for which this thread works was interrupted.

@@ -33,6 +33,7 @@ mod peer_credentials;
 mod peer_mapping;
 mod peer_process;
 mod process_id;
+mod random;
 mod region;
 mod smaps;
 pub mod socket_io;
@@ -55,6 +56,7 @@ pub use peer_credentials::{Credentials, peer_credentials, same_user, take_descri
 pub use peer_mapping::PeerMapping;
 pub use peer_process::{PeerProcess, Probe, allow_readers, own_probe};
 pub use process_id::{remember_process, this_process};
+pub use random::random;
 pub use region::Region;
 pub use tensors::Tensors;
 pub use window::{Access, Reach, Window};

@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PTracer, Pid, PidfdFlags, pidfd_open, set_ptracer};
-use rustix::rand::{GetRandomFlags, getrandom};
 
+use super::random::random;
 use super::window::{Reach, Window};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -37,13 +37,7 @@ impl std::fmt::Debug for Probe {
 pub fn own_probe() -> Result<Probe> {
     static SECRET: OnceLock<[u8; 16]> = OnceLock::new();
     if SECRET.get().is_none() {
-        let mut bytes = [0; 16];
-        // A request for so few bytes is never cut short (getrandom(2)).
-        getrandom(&mut bytes, GetRandomFlags::empty()).map_err(|error| {
-            Error::new(ErrorKind::System, "no random bytes for the probe of this process")
-                .because(io::Error::from(error))
-        })?;
-        let _ = SECRET.set(bytes);
+        let _ = SECRET.set(random()?);
     }
     let secret = SECRET.get_or_init(|| [0; 16]);
     Ok(Probe { address: secret.as_ptr() as u64, secret: *secret })

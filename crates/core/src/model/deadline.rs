@@ -23,7 +23,7 @@ pub struct Deadline {
 
 impl Deadline {
     /// Maximum sleep in a wait that can be interrupted, and so the time within which Ctrl-C is noticed.
-    const NAP: Duration = Duration::from_millis(100);
+    pub(crate) const NAP: Duration = Duration::from_millis(100);
 
     /// Returns a deadline that is `limit` from now, with the name `sync_kv_timeout`. A limit of more than ten
     /// years is reduced to ten years, because the clock cannot represent every limit.

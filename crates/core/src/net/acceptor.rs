@@ -8,12 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, listen, shutdown};
 
-use super::{Accepted, Address, Listener, Stream, unavailable};
+use super::{Accepted, Address, BACKLOG, Listener, Stream, unavailable};
 use crate::error::Result;
 use crate::memory::Kept;
-
-/// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
-const BACKLOG: i32 = 1024;
 
 /// Makes a stream of an accepted socket; `None` if the peer is already gone.
 type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
@@ -30,7 +27,7 @@ pub(super) struct Door {
 impl Door {
     /// Starts to listen with a non-blocking socket that is bound to `address`.
     pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
-        listen(&socket, BACKLOG).map_err(|errno| unavailable(&address, "listen at", errno))?;
+        listen(&socket, BACKLOG.into()).map_err(|errno| unavailable(&address, "listen at", errno))?;
         Ok(Door { _kept: Kept::new(&socket), socket, address, closed: AtomicBool::new(false), welcome })
     }
 }

@@ -12,13 +12,10 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::stream::About;
-use super::{Accepted, Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use super::{Accepted, Address, BACKLOG, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::Result;
 use crate::memory::peer_credentials;
 use crate::model::Deadline;
-
-/// Connections that may wait to be accepted. Further ones are refused.
-const BACKLOG: usize = 1024;
 
 /// Streams within one process. Clones share their listeners; a new value has none.
 #[derive(Clone, Default)]
@@ -64,7 +61,7 @@ impl Transport for Local {
         };
         let remote = Stream::new(remote, about());
         let mut arrived = lock(&queue.arrived);
-        if arrived.closed || arrived.streams.len() >= BACKLOG {
+        if arrived.closed || arrived.streams.len() >= usize::from(BACKLOG) {
             return Err(refused(Errno::CONNREFUSED));
         }
         arrived.streams.push_back(remote);

@@ -46,9 +46,15 @@ pub use unix::Unix;
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
+
+/// How long a thread polls a socket before it sleeps: about the time of one switch between two processes.
+pub const POLL_TIME: Duration = Duration::from_micros(60);
+/// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
+const BACKLOG: u16 = 1024;
 
 /// Address at which an engine listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

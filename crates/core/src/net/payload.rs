@@ -39,11 +39,9 @@ const TOGETHER: u32 = 256 << 10;
 /// Bytes that are received and discarded at once.
 const FORGOTTEN: usize = 4 << 10;
 
-/// For at most this many bytes, the receiver polls for [`PATIENCE`] before it sleeps, whatever the transport.
+/// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) before it sleeps, whatever the transport.
 const FEW: u64 = 48 << 10;
 
-/// How long to poll: about one hand-over between two processes.
-const PATIENCE: Duration = Duration::from_micros(60);
 /// Within one host, a transfer polls for its next bytes until this many of its polls have failed. Pushes
 /// benefit from it (benches/results/log.md).
 const LOOKS: u8 = 8;
@@ -75,7 +73,7 @@ impl Stream {
     pub fn receive_lead(&self, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         if self.about.same_host {
-            transfer.patience = PATIENCE.min(deadline.left());
+            transfer.patience = super::POLL_TIME.min(deadline.left());
         }
         let (mut lead, mut done) = ([0; LEAD], 0);
         while done < LEAD {
@@ -105,7 +103,7 @@ impl Stream {
         let mut transfer = Transfer::new(self, way, deadline);
         let mut looks = if way == Way::In && self.about.same_host { LOOKS } else { 0 };
         if looks > 0 || (way == Way::In && left <= FEW) {
-            transfer.patience = PATIENCE.min(deadline.left());
+            transfer.patience = super::POLL_TIME.min(deadline.left());
         }
         // Finished windows leave the list, so that no step iterates over them again.
         let (mut windows, mut skip) = (windows, 0);

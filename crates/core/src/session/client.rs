@@ -4,7 +4,7 @@
 //! generation of the cache is unchanged.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::call_streams::Lease;
 use super::link::Link;
@@ -13,6 +13,7 @@ use super::remote_cache::Known;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
+use crate::net::POLL_TIME;
 use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request};
 use crate::validate::RemoteCache;
 
@@ -22,8 +23,6 @@ const GRACE_MS: u64 = 150;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
 pub(crate) const SAID_BY: &str = "said_by";
-/// How long to poll for a reply before the thread sleeps: about the time of one switch between two processes.
-const PATIENCE: Duration = Duration::from_micros(60);
 
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
@@ -181,7 +180,7 @@ impl Link {
 
 /// Waits for a reply on the stream of `lease`.
 pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
-    message_io::hear(lease.stream(), MESSAGE_LIMIT, PATIENCE, deadline)
+    message_io::hear(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
 }
 
 /// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the

@@ -9,12 +9,13 @@ use std::time::Duration;
 use super::dial::Dialer;
 use super::handshake::Key;
 use super::link::{Kind, Link, Peer};
+use super::message_io;
 use super::peer_memory::{self, Offered, Reach};
 use super::registry::RIVAL_LINK;
 use super::shared::Shared;
-use super::{handshake, message_io};
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::random;
 use crate::model::{ClusterId, Deadline};
 use crate::net::{Address, Stream};
 use crate::protocol::{Attached, Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
@@ -47,7 +48,7 @@ impl Shared {
     ) -> Result<Arc<Link>> {
         let choice = self.cluster.config.links.transport;
         let token = self.cluster.config.links.token.is_some();
-        let link = u64::from_le_bytes(handshake::random()?);
+        let link = u64::from_le_bytes(random()?);
         let purpose = |probe_local| Purpose::Link { link, comm: comm.cloned(), probe_local };
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);

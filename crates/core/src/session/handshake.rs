@@ -18,7 +18,7 @@ use super::message_io;
 use super::refusals::{Reason, Refusal};
 use crate::config::{LinkConfig, Token};
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::same_user;
+use crate::memory::{random, same_user};
 use crate::model::{ClusterId, Deadline};
 use crate::net::Stream;
 use crate::protocol::{self, Challenge, HANDSHAKE_LIMIT, HEADER, Hello, Party, Proof, Purpose, Welcome};
@@ -93,20 +93,6 @@ impl std::fmt::Debug for Key {
             Key::Empty => "Empty",
         })
     }
-}
-
-/// Returns `N` unpredictable bytes from the kernel. Returns `Err` with `System` if the kernel provides none.
-pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        let got = rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty());
-        filled += got.map_err(|error| {
-            let text = "the system gave no random bytes";
-            Error::new(ErrorKind::System, text).because(std::io::Error::from(error))
-        })?;
-    }
-    Ok(bytes)
 }
 
 /// Runs the dialing side of the handshake on `stream`, and returns the welcome of the peer. Returns `Err`

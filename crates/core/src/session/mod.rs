@@ -48,6 +48,7 @@ pub(crate) use message_io::say_before;
 pub(crate) use peer_memory::location;
 pub(crate) use remote_cache::Known;
 pub(crate) use shared::own;
+pub(crate) use threads::STACK as THREAD_STACK;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};

@@ -22,15 +22,12 @@ use super::registry::State as Registry;
 use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
-use crate::net::Stream;
+use crate::net::{POLL_TIME, Stream};
 
 /// Most handshake steps in progress at a time.
 const STEPS: usize = 8;
 /// How long a thread that is not needed is kept.
 const KEPT: Duration = Duration::from_secs(10);
-/// How long to poll a stream after an answer, before other streams are served. The next request of the same
-/// call often arrives within microseconds.
-const PATIENCE: Duration = Duration::from_micros(60);
 /// Poller numbers of the bells. Streams have higher numbers.
 const WORK: u64 = 0;
 const CLOSED: u64 = 1;
@@ -297,8 +294,9 @@ impl Server {
             if !self.serve(link, stream) {
                 break false;
             }
-            // Stop if another turn waits for this slot, or if no request follows at once.
-            if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(PATIENCE) {
+            // Stop if another turn waits for this slot, or if no request follows at once. The next request of
+            // the same call often arrives within microseconds.
+            if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };

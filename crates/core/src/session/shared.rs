@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::model::{ClusterId, Deadline};
 
 /// Shortest and longest time after which another link may replace the link of a silent peer.
-const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
+const REPLACED_AFTER: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
 
 pub(crate) struct Shared {
     pub(super) cluster: Arc<Cluster>,
@@ -70,9 +70,9 @@ impl Shared {
     }
 
     /// How long a peer may be silent before its link may be treated as dead: two heartbeats, clamped to
-    /// [`PATIENCE`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
+    /// [`REPLACED_AFTER`] so that neither a slow network nor a very long heartbeat makes the value unreasonable.
     pub(super) fn patience(&self) -> Duration {
-        self.cluster.config.links.heartbeat.saturating_mul(2).clamp(PATIENCE.0, PATIENCE.1)
+        self.cluster.config.links.heartbeat.saturating_mul(2).clamp(REPLACED_AFTER.0, REPLACED_AFTER.1)
     }
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {

@@ -9,7 +9,7 @@ use hashbrown::HashSet;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Stack size in bytes. Requests and their plans are on the heap.
-const STACK: usize = 512 << 10;
+pub(crate) const STACK: usize = 512 << 10;
 
 /// The running threads.
 #[derive(Debug, Default)]

@@ -16,6 +16,7 @@ use hashbrown::HashMap;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
+use crate::session::THREAD_STACK;
 use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
 
 /// How long an idle lane is kept.
@@ -24,8 +25,6 @@ const KEEP: Duration = Duration::from_secs(30);
 const MOST: usize = 512;
 /// Most lanes at work for one place: half of the streams of a link.
 const MOST_OF_ONE: usize = 32;
-/// Stack size in bytes: enough for a request and its plan, which are on the heap.
-const STACK: usize = 512 << 10;
 /// How long the end of an engine waits for lanes whose links it has closed.
 const CLOSE_WAIT: Duration = Duration::from_secs(10);
 
@@ -217,7 +216,7 @@ impl ExecutorHandle {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
         let shared = self.0.clone();
-        Builder::new().name(name.into()).stack_size(STACK).spawn(move || body(&shared)).map(|_| ())
+        Builder::new().name(name.into()).stack_size(THREAD_STACK).spawn(move || body(&shared)).map(|_| ())
     }
 }
 
