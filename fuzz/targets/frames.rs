@@ -27,7 +27,7 @@ fuzz_target!(|input: &[u8]| {
     let Some((&which, mut stream)) = input.split_first() else { return };
     let limit = if which & 0x80 == 0 { MESSAGE_LIMIT } else { HANDSHAKE_LIMIT };
     while let Some((header, rest)) = stream.split_first_chunk::<HEADER>() {
-        let parsed = Header::parse(header, limit);
+        let parsed = Header::parse(*header, limit);
         assert_eq!(
             parsed.as_ref().map(|header| (header.kind, header.length)).map_err(Error::kind),
             model(header, limit)
@@ -51,7 +51,7 @@ fn refusal(body: &[u8]) {
     assert!(!text.chars().any(char::is_control), "{text:?}");
     let frame = protocol::refusal(&error);
     let (header, body) = frame.split_first_chunk().expect("a frame has a header");
-    let header = Header::parse(header, HANDSHAKE_LIMIT).expect("a refusal fits a greeting");
+    let header = Header::parse(*header, HANDSHAKE_LIMIT).expect("a refusal fits a greeting");
     assert_eq!((header.kind, header.length), (REFUSAL, body.len()));
     assert_eq!(protocol::refused(body).kind(), error.kind());
 }
