@@ -180,7 +180,7 @@ def test_the_work_that_is_counted():
     ("file", "constant", "said"),
     [
         ("session/registry.rs", "MOST_LINKS: usize = 4096;", "4,096"),
-        ("session/limits.rs", "newcomers: (descriptors / 16).clamp(4, 256)", "a sixteenth of the open-file limit"),
+        ("session/limits.rs", "pending: (descriptors / 16).clamp(4, 256)", "a sixteenth of the open-file limit"),
         ("session/call_slots.rs", "const SHARED: usize = 32;", "up to 32 shared threads"),
         ("session/remote_cache.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("session/stream_pool.rs", "MOST_CALLS: usize = 64;", "at most 64"),

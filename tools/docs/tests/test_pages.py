@@ -34,7 +34,7 @@ def constant(file: str, name: str) -> int:
 LIMITS = [
     ("session/stream_pool.rs", "MOST_CALLS", "| calls over one link at a time | {}; "),
     ("session/registry.rs", "MOST_LINKS", "| links of one engine | {} |"),
-    ("session/communicator.rs", "MOST", "| communicators (rank tables) of one engine | {}, "),
+    ("session/registry.rs", "MOST_COMMS", "| communicators (rank tables) of one engine | {}, "),
     ("session/remote_cache.rs", "MOST_RECORDS", "| descriptions of remote caches kept for each link | {} |"),
     ("engine/links.rs", "AT_ONCE", "| any number; {} are linked at a time |"),
     ("protocol/mod.rs", "VERSION", "The version is {}."),
