@@ -116,3 +116,10 @@ def ends() -> Iterator[Ends]:
     """Engines here and in other processes, all closed afterwards."""
     with Ends() as made:
         yield made
+
+
+@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Mode and transport."""
+    accessible, transport = request.param
+    return {"accessible": accessible, "llm__LinkTransport": transport}

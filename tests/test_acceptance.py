@@ -9,7 +9,7 @@ import enum
 import importlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -50,8 +50,8 @@ from memory import (
     run_fresh,
 )
 from memory import same as same_bytes
+from mistakes import Row, check, coded
 from peers import GONE, OK, Ends, by_request, code, equal, pattern
-from test_link_arguments import Row, check
 from two_modes import (
     CACHE_MANAGER,
     KV_CACHE_MANAGER,
@@ -65,42 +65,17 @@ from two_modes import (
     synchronizer,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
-FAILED = Expected("LLMException(FAILED)", (LLMException,), (LLMStatusCode.LLM_FAILED,))
-NO_LINK = Expected("LLMException(NOT_YET_LINK)", (LLMException,), (LLMStatusCode.LLM_NOT_YET_LINK,))
-NO_CACHE = Expected("LLMException(KV_CACHE_NOT_EXIST)", (LLMException,), (LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,))
-OVER = Expected("LLMException(ENGINE_FINALIZED)", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
+FAILED = coded(LLMStatusCode.LLM_FAILED)
+NO_LINK = coded(LLMStatusCode.LLM_NOT_YET_LINK)
+NO_CACHE = coded(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+OVER = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
 @pytest.fixture(params=MODES)
 def pair(ends: Ends, request: pytest.FixtureRequest) -> Pair:
     """Two linked ends in each mode."""
     return Pair(request.param, ends)
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., LLMDataDist]]:
-    """A function that initialises an engine of any role with any options; all are finalized afterwards."""
-    opened: list[LLMDataDist] = []
-
-    def start(given: Any = None, role: LLMRole = LLMRole.PROMPT, cluster: int = 1) -> LLMDataDist:
-        dist = LLMDataDist(role, cluster)
-        opened.append(dist)
-        dist.init(options() if given is None else given)
-        return dist
-
-    yield start
-    for dist in opened:
-        dist.finalize()
 
 
 # -- 1 ---------------------------------------------------------------------------------------------------------------
@@ -527,9 +502,9 @@ class Sender:
 
 
 @pytest.fixture(params=MODES)
-def sender(request: pytest.FixtureRequest, begin: Callable[..., LLMDataDist]) -> Sender:
+def sender(request: pytest.FixtureRequest, start: Callable[..., LLMDataDist]) -> Sender:
     """In each mode."""
-    return Sender(request.param, begin(KV_OPTIONS if request.param == KV_CACHE_MANAGER else None))
+    return Sender(request.param, start(KV_OPTIONS if request.param == KV_CACHE_MANAGER else None))
 
 
 @pytest.mark.contract("20.6", "19.transfer-cache-async")
@@ -618,8 +593,8 @@ def test_20_06_kinds_of_configs_with_remote_access(ends: Ends) -> None:
 
 
 @pytest.mark.contract("20.6")
-def test_20_06_roles_of_the_kv_cache_manager(begin: Callable[..., LLMDataDist]) -> None:
-    manager = begin(KV_OPTIONS, LLMRole.DECODER).kv_cache_manager
+def test_20_06_roles_of_the_kv_cache_manager(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(KV_OPTIONS, role=LLMRole.DECODER).kv_cache_manager
     for arguments in ((None, None, None), ("cache", None, None)):
         with raising(LE):
             manager.transfer_cache_async(*arguments)
@@ -804,8 +779,8 @@ def test_20_08_sizes(manager: Any) -> None:
 
 
 @pytest.mark.contract("20.8")
-def test_20_08_sizes_with_the_kv_cache_manager(begin: Callable[..., LLMDataDist]) -> None:
-    manager = begin(KV_OPTIONS, LLMRole.DECODER).kv_cache_manager
+def test_20_08_sizes_with_the_kv_cache_manager(start: Callable[..., LLMDataDist]) -> None:
+    manager = start(KV_OPTIONS, role=LLMRole.DECODER).kv_cache_manager
     src, dst = manager.allocate_cache(desc()), manager.allocate_cache(desc())
     for size in (-2, 0):
         with raising(LE):
@@ -824,9 +799,9 @@ PER_LAYER = [(-1, VE), (2**32, VE), (0, LE), (1.0, TE), (2.0, TE), ("x", TE), (N
 @pytest.mark.parametrize(("bad", "expected"), PER_LAYER, ids=str)
 @pytest.mark.parametrize("ranges", [{}, {"src_layer_range": range(1), "dst_layer_range": range(1)}], ids=["all", "one"])
 def test_20_09_tensors_of_a_layer(
-    begin: Callable[..., LLMDataDist], bad: Any, expected: Expected, ranges: dict[str, Any]
+    start: Callable[..., LLMDataDist], bad: Any, expected: Expected, ranges: dict[str, Any]
 ) -> None:
-    manager = begin(options(llm__EnableRemoteCacheAccessible="1")).cache_manager
+    manager = start(options(llm__EnableRemoteCacheAccessible="1")).cache_manager
     batch, blocks = manager.allocate_cache(desc(tensors=10)), manager.allocate_blocks_cache(desc(tensors=10))
     slot, of_blocks = CacheKeyByIdAndIndex(2, 1), BlocksCacheKey(2)
     for call in (
@@ -934,9 +909,9 @@ def test_20_10_graph_memory(mode: str, size: Any, expected: Expected) -> None:
 
 @pytest.mark.contract("20.10")
 @pytest.mark.parametrize("mode", MODES)
-def test_20_10_second_instance_and_repeated_init(mode: str, begin: Callable[..., LLMDataDist]) -> None:
+def test_20_10_second_instance_and_repeated_init(mode: str, start: Callable[..., LLMDataDist]) -> None:
     given = options() if mode == CACHE_MANAGER else KV_OPTIONS
-    dist = begin(given)
+    dist = start(given)
     other = LLMDataDist(LLMRole.DECODER, 2)
     for repeated in (given, None, 5, {}):
         assert dist.init(repeated) is None
@@ -966,8 +941,8 @@ def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
 
 
 @pytest.mark.contract("20.11")
-def test_20_11_link(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
+def test_20_11_link(start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
     members = "cluster_rank_info"
     check(
         dist.link,
@@ -998,8 +973,8 @@ def test_20_11_link(begin: Callable[..., LLMDataDist]) -> None:
 
 @pytest.mark.contract("20.11")
 @pytest.mark.parametrize("name", ["link_clusters", "unlink_clusters"])
-def test_20_11_clusters(begin: Callable[..., LLMDataDist], name: str) -> None:
-    dist = begin()
+def test_20_11_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
+    dist = start()
     rows = [
         *[Row({"timeout": bad}, TE) for bad in (None, "1", 1.0)],
         *[Row({"timeout": bad}, VE) for bad in (2**31, -(2**31) - 1)],
@@ -1031,8 +1006,8 @@ def test_20_11_clusters(begin: Callable[..., LLMDataDist], name: str) -> None:
 
 
 @pytest.mark.contract("20.11")
-def test_20_11_switch_role(begin: Callable[..., LLMDataDist], ends: Ends) -> None:
-    dist = begin()
+def test_20_11_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
+    dist = start()
     for bad in (None, 1, "Prompt", True):
         with raising(TE):
             dist.switch_role(bad)
@@ -1069,8 +1044,8 @@ BEFORE_INIT: dict[str, Callable[[LLMDataDist], Any]] = {
 
 @pytest.mark.contract("20.11")
 @pytest.mark.parametrize("name", BEFORE_INIT)
-def test_20_11_before_init_and_after_finalize(name: str, begin: Callable[..., LLMDataDist]) -> None:
-    after = begin()
+def test_20_11_before_init_and_after_finalize(name: str, start: Callable[..., LLMDataDist]) -> None:
+    after = start()
     after.finalize()
     for dist in (LLMDataDist(LLMRole.PROMPT, 1), after):
         with pytest.raises(RuntimeError) as caught:
@@ -1080,8 +1055,8 @@ def test_20_11_before_init_and_after_finalize(name: str, begin: Callable[..., LL
 
 
 @pytest.mark.contract("20.11")
-def test_20_11_calls_of_the_other_mode(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(KV_OPTIONS)
+def test_20_11_calls_of_the_other_mode(start: Callable[..., LLMDataDist]) -> None:
+    dist = start(KV_OPTIONS)
     for name in ("link", "unlink", "query_register_mem_status", "cache_manager"):
         with pytest.raises(LLMException, match="EnableCacheManager") as caught:
             BEFORE_INIT[name](dist)
@@ -1089,7 +1064,7 @@ def test_20_11_calls_of_the_other_mode(begin: Callable[..., LLMDataDist]) -> Non
     assert dist.kv_cache_manager is dist.kv_cache_manager
     assert dist.kv_cache_manager.is_initialized() is True
     dist.finalize()
-    dist = begin()
+    dist = start()
     for name in ("kv_cache_manager", "check_link_status"):
         with raising(LE):
             BEFORE_INIT[name](dist)
@@ -1303,10 +1278,10 @@ def test_20_18_swap_in_and_out(manager: Any, device_blocks: int) -> None:
 
 
 @pytest.mark.contract("20.19")
-def test_20_19_the_same_options_again(begin: Callable[..., LLMDataDist]) -> None:
+def test_20_19_the_same_options_again(start: Callable[..., LLMDataDist]) -> None:
     given = options()
     before = dict(given)
-    dist = begin(given)
+    dist = start(given)
     managers = []
     for _ in range(3):
         manager = dist.cache_manager
@@ -1322,9 +1297,9 @@ def test_20_19_the_same_options_again(begin: Callable[..., LLMDataDist]) -> None
 
 
 @pytest.mark.contract("20.19")
-def test_20_19_the_same_options_again_with_the_kv_cache_manager(begin: Callable[..., LLMDataDist]) -> None:
+def test_20_19_the_same_options_again_with_the_kv_cache_manager(start: Callable[..., LLMDataDist]) -> None:
     given = dict(KV_OPTIONS)
-    dist = begin(given)
+    dist = start(given)
     assert given.keys() >= KV_OPTIONS.keys()
     assert given.keys() - KV_OPTIONS.keys() <= {"llm.ClusterInfo"}, "only the cluster info is stored back (17.48)"
     for _ in range(3):
@@ -1475,8 +1450,8 @@ EXPIRED: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.contract("20.20")
 @pytest.mark.parametrize("again", [False, True])
-def test_20_20_an_expired_manager_reaches_no_engine(again: bool, begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin()
+def test_20_20_an_expired_manager_reaches_no_engine(again: bool, start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
     manager = dist.cache_manager
     cache = manager.allocate_cache(desc())
     dist.finalize()

@@ -603,12 +603,6 @@ def test_without_a_size_the_pool_is_the_machines(cpp: Callable[..., Cpp]) -> Non
 # -- C++ and Python --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
 def python_end(ends: Ends, **given: Any) -> End:
     """The Python end here, cluster 9, which listens."""
     return ends.near(options(accessible=True, listen="127.0.0.1:0", **given), cluster=9)

@@ -6,7 +6,6 @@ The owner is the peer process; its pools and its table say what was released. No
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,16 +29,7 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 PAGE = 4096
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 @pytest.fixture(params=["auto", "tcp"])

@@ -16,7 +16,7 @@ import re
 import signal
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,25 +49,8 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 KEPT = 8  # threads that the engine may keep for the next tasks, few beside the tasks there were
 PLACES = list(itertools.product([False, True], repeat=3))  # source registered, destination on the host, registered
-WAYS = [(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")]
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
-@pytest.fixture(params=WAYS, ids=str)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Mode and transport."""
-    accessible, transport = request.param
-    return {"accessible": accessible, "llm__LinkTransport": transport}
 
 
 @pytest.fixture

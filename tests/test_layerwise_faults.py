@@ -17,7 +17,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -51,24 +51,6 @@ from peers import (
     options,
     pattern,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-WAYS = [(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")]
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
-@pytest.fixture(params=WAYS, ids=str)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Mode and transport."""
-    accessible, transport = request.param
-    return {"accessible": accessible, "llm__LinkTransport": transport}
 
 
 def ended(near: End, cluster: int) -> None:

@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,23 +42,7 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
-@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Mode and transport."""
-    accessible, transport = request.param
-    return {"accessible": accessible, "llm__LinkTransport": transport}
 
 
 def owned(far: Peer, seed: int = 1, name: str = "f") -> None:

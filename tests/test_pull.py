@@ -39,17 +39,11 @@ from peers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 TRANSPORTS = ["auto", "tcp"]
 MODES = [False, True]
 WAYS = list(itertools.product([False, True], repeat=4))
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 @pytest.fixture(params=MODES, ids=["served", "one-sided"])
