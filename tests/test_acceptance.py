@@ -103,13 +103,15 @@ def test_20_01_kinds() -> None:
         assert issubclass(kind, enum.Enum)
         assert not issubclass(kind, int)
     assert issubclass(LLMException, RuntimeError)
-    with pytest.raises(TypeError):
+    kind = llm_datadist.LayerSynchronizer
+    assert (kind.tensor_num_per_layer, kind.timeout_in_millis) == (2, None)
+    with pytest.raises(TypeError, match="abstract"):
         llm_datadist.LayerSynchronizer()
 
     class Incomplete(llm_datadist.LayerSynchronizer):  # type: ignore[misc, name-defined]
         """Lacks its method."""
 
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="abstract"):
         Incomplete()
 
 
@@ -302,9 +304,12 @@ TRANSFER_FIELDS: dict[str, tuple[list[Any], list[tuple[Any, Expected]]]] = {
         [*[(bad, TE) for bad in (None, "1", 1.0, True, [1])], *[(bad, VE) for bad in (-1, UINT64_MAX + 1, 2**100)]],
     ),
     "dst_addrs": (
-        [[1, 2], (3, 4), [UINT64_MAX], [0]],
+        [[1, 2], (3, 4), [UINT64_MAX], [0], ()],
         [
-            *[(bad, TE) for bad in (None, 5, "12", {1, 2}, range(2), {1: 2}, [1, "2"], [None], (1, 2.0), [True])],
+            *[
+                (bad, TE)
+                for bad in (None, 5, "12", {1, 2}, range(2), {1: 2}, [1, "2"], [None], (1, 2.0), [True], [-1, "2"])
+            ],
             *[(bad, VE) for bad in ([-1], [1, UINT64_MAX + 1], (1, 2**100))],
         ],
     ),
@@ -351,6 +356,7 @@ def test_20_05_transfer_config_order_defaults_and_text() -> None:
     )
     made = config(1, [1, 2])
     assert (made.src_layer_range, made.src_batch_index, made.dst_layer_range) == (None, 0, None)
+    made.dst_layer_range = "anything"  # a plain attribute
     full = config(1, [1, 2], range(1), 0)
     text = "TransferConfig(dst_cluster_id=1, dst_addrs=[1, 2], src_layer_range=range(0, 1), src_batch_index=0)"
     assert (repr(full), str(full)) == (text, text)
@@ -374,7 +380,14 @@ def test_20_05_transfer_config_with_a_cache_key() -> None:
     made = make(**good)
     assert (made.cache_key, made.dst_cluster_id) == (slot, 2)
     text = "src_layer_range=range(0, 2), dst_layer_range=range(3, 5), src_batch_index=1)"
-    assert repr(made) == f"TransferWithCacheKeyConfig(cache_key={slot!r}, {text}"
+    assert repr(made) == str(made) == f"TransferWithCacheKeyConfig(cache_key={slot!r}, {text}"
+    for row in rows:
+        ((field, bad), *others) = row.wrong.items()
+        if not others and (bad is not None or field == "cache_key"):
+            with raising(row.expected):
+                setattr(made, field, bad)
+            assert getattr(made, field) == good[field], "a refused value was kept"
+    made.dst_layer_range = range(9)  # a setter knows nothing of the other
     made.src_layer_range = made.dst_layer_range = None
     assert (made.src_layer_range, made.dst_layer_range) == (None, None)
     with raising(LE):

@@ -23,6 +23,7 @@ from memory import (
     UINT64_MAX,
     VE,
     Expected,
+    desc,
     raising,
     run_fresh,
 )
@@ -113,12 +114,16 @@ def test_20_10_second_instance_and_repeated_init(mode: str, start: Callable[...,
     given = options() if mode == CACHE_MANAGER else KV_OPTIONS
     dist = start(given)
     other = LLMDataDist(LLMRole.DECODER, 2)
-    for repeated in (given, None, 5, {}):
+    manager = dist.cache_manager if mode == CACHE_MANAGER else dist.kv_cache_manager
+    for repeated in (given, None, 5, {}, {"llm.MemPoolConfig": "bad"}):
         assert dist.init(repeated) is None
-    for any_ in (given, options(), {}):
+    for any_ in (given, options(), {}, "x"):
         with raising(FAILED):
             other.init(any_)
+    other.finalize()
     assert LLMDataDist.llm_engine_instance is dist
+    assert manager is (dist.cache_manager if mode == CACHE_MANAGER else dist.kv_cache_manager)
+    manager.allocate_cache(desc())
     dist.finalize()
     other.init(given)
     assert LLMDataDist.llm_engine_instance is other

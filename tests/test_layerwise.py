@@ -352,20 +352,6 @@ def test_four_decoders(ends: Ends, way: dict[str, Any]) -> None:
     assert [progress.layers_done for progress in task.progress()] == [4, 3, 2, 1]
 
 
-def test_nothing_to_send_is_success_and_asks_nobody(ends: Ends) -> None:
-    near, _ = ends.pair()
-    near.allocate("n", 1, 64, 2)
-    for empty in ([], ()):
-        steps = Steps()
-        task = launch(near, "n", empty, steps)
-        assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
-        assert task.get_results() == []
-        assert task.done()
-        assert steps.asked == []
-        assert task.progress() == []
-        assert task.errors() == []
-
-
 def test_a_cluster_without_a_link_fails_alone(pair: tuple[End, Peer, bool]) -> None:
     near, far, accessible = pair
     near.allocate("n", 1, 64, 4, seed=1)
