@@ -165,7 +165,7 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
 soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
-	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_link_security.py tests/test_hostile_*.py
+	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_peer_wires.py tests/test_links.py tests/test_link_security.py tests/test_hostile_*.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test integration links::
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
 

@@ -257,7 +257,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
         [
             RETURNS,
             "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing",
-            "test_swap.py::test_none_is_an_attribute_error",
+            "test_bad_input.py::test_bad_argument",
         ],
         ["test_seed_contract.py::test_only_blocks_are_swapped_and_copied"],
     ),
@@ -276,7 +276,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
             "test_cpp.py::test_the_example_of_push_kv_cache_in_two_processes",
             TRANSFERS,
             TRANSFERS,
-            "test_peer_faults.py::test_a_push_that_breaks_ends_in_time",
+            "test_peer_wires.py::test_a_push_that_breaks_ends_in_time",
             TRANSFERS,
             TRANSFERS,
         ],
