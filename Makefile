@@ -166,7 +166,7 @@ thorough: loom build $(VENV)/.test-tools  ## long property tests and the model c
 	LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest
 
 soak: build $(VENV)/.test-tools  ## thousands of kills, every byte of every greeting broken, an hour of each fuzz target (four hours)
-	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_links.py tests/test_link_security.py tests/test_hostile_peers.py
+	LLM_DATADIST_SOAK=1000 LLM_DATADIST_THOROUGH=1 $(BIN)/python -m pytest tests/test_peer_faults.py tests/test_peer_wires.py tests/test_links.py tests/test_link_security.py tests/test_hostile_*.py
 	PROPTEST_CASES=2 cargo test --release -p llm-datadist-core --test integration links::
 	$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=$(or $(SOAK_FUZZ_SECONDS),3600)
 
@@ -192,7 +192,7 @@ bench-peers: .venv-peers/.tools  ## ours beside NIXL, Mooncake, LMCache, UCXX, t
 	.venv-peers/bin/python benches/peers $(PEERS)
 
 sanitize: build capi $(VENV)/.test-tools  ## the C++ programs with the address and undefined-behaviour sanitizers
-	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py
+	LLM_DATADIST_SANITIZE=1 $(BIN)/python -m pytest tests/test_cpp.py tests/test_cpp_install.py
 
 header:  ## write the C header anew
 	LLM_DATADIST_WRITE_HEADER=1 cargo test -p llm-datadist-capi header

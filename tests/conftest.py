@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import contract
+import cpp_programs
 from llm_datadist import LLMDataDist, LLMRole
 from peers import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 PAGE_SHIFT = 12
@@ -116,3 +119,33 @@ def ends() -> Iterator[Ends]:
     """Engines here and in other processes, all closed afterwards."""
     with Ends() as made:
         yield made
+
+
+@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Mode and transport."""
+    accessible, transport = request.param
+    return {"accessible": accessible, "llm__LinkTransport": transport}
+
+
+@pytest.fixture
+def held() -> Iterator[ExitStack]:
+    """What a test opens and closes at its end."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that compiles a program once."""
+    made: dict[tuple[str, ...], Path] = {}
+    folder = tmp_path_factory.mktemp("cpp")
+
+    def program(name: str, compiler: str = cpp_programs.COMPILERS[0], *more: str) -> Path:
+        key = (name, compiler, *more)
+        if key not in made:
+            sources = [cpp_programs.SOURCES / f"{part}.cpp" for part in (name, *more)]
+            made[key] = cpp_programs.build(compiler, folder / f"{len(made)}-{name}", sources)
+        return made[key]
+
+    return program

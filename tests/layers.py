@@ -7,24 +7,31 @@ judging results (that is the tests').
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
     LayerSynchronizer,
+    LLMException,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from peers import LIMIT, by_blocks, equal, pattern
+from peers import INVALID, LIMIT, by_blocks, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from peers import End, Peer
+    from peers import End, Ends, Peer
 
 FINALIZED = "LLM_ENGINE_FINALIZED"
 FAILED = "LLM_FAILED"
@@ -155,3 +162,104 @@ class Far:
         if not equal(got, self.twin):
             wrong = [(n, (a != b).any(axis=1).nonzero()[0].tolist()) for n, (a, b) in enumerate(zip(got, self.twin))]
             raise AssertionError(f"{why}: wrong rows by tensor: {[each for each in wrong if each[1]][:20]}")
+
+
+def refused(near: End, name: str, to: list[Any], **kwargs: Any) -> bool:
+    """Whether a transfer is PARAM_INVALID, at once or as the result of every config: the contract allows both."""
+    try:
+        task = launch(near, name, to, **kwargs)
+    except LLMException as error:
+        return error.status_code.name == INVALID
+    return results(task) == [INVALID] * len(to)
+
+
+def names(error: Any, **facts: int) -> bool:
+    """Whether the text of an error says `fact 7` or `fact=7` for every fact."""
+    return all(re.search(rf"{what}[ =]{value}\b", str(error)) for what, value in facts.items())
+
+
+def ended(near: End, cluster: int) -> None:
+    """Wait until the link is no more."""
+    eventually(lambda: cluster not in {link["cluster"] for link in near.links()}, what="the end of the link")
+
+
+def layers_done(task: Any) -> list[int]:
+    """How many layers each config has behind it."""
+    return [one.layers_done for one in task.progress()]
+
+
+PROGRAM = """
+import os, sys, threading, time, signal
+from peers import End, options
+from layers import Steps, launch, results
+from llm_datadist import (CacheKeyByIdAndIndex, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig)
+
+address, accessible, transport, cache, *addresses = sys.argv[1:]
+end = End()
+end.init(options(accessible=accessible == "True", llm__LinkTransport=transport), 2)
+assert end.link_clusters([(1, address)])[0] == "LLM_SUCCESS"
+end.allocate("n", 1, 6400, 20, seed=1)
+if accessible == "True":
+    config = TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(1, int(cache)), range(10), range(10))
+else:
+    config = TransferConfig(1, [int(each) for each in addresses])
+
+class Model(LayerSynchronizer):
+    def __init__(self, pause=0.005, ends=None):
+        self.pause, self.ends = pause, ends
+    def synchronize_layer(self, layer_index, timeout_in_millis):
+        time.sleep(self.pause)
+        if layer_index == 3 and self.ends:
+            return self.ends()
+        return True
+
+def go(steps):
+    return launch(end, "n", [config], steps)
+"""
+
+
+class Decoder:
+    """This process as a decoder, for prefill programs that come to their end."""
+
+    def __init__(self, ends: Ends, way: dict[str, Any]) -> None:
+        """Open it; further options count for this end alone."""
+        self.way = way
+        self.near = ends.near(options(listen="127.0.0.1:0", **way))
+        self.cache = self.near.allocate("f", 1, 6400, 20, seed=2)
+        self.good = pattern(1, 20, 1, 6400)
+
+    def start(self, text: str) -> subprocess.Popen[str]:
+        """Start a program."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
+        given = [self.near.listening(), str(self.way["accessible"]), self.way["llm__LinkTransport"], str(self.cache)]
+        return subprocess.Popen(  # noqa: S603
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-c",
+                PROGRAM + textwrap.dedent(text),
+                *given,
+                *map(str, self.near.addresses("f")),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**clean, "PYTHONPATH": str(Path(__file__).parent)},
+        )
+
+    def run(self, text: str) -> tuple[int, str, str]:
+        """Run a program to its end, which must come in time; status, output, errors."""
+        program = self.start(text)
+        try:
+            out, err = program.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            out, err = program.communicate()
+            raise AssertionError(f"the program never ended\n{out}\n{err}") from None
+        return program.returncode, out, err
+
+    def whole(self) -> bool:
+        """Whether every byte of the transfer is here."""
+        return equal(self.near.read("f"), self.good)

@@ -1,89 +1,54 @@
-"""The C++ class: the seeds' two examples as programs, its calls among C++ and Python processes, its header and install.
+"""The C++ class: the seeds' two examples as programs, and its calls among C++ and Python processes.
 
 Programs under `tests/cpp` are compiled with every compiler that is there, warnings as errors, against the library that
 `make capi` builds. With `LLM_DATADIST_SANITIZE=1` (`make sanitize`) they are compiled with the address and the
-undefined-behaviour sanitizer. Not for: null pointers and handles (`crates/capi/src/tests`), or rules of the core's
-`validate` that the Python calls share.
+undefined-behaviour sanitizer. Not for: header and install (`test_cpp_install.py`), null pointers and handles
+(`crates/capi/src/tests`), or rules of the core's `validate` that the Python calls share.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-import numpy as np
 import pytest
 
 from contract import NO_COMPILER
+from cpp_programs import (
+    COMPILERS,
+    DECODER,
+    DEVICE,
+    DISABLED,
+    FAILED,
+    FULL,
+    GONE,
+    HOST,
+    INVALID,
+    LATE,
+    LINKED,
+    MIX,
+    PROMPT,
+    SEEDS,
+    SOURCES,
+    SUCCESS,
+    UINT8,
+    UNLINKED,
+    Cpp,
+    listed,
+    present,
+    run,
+)
 from peers import LIMIT, OK, End, Ends, by_blocks, by_slot, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SEEDS = ROOT.parent / "shared" / "seeds"
-SOURCES = ROOT / "tests" / "cpp"
-INCLUDE = ROOT / "crates" / "capi" / "include"
-LIBRARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
-(VERSION,) = re.findall(r'^version = "(\d+\.\d+\.\d+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
-# The rule of the changelog, as test_soname_follows_the_changelog checks it: before 1.0 a minor version may break.
-COMPATIBLE = re.match(r"0\.\d+" if VERSION.startswith("0.") else r"\d+", VERSION)[0]  # type: ignore[index]
-SONAME = f"libllm_datadist.so.{COMPATIBLE}"
-COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
-SANITIZED = os.environ.get("LLM_DATADIST_SANITIZE", "") not in ("", "0")
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZED else []
-STRICT = ["-std=c++14", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread", *SANITIZE]
-WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
-NATIVE = ["-lpthread", "-ldl", "-lm"]  # what a static Rust library needs
-SUCCESS, FAILED, GONE, INVALID, UNLINKED = "0", "ffffffff", "5010b002", "5010b005", "5010b007"
-FULL, DISABLED, LINKED, LATE = "5010b00e", "5010b019", "5010b018", "5010b01a"
-UINT8 = 4
-HOST, DEVICE = 0, 1
-present = pytest.mark.skipif(not SEEDS.is_dir(), reason="the founding documents are not beside the repository")
 
 pytestmark = pytest.mark.skipif(not COMPILERS, reason=NO_COMPILER)
-packaged = pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
-readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
-
-
-def run(command: Sequence[Any], **given: Any) -> str:
-    """Run a program; its output, or a failure that shows what it said."""
-    done = subprocess.run(  # noqa: S603  (compilers, and what they made of our own files)
-        list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **given
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def build(compiler: str, out: Path, sources: Sequence[Path], *flags: Any) -> Path:
-    """Compile and link a program against the shared library of this tree."""
-    assert (LIBRARY / SONAME).is_file(), "the library is not built: make capi"
-    found = ["-I", INCLUDE, f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
-    run([compiler, *STRICT, *sources, "-o", out, *(flags or found)])
-    return out
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that compiles a program once."""
-    made: dict[tuple[str, ...], Path] = {}
-    folder = tmp_path_factory.mktemp("cpp")
-
-    def program(name: str, compiler: str = COMPILERS[0], *more: str) -> Path:
-        key = (name, compiler, *more)
-        if key not in made:
-            sources = [SOURCES / f"{part}.cpp" for part in (name, *more)]
-            made[key] = build(compiler, folder / f"{len(made)}-{name}", sources)
-        return made[key]
-
-    return program
 
 
 # -- the examples of the seeds ---------------------------------------------------------------------------------------
@@ -132,77 +97,6 @@ def test_the_example_of_push_kv_cache_in_one_process(built: Callable[..., Path])
 
 
 # -- the class, command by command -----------------------------------------------------------------------------------
-
-
-class Cpp:
-    """A process of `end.cpp`: one object of the class. Statuses are hexadecimal texts; what a call gives follows."""
-
-    def __init__(self, program: Path, cluster: int, role: int) -> None:
-        self.process = subprocess.Popen(  # noqa: S603
-            [program, str(cluster), str(role)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.cluster, self.port, self.reason, self.dead = cluster, 0, "", False
-        self.shapes: dict[str, tuple[int, int, int]] = {}
-
-    def ask(self, *words: Any) -> list[str]:
-        """One command; the words of its answer, the status first."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, f"it died at {words}: {self.process.wait(LIMIT)}"
-        told, _, self.reason = answer.strip().partition(" | ")
-        return told.split()
-
-    def open(self, **given: Any) -> Cpp:
-        """Initialize with a small pool and a listener at any port."""
-        pool = '{"memory_size":2097152,"page_shift":12}'
-        made = {"llm.DeviceId": 0, "llm.MemPoolConfig": pool, "llm.ListenIpInfo": "127.0.0.1:0"}
-        made.update({key.replace("__", "."): value for key, value in given.items()})
-        status, port = self.ask("init", *(f"{key}={value}" for key, value in made.items()))
-        assert status == SUCCESS, self.reason
-        self.port = int(port)
-        return self
-
-    @property
-    def at(self) -> tuple[int, str]:
-        """Where Python ends link to."""
-        return self.cluster, f"127.0.0.1:{self.port}"
-
-    def make(
-        self, name: str, tensors: int, rows: int, size: int, seed: int, how: str = "allocate", where: int = DEVICE
-    ) -> int:
-        """A cache of bytes, filled with `pattern`; its id."""
-        told = self.ask(how, name, where, tensors, UINT8, rows, size)
-        assert told[0] == SUCCESS, self.reason
-        self.shapes[name] = (tensors, rows, size)
-        self.write(name, pattern(seed, tensors, rows, size))
-        return int(told[1]) if len(told) > 1 else -1
-
-    def write(self, name: str, content: Sequence[np.ndarray]) -> None:
-        """Fill every tensor."""
-        assert self.ask("write", name, *(tensor.tobytes().hex() for tensor in content)) == [SUCCESS]
-
-    def read(self, name: str) -> list[np.ndarray]:
-        """The bytes of every tensor."""
-        _, rows, size = self.shapes[name]
-        status, *content = self.ask("read", name)
-        assert status == SUCCESS
-        return [np.frombuffer(bytes.fromhex(text), np.uint8).reshape(rows, size) for text in content]
-
-    def close(self) -> None:
-        """End the process; it must end well, unless the test killed it."""
-        self.process.communicate(timeout=LIMIT)
-        assert self.dead or self.process.returncode == 0
-
-
-def listed(blocks: Sequence[int]) -> str:
-    """A list as a command has it."""
-    return " ".join(map(str, (len(blocks), *blocks)))
-
-
-PROMPT, DECODER, MIX = 1, 2, 3
 
 
 @pytest.fixture
@@ -603,12 +497,6 @@ def test_without_a_size_the_pool_is_the_machines(cpp: Callable[..., Cpp]) -> Non
 # -- C++ and Python --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
 def python_end(ends: Ends, **given: Any) -> End:
     """The Python end here, cluster 9, which listens."""
     return ends.near(options(accessible=True, listen="127.0.0.1:0", **given), cluster=9)
@@ -675,281 +563,3 @@ def test_a_python_process_in_the_other_mode_is_told_why(ends: Ends, cpp: Callabl
 
 def test_many_threads_use_one_object(built: Callable[..., Path]) -> None:
     assert run([built("threads")]) == "done\n"
-
-
-# -- the header --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.contract("19.cpp-types")
-@pytest.mark.parametrize("more", ["", "-fno-exceptions -fno-rtti", "-D_GLIBCXX_USE_CXX11_ABI=0"])
-@pytest.mark.parametrize("level", ["-O0", "-O2"])
-@pytest.mark.parametrize("dialect", ["c++14", "c++17", "c++20"])
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_the_header_compiles_in_every_dialect(
-    compiler: str, dialect: str, level: str, more: str, tmp_path: Path
-) -> None:
-    for name in ("every_method", "second"):
-        flags = [f"-std={dialect}", level, *WARNINGS, *more.split(), "-I", INCLUDE]
-        run([compiler, *flags, "-c", SOURCES / f"{name}.cpp", "-o", tmp_path / f"{name}.o"])
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_the_log_callback_gets_lines_until_it_is_removed(built: Callable[..., Path], compiler: str) -> None:
-    assert run([built("log", compiler)]) == "logged\n"
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_program_without_optimisation_and_exceptions_links_and_runs(compiler: str, tmp_path: Path) -> None:
-    flags = ["-std=c++14", "-O0", *WARNINGS, "-fno-exceptions", "-I", INCLUDE, *SANITIZE]
-    found = [f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
-    run([compiler, *flags, SOURCES / "every_method.cpp", "-o", tmp_path / "program", *found])
-    run([tmp_path / "program"])
-
-
-def test_a_program_of_a_newer_header_is_told_so(tmp_path: Path) -> None:
-    newer = tmp_path / "include"
-    shutil.copytree(INCLUDE, newer)
-    header = newer / "llm_datadist" / "llm_datadist_c.h"
-    text, count = re.subn(
-        r"#define LLM_DATADIST_ABI_VERSION 2\n", "#define LLM_DATADIST_ABI_VERSION 3\n", header.read_text()
-    )
-    assert count == 1
-    header.write_text(text)
-    source = tmp_path / "newer.cpp"
-    source.write_text(
-        '#include "llm_datadist/llm_datadist.h"\n#include <iostream>\nint main() {\n'
-        "  llm_datadist::LlmDataDist engine(1, llm_datadist::LlmRole::kPrompt);\n"
-        '  std::cout << std::hex << engine.Initialize({{llm_datadist::OPTION_DEVICE_ID, "0"}}) << " "\n'
-        "            << llm_datadist::LastErrorMessage();\n  return 0;\n}\n"
-    )
-    found = [f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
-    program = build(COMPILERS[0], tmp_path / "newer", [source], "-I", newer, *found)
-    status, _, reason = run([program]).partition(" ")
-    assert status == FAILED
-    assert "version 3" in reason
-    assert "version 2" in reason
-
-
-# -- the interface beneath, and the install --------------------------------------------------------------------------
-
-
-def test_the_c_header_is_plain_c(tmp_path: Path) -> None:
-    source = tmp_path / "plain.c"
-    source.write_text(
-        '#include "llm_datadist/llm_datadist_c.h"\n#include <stdio.h>\n'
-        'int main(void) {\n  LlmDatadistOption option = {"llm.DeviceId", "x"};\n'
-        "  uint64_t handle = llm_datadist_new(1, 1);\n"
-        "  if (llm_datadist_initialize(handle, &option, 1) == 0) return 1;\n"
-        "  puts(llm_datadist_last_error());\n  return (int)llm_datadist_free(handle);\n}\n"
-    )  # fmt: skip
-    compiler = shutil.which("gcc") or shutil.which("clang") or "cc"
-    flags = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", INCLUDE]
-    library = LIBRARY / "libllm_datadist.a"
-    run([compiler, *flags, source, "-o", tmp_path / "plain", library, *NATIVE])
-    assert "llm.DeviceId" in run([tmp_path / "plain"]), "the static library works"
-    linked = run(["ldd", tmp_path / "plain"])
-    assert "llm_datadist" not in linked
-
-
-def test_the_library_exports_only_its_interface() -> None:
-    declared = set(re.findall(r"\b(llm_datadist_\w+)\(", (INCLUDE / "llm_datadist/llm_datadist_c.h").read_text()))
-    symbols = run(["nm", "-D", "--defined-only", LIBRARY / "libllm_datadist.so"]).splitlines()
-    exported = {line.split()[-1].split("@")[0] for line in symbols}
-    assert len(declared) > 15
-    assert exported == declared
-
-
-@readable
-def test_soname_follows_the_changelog() -> None:
-    changelog = " ".join((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split())
-    assert "Until then, a minor version may contain incompatible changes." in changelog
-    dynamic = run(["readelf", "-d", LIBRARY / "libllm_datadist.so"])
-    assert re.findall(r"\(SONAME\).*\[(.*)\]", dynamic) == [SONAME]
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prefix that `make install` filled, and that was moved since."""
-    prefix = tmp_path_factory.mktemp("installed") / "pre fix"
-    run(["make", "--no-print-directory", "-C", ROOT, "install-files", f"PREFIX={prefix}"])
-    moved = prefix.with_name("mo ved")
-    prefix.rename(moved)
-    return moved
-
-
-GUIDE = (ROOT / "docs" / "how-to" / "cpp.md").read_text(encoding="utf-8")
-
-
-def guide_program(folder: Path) -> Path:
-    """The C++ program of the guide, as a file."""
-    (text,) = re.findall(r"```cpp\n(.*?)```", GUIDE, re.DOTALL)
-    source = folder / "prefill_and_decode.cpp"
-    source.write_text(text, encoding="utf-8")
-    return source
-
-
-def check_guide_output(output: str) -> None:
-    """The program pulls a value, and shows the reason of a call that fails."""
-    pulled, reason = output.splitlines()
-    assert pulled == "pulled 1.5"
-    assert reason.startswith("src_blocks[0]")
-    assert "0 to 127" in reason
-
-
-@packaged
-@readable
-def test_the_program_of_the_guide_builds_with_pkg_config_and_runs(installed: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PKG_CONFIG_PATH": str(installed / "lib" / "pkgconfig")}
-    flags = run(["pkg-config", "--cflags", "--libs", "llm_datadist"], env=environment)
-    assert run(["pkg-config", "--modversion", "llm_datadist"], env=environment).strip() == "0.1.0"
-    source, program = guide_program(tmp_path), tmp_path / "program"
-    # Through a shell, as a user has it: pkg-config quotes for one.
-    command = f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"
-    run(["sh", "-c", command])
-    check_guide_output(run([program], env={**os.environ, "LD_LIBRARY_PATH": str(installed / "lib")}))
-    # By its path too, a program asks for the library by the name it has everywhere.
-    library, include = installed / "lib" / "libllm_datadist.so", installed / "include"
-    run([COMPILERS[0], *STRICT, "-I", include, source, "-o", tmp_path / "by path", library])
-    for made in (program, tmp_path / "by path"):
-        needed = re.findall(r"\(NEEDED\).*\[(.*llm_datadist.*)\]", run(["readelf", "-d", made]))
-        assert needed == [SONAME]
-
-
-@packaged
-@readable
-@pytest.mark.skipif(SANITIZED, reason="a static program, without the sanitizers' own library")
-def test_the_program_of_the_guide_links_statically(installed: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PKG_CONFIG_PATH": str(installed / "lib" / "pkgconfig")}
-    flags = run(["pkg-config", "--static", "--cflags", "--libs", "llm_datadist"], env=environment)
-    flags = flags.replace("-lllm_datadist", "-l:libllm_datadist.a")
-    source, program = guide_program(tmp_path), tmp_path / "program"
-    run(["sh", "-c", f"{COMPILERS[0]} {' '.join(STRICT)} '{source}' -o '{program}' {flags}"])
-    assert "llm_datadist" not in run(["readelf", "-d", program])
-    check_guide_output(run([program]))
-
-
-def test_the_program_of_the_guide_builds_with_cmake(installed: Path, tmp_path: Path) -> None:
-    if shutil.which("cmake") is None:
-        pytest.skip("no cmake")
-    source = guide_program(tmp_path)
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.14)\nproject(user CXX)\nset(CMAKE_CXX_STANDARD 14)\n"
-        "find_package(llm_datadist 0.1 REQUIRED)\n"
-        f"add_executable(program {source.name})\n"
-        "target_link_libraries(program llm_datadist::llm_datadist)\n"
-    )
-    run(["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={installed}"])
-    run(["cmake", "--build", tmp_path / "build"])
-    check_guide_output(run([tmp_path / "build" / "program"]))
-
-
-def test_cmake_accepts_only_compatible_versions(installed: Path, tmp_path: Path) -> None:
-    if shutil.which("cmake") is None:
-        pytest.skip("no cmake")
-    package = installed / "lib/cmake/llm_datadist/llm_datadistConfigVersion.cmake"
-    script = tmp_path / "version.cmake"
-
-    def accepted(installed_version: str, wanted: str) -> bool:
-        text = package.read_text(encoding="utf-8").replace(VERSION, installed_version)
-        major, minor, *_ = [*wanted.split("."), "0"]
-        script.write_text(
-            f'set(PACKAGE_FIND_VERSION "{wanted}")\nset(PACKAGE_FIND_VERSION_MAJOR {major})\n'
-            f'set(PACKAGE_FIND_VERSION_MINOR {minor})\n{text}\nmessage("${{PACKAGE_VERSION_COMPATIBLE}}")\n'
-        )
-        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=True)  # noqa: S603, S607
-        return {"TRUE": True, "FALSE": False}[done.stderr.strip()]
-
-    for version, wanted, expected in [
-        ("0.1.0", "0.1", True),
-        ("0.1.3", "0.1.2", True),
-        ("0.1.0", "0.1.1", False),
-        ("0.2.0", "0.1", False),
-        ("1.4.0", "1.2", True),
-        ("1.4.0", "1.5", False),
-        ("2.0.0", "1.4", False),
-        ("1.0.0", "0.9", False),
-    ]:
-        assert accepted(version, wanted) == expected, (version, wanted)
-
-
-def files_below(folder: Path) -> set[str]:
-    """The paths of all files and links below a folder."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
-
-
-def installation(library: str = "lib", include: str = "include", documents: str = "share/doc/llm_datadist") -> set[str]:
-    """The files that an install puts into a prefix."""
-    names = ["libllm_datadist.so", SONAME, f"libllm_datadist.so.{VERSION}", "libllm_datadist.a"]
-    names += ["pkgconfig/llm_datadist.pc"]
-    names += [f"cmake/llm_datadist/llm_datadist{part}.cmake" for part in ("Config", "ConfigVersion")]
-    headers = [f"{include}/llm_datadist/{name}.h" for name in ("llm_datadist", "llm_datadist_c")]
-    licenses = [f"{documents}/{name}" for name in ("LICENSE", "THIRD-PARTY-LICENSES")]
-    return {*(f"{library}/{name}" for name in names), *headers, *licenses}
-
-
-def test_the_installed_files(installed: Path) -> None:
-    assert sys.platform == "linux"
-    assert files_below(installed) == installation()
-    licenses = (installed / "share/doc/llm_datadist/THIRD-PARTY-LICENSES").read_text(encoding="utf-8")
-    assert "MIT License" in licenses or "Permission is hereby granted" in licenses
-    links = {name: str((installed / "lib" / name).readlink()) for name in ("libllm_datadist.so", SONAME)}
-    assert links == {"libllm_datadist.so": SONAME, SONAME: f"libllm_datadist.so.{VERSION}"}
-    assert VERSION in (installed / "lib/pkgconfig/llm_datadist.pc").read_text()
-
-
-@readable
-def test_installed_libraries_have_no_debug_information(installed: Path) -> None:
-    assert ".debug_line" in run(["readelf", "-S", "-W", LIBRARY / "libllm_datadist.so"]), "nothing to strip"
-    for name in ("libllm_datadist.so", "libllm_datadist.a"):
-        assert ".debug_line" not in run(["readelf", "-S", "-W", installed / "lib" / name])
-    symbols = run(["nm", "-D", "--defined-only", installed / "lib/libllm_datadist.so"]).splitlines()
-    assert len(symbols) > 15
-
-
-@packaged
-def test_install_honours_its_folders_and_uninstall_leaves_other_files(tmp_path: Path) -> None:
-    prefix = tmp_path / "pre fix"
-    folders = [
-        f"PREFIX={prefix}",
-        f"LIBDIR={prefix}/lib/triple",
-        f"INCLUDEDIR={prefix}/headers",
-        f"DOCDIR={prefix}/doc",
-    ]
-    make = ["make", "--no-print-directory", "-C", ROOT]
-    run([*make, "install-files", *folders])
-    assert files_below(prefix) == installation("lib/triple", "headers", "doc")
-    environment = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/triple/pkgconfig")}
-    paths = {
-        name: Path(run(["pkg-config", f"--variable={name}", "llm_datadist"], env=environment).strip().replace("\\", ""))
-        for name in ("prefix", "libdir", "includedir")
-    }
-    assert {name: path.resolve() for name, path in paths.items()} == {
-        "prefix": prefix,
-        "libdir": prefix / "lib/triple",
-        "includedir": prefix / "headers",
-    }
-    foreign = {"lib/triple/libother.so", "doc/notes"}
-    for name in foreign:
-        (prefix / name).touch()
-    run([*make, "uninstall", *folders])
-    assert files_below(prefix) == foreign
-    assert not (prefix / "headers/llm_datadist").exists()
-
-
-def test_install_honours_destdir(tmp_path: Path) -> None:
-    make = ["make", "--no-print-directory", "-C", ROOT]
-    run([*make, "install-files", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
-    assert files_below(tmp_path) == {f"root/opt/x/{name}" for name in installation()}
-    run([*make, "uninstall", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
-    assert files_below(tmp_path) == set()
-
-
-def test_install_refuses_a_relative_prefix() -> None:
-    done = subprocess.run(  # noqa: S603
-        ["make", "--no-print-directory", "-C", ROOT, "install-files", "PREFIX=here"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "PREFIX must be an absolute path: PREFIX=here" in done.stderr

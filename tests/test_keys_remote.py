@@ -6,7 +6,6 @@ The owner is the peer process; its pools and its table say what was released. No
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,16 +29,7 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 PAGE = 4096
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 @pytest.fixture(params=["auto", "tcp"])
@@ -269,32 +259,6 @@ def test_a_released_key_may_be_bound_again(served: tuple[End, Peer]) -> None:
         near.pull_cache(by_request(2, 1), "n")
         assert equal(near.read("n"), pattern(number, 2, 1, 64))
         assert code(near.pull_cache, by_request(2, 1), "n") == GONE
-
-
-@pytest.mark.contract("19.last-key-wins")
-def test_of_equal_keys_the_last_slot_wins(served: tuple[End, Peer]) -> None:
-    near, far = served
-    idle = by_request(2, UINT64_MAX)
-    far.allocate("f", 5, 64, 2, keys=[by_request(2, 1), idle, by_request(2, 1), idle], seed=1)
-    near.allocate("n", 1, 64, 2)
-    near.pull_cache(by_request(2, 1), "n")
-    assert equal(near.read("n"), [tensor[2:3] for tensor in pattern(1, 2, 5, 64)])
-    assert code(near.pull_cache, by_request(2, 1), "n") == GONE
-    assert code(near.pull_cache, idle, "n") == INVALID, "a placeholder names nothing"
-
-
-@pytest.mark.contract("19.remove-cache-key", "20.16")
-def test_a_removed_key_is_gone_and_the_others_serve(served: tuple[End, Peer]) -> None:
-    near, far = served
-    far.allocate("f", 2, 64, 2, keys=[by_request(2, 1), by_request(2, 2)], seed=1)
-    near.allocate("n", 1, 64, 2)
-    far.remove_key(by_request(2, 1))
-    far.deallocate("f")
-    assert code(near.pull_cache, by_request(2, 1), "n") == GONE
-    assert far.used() == 2 * PAGE
-    near.pull_cache(by_request(2, 2), "n")
-    assert equal(near.read("n"), [tensor[1:] for tensor in pattern(1, 2, 2, 64)])
-    assert far.used() == 0
 
 
 def test_of_pullers_that_race_for_a_key_one_wins(ends: Ends) -> None:

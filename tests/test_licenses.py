@@ -1,6 +1,6 @@
 """The third-party licence texts that are shipped, against the dependencies as `cargo tree` names them.
 
-Not for: whether a licence is allowed (`crates/licenses`), or the files of `make install` (`test_cpp.py`).
+Not for: whether a licence is allowed (`crates/licenses`), or the files of `make install` (`test_cpp_install.py`).
 """
 
 from __future__ import annotations

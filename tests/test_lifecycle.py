@@ -12,7 +12,6 @@ import pytest
 
 from conftest import PAGE, options, pool
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
-from llm_datadist.v2.llm_datadist import _shutdown_handler
 from memory import (
     AE,
     LE,
@@ -31,8 +30,6 @@ from memory import (
     used,
 )
 
-FAILED = Expected("LLMException(FAILED)", (LLMException,), (LLMStatusCode.LLM_FAILED,))
-OVER = Expected("LLMException(ENGINE_FINALIZED)", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
 NO_MEMORY = Expected("LLMException(OUT_OF_MEMORY)", (LLMException,), (LLMStatusCode.LLM_OUT_OF_MEMORY,))
 SEED_POOL = 18737418240
 
@@ -63,65 +60,11 @@ def test_construction_has_no_side_effect(cluster_id: int) -> None:
         made.finalize()
 
 
-@pytest.mark.parametrize(
-    ("role", "text"), [(LLMRole.PROMPT, "Prompt"), (LLMRole.DECODER, "Decoder"), (LLMRole.MIX, "Mix")]
-)
-def test_role_strings(role: LLMRole, text: str) -> None:
-    assert LLMDataDist._role_to_str(role) == text
-
-
-def test_before_init_everything_but_finalize_is_a_runtime_error() -> None:
-    dist = LLMDataDist(LLMRole.PROMPT, 7)
-    with pytest.raises(RuntimeError) as caught:
-        _ = dist.cache_manager
-    assert not isinstance(caught.value, LLMException)
-    assert dist.finalize() is None
-    assert dist.cluster_id == 7
-    assert dist._is_initialized is False
-
-
-def test_after_finalize_it_is_as_before_init(dist: LLMDataDist) -> None:
-    assert LLMDataDist.llm_engine_instance is dist
-    assert dist._is_initialized is True
-    assert dist.finalize() is None
-    assert LLMDataDist.llm_engine_instance is None
-    with pytest.raises(RuntimeError) as caught:
-        _ = dist.cache_manager
-    assert not isinstance(caught.value, LLMException)
-    dist.finalize()
-
-
-@pytest.mark.contract("20.10")
-def test_a_second_init_of_the_same_object_is_ignored_whatever_it_is_given(dist: LLMDataDist) -> None:
-    manager = dist.cache_manager
-    cache = manager.allocate_cache(desc())
-    for ignored in (options(), {}, None, 5, {"llm.MemPoolConfig": "bad"}):
-        assert dist.init(ignored) is None
-    assert dist.cache_manager is manager
-    manager.copy_cache(cache, cache, 1, 0)
-
-
-@pytest.mark.contract("20.10")
-def test_a_second_instance_is_refused_and_harms_nothing(dist: LLMDataDist) -> None:
-    other = LLMDataDist(LLMRole.DECODER, 2)
-    for given in (options(), {}, "x"):
-        with raising(FAILED):
-            other.init(given)
-    assert LLMDataDist.llm_engine_instance is dist
-    other.finalize()
-    assert LLMDataDist.llm_engine_instance is dist
-    dist.cache_manager.allocate_cache(desc())
-
-
 @pytest.mark.parametrize("role", list(LLMRole))
-def test_every_role_has_a_cache_manager(role: LLMRole) -> None:
-    dist = LLMDataDist(role, 1)
-    try:
-        dist.init(options())
-        dist.cache_manager.allocate_cache(desc())
-        assert dist.cache_manager is dist.cache_manager
-    finally:
-        dist.finalize()
+def test_every_role_has_a_cache_manager(start: Callable[..., Any], role: LLMRole) -> None:
+    dist = start(role=role)
+    dist.cache_manager.allocate_cache(desc())
+    assert dist.cache_manager is dist.cache_manager
 
 
 @pytest.mark.contract("20.19")
@@ -165,22 +108,13 @@ def test_options_are_copied(start: Callable[..., Any]) -> None:
         ({**options(), "llm.CopyWorkers": 4}, TE),
         ({**options(), "ge.exec.deviceId": 0}, TE),
         ({**options(), 5: "x"}, TE),
-        ({**options(), "ge.flowGraphMemMaxSize": 5}, TE),
-        ({**options(), "ge.flowGraphMemMaxSize": "1,2"}, LE),
-        ({**options(), "ge.flowGraphMemMaxSize": "abc"}, LE),
-        ({**options(), "ge.flowGraphMemMaxSize": "-1"}, LE),
         ({**options(), "llm.listenIpInfo": 5}, TE),
-        ({**options(), "llm.listenIpInfo": "127.0.0.1"}, LE),
         ({**options(), "llm.listenIpInfo": "127.0.0.1:1:2"}, LE),
         *[
             ({**options(), "llm.listenIpInfo": f"127.0.0.1:{port}"}, VE)
             for port in ("port", "", " 1", "1 ", "+1", "-1", "1_0", "1.0", "\u0661", "65536", "9" * 5000)
         ],
         *[({**options(), "llm.listenIpInfo": bad}, LE) for bad in ("", ":1", "[]:1", "[::1:1", "::1:1")],
-        ({**options(), "llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}, LE),
-        ({"llm.TransferBackend": "hixl"}, LE),
-        ({**options(), "llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "0"}, LE),
-        ({**options(), "llm.TransferBackend": "hixl"}, LE),
         ({**options(), "llm.TransferBackend": "other", "llm.listenIpInfo": "127.0.0.1:1"}, LE),
         *[({**options(), "llm.EnableCacheManager": bad}, LE) for bad in ("2", "true", "", "01", " 1", "nan")],
         *[({**options(), "llm.EnableRemoteCacheAccessible": bad}, LE) for bad in ("2", "True", "", "-1")],
@@ -224,23 +158,6 @@ def test_init_refuses_and_can_be_tried_again(given: Any, expected: Expected) -> 
         dist.cache_manager.allocate_cache(desc())
     finally:
         dist.finalize()
-
-
-@pytest.mark.contract("20.10")
-@pytest.mark.parametrize(
-    ("given", "fragment"),
-    [
-        ({"llm.TransferBackend": "hixl"}, "EnableCacheManager"),
-        (
-            {**options(), "llm.TransferBackend": "hixl", "llm.EnableRemoteCacheAccessible": "0"},
-            "EnableRemoteCacheAccessible",
-        ),
-        ({**options(), "llm.TransferBackend": "hixl"}, "listenIpInfo"),
-    ],
-)
-def test_init_names_the_option_that_is_missing(given: dict[str, str], fragment: str) -> None:
-    with pytest.raises(LLMException, match=fragment):
-        LLMDataDist(LLMRole.PROMPT, 1).init(given)
 
 
 def test_a_missing_role_is_noticed_by_init() -> None:
@@ -292,13 +209,9 @@ BAD_POOLS = {
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
 @pytest.mark.parametrize("name", BAD_POOLS)
 @pytest.mark.parametrize("key", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
-def test_bad_pool_description(name: str, key: str) -> None:
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    try:
-        with raising(LE):
-            dist.init({**options(None, None), key: BAD_POOLS[name]})
-    finally:
-        dist.finalize()
+def test_bad_pool_description(start: Callable[..., Any], name: str, key: str) -> None:
+    with raising(LE):
+        start({**options(None, None), key: BAD_POOLS[name]})
 
 
 @pytest.mark.contract("19.mem-pool-cfg", "19.host-mem-pool-cfg")
@@ -362,55 +275,6 @@ def test_the_documented_pool_starts_without_touching_its_memory(key: str) -> Non
     assert int(out) < 1 << 20, f"{out} KiB were resident"
 
 
-def calls(manager: Any) -> dict[str, Callable[[], Any]]:
-    """Every operation of a manager, with arguments that no operation would accept."""
-    return {
-        "allocate_cache": lambda: manager.allocate_cache(None),
-        "allocate_blocks_cache": lambda: manager.allocate_blocks_cache(5),
-        "deallocate_cache": lambda: manager.deallocate_cache(None),
-        "deallocate_blocks_cache": lambda: manager.deallocate_blocks_cache("x"),
-        "remove_cache_key": lambda: manager.remove_cache_key(None),
-        "register_cache": lambda: manager.register_cache(None, None),
-        "register_blocks_cache": lambda: manager.register_blocks_cache(5, (0,)),
-        "unregister_cache": lambda: manager.unregister_cache(2**64),
-        "copy_cache": lambda: manager.copy_cache(None, "x", -1),
-        "copy_blocks": lambda: manager.copy_blocks(None, None),
-        "swap_blocks": lambda: manager.swap_blocks(None, None, None),
-        "tensor_views": lambda: manager.tensor_views(None),
-        "stats": manager.stats,
-    }
-
-
-@pytest.mark.contract("20.20")
-def test_a_finalized_manager_answers_nothing_else(start: Callable[..., Any]) -> None:
-    dist = start()
-    old = dist.cache_manager
-    good = desc()
-    cache = old.allocate_cache(good)
-    dist.finalize()
-    for name, call in calls(old).items():
-        with pytest.raises(LLMException) as caught:
-            call()
-        assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
-    with raising(OVER):
-        old.allocate_cache(good)
-    dist.init(options())
-    new = dist.cache_manager
-    assert new is not old
-    heir = new.allocate_cache(desc())
-    written = fill(heir, 1)
-    for name, call in calls(old).items():
-        with pytest.raises(LLMException) as caught:
-            call()
-        assert caught.value.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED, name
-    with raising(OVER):
-        old.deallocate_cache(cache)
-    with raising(OVER):
-        old.copy_cache(heir, heir, 1, 0)
-    assert same(contents(heir), written)
-    assert used(new)["device"] == 2 * PAGE
-
-
 @pytest.mark.contract("20.20")
 def test_a_handle_of_an_earlier_engine_never_reaches_the_next(start: Callable[..., Any]) -> None:
     dist = start()
@@ -468,36 +332,6 @@ def test_many_engines_one_after_the_other_leave_no_thread_behind(start: Callable
             break
         time.sleep(0.01)
     assert len(list(tasks.iterdir())) <= before
-
-
-@pytest.mark.contract("20.12")
-def test_shutdown_handler() -> None:
-    _shutdown_handler()
-    assert LLMDataDist.llm_engine_instance is None
-    dist = LLMDataDist(LLMRole.PROMPT, 1)
-    dist.init(options())
-    _shutdown_handler()
-    assert LLMDataDist.llm_engine_instance is None
-    with pytest.raises(RuntimeError):
-        _ = dist.cache_manager
-    _shutdown_handler()
-
-
-@pytest.mark.contract("20.12")
-def test_shutdown_handler_swallows_an_engine_error(start: Callable[..., Any], capfd: Any) -> None:
-    dist = start()
-    original = dist.finalize
-
-    def failing() -> None:
-        raise LLMException("stuck", status_code=LLMStatusCode.LLM_FAILED)
-
-    dist.finalize = failing
-    try:
-        _shutdown_handler()
-    finally:
-        del dist.finalize
-        assert dist.finalize == original
-    capfd.readouterr()
 
 
 def test_leaving_the_process_without_finalize_is_clean() -> None:

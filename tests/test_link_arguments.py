@@ -1,6 +1,6 @@
 """Calls about links without a peer: wrong arguments, roles, listeners, signals and forks.
 
-Not for: wrong arguments of clusters and roles (`test_acceptance.py`, line 11), links that come about (`test_links.py`).
+Not for: wrong arguments of clusters and roles (`test_acceptance_engine.py`), links that come about (`test_links.py`).
 """
 
 from __future__ import annotations

@@ -10,15 +10,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from peers import OK, Ends, Peer, by_blocks, code, outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SHORT = "LLM_OUT_OF_MEMORY"
 MIB = 1 << 20
@@ -149,12 +145,6 @@ def test_a_call_without_memory_changes_nothing(call: str) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "limits failed" in run.stdout
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 def settings(**more: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Peers that die, stop, fall silent or restart: calls end in time with a code and a reason, and linking again works.
 
 Real processes and real signals; a wire that can be cut (`Proxy`) for what signals cannot do. LLM_DATADIST_SOAK is the
-number of rounds of the random kills. Not for: strangers at the door (`test_link_security.py`).
+number of rounds of the random kills. Not for: broken wires (`test_peer_wires.py`), strangers (`test_link_security.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pytest
 
-from llm_datadist import LLMException
 from peers import (
     GRACE,
     LIMIT,
@@ -28,7 +26,6 @@ from peers import (
     End,
     Ends,
     Peer,
-    Proxy,
     Refused,
     Stranger,
     by_blocks,
@@ -42,23 +39,7 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
-@pytest.fixture(params=[(False, "auto"), (False, "tcp"), (True, "auto"), (True, "tcp")], ids=str)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Mode and transport."""
-    accessible, transport = request.param
-    return {"accessible": accessible, "llm__LinkTransport": transport}
 
 
 def owned(far: Peer, seed: int = 1, name: str = "f") -> None:
@@ -87,7 +68,10 @@ def _settled(end: Any, most: dict[str, int]) -> dict[str, int]:
     return found
 
 
-# -- kills ---------------------------------------------------------------------------------------------------------
+TCP = {"llm__LinkTransport": "tcp"}
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------
 
 
 def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> None:
@@ -267,7 +251,7 @@ def test_memory_that_is_unmapped_while_it_is_pulled(ends: Ends, way: dict[str, A
     assert equal(near.read("n"), good)
 
 
-# -- stopped peers -------------------------------------------------------------------------------------------------
+# -- stopped peers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.contract("19.sync-kv-timeout")
@@ -413,103 +397,7 @@ def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> N
         far.go_on()
 
 
-# -- wires that break ----------------------------------------------------------------------------------------------
-
-TCP = {"llm__LinkTransport": "tcp"}
-
-
-@pytest.mark.parametrize("accessible", [False, True])
-def test_a_half_open_connection_is_noticed_by_both(ends: Ends, accessible: bool) -> None:
-    settings = options(accessible=accessible, **TCP, **QUICK, llm__SyncKvCacheWaitTime=400)
-    far, near = ends.peer(settings), ends.near(settings)
-    owned(far)
-    target(near)
-    with Proxy(far.address) as wire:
-        assert near.link_clusters([(2, wire.at)])[0] == OK
-        assert pulls(near) == OK
-        wire.deafen()
-        told, seconds, _ = near.timed("pull_blocks", by_blocks(2), "n", [0], [0])
-        assert told in {TIMEOUT, UNLINKED}
-        assert seconds < 0.4 + GRACE
-        eventually(lambda: near.links() == [], what="the end of the link here")
-        eventually(lambda: far.links() == [], what="the end of the link there")
-    linked(near, far)
-    assert pulls(near) == OK
-
-
-def _arrived(near: End, name: str, before: list[np.ndarray], after: list[np.ndarray], error: LLMException) -> int:
-    """Every row said to have arrived has; returns how many."""
-    rows = 0
-    for tensor, ranges in error.arrived:  # type: ignore[attr-defined]
-        for first, end in ranges:
-            got = near.read(name)[tensor][first:end]
-            assert np.array_equal(got, after[tensor][first:end]), f"tensor {tensor}, rows {first} to {end}"
-            rows += end - first
-    assert rows < sum(len(tensor) for tensor in before)
-    return rows
-
-
-@pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("accessible", [False, True])
-def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut: bool) -> None:
-    settings = options(accessible=accessible, pool=8 << 20, **TCP, llm__SyncKvCacheWaitTime=700)
-    far, near = ends.peer(settings), ends.near(settings)
-    rows, row_bytes = 200, 10_000
-    far.allocate("f", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)], seed=1)
-    near.allocate("n", rows, row_bytes, 2, blocks=True)
-    source, order = pattern(1, 2, rows, row_bytes), np.random.default_rng(1).permutation(rows)
-    wanted = [np.empty_like(tensor) for tensor in source]
-    for tensor in range(2):
-        wanted[tensor][order] = source[tensor]
-    with Proxy(far.address) as wire:
-        assert near.link_clusters([(2, wire.at)])[0] == OK
-        wire.allow("down", 2_500_000, cut=cut)
-        began = time.monotonic()
-        with pytest.raises(LLMException) as caught:
-            near.pull_blocks(by_blocks(2), "n", range(rows), order.tolist())
-        assert time.monotonic() - began < 0.7 + GRACE
-        assert caught.value.status_code.name == (UNLINKED if cut else TIMEOUT), str(caught.value)
-        arrived = _arrived(near, "n", source, wanted, caught.value)
-        assert arrived > 100, "most of what passed has arrived"
-
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
-    settings = options(accessible=True, pool=8 << 20, **TCP, llm__SyncKvCacheWaitTime=700)
-    far, near = ends.peer(settings), ends.near(settings)
-    rows, row_bytes = 200, 10_000
-    far.allocate("f", rows, row_bytes, 2, blocks=True, keys=[by_blocks(0)])
-    near.allocate("n", rows, row_bytes, 2, blocks=True, seed=1)
-    with Proxy(far.address) as wire:
-        assert near.link_clusters([(2, wire.at)])[0] == OK
-        wire.allow("up", 1_500_000, cut=cut)
-        told, seconds, text = near.timed("push_blocks", by_blocks(2), "n", range(rows), range(rows))
-        assert told == (UNLINKED if cut else TIMEOUT), text
-        assert seconds < 0.7 + GRACE
-    linked_again = eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"})
-    assert linked_again
-
-
-@pytest.mark.parametrize("passing", [0, 1, 9, 40, 100, 150, 200, 300] if THOROUGH else [0, 9, 100, 150])
-@pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_greeting_that_breaks_is_no_link(ends: Ends, passing: int, cut: bool, direction: str) -> None:
-    settings = options(**TCP)
-    far, near = ends.peer(settings), ends.near(settings)
-    with Proxy(far.address) as wire:
-        wire.allow(direction, passing, cut=cut)
-        (told,) = near.link_clusters([(2, wire.at)], 300)[1]
-        if told == OK:
-            assert passing >= 100
-        else:
-            assert told in {TIMEOUT, "LLM_LINK_FAILED"}
-            assert near.links() == []
-            eventually(lambda: far.links() == [], what="the end of half a link")
-    near.unlink_clusters([(2, None)], 300, force=True)
-    linked(near, far)
-
-
-# -- forks ---------------------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[str, Any]) -> None:
@@ -532,7 +420,7 @@ def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[st
     assert user.unlink_clusters([far.at])[0] == OK
 
 
-# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
 def _interrupted(user: Peer, answer: Any) -> None:
@@ -584,7 +472,7 @@ def test_ctrl_c_ends_a_pull_that_waits_for_a_link(ends: Ends) -> None:
     user.unlink(comm)
 
 
-# -- rest and remains ----------------------------------------------------------------------------------------------
+# -- rest and remains ------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_linked_process_uses_no_cpu(ends: Ends) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -33,17 +32,8 @@ from peers import (
     pattern,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TRANSPORTS = ["auto", "tcp"]
 WAYS = list(itertools.product([False, True], repeat=4))
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -43,12 +43,6 @@ OTHER = "a token that only the squatter knows"
 SETTINGS = ("link.?token", "link.?accept.?remote")  # what would admit the peer, however it is written
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    with Ends() as made:
-        yield made
-
-
 def as_user(ends: Ends, user: int, cluster: int = 3, **given: Any) -> Peer:
     """An engine of another user."""
     made = ends.adopt(Peer())

@@ -233,8 +233,8 @@ ALLOCATE_RETURNS = [
 ALLOCATE_LIMITS = [
     "test_seed_contract.py::test_each_slot_has_its_key",
     "test_seed_contract.py::test_placeholders_and_omitted_keys",
-    "test_acceptance.py::test_20_17_the_last_of_equal_keys_and_repeated_placeholders",
-    "test_acceptance.py::test_20_15_a_pool_serves_its_placement",
+    "test_acceptance_caches.py::test_20_17_the_last_of_equal_keys_and_repeated_placeholders",
+    "test_acceptance_caches.py::test_20_15_a_pool_serves_its_placement",
 ]
 RETURNS = "test_seed_contract.py::test_what_calls_return"
 MISSING = "test_seed_contract.py::test_nothing_happens_to_what_is_not_there"
@@ -248,7 +248,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "deprecated.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),
     "deprecated.md:allocate_blocks_cache": (
         [RETURNS, WRONG_TYPES, NEVER_LATE],
-        ["test_acceptance.py::test_20_15_a_pool_serves_its_placement"],
+        ["test_acceptance_caches.py::test_20_15_a_pool_serves_its_placement"],
     ),
     # The page has the text of allocate_cache here; its own words are those of the corrected manual (17.6).
     "deprecated.md:deallocate_blocks_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
@@ -257,7 +257,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
         [
             RETURNS,
             "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing",
-            "test_swap.py::test_none_is_an_attribute_error",
+            "test_bad_input.py::test_bad_argument",
         ],
         ["test_seed_contract.py::test_only_blocks_are_swapped_and_copied"],
     ),
@@ -276,7 +276,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
             "test_cpp.py::test_the_example_of_push_kv_cache_in_two_processes",
             TRANSFERS,
             TRANSFERS,
-            "test_peer_faults.py::test_a_push_that_breaks_ends_in_time",
+            "test_peer_wires.py::test_a_push_that_breaks_ends_in_time",
             TRANSFERS,
             TRANSFERS,
         ],
@@ -284,9 +284,9 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "transfer_cache_async.md:transfer_cache_async": (
         [
-            "test_acceptance.py::test_20_06_every_check_in_its_order",
-            "test_acceptance.py::test_20_06_block_indices",
-            "test_acceptance.py::test_20_06_every_check_in_its_order",
+            "test_acceptance_transfers.py::test_20_06_every_check_in_its_order",
+            "test_acceptance_transfers.py::test_20_06_block_indices",
+            "test_acceptance_transfers.py::test_20_06_every_check_in_its_order",
         ],
         [
             "test_seed_contract.py::test_transfer_of_blocks",

@@ -2,7 +2,7 @@
 
 `Trial` starts the victim in a process of its own. Two more processes link to it and pull from it all the while, one
 over TCP and one by shared memory. `Watch` looks at the victim's threads, descriptors and memory every few milliseconds.
-At the end `Trial.judge` compares what it saw with the budgets. Not for: the attacks (`tests/test_hostile_peers.py`).
+At the end `Trial.judge` compares what it saw with the budgets. Not for: the attacks (`tests/test_hostile_*.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import peers
 from peers import OK, by_blocks, equal, eventually, options, pattern
 
 from . import budgets
-from .client import Peer, Tender
+from . import messages as m
+from .client import Link, Peer, Tender, Wire, ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import ExitStack
 
 TOKEN = "a token that the hostile peer knows"  # noqa: S105
 VICTIM = 2
@@ -32,6 +34,10 @@ PULL_LIMIT = 3000  # ms: the deadline of each honest pull
 ROWS, ROW_BYTES = 8, 8192  # of the cache that honest peers pull; it holds pattern 1
 PREY_ROWS, PREY_BYTES = 64, 64 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
 POOL = 32 << 20
+MIB = 1 << 20
+SLACK = 3.0  # seconds beyond a limit of the engine that a loaded machine may need
+PREY = PREY_ROWS * PREY_BYTES  # bytes of each of the two tensors of the cache under attack
+GONE = (OSError, AssertionError)  # what an attacker sees when the engine has had enough of it
 
 
 @dataclass
@@ -297,3 +303,21 @@ def silence() -> float:
 def wait(seconds: float) -> None:
     """Let an attack go on for so long."""
     time.sleep(seconds)
+
+
+def prey_of(call: Wire) -> int:
+    """The id of the cache under attack."""
+    return int(ask(call, m.describe(m.name_blocks(1)))["cache"])
+
+
+def fair_call(trial: Trial, held: ExitStack, cluster: int = 66, **given: Any) -> tuple[Link, Wire]:
+    """A link over TCP that answers pings, and a call stream of it."""
+    link = trial.attacker(cluster).link_tcp(trial.victim.address, **given)
+    held.callback(link.close)
+    trial.tender.add(link)
+    return link, link.call()
+
+
+def unharmed(trial: Trial) -> None:
+    """The cache under attack holds what its owner wrote."""
+    assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))

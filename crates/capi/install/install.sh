@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the libraries for C and C++, or removes them: install.sh install|uninstall
 # Reads from the environment: RELEASE (where the libraries were built), VERSION, SONAME, STRIP, DESTDIR, PREFIX, LIBDIR,
-# INCLUDEDIR and DOCDIR. One list of files serves both; tests/test_cpp.py checks that an uninstall leaves nothing.
+# INCLUDEDIR and DOCDIR. One list of files serves both; tests/test_cpp_install.py checks that an uninstall leaves nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 

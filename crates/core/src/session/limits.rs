@@ -1,7 +1,7 @@
 //! Limits on what peers may cost this process: numbers of connections, and memory for large requests.
 //!
 //! The limits on connections follow from the number of descriptors that the process may open. The numbers are
-//! published in docs/security.md (`tests/test_hostile_peers.py` checks them).
+//! published in docs/security.md (`tests/test_hostile_*.py` check them).
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -1,0 +1,133 @@
+"""Compiling the programs of `tests/cpp`, and processes of the C++ class that take commands.
+
+Not for: what the class promises (`test_cpp.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from peers import LIMIT, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+SEEDS = ROOT.parent / "shared" / "seeds"
+SOURCES = ROOT / "tests" / "cpp"
+INCLUDE = ROOT / "crates" / "capi" / "include"
+LIBRARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+(VERSION,) = re.findall(r'^version = "(\d+\.\d+\.\d+)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+# The rule of the changelog, as test_soname_follows_the_changelog checks it: before 1.0 a minor version may break.
+COMPATIBLE = re.match(r"0\.\d+" if VERSION.startswith("0.") else r"\d+", VERSION)[0]  # type: ignore[index]
+SONAME = f"libllm_datadist.so.{COMPATIBLE}"
+COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
+SANITIZED = os.environ.get("LLM_DATADIST_SANITIZE", "") not in ("", "0")
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if SANITIZED else []
+STRICT = ["-std=c++14", "-g", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-pthread", *SANITIZE]
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
+NATIVE = ["-lpthread", "-ldl", "-lm"]  # what a static Rust library needs
+SUCCESS, FAILED, GONE, INVALID, UNLINKED = "0", "ffffffff", "5010b002", "5010b005", "5010b007"
+FULL, DISABLED, LINKED, LATE = "5010b00e", "5010b019", "5010b018", "5010b01a"
+UINT8 = 4
+HOST, DEVICE = 0, 1
+present = pytest.mark.skipif(not SEEDS.is_dir(), reason="the founding documents are not beside the repository")
+
+packaged = pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
+readable = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
+
+
+def run(command: Sequence[Any], **given: Any) -> str:
+    """Run a program; its output, or a failure that shows what it said."""
+    done = subprocess.run(  # noqa: S603  (compilers, and what they made of our own files)
+        list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **given
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def build(compiler: str, out: Path, sources: Sequence[Path], *flags: Any) -> Path:
+    """Compile and link a program against the shared library of this tree."""
+    assert (LIBRARY / SONAME).is_file(), "the library is not built: make capi"
+    found = ["-I", INCLUDE, f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
+    run([compiler, *STRICT, *sources, "-o", out, *(flags or found)])
+    return out
+
+
+class Cpp:
+    """A process of `end.cpp`: one object of the class. Statuses are hexadecimal texts; what a call gives follows."""
+
+    def __init__(self, program: Path, cluster: int, role: int) -> None:
+        self.process = subprocess.Popen(  # noqa: S603
+            [program, str(cluster), str(role)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.cluster, self.port, self.reason, self.dead = cluster, 0, "", False
+        self.shapes: dict[str, tuple[int, int, int]] = {}
+
+    def ask(self, *words: Any) -> list[str]:
+        """One command; the words of its answer, the status first."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, f"it died at {words}: {self.process.wait(LIMIT)}"
+        told, _, self.reason = answer.strip().partition(" | ")
+        return told.split()
+
+    def open(self, **given: Any) -> Cpp:
+        """Initialize with a small pool and a listener at any port."""
+        pool = '{"memory_size":2097152,"page_shift":12}'
+        made = {"llm.DeviceId": 0, "llm.MemPoolConfig": pool, "llm.ListenIpInfo": "127.0.0.1:0"}
+        made.update({key.replace("__", "."): value for key, value in given.items()})
+        status, port = self.ask("init", *(f"{key}={value}" for key, value in made.items()))
+        assert status == SUCCESS, self.reason
+        self.port = int(port)
+        return self
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """Where Python ends link to."""
+        return self.cluster, f"127.0.0.1:{self.port}"
+
+    def make(
+        self, name: str, tensors: int, rows: int, size: int, seed: int, how: str = "allocate", where: int = DEVICE
+    ) -> int:
+        """A cache of bytes, filled with `pattern`; its id."""
+        told = self.ask(how, name, where, tensors, UINT8, rows, size)
+        assert told[0] == SUCCESS, self.reason
+        self.shapes[name] = (tensors, rows, size)
+        self.write(name, pattern(seed, tensors, rows, size))
+        return int(told[1]) if len(told) > 1 else -1
+
+    def write(self, name: str, content: Sequence[np.ndarray]) -> None:
+        """Fill every tensor."""
+        assert self.ask("write", name, *(tensor.tobytes().hex() for tensor in content)) == [SUCCESS]
+
+    def read(self, name: str) -> list[np.ndarray]:
+        """The bytes of every tensor."""
+        _, rows, size = self.shapes[name]
+        status, *content = self.ask("read", name)
+        assert status == SUCCESS
+        return [np.frombuffer(bytes.fromhex(text), np.uint8).reshape(rows, size) for text in content]
+
+    def close(self) -> None:
+        """End the process; it must end well, unless the test killed it."""
+        self.process.communicate(timeout=LIMIT)
+        assert self.dead or self.process.returncode == 0
+
+
+def listed(blocks: Sequence[int]) -> str:
+    """A list as a command has it."""
+    return " ".join(map(str, (len(blocks), *blocks)))
+
+
+PROMPT, DECODER, MIX = 1, 2, 3

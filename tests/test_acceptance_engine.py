@@ -1,0 +1,350 @@
+"""The acceptance checklist (python-api.md §20), lines 10 to 14: options, links, roles, the life of an engine."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+
+from conftest import options
+from llm_datadist import (
+    LLMClusterInfo,
+    LLMDataDist,
+    LLMException,
+    LLMRole,
+    LLMStatusCode,
+    MemInfo,
+    Memtype,
+)
+from memory import (
+    AE,
+    LE,
+    TE,
+    UINT64_MAX,
+    VE,
+    Expected,
+    desc,
+    raising,
+    run_fresh,
+)
+from mistakes import Row, check, coded
+from peers import Ends, code
+from two_modes import (
+    CACHE_MANAGER,
+    KV_OPTIONS,
+    MODES,
+    SUCCESS,
+)
+
+INVALID = LLMStatusCode.LLM_PARAM_INVALID
+FAILED = coded(LLMStatusCode.LLM_FAILED)
+NO_LINK = coded(LLMStatusCode.LLM_NOT_YET_LINK)
+
+
+# -- 10 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("20.10")
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        # Each mistake is named although the later ones are there too.
+        ({"llm.TransferBackend": "hixl"}, "EnableCacheManager"),
+        ({"llm.TransferBackend": "x", "llm.EnableRemoteCacheAccessible": "0"}, "EnableCacheManager"),
+        ({"llm.TransferBackend": "hixl", "llm.EnableCacheManager": "0"}, "EnableCacheManager"),
+        (
+            {"llm.TransferBackend": "x", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "0"},
+            "EnableRemoteCacheAccessible",
+        ),
+        ({"llm.TransferBackend": "hixl", "llm.EnableCacheManager": "1"}, "listenIpInfo"),
+        (
+            {"llm.TransferBackend": "x", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": "1"},
+            "listenIpInfo",
+        ),
+        ({"llm.LocalCommRes": "", "llm.EnableCacheManager": "0"}, ""),
+        ({"llm.EnableCacheManager": "1", "llm.listenIpInfo": "127.0.0.1"}, ""),
+    ],
+    ids=str,
+)
+def test_20_10_missing_options(given: dict[str, str], text: str) -> None:
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    before = dict(given)
+    with pytest.raises(LLMException) as caught:
+        dist.init(given)
+    assert caught.value.status_code is INVALID
+    assert text in str(caught.value)
+    assert LLMDataDist.llm_engine_instance is None
+    assert given == before
+    dist.init(options())
+    dist.finalize()
+
+
+@pytest.mark.contract("20.10")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (5, TE),
+        (b"5", TE),
+        (1.5, TE),
+        ("1,2", LE),
+        ("1,", LE),
+        (",", LE),
+        ("abc", LE),
+        ("", LE),
+        ("-1", LE),
+        ("1.5", LE),
+    ],
+)
+def test_20_10_graph_memory(mode: str, size: Any, expected: Expected) -> None:
+    flag = {"llm.EnableCacheManager": "1"} if mode == CACHE_MANAGER else {}
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    with raising(expected):
+        dist.init({"ge.exec.deviceId": "0", **flag, "ge.flowGraphMemMaxSize": size})
+    assert LLMDataDist.llm_engine_instance is None
+    try:
+        dist.init({"ge.exec.deviceId": "0", **flag, "ge.flowGraphMemMaxSize": "16777216"})
+    finally:
+        dist.finalize()
+
+
+@pytest.mark.contract("20.10")
+@pytest.mark.parametrize("mode", MODES)
+def test_20_10_second_instance_and_repeated_init(mode: str, start: Callable[..., LLMDataDist]) -> None:
+    given = options() if mode == CACHE_MANAGER else KV_OPTIONS
+    dist = start(given)
+    other = LLMDataDist(LLMRole.DECODER, 2)
+    manager = dist.cache_manager if mode == CACHE_MANAGER else dist.kv_cache_manager
+    for repeated in (given, None, 5, {}, {"llm.MemPoolConfig": "bad"}):
+        assert dist.init(repeated) is None
+    for any_ in (given, options(), {}, "x"):
+        with raising(FAILED):
+            other.init(any_)
+    other.finalize()
+    assert LLMDataDist.llm_engine_instance is dist
+    assert manager is (dist.cache_manager if mode == CACHE_MANAGER else dist.kv_cache_manager)
+    manager.allocate_cache(desc())
+    dist.finalize()
+    other.init(given)
+    assert LLMDataDist.llm_engine_instance is other
+    other.finalize()
+
+
+# -- 11 --------------------------------------------------------------------------------------------------------------
+
+
+def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
+    """A peer that nobody is."""
+    made = LLMClusterInfo()
+    if cluster is not None:
+        made.remote_cluster_id = cluster
+    for _ in range(local):
+        made.append_local_ip_info("127.0.0.1", 0)
+    for _ in range(remote):
+        made.append_remote_ip_info("127.0.0.1", 1)
+    return made
+
+
+@pytest.mark.contract("20.11")
+def test_20_11_link(start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
+    members = "cluster_rank_info"
+    check(
+        dist.link,
+        {"comm_name": "name", members: {1: 0, 2: 1}, "rank_table": "{}"},
+        [
+            *[Row({"comm_name": bad}, TE) for bad in (None, 1, b"name")],
+            *[Row({"comm_name": bad}, LE) for bad in ("", "x" * 128, "x" * 1000)],
+            Row({members: None}, AE),
+            *[Row({members: bad}, TE) for bad in (1, [1, 2], {"1": 0, 2: 1}, {1: "0", 2: 1}, {1: 0.0, 2: 1})],
+            Row({members: {number: number for number in range(1, 6)}}, LE),
+            *[Row({members: bad}, VE) for bad in ({-1: 0, 1: 1}, {1: 0, UINT64_MAX + 1: 1}, {1: 0, 2: -1}, {1: 2**32})],
+            *[Row({"rank_table": bad}, TE) for bad in (1, b"{}", {})],
+            *[Row({members: bad}, LE) for bad in ({}, {1: 0})],
+            *[Row({members: bad}, LE) for bad in ({1: 1, 2: 0}, {2: 0, 3: 2, 1: 1})],
+            Row({members: {2: 0, 3: 1}}, LE),
+        ],
+    )
+    for call in (dist.unlink, dist.query_register_mem_status):
+        for bad in (None, "1", 1.0):
+            with raising(TE):
+                call(bad)
+        for bad in (-1, UINT64_MAX + 1):
+            with raising(VE):
+                call(bad)
+        with raising(NO_LINK):
+            call(1)
+
+
+@pytest.mark.contract("20.11")
+@pytest.mark.parametrize("name", ["link_clusters", "unlink_clusters"])
+def test_20_11_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
+    dist = start()
+    rows = [
+        *[Row({"timeout": bad}, TE) for bad in (None, "1", 1.0)],
+        *[Row({"timeout": bad}, VE) for bad in (2**31, -(2**31) - 1)],
+        *[Row({"timeout": bad}, LE) for bad in (0, -1)],
+        *[Row({"clusters": bad}, TE) for bad in (None, 5, info(), "x", [5], [info(), None], ({},))],
+    ]
+    if name == "unlink_clusters":
+        rows += [Row({"force": bad}, TE) for bad in (0, 1, "x")]
+    else:
+        rows += [Row({"clusters": [info(local=0)]}, LE, "local_ip_info_list is empty")]
+    rows += [Row({"clusters": [info(None)]}, TE)]
+    good = {"clusters": [info()], "timeout": 500}
+    check(getattr(dist, name), good if name == "link_clusters" else {**good, "force": False}, rows)
+    assert getattr(dist, name)([]) == (INVALID, [])
+    assert getattr(dist, name)(()) == (INVALID, [])
+    for bad in (-1, 2**64):
+        with raising(VE):
+            info(bad)
+    for bad in (None, "2", 2.0):
+        with raising(TE):
+            LLMClusterInfo().remote_cluster_id = bad
+    code_, each = getattr(dist, name)([info(), info(remote=0)], 1000)
+    assert each[1] is INVALID, "exactly one remote address"
+    assert code_ is INVALID, "the last that failed"
+    if name == "link_clusters":
+        assert each[0] is LLMStatusCode.LLM_LINK_FAILED
+    else:
+        assert each[0] is SUCCESS, "nothing to unlink"
+
+
+@pytest.mark.contract("20.11")
+def test_20_11_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
+    dist = start()
+    for bad in (None, 1, "Prompt", True):
+        with raising(TE):
+            dist.switch_role(bad)
+    for bad_options, expected in (
+        (5, TE),
+        ([], TE),
+        ({"llm.listenIpInfo": 5}, TE),
+        ({"llm.listenIpInfo": "127.0.0.1"}, LE),
+        ({"llm.listenIpInfo": "1:2:3"}, LE),
+        ({"llm.listenIpInfo": "127.0.0.1:x"}, VE),
+    ):
+        with raising(expected):
+            dist.switch_role(LLMRole.DECODER, bad_options)
+    for role in (LLMRole.DECODER, LLMRole.DECODER, LLMRole.MIX):
+        assert dist.switch_role(role) is None
+        assert dist._role is role
+    dist.finalize()
+    near, _ = ends.pair()
+    assert code(near.switch_role, "PROMPT") == "LLM_EXIST_LINK"
+
+
+BEFORE_INIT: dict[str, Callable[[LLMDataDist], Any]] = {
+    "link": lambda dist: dist.link("name", {1: 0, 2: 1}, "{}"),
+    "unlink": lambda dist: dist.unlink(1),
+    "query_register_mem_status": lambda dist: dist.query_register_mem_status(1),
+    "link_clusters": lambda dist: dist.link_clusters([info()]),
+    "unlink_clusters": lambda dist: dist.unlink_clusters([info()]),
+    "switch_role": lambda dist: dist.switch_role(LLMRole.MIX),
+    "check_link_status": lambda dist: dist.check_link_status(1),
+    "cache_manager": lambda dist: dist.cache_manager,
+    "kv_cache_manager": lambda dist: dist.kv_cache_manager,
+}
+
+
+@pytest.mark.contract("20.11")
+@pytest.mark.parametrize("name", BEFORE_INIT)
+def test_20_11_before_init_and_after_finalize(name: str, start: Callable[..., LLMDataDist]) -> None:
+    after = start()
+    after.finalize()
+    for dist in (LLMDataDist(LLMRole.PROMPT, 1), after):
+        with pytest.raises(RuntimeError) as caught:
+            BEFORE_INIT[name](dist)
+        assert not isinstance(caught.value, LLMException)
+        assert dist.cluster_id == 1
+
+
+@pytest.mark.contract("20.11")
+def test_20_11_calls_of_the_other_mode(start: Callable[..., LLMDataDist]) -> None:
+    dist = start(KV_OPTIONS)
+    for name in ("link", "unlink", "query_register_mem_status", "cache_manager"):
+        with pytest.raises(LLMException, match="EnableCacheManager") as caught:
+            BEFORE_INIT[name](dist)
+        assert caught.value.status_code is INVALID
+    assert dist.kv_cache_manager is dist.kv_cache_manager
+    assert dist.kv_cache_manager.is_initialized() is True
+    dist.finalize()
+    dist = start()
+    for name in ("kv_cache_manager", "check_link_status"):
+        with raising(LE):
+            BEFORE_INIT[name](dist)
+
+
+# -- 12 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("20.12")
+def test_20_12_finalize_and_the_shutdown_handler() -> None:
+    out = run_fresh(
+        """
+        from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode
+        from llm_datadist.v2.llm_datadist import _shutdown_handler
+        given = {"llm.EnableCacheManager": "1", "ge.exec.deviceId": "0"}
+        dist = LLMDataDist(LLMRole.PROMPT, 1)
+        print(dist.finalize(), dist.finalize())
+        print(_shutdown_handler(), LLMDataDist.llm_engine_instance)
+        dist.init(given)
+        print(LLMDataDist.llm_engine_instance is dist)
+        print(_shutdown_handler(), LLMDataDist.llm_engine_instance, dist._is_initialized)
+        print(_shutdown_handler())
+        dist.init(given)
+
+        class Stuck:
+            asked = 0
+
+            def finalize(self):
+                Stuck.asked += 1
+                raise LLMException("stuck", status_code=LLMStatusCode.LLM_FAILED)
+
+        LLMDataDist.llm_engine_instance = Stuck()
+        print(_shutdown_handler(), Stuck.asked)
+        LLMDataDist.llm_engine_instance = dist
+        dist.finalize()
+        """,
+    )
+    shown = [line for line in out.splitlines() if not line.startswith("[")]
+    assert shown == ["None None", "None None", "True", "None None False", "None", "None 1"]
+
+
+# -- 13 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("20.13")
+def test_20_13_role_strings() -> None:
+    words = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
+    assert {role: LLMDataDist._role_to_str(role) for role in LLMRole} == words
+    dist = LLMDataDist(LLMRole.PROMPT, 1)
+    assert dist._role_to_str(LLMRole.MIX) == "Mix"
+
+
+# -- 14 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.contract("20.14")
+def test_20_14_remap(ends: Ends) -> None:
+    near, _ = ends.pair()
+    remap = near.dist.cache_manager.remap_registered_memory
+    device, host = Memtype.MEM_TYPE_DEVICE, Memtype.MEM_TYPE_HOST
+    assert remap(MemInfo(device, 4096, 1)) is None
+    assert remap([MemInfo(device, 4096, 1)]) is None
+    assert remap([MemInfo(device, 4096, 1), MemInfo(device, 8192, 2)]) is None
+    for bad in (
+        "text", None, 5, (MemInfo(device, 4096, 1),), [MemInfo(device, 4096, 1), "text"], [],
+        MemInfo(host, 4096, 1), MemInfo(device, 0, 1), MemInfo(device, 4096, -1), MemInfo(device, 4096, 0),
+        [MemInfo(device, 4096, 1), MemInfo(host, 4096, 1)],
+    ):  # fmt: skip
+        with raising(LE):
+            remap(bad)
+    alone = MemInfo(device, 1, 2)
+    assert (alone.mem_type, alone.addr, alone.size) == (device, 1, 2)
+
+
+@pytest.mark.contract("20.14")
+def test_20_14_remap_without_a_link(manager: Any) -> None:
+    with raising(NO_LINK):
+        manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 1))
