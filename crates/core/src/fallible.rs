@@ -9,7 +9,6 @@ use hashbrown::{HashMap, HashSet};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Returns the error for a failed allocation of `bytes` bytes for `what`.
-#[cold]
 pub fn out_of_memory(what: &str, bytes: usize) -> Error {
     Error::new(ErrorKind::OutOfMemory, format!("no memory for {what}")).with("asked_bytes", bytes)
 }

@@ -71,7 +71,6 @@ fn private(path: &Path, file: &File) -> Result<()> {
     Ok(())
 }
 
-#[cold]
 fn refused(path: &Path, why: &str) -> Error {
     Error::invalid(format!("link_token_file={:?} {why}", path.display().to_string()))
 }

@@ -395,12 +395,10 @@ fn warn_of_replacement(cache_id: CacheId, old: CacheId, key: CacheKey, count: us
     );
 }
 
-#[cold]
 fn no_cache(id: CacheId) -> Error {
     Error::new(ErrorKind::CacheNotFound, "no cache has this id").with("cache_id", id)
 }
 
-#[cold]
 fn no_key(key: CacheKey) -> Error {
     Error::new(ErrorKind::CacheNotFound, format!("no cache is bound to {key}"))
 }

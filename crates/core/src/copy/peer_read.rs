@@ -183,7 +183,6 @@ impl<W: Work> Task for Job<W> {
 }
 
 /// Error of a call that returns before the kernel has finished.
-#[cold]
 fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
     let why = why.unwrap_or_else(|| deadline.error(DOING));
     let text = "the memory of the peer's process does not answer, and the kernel may still write to the destination rows: \

@@ -132,7 +132,6 @@ fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> 
 
 /// Adds to the error of a transfer which destination rows are in place nevertheless: all of them in
 /// [`Error::arrived`], the first ones in the text.
-#[cold]
 pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u64) -> Error {
     let Ok(whole) = progress.arrived(plan, row_bytes) else {
         return error.with("arrived", "unknown, for want of memory");

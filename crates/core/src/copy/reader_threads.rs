@@ -285,7 +285,6 @@ impl State {
     }
 }
 
-#[cold]
 fn all_lost(pid: i32, threads: usize) -> Error {
     let text = "every thread that may read this peer's memory is lost in the kernel, because the memory does not answer; \
                 end that process";
@@ -293,7 +292,6 @@ fn all_lost(pid: i32, threads: usize) -> Error {
 }
 
 /// Its kind makes the bytes travel through sockets instead.
-#[cold]
 fn lost_to_others(threads: usize) -> Error {
     let text =
         "every thread that reads other processes is lost in the kernel to peers whose memory does not answer";

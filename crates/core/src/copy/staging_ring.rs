@@ -237,7 +237,6 @@ impl Stage {
     }
 }
 
-#[cold]
 fn ended_early() -> Error {
     Error::new(ErrorKind::System, "the draining stage of the swap-in ring ended early")
 }

@@ -2,13 +2,11 @@
 //! implementations.
 //!
 //! A [`Copier`] copies; a [`Device`] also owns memory. There is one file for each implementation. Host memory
-//! always exists. `process` copies out of other processes. `sim` is a fake device for tests, whose addresses
-//! the CPU must not dereference.
+//! always exists. `process` copies out of other processes. `testing::sim` is a fake device for tests, whose
+//! addresses the CPU must not dereference.
 
 mod host;
 mod process;
-#[cfg(feature = "testing")]
-pub mod sim;
 
 pub use crate::memory::kernels::Copy;
 pub use host::HostDevice;

@@ -161,7 +161,6 @@ fn stopped() -> bool {
 
 /// Error of a link that was not made. `NotLinked`, for example from a peer that refuses, `System` and
 /// `NotEnabled` become `LinkFailed`.
-#[cold]
 pub(super) fn link_failed(error: Error) -> Error {
     match error.kind() {
         ErrorKind::NotLinked | ErrorKind::System | ErrorKind::NotEnabled => {

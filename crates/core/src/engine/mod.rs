@@ -100,6 +100,7 @@ impl DataDist {
 
     /// Sets `interrupted`, which calls check on their own thread now and then while they wait. A call ends
     /// early once it returns `true`.
+    #[must_use]
     pub fn interrupted_by(mut self, interrupted: fn() -> bool) -> Self {
         self.interrupted = Some(interrupted);
         self

@@ -41,7 +41,6 @@ fn sealable<T>(
 /// Returns the error for shared memory that could not be created or mapped. It has the kind
 /// [`ErrorKind::OutOfMemory`] only if the kernel reported that memory is short. Otherwise it names the limit
 /// that was reached and how to raise it, if this is known.
-#[cold]
 pub(super) fn refused(what: &str, len: u64, errno: Errno) -> Error {
     let system = |text: String| Error::new(ErrorKind::System, text);
     let error = match errno {

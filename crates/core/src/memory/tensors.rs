@@ -153,7 +153,6 @@ impl Tensors {
         }
     }
 
-    #[cold]
     fn outside(&self, tensor: usize, offset: u64, len: u64) -> Error {
         Error::new(
             ErrorKind::System,

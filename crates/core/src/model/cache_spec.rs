@@ -190,7 +190,6 @@ pub fn tensor_bytes(shape: &[i64], data_type: DataType) -> Result<u64> {
     Ok(bytes)
 }
 
-#[cold]
 fn too_large(shape: &[i64]) -> Error {
     Error::argument("shape", format_args!("{shape:?}"), "a shape of less than 2^63 bytes in all tensors")
 }

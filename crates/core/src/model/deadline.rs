@@ -55,6 +55,7 @@ impl Deadline {
 
     /// Returns the same deadline with interruptible waits: waits of this thread end early once `interrupted`
     /// returns `true`. It is not called on other threads that work for the call; these end with the call.
+    #[must_use]
     pub fn watched(self, interrupted: Option<fn() -> bool>) -> Self {
         Deadline { interrupted: interrupted.map(|asked| (asked, current().id())), ..self }
     }
@@ -82,7 +83,6 @@ impl Deadline {
 
     /// Returns the error of kind [`ErrorKind::Timeout`] for a call that was still `doing` something when the
     /// deadline passed.
-    #[cold]
     pub fn error(&self, doing: &str) -> Error {
         Error::new(ErrorKind::Timeout, format!("{} passed while {doing}", self.name))
             .with("limit_ms", self.limit.as_millis())

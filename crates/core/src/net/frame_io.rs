@@ -221,15 +221,15 @@ impl Stream {
 /// The system calls. None of them sleeps.
 impl Stream {
     fn push(&self, bytes: &[u8], flags: SendFlags) -> io::Result<Moved> {
-        let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
-        let bytes = self.faults.garbled(&bytes[..most]);
+        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+        let bytes = self.garbled(&bytes[..most]);
         let sent = outcome(send(&self.socket, &bytes, flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL))?;
-        Ok(self.faults.passed(Way::Out, sent))
+        Ok(self.passed(Way::Out, sent))
     }
 
     fn push_with(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<Moved> {
-        let Some(most) = self.faults.allow(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
-        let bytes = self.faults.garbled(&bytes[..most]);
+        let Some(most) = self.allowed(Way::Out, bytes.len())? else { return Ok(Moved::NotYet) };
+        let bytes = self.garbled(&bytes[..most]);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
@@ -237,18 +237,17 @@ impl Stream {
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let sent = outcome(sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, flags))?;
-        Ok(self.faults.passed(Way::Out, sent))
+        Ok(self.passed(Way::Out, sent))
     }
 
     pub(super) fn pull(&self, rest: &mut [u8]) -> io::Result<Moved> {
-        let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
         let got = recv(&self.socket, &mut rest[..most], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes);
-        self.faults.garble(rest, &got);
-        Ok(self.faults.passed(Way::In, received(got)?))
+        self.received(rest, got)
     }
 
     pub(super) fn pull_with(&self, rest: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> io::Result<Moved> {
-        let Some(most) = self.faults.allow(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
+        let Some(most) = self.allowed(Way::In, rest.len())? else { return Ok(Moved::NotYet) };
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -265,8 +264,15 @@ impl Stream {
             return Err(Errno::MFILE.into());
         }
         let got = message.map(|message| message.bytes);
-        self.faults.garble(rest, &got);
-        Ok(self.faults.passed(Way::In, received(got)?))
+        self.received(rest, got)
+    }
+
+    fn received(&self, rest: &mut [u8], got: rustix::io::Result<usize>) -> io::Result<Moved> {
+        if let (Some(faults), Ok(bytes)) = (&self.faults, got) {
+            faults.garble(Way::In, &mut rest[..bytes]);
+        }
+        let moved = if got == Ok(0) { Moved::Ended } else { outcome(got)? };
+        Ok(self.passed(Way::In, moved))
     }
 }
 
@@ -282,8 +288,4 @@ fn outcome(result: rustix::io::Result<usize>) -> io::Result<Moved> {
         Err(Errno::AGAIN) => Ok(Moved::NotYet),
         Err(errno) => Err(errno.into()),
     }
-}
-
-fn received(result: rustix::io::Result<usize>) -> io::Result<Moved> {
-    if result == Ok(0) { Ok(Moved::Ended) } else { outcome(result) }
 }

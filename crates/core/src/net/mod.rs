@@ -1,7 +1,7 @@
 //! Transports to another engine. Each can dial an address and listen at one, and both give a [`Stream`].
 //!
 //! ```text
-//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   in_process (one process)
+//!  Transport  tcp (hosts)   unix (one host, carries descriptors)   testing::in_process (one process)
 //!      │ dial, accept
 //!      ▼
 //!   Stream    frames, descriptors, windows; one socket, whichever transport made it
@@ -11,13 +11,9 @@
 //! `session` decides which peers may connect.
 
 mod acceptor;
-mod faults;
-#[cfg(feature = "testing")]
-mod faulty;
 mod frame_io;
-#[cfg(feature = "testing")]
-mod in_process;
 mod inbox;
+mod interference;
 mod pace;
 mod payload;
 mod step;
@@ -27,18 +23,18 @@ mod transmission;
 mod unix;
 
 #[cfg(feature = "testing")]
-pub use faults::{Fault, Faults};
-#[cfg(feature = "testing")]
-pub use faulty::Faulty;
-#[cfg(feature = "testing")]
 pub use frame_io::MAX_DESCRIPTORS;
 pub use frame_io::Received;
-#[cfg(feature = "testing")]
-pub use in_process::Local;
 pub use inbox::{Arrival, Inbox};
+#[cfg(feature = "testing")]
+pub(crate) use interference::Interference;
 #[cfg(feature = "testing")]
 pub use payload::LEAD;
 pub use payload::{STRETCH, leads};
+#[cfg(feature = "testing")]
+pub(crate) use step::Way;
+#[cfg(feature = "testing")]
+pub(crate) use stream::About;
 pub use stream::Stream;
 pub use tcp::Tcp;
 pub use unix::Unix;
@@ -54,7 +50,7 @@ use crate::model::Deadline;
 /// How long a thread polls a socket before it sleeps: about the time of one switch between two processes.
 pub const POLL_TIME: Duration = Duration::from_micros(60);
 /// Connections that may wait to be accepted. The kernel reduces this to the administrator's limit.
-const BACKLOG: u16 = 1024;
+pub(crate) const BACKLOG: u16 = 1024;
 
 /// Address at which an engine listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -122,24 +118,21 @@ pub trait Listener: fmt::Debug + Send + Sync {
 }
 
 /// Error of a socket call at a local address.
-#[cold]
-fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+pub(crate) fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, format!("cannot {doing} {address}"))
         .with("errno", errno.raw_os_error())
         .because(std::io::Error::from(errno))
 }
 
 /// Error of a socket call on the way to `address`.
-#[cold]
-fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
+pub(crate) fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}"))
         .with("errno", errno.raw_os_error())
         .because(std::io::Error::from(errno))
 }
 
 /// Error for an address of another transport.
-#[cold]
-fn foreign(transport: &dyn Transport, address: &Address) -> Error {
+pub(crate) fn foreign(transport: &dyn Transport, address: &Address) -> Error {
     let text = format!("{} cannot reach {address}: an address of another transport", transport.name());
     Error::new(ErrorKind::LinkFailed, text)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::event::Timespec;
 
 /// Result of one attempt.
-pub(super) enum Moved {
+pub(crate) enum Moved {
     Bytes(usize),
     /// The peer sends no more bytes.
     Ended,
@@ -14,7 +14,7 @@ pub(super) enum Moved {
 
 /// Direction of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(crate) enum Way {
     In,
     Out,
 }

@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 
-use super::faults::Running;
+use super::interference::Interference;
 use super::pace::Pace;
 use super::step::{Moved, timespec};
 use crate::error::{Error, ErrorKind, Result};
@@ -31,38 +31,31 @@ pub struct Stream {
     pub(super) about: About,
     /// [`OPEN`], [`BROKEN`] or [`CLOSED`].
     state: AtomicU8,
-    pub(super) faults: Running,
+    /// `None` outside tests.
+    pub(crate) faults: Option<Box<dyn Interference>>,
     /// The minimum pace of the peer, if there is one.
     pub(super) pace: Mutex<Option<Pace>>,
 }
 
 /// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
-pub(super) struct About {
-    pub(super) peer: String,
-    pub(super) same_host: bool,
-    pub(super) carries_descriptors: bool,
-    pub(super) credentials: Option<Credentials>,
+pub(crate) struct About {
+    pub(crate) peer: String,
+    pub(crate) same_host: bool,
+    pub(crate) carries_descriptors: bool,
+    pub(crate) credentials: Option<Credentials>,
 }
 
 impl Stream {
-    pub(super) fn new(socket: OwnedFd, about: About) -> Stream {
+    pub(crate) fn new(socket: OwnedFd, about: About) -> Stream {
         Stream {
             _kept: Kept::new(&socket),
             socket,
             about,
             state: AtomicU8::new(OPEN),
-            faults: Running::default(),
+            faults: None,
             pace: Mutex::default(),
         }
-    }
-
-    /// Returns the same stream with `faults`.
-    #[cfg(feature = "testing")]
-    #[must_use]
-    pub fn with_faults(mut self, faults: super::Faults) -> Stream {
-        self.faults = Running::new(faults);
-        self
     }
 
     /// Describes the peer, for messages.
@@ -136,10 +129,6 @@ impl Stream {
         self.end(BROKEN);
     }
 
-    pub(super) fn faults(&self) -> &Running {
-        &self.faults
-    }
-
     fn end(&self, state: u8) {
         self.mark(state);
         // Fails only if the peer is gone, which ends the stream as well.
@@ -181,13 +170,11 @@ impl Stream {
     }
 
     /// Error for a stream that ended before all bytes had arrived.
-    #[cold]
     pub(super) fn ended(&self, done: u64) -> Error {
         self.over("the peer closed the connection").with("peer", &self.about.peer).with("bytes_before", done)
     }
 
     /// Error that the socket reported.
-    #[cold]
     pub(super) fn broken(&self, error: io::Error) -> Error {
         let told = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
         told.because(error)

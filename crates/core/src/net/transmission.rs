@@ -136,7 +136,7 @@ impl<'a> Transfer<'a> {
             }
         }
         if slept { self.deadline.waiting(self.doing()) } else { self.deadline.check(self.doing()) }?;
-        let stalled = self.stream.faults().stalled(self.way);
+        let stalled = self.stream.faults.as_ref().is_some_and(|faults| faults.stalled(self.way));
         let events = match self.way {
             _ if stalled => PollFlags::empty(),
             Way::In => PollFlags::IN,

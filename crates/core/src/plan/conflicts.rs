@@ -156,7 +156,6 @@ fn common_divisor(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-#[cold]
 fn written_twice(at: u64) -> Error {
     let text = "a plan writes one destination twice in one wave";
     Error::invalid(text).with("dst_offset", at)

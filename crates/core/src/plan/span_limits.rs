@@ -39,7 +39,6 @@ fn sound(span: &Span) -> bool {
     span.len > 0 && span.count > 0 && apart && span.reads().is_some() && span.writes().is_some()
 }
 
-#[cold]
 pub(super) fn refused(what: &str) -> Error {
     Error::invalid(format!("the plan is not valid: it has {what}"))
 }

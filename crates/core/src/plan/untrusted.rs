@@ -274,7 +274,6 @@ impl RowRanges {
     }
 }
 
-#[cold]
 fn outside(end: End, tensor_bytes: u64) -> Error {
     Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())

@@ -319,7 +319,6 @@ impl Pool {
         self.spare != NIL || self.nodes.try_reserve(1).is_ok()
     }
 
-    #[cold]
     fn exhausted(&self, bytes_each: u64, count: u32) -> Error {
         let state = self.state();
         let asked =

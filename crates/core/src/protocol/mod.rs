@@ -142,7 +142,6 @@ impl postcard::ser_flavors::Flavor for Frame {
 
 /// Returns the error for a message that could not be encoded. The lists with their own serializer fail only
 /// if they cannot allocate memory.
-#[cold]
 fn no_room(error: postcard::Error) -> Error {
     use postcard::Error::{SerdeSerCustom, SerializeBufferFull};
     match error {

@@ -190,7 +190,6 @@ fn unpacked<const WIDTH: usize>(
     Some(fallible::collect("a plan", pairs))
 }
 
-#[cold]
 fn too_many_waves() -> Error {
     let text = format!("the plan is not valid: it has more than {MOST_WAVES} waves");
     Error::invalid(text)

@@ -279,7 +279,6 @@ fn fail_communicator(shared: &Arc<Shared>, challenged: &ChallengedPeer, refusal:
     }
 }
 
-#[cold]
 fn no_such_link() -> Error {
     Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
 }

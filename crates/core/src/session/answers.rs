@@ -392,13 +392,11 @@ fn ends(geometry: Geometry) -> (u32, u64) {
     (geometry.num_tensors(), geometry.tensor_bytes())
 }
 
-#[cold]
 fn nowhere(at: usize, addr: u64) -> Error {
     let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
     Error::new(ErrorKind::InvalidArgument, text)
 }
 
-#[cold]
 fn too_far_ahead(bytes: u64) -> Error {
     let text = "more bytes came with a request than may come unasked";
     Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)

@@ -167,7 +167,6 @@ enum Turn<'a> {
 }
 
 /// Reports a peer that cannot be dialed any more as not linked (`calls_to_a_peer_that_has_gone`).
-#[cold]
 fn out_of_reach(error: Error) -> Error {
     match error.kind() {
         ErrorKind::LinkFailed => {

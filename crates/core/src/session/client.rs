@@ -154,7 +154,6 @@ impl Link {
         }
     }
 
-    #[cold]
     pub(crate) fn unexpected(&self, reply: &Reply) -> Error {
         let text = format!("the peer answered {:?}, which fits no request of this kind", reply.name());
         self.named(Error::new(ErrorKind::System, text))

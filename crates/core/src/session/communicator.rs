@@ -137,7 +137,6 @@ impl Communicator {
 
     /// Adds the state of the communicator to the timeout `error` of a call that waited for it. Returns other
     /// errors unchanged.
-    #[cold]
     pub(super) fn unprepared(&self, cluster: ClusterId, error: Error) -> Error {
         if error.kind() != ErrorKind::Timeout {
             return error;

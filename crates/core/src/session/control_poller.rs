@@ -72,7 +72,6 @@ impl ControlPoller {
     }
 }
 
-#[cold]
 fn unwatched(what: &str, errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, format!("epoll does not accept {what}"))
         .with("errno", errno.raw_os_error())

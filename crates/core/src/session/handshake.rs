@@ -275,7 +275,6 @@ const REMEDY: &str = "set the same token on both sides (llm.LinkToken or llm.Lin
                       LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN), or llm.LinkAcceptRemote = 1 (in Python \
                       link_accept_remote = True) on both to admit everybody who can reach them";
 
-#[cold]
 fn other_token(who: &str, address: &str) -> Error {
     let text = format!(
         "{who} does not know this side's token; set the same token on both sides (llm.LinkToken or llm.LinkTokenFile; in \
@@ -284,7 +283,6 @@ fn other_token(who: &str, address: &str) -> Error {
     Error::new(ErrorKind::LinkFailed, text).with("peer", address)
 }
 
-#[cold]
 fn unexpected_token(address: &str) -> Error {
     let text = "the peer that dialled uses a token, and this side has none; set the same token on both sides \
                 (llm.LinkToken or llm.LinkTokenFile; in Python also LLM_DATADIST_TOKEN_FILE or LLM_DATADIST_TOKEN)";
@@ -293,7 +291,6 @@ fn unexpected_token(address: &str) -> Error {
 
 /// Refuses a peer on a local socket: no token is set, and the kernel does not report that the peer runs as
 /// the same user.
-#[cold]
 pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
     let text = format!("{who} is not known to run as this process's user, and no token is set; {REMEDY}");
     let own = rustix::process::geteuid().as_raw();
@@ -306,7 +303,6 @@ pub(super) fn other_user(who: &str, stream: &Stream) -> Error {
 
 /// Refuses a peer outside the local socket: no token is set, and the peer has not proved that it is on this
 /// host.
-#[cold]
 pub(super) fn unproven(stream: &Stream) -> Error {
     let text = format!(
         "no token is set, and the other side has not proved that it runs on this host as the same user; {REMEDY}"
@@ -314,13 +310,11 @@ pub(super) fn unproven(stream: &Stream) -> Error {
     Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer())
 }
 
-#[cold]
 fn wrong_cluster(asked: ClusterId, found: ClusterId) -> Error {
     let text = format!("cluster {asked} was asked for, and cluster {found} answered");
     Error::new(ErrorKind::LinkFailed, text)
 }
 
-#[cold]
 fn other_mode(peer: &Party, own: &Party) -> Error {
     let say = |on: bool| if on { "1" } else { "0" };
     let text = format!(

@@ -461,7 +461,6 @@ impl Drop for Active<'_> {
 }
 
 /// Returns the error of a call over a link that has broken.
-#[cold]
 pub(super) fn broken(cluster: ClusterId, when: Instant, why: &str) -> Error {
     let text = format!("the link to cluster {cluster} broke: {why}; link again");
     Error::new(ErrorKind::NotLinked, text).with("broke_ms_ago", when.elapsed().as_millis())

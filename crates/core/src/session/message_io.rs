@@ -46,7 +46,6 @@ pub(crate) fn hear_with<T: DeserializeOwned>(
     Ok((protocol::open(kind, &body)?, descriptors))
 }
 
-#[cold]
 fn ended(stream: &Stream) -> Error {
     Error::new(ErrorKind::NotLinked, "the peer closed the connection").with("peer", stream.peer())
 }

@@ -282,13 +282,11 @@ impl Offered {
     }
 }
 
-#[cold]
 fn missing() -> Error {
     Error::new(ErrorKind::LinkFailed, "the peer offered more memory than it sent descriptors")
 }
 
 /// Adds the option that raises the limit to `error`.
-#[cold]
 fn bounded(error: Error) -> Error {
     error.with("option", "link_remote_memory")
 }

@@ -115,7 +115,6 @@ impl AsFd for Bell {
     }
 }
 
-#[cold]
 fn system(text: &str, errno: Errno) -> Error {
     Error::new(ErrorKind::System, text)
         .with("errno", errno.raw_os_error())

@@ -89,7 +89,6 @@ impl State {
         Err(Refusal::new(Reason::Full, self.too_many()))
     }
 
-    #[cold]
     fn too_many(&self) -> Error {
         let text =
             "peers have made too many links; a higher limit of open files (ulimit -n) makes room for more";
@@ -401,7 +400,6 @@ impl Entries {
         !self.links.is_empty() || !self.linking.is_empty() || preparing()
     }
 
-    #[cold]
     fn missing(&self, cluster: ClusterId) -> Error {
         let broke = self.links.get(&cluster).and_then(|all| all.last()?.why());
         if let Some((when, why)) = broke.or_else(|| self.broken.get(&cluster)) {
@@ -431,7 +429,6 @@ fn replaces(link: &Link, other: &Link) -> bool {
 }
 
 /// Returns the error for a link whose place a working link has.
-#[cold]
 fn taken(link: &Link, rival: &Link) -> Error {
     let Peer { cluster, instance, .. } = link.peer();
     let text = if rival.peer().instance == *instance {
@@ -443,7 +440,6 @@ fn taken(link: &Link, rival: &Link) -> Error {
     error.with("heard_ms_ago", rival.silent().as_millis())
 }
 
-#[cold]
 fn unknown_comm(id: u64) -> Error {
     Error::new(ErrorKind::NotLinked, "no communicator has this id").with("comm_id", id)
 }

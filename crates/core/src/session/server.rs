@@ -356,7 +356,6 @@ fn name_of(link: &Arc<Link>) -> usize {
     Arc::as_ptr(link).addr()
 }
 
-#[cold]
 fn unwatched(errno: rustix::io::Errno) -> Error {
     Error::new(ErrorKind::System, "epoll does not accept a call stream")
         .with("errno", errno.raw_os_error())

@@ -82,7 +82,6 @@ impl Shared {
 }
 
 /// Refuses a transfer between the engine and itself.
-#[cold]
 pub(crate) fn own(cluster: ClusterId) -> Error {
     Error::argument("cluster_id", cluster, "another cluster: this one's own caches need no transfer")
 }

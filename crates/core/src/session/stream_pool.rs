@@ -31,7 +31,6 @@ impl Calls {
 }
 
 /// Returns the error for a peer that opens more call streams than the limit allows.
-#[cold]
 pub(super) fn too_many(most: usize) -> Error {
     Error::new(ErrorKind::NotLinked, "the link has too many streams of calls").with("limit", most)
 }

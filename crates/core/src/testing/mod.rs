@@ -83,7 +83,10 @@
 //! let _ = Geometry { num_tensors: 1, rows: 1, row_bytes: u64::MAX };
 //! ```
 
+mod faulty;
+mod in_process;
 pub mod oracle;
+pub mod sim;
 
 /// Returns the memory of a cache.
 pub fn tensors(cache: &crate::Cache) -> &std::sync::Arc<crate::memory::Tensors> {
@@ -103,6 +106,21 @@ macro_rules! internals {
 }
 
 internals! {
-    cache config copy device error fallible huge_pages memory model net plan pool protocol session stats status
-    token_file validate
+    cache config copy error fallible huge_pages memory model plan pool protocol session stats status token_file
+    validate
+}
+
+/// The devices of the crate, and a simulated one.
+#[allow(missing_docs, reason = "the module documents itself")]
+pub mod device {
+    pub use super::sim;
+    pub use crate::device::*;
+}
+
+/// The transports of the crate, one within a process, and one whose streams have faults.
+#[allow(missing_docs, reason = "the module documents itself")]
+pub mod net {
+    pub use super::faulty::{Fault, Faults, Faulty};
+    pub use super::in_process::Local;
+    pub use crate::net::*;
 }

@@ -317,12 +317,10 @@ fn run(job: Box<dyn Job>) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }
 
-#[cold]
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the engine was finalized")
 }
 
-#[cold]
 fn no_thread(error: &io::Error) -> Error {
     let text = format!("no thread for a transfer could be started: {error}");
     let errno = error.raw_os_error().unwrap_or(0);

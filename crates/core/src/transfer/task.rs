@@ -407,7 +407,6 @@ impl Slot {
     }
 
     /// Returns why it has no result yet.
-    #[cold]
     fn unfinished(&self, awaited: Option<Awaited>, ready: u32) -> Error {
         let error = |text: &str| {
             let error = Error::new(ErrorKind::Timeout, text).with("cluster", self.cluster);

@@ -131,7 +131,6 @@ fn whole_blocks(block_bytes: u64, remote: Geometry) -> Result<()> {
 }
 
 /// Returns the error for piece `at`, which does not fit into the `room` bytes that the peer has.
-#[cold]
 fn too_small(rows: &LayerRows, at: usize, piece: Piece, room: u64) -> Error {
     let error = match rows {
         LayerRows::Slot => {

@@ -301,7 +301,6 @@ pub(super) fn within(name: &str, first: u64, count: u32, cache: &str, of: Geomet
     })
 }
 
-#[cold]
 fn outside(name: &str, first: u64, count: u64, cache: &str, of: Geometry) -> Error {
     let value = format!("tensors {first} to {}", first + count - 1);
     Error::argument(name, value, format_args!("within the {} tensors of {cache}", of.num_tensors()))

@@ -173,13 +173,11 @@ pub fn blocks_cache(name: &str, kind: CacheKind) -> Result<()> {
     }
 }
 
-#[cold]
 fn wrong_kind(name: &str, is: &str, needed: &str) -> Error {
     Error::invalid(format!("{name} is {is}; this call needs {needed}"))
 }
 
 /// Returns the error for a `size`, which stands for `bytes` bytes, that exceeds the `room` bytes of `place`.
-#[cold]
 fn too_long(size: i64, bytes: u64, room: u64, place: &str) -> Error {
     let value = if size == -1 { format!("-1 ({bytes} bytes)") } else { bytes.to_string() };
     Error::argument("size", value, format_args!("at most the {room} bytes of {place}"))
@@ -304,7 +302,6 @@ fn equal_pairs(src: Side, dst: Side, pairs: &[(i64, i64)]) -> Result<BlockPairs>
     block_pairs(pairs, from, to)
 }
 
-#[cold]
 fn mismatch(what: &str, src: impl Display, dst: impl Display) -> Error {
     Error::invalid(format!("src_cache and dst_cache do not match: {what} {src} and {dst}"))
 }

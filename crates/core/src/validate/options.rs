@@ -286,7 +286,6 @@ fn size_with_unit(text: &str) -> Option<u64> {
     decimal::<u64>(digits)?.checked_mul(*unit)
 }
 
-#[cold]
 fn refused(name: &str, value: &Value, allowed: &str) -> Error {
     Error::argument(name, clipped(&value.to_string()), allowed)
 }

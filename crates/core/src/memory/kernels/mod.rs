@@ -125,7 +125,6 @@ fn sound(copy: &Copy<'_>) -> bool {
     equal && copy.src.host_addressable() && copy.dst.reach() == Reach::Host
 }
 
-#[cold]
 fn refused(src: Window<'_>, dst: Window<'_>) -> Error {
     Error::new(
         ErrorKind::System,

@@ -11,11 +11,12 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use super::stream::About;
-use super::{Accepted, Address, BACKLOG, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::Result;
 use crate::memory::peer_credentials;
 use crate::model::Deadline;
+use crate::net::{
+    About, Accepted, Address, BACKLOG, Listener, Stream, Transport, foreign, unavailable, unreachable,
+};
 
 /// Streams within one process. Clones share their listeners; a new value has none.
 #[derive(Clone, Default)]

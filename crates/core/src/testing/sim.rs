@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Copier, Copy, Device, HostReach};
+use crate::device::{Copier, Copy, Device, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::{self, Kernel};
 use crate::memory::{Region, Tensors, Window};
