@@ -151,6 +151,11 @@ impl Error {
         self
     }
 
+    /// Adds the number of a system error, and sets it as the cause.
+    pub(crate) fn errno(self, errno: rustix::io::Errno) -> Self {
+        self.with("errno", errno.raw_os_error()).because(std::io::Error::from(errno))
+    }
+
     /// Sets the complete rows that the failed transfer had written.
     #[must_use]
     pub fn with_arrived(mut self, arrived: Arrived) -> Self {

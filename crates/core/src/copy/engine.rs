@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use super::kernel_choice::Tuner;
+use super::kernel_choice::{Source, Tuner};
 use super::limit::Limit;
 use super::progress::{Progress, with_copied_bytes};
 use super::route::{End, Route, Staging};
@@ -35,10 +35,6 @@ pub struct CopyEngine {
     workers: Workers,
     readers: reader_threads::Readers,
     tuner: Arc<Tuner>,
-    /// For sources in another process: that memory has its own page tables, and so its own speeds.
-    peer_tuner: Arc<Tuner>,
-    /// For the ring, whose buffers stay in the CPU caches.
-    ring_tuner: Arc<Tuner>,
     ring: staging_ring::RingOwner,
     /// Threads that wait for sockets, which copy workers must not do. Started by the first transfer that
     /// needs them.
@@ -58,8 +54,6 @@ impl CopyEngine {
             devices,
             readers: reader_threads::Readers::new(workers.count()),
             workers,
-            peer_tuner: Arc::new(tuner.beside()),
-            ring_tuner: Arc::new(tuner.beside()),
             tuner: Arc::new(tuner),
             ring: staging_ring::RingOwner::default(),
             streamers: OnceLock::new(),
@@ -88,7 +82,7 @@ impl CopyEngine {
         self.workers.run(work, units, limit)
     }
 
-    /// Tuner for copies within this process. Its byte counts cover all copies of this engine.
+    /// Returns the choice of kernels, which also counts the bytes of all copies.
     pub fn tuner(&self) -> &Tuner {
         &self.tuner
     }
@@ -144,17 +138,18 @@ impl CopyEngine {
         dst.0.check_mapped(Access::Write)?;
         let plan = plan.into();
         let bytes = plan.bytes();
-        let tuner = match route {
-            Route::Ring => &self.ring_tuner,
-            Route::Direct if src.0.reach().foreign() => &self.peer_tuner,
-            Route::Direct => &self.tuner,
+        let source = match route {
+            Route::Ring => Source::Ring,
+            Route::Direct if src.0.reach().foreign() => Source::Peer,
+            Route::Direct => Source::Own,
         };
         let copy = super::run::Copying {
             plan,
             src: src.0.clone(),
             dst: dst.0.clone(),
             copier: super::route::copier(&self.devices, src, dst),
-            tuner: tuner.clone(),
+            tuner: self.tuner.clone(),
+            source,
             progress: progress.clone(),
             held,
         };

@@ -1,11 +1,10 @@
 //! Chooses the copy kernel by speeds that are measured on this machine while it copies.
 //!
 //! Small copies use ordinary stores: they fit into the CPU caches, and the caller will soon read them. For
-//! large copies no rule holds on every CPU. So each class of piece sizes keeps the recent speed of every
-//! kernel, uses the fastest, and occasionally tries another. All kernels copy the same bytes, so the choice
-//! affects only speed.
+//! large copies no rule holds on every CPU. So each class of sources and piece sizes keeps the recent speed of
+//! every kernel, uses the fastest, and occasionally tries another. All kernels copy the same bytes, so the
+//! choice affects only speed.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -28,20 +27,26 @@ const SMALL: usize = 1;
 /// Most kernels.
 const KERNELS: usize = 4;
 
-/// Learns which kernel is fastest for which size.
+/// The memory that a copy reads. The speed of one says nothing about the speed of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Memory of this process.
+    Own,
+    /// Memory of another process, which has its own page tables.
+    Peer,
+    /// A buffer of the staging ring, which stays in the CPU caches.
+    Ring,
+}
+
+/// Learns which kernel is fastest for which source and size.
 #[derive(Debug)]
 pub struct Tuner {
     /// Kernels to choose from; at least one.
     kernels: Box<[Kernel]>,
-    classes: [Class; CLASSES.len() + 1],
-    counted: Arc<Counted>,
-}
-
-/// Bytes copied with each kind of store.
-#[derive(Debug, Default)]
-struct Counted {
-    plain: AtomicU64,
-    streaming: AtomicU64,
+    /// By source, then by piece size.
+    classes: [[Class; CLASSES.len() + 1]; 3],
+    /// Bytes copied with ordinary stores, and with streaming stores.
+    counted: [AtomicU64; 2],
 }
 
 /// Speed of each kernel in its recent fast units, in picoseconds per KiB; 0 means unknown.
@@ -67,21 +72,14 @@ impl Tuner {
         if kernels.is_empty() {
             return Err(missing());
         }
-        Ok(Tuner { kernels, classes: Default::default(), counted: Arc::default() })
-    }
-
-    /// Creates a tuner that learns separately, for memory whose speed says nothing about other memory. It
-    /// shares the byte counts of this tuner.
-    #[must_use]
-    pub fn beside(&self) -> Self {
-        Tuner { kernels: self.kernels.clone(), classes: Default::default(), counted: self.counted.clone() }
+        Ok(Tuner { kernels, classes: Default::default(), counted: Default::default() })
     }
 
     /// Returns the kernel for the next unit of a copy of `total` bytes in pieces of about `piece` bytes.
-    pub fn choose(&self, total: u64, piece: u64) -> Kernel {
+    pub fn choose(&self, source: Source, total: u64, piece: u64) -> Kernel {
         let count = self.kernels.len();
-        let index =
-            if count > 1 && total >= LARGE { self.class(piece).choose(count) } else { SMALL.min(count - 1) };
+        let learned = count > 1 && Self::learns(total);
+        let index = if learned { self.class(source, piece).choose(count) } else { SMALL.min(count - 1) };
         self.kernels.get(index).copied().unwrap_or(Kernel::PLAIN)
     }
 
@@ -92,18 +90,17 @@ impl Tuner {
 
     /// Counts `bytes` bytes that `kernel` has copied.
     pub fn count(&self, kernel: Kernel, bytes: u64) {
-        let counter = if kernel.streams() { &self.counted.streaming } else { &self.counted.plain };
-        counter.fetch_add(bytes, Ordering::Relaxed);
+        self.counted[usize::from(kernel.streams())].fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Counts the bytes of a unit, and learns from the time that it took.
-    pub fn learn(&self, total: u64, piece: u64, kernel: Kernel, bytes: u64, took: Duration) {
+    pub fn learn(&self, source: Source, total: u64, piece: u64, kernel: Kernel, bytes: u64, took: Duration) {
         self.count(kernel, bytes);
         let Some(index) = self.kernels.iter().position(|&known| known == kernel) else { return };
-        if total >= LARGE && bytes > 0 {
+        if Self::learns(total) && bytes > 0 {
             let picos_per_kib =
                 u64::try_from(took.as_nanos()).unwrap_or(u64::MAX).saturating_mul(1 << 20) / bytes;
-            let speed = &self.class(piece).speeds[index];
+            let speed = &self.class(source, piece).speeds[index];
             let known = speed.load(Ordering::Relaxed);
             // Interruptions only make a unit slower, so the fastest of about the last sixteen says more than
             // their mean: one bad sample cannot change the decision. A lost update between two workers costs
@@ -120,11 +117,12 @@ impl Tuner {
 
     /// Returns the bytes copied with ordinary stores and with streaming stores.
     pub fn bytes(&self) -> (u64, u64) {
-        (self.counted.plain.load(Ordering::Relaxed), self.counted.streaming.load(Ordering::Relaxed))
+        let [plain, streaming] = &self.counted;
+        (plain.load(Ordering::Relaxed), streaming.load(Ordering::Relaxed))
     }
 
-    fn class(&self, piece: u64) -> &Class {
-        &self.classes[CLASSES.partition_point(|&from| from <= piece)]
+    fn class(&self, source: Source, piece: u64) -> &Class {
+        &self.classes[source as usize][CLASSES.partition_point(|&from| from <= piece)]
     }
 }
 

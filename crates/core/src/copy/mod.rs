@@ -15,6 +15,8 @@ mod workers;
 
 pub use engine::{CopyEngine, Outcome};
 #[cfg(feature = "testing")]
+pub use kernel_choice::Source;
+#[cfg(feature = "testing")]
 pub use kernel_choice::Tuner;
 pub use limit::Limit;
 pub use peer_read::STILL_READING;

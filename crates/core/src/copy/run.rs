@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::kernel_choice::Tuner;
+use super::kernel_choice::{Source, Tuner};
 use super::reader_threads::Readers;
 use super::workers::{Work, Workers};
 use super::{Limit, Progress};
@@ -34,6 +34,7 @@ pub(super) struct Copying {
     pub(super) dst: Arc<Tensors>,
     pub(super) copier: Arc<dyn Copier>,
     pub(super) tuner: Arc<Tuner>,
+    pub(super) source: Source,
     /// Records which bytes are in place.
     pub(super) progress: Arc<Progress>,
     /// Kept until nothing touches the memory any more.
@@ -82,14 +83,12 @@ impl Copying {
         Ok(())
     }
 
-    /// Returns the window that a piece of the `index`-th tensor of the plan reads.
-    pub(super) fn source(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
-        source(&self.plan, &self.src, index, piece)
+    pub(super) fn read_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        read_window(&self.plan, &self.src, index, piece)
     }
 
-    /// Returns the window that a piece of the `index`-th tensor of the plan writes.
-    pub(super) fn target(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
-        target(&self.plan, &self.dst, index, piece)
+    pub(super) fn write_window(&self, index: usize, piece: Piece) -> Result<Window<'_>> {
+        write_window(&self.plan, &self.dst, index, piece)
     }
 }
 
@@ -112,7 +111,7 @@ impl Work for Whole {
 }
 
 /// Returns the window of `src` that a piece of the `index`-th tensor of `plan` reads.
-pub(super) fn source<'a>(
+pub(super) fn read_window<'a>(
     plan: &CopyPlan,
     src: &'a Tensors,
     index: usize,
@@ -122,7 +121,7 @@ pub(super) fn source<'a>(
 }
 
 /// Returns the window of `dst` that a piece of the `index`-th tensor of `plan` writes.
-pub(super) fn target<'a>(
+pub(super) fn write_window<'a>(
     plan: &CopyPlan,
     dst: &'a Tensors,
     index: usize,
@@ -161,23 +160,23 @@ impl DirectWave {
 
 impl Work for DirectWave {
     fn unit(&self, index: usize) -> Result<()> {
-        let Copying { plan, copier, tuner, progress, .. } = &self.copying;
+        let Copying { plan, copier, tuner, source, progress, .. } = &self.copying;
         let from = index as u64 * self.unit;
         let to = (from + self.unit).min(self.total);
         let learns = copier.uses_kernels();
-        let kernel = if learns { tuner.choose(self.total, self.piece) } else { Kernel::PLAIN };
+        let kernel = if learns { tuner.choose(*source, self.total, self.piece) } else { Kernel::PLAIN };
         let most = copier.batch();
         // The first touch fills a mapping of another process page by page, which says nothing about kernels.
         // Copies that are too small to learn from skip the check for page faults, because it takes longer
         // than copying a block.
-        let mapped = self.copying.src.reach().foreign();
-        let asks = learns && mapped && Tuner::learns(self.total);
+        let asks = learns && *source == Source::Peer && Tuner::learns(self.total);
         let started = Instant::now();
         // Two more, because the first and the last piece may be cut.
         let about = usize::try_from((to - from) / self.piece.max(1)).unwrap_or(usize::MAX).saturating_add(2);
         let mut batch = Vec::with_capacity(most.min(about));
         plan.waves()[self.wave].across_tensors(from, to).try_for_each(|(tensor, piece)| {
-            let (src, dst) = (self.copying.source(tensor, piece)?, self.copying.target(tensor, piece)?);
+            let (src, dst) =
+                (self.copying.read_window(tensor, piece)?, self.copying.write_window(tensor, piece)?);
             batch.push(Copy { src, dst });
             if batch.len() == most {
                 copier.copy(&batch, kernel)?;
@@ -188,7 +187,7 @@ impl Work for DirectWave {
         copier.copy(&batch, kernel)?;
         let took = started.elapsed();
         if learns && !(asks && faulted()) {
-            tuner.learn(self.total, self.piece, kernel, to - from, took);
+            tuner.learn(*source, self.total, self.piece, kernel, to - from, took);
         } else if learns {
             tuner.count(kernel, to - from);
         }

@@ -46,7 +46,7 @@ impl CopyEngine {
     ) -> Result<()> {
         Self::can_send(src)?;
         let sent = Progress::default();
-        let window = |index, piece| run::source(plan, src, index, piece);
+        let window = |index, piece| run::read_window(plan, src, index, piece);
         let lead = || stream.send_lead(deadline);
         let moved = |windows: &[Window<'_>], _: &mut u64| stream.send_windows(windows, deadline);
         in_batches(plan, range, &sent, deadline, window, lead, moved)
@@ -63,7 +63,7 @@ impl CopyEngine {
         progress: &Progress,
     ) -> Result<()> {
         Self::can_receive(dst)?;
-        let window = |index, piece| run::target(plan, dst, index, piece);
+        let window = |index, piece| run::write_window(plan, dst, index, piece);
         let lead = || stream.receive_lead(deadline);
         let moved = |windows: &[Window<'_>], done: &mut u64| stream.receive_counted(windows, deadline, done);
         in_batches(plan, range, progress, deadline, window, lead, moved)

@@ -205,7 +205,7 @@ fn fill(
 ) -> Result<()> {
     for (tensor, piece) in pieces(copying, block_bytes) {
         let buffer = draining.free(limit)?;
-        let src = copying.source(tensor, piece)?;
+        let src = copying.read_window(tensor, piece)?;
         let dst = buffers.window(buffer, 0, piece.len)?;
         // The draining stage reads the buffer next, so its bytes should stay in the CPU caches.
         copying.copier.copy(&[Copy { src, dst }], copying.tuner.cached())?;
@@ -223,11 +223,12 @@ impl Stage {
         let mut at = 0;
         for ((tensor, piece), buffer) in pieces(copying, block_bytes).zip(full) {
             let src = buffers.window(buffer, 0, piece.len)?;
-            let dst = copying.target(tensor, piece)?;
-            let kernel = copying.tuner.choose(total, piece.len);
+            let dst = copying.write_window(tensor, piece)?;
+            let kernel = copying.tuner.choose(copying.source, total, piece.len);
             let started = Instant::now();
             copying.copier.copy(&[Copy { src, dst }], kernel)?;
-            copying.tuner.learn(total, piece.len, kernel, piece.len, started.elapsed());
+            let took = started.elapsed();
+            copying.tuner.learn(copying.source, total, piece.len, kernel, piece.len, took);
             copying.progress.done(at, at + piece.len);
             at += piece.len;
             // Fails if the filling stage has given up.

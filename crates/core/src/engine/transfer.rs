@@ -47,7 +47,7 @@ impl DataDist {
             super::room_for_lists(pulled_blocks(rows))?;
             validate::pull_local(local.side(), rows, layers)?;
             let link = self.links.find_other(from.cluster, deadline)?;
-            let call = Call { cluster: &self.cluster, link, name: from.name, local, deadline };
+            let call = Call { cluster: self.cluster.clone(), link, name: from.name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let mut moves = validate::pull(call.local.side(), known.remote, rows, layers)?;
@@ -76,7 +76,7 @@ impl DataDist {
                 Name::Row { cache, row } => (Name::Row { cache, row: 0 }, Some(row)),
                 name @ Name::Key(_) => (name, None),
             };
-            let call = Call { cluster: &self.cluster, link, name, local, deadline };
+            let call = Call { cluster: self.cluster.clone(), link, name, local, deadline };
             let bytes = call.counted(|| {
                 call.rounds(|known| {
                     let remote = RemoteCache { row: row.unwrap_or(known.remote.row), ..known.remote };

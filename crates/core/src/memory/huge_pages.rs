@@ -280,15 +280,9 @@ fn reserve(descriptor: BorrowedFd<'_>, from: u64, len: u64) -> Result<()> {
         match fallocate(descriptor, FallocateFlags::empty(), from, len) {
             Err(rustix::io::Errno::INTR) => {}
             done => {
-                return done.map_err(|error| {
-                    Error::new(
-                        ErrorKind::OutOfMemory,
-                        "the pool could not be committed (huge_pages = \"eager\")",
-                    )
-                    .with("committed_up_to", from)
-                    .with("errno", error.raw_os_error())
-                    .because(io::Error::from(error))
-                });
+                let text = "the pool could not be committed (huge_pages = \"eager\")";
+                let error = |errno| Error::new(ErrorKind::OutOfMemory, text).errno(errno);
+                return done.map_err(|errno| error(errno).with("committed_up_to", from));
             }
         }
     }

@@ -59,7 +59,7 @@ pub(super) fn refused(what: &str, len: u64, errno: Errno) -> Error {
         .with("limit_file_bytes", text(file_limit())),
         _ => system(format!("the kernel refused the {what}")),
     };
-    error.with("bytes", len).with("errno", errno.raw_os_error()).because(std::io::Error::from(errno))
+    error.with("bytes", len).errno(errno)
 }
 
 fn file_limit() -> Option<u64> {

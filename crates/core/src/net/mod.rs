@@ -119,16 +119,12 @@ pub trait Listener: fmt::Debug + Send + Sync {
 
 /// Error of a socket call at a local address.
 pub(crate) fn unavailable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, format!("cannot {doing} {address}"))
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
+    Error::new(ErrorKind::System, format!("cannot {doing} {address}")).errno(errno)
 }
 
 /// Error of a socket call on the way to `address`.
 pub(crate) fn unreachable(address: &Address, doing: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}"))
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
+    Error::new(ErrorKind::LinkFailed, format!("cannot {doing} {address}")).errno(errno)
 }
 
 /// Error for an address of another transport.

@@ -21,7 +21,7 @@ mod waves;
 pub use blocks::Blocks;
 pub use copy_plan::CopyPlan;
 pub use order::Ends;
-pub use packed_spans::{Received, SpanList};
+pub use packed_spans::{Received, SpanList, read_list};
 pub use request::{BlockPairs, CopyRange, Moves, Pieces};
 pub(crate) use request::{REQUEST, total_bytes};
 pub use spans::Piece;

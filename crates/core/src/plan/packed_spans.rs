@@ -4,6 +4,7 @@
 //! memory as its message (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use serde::de::{SeqAccess, Visitor};
@@ -95,35 +96,49 @@ impl Serialize for SpanList {
     }
 }
 
-/// Spans as they are read from a message: the packed list, or the error that makes the plan unusable. All
-/// spans are read in either case, so that the fields after them are found.
+/// Spans as they are read from a message: the packed list, or the error that makes the plan unusable.
 pub struct Received(pub Result<SpanList>);
 
 impl<'de> Deserialize<'de> for Received {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_seq(Spans)
+        let mut tally = Tally::default();
+        let list = read_list(from, SpanList::default(), |spans: &mut SpanList, span: Span| {
+            tally.add(&span)?;
+            spans.push(&span)
+        });
+        list.map(Received)
     }
 }
 
-struct Spans;
+/// Reads a list from a message, item by item. All items are read, so that the fields after them are found;
+/// the result is the first error of `add`.
+pub fn read_list<'de, D: Deserializer<'de>, L, T: Deserialize<'de>>(
+    from: D,
+    list: L,
+    add: impl FnMut(&mut L, T) -> Result<()>,
+) -> Result<Result<L>, D::Error> {
+    from.deserialize_seq(Items { list, add, item: PhantomData })
+}
 
-impl<'de> Visitor<'de> for Spans {
-    type Value = Received;
+struct Items<L, F, T> {
+    list: L,
+    add: F,
+    item: PhantomData<T>,
+}
+
+impl<'de, L, F: FnMut(&mut L, T) -> Result<()>, T: Deserialize<'de>> Visitor<'de> for Items<L, F, T> {
+    type Value = Result<L>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of spans")
+        f.write_str("a list")
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Received, A::Error> {
-        let (mut list, mut tally) = (Ok(SpanList::default()), Tally::default());
-        while let Some(span) = seq.next_element()? {
-            if let Ok(spans) = &mut list
-                && let Err(error) = tally.add(&span).and_then(|()| spans.push(&span))
-            {
-                list = Err(error);
-            }
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<Result<L>, A::Error> {
+        let mut outcome = Ok(());
+        while let Some(item) = seq.next_element()? {
+            outcome = outcome.and_then(|()| (self.add)(&mut self.list, item));
         }
-        Ok(Received(list))
+        Ok(outcome.map(|()| self.list))
     }
 }
 

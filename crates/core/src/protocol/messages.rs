@@ -391,20 +391,7 @@ struct Text(String);
 
 impl<'de> Deserialize<'de> for Text {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_str(Cut)
-    }
-}
-
-struct Cut;
-
-impl Visitor<'_> for Cut {
-    type Value = Text;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a text")
-    }
-
-    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Text, E> {
+        let text = <&str>::deserialize(from)?;
         let most = text.len().min(MAX_TEXT);
         let end = (0..=most).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
         Ok(Text(text[..end].to_owned()))

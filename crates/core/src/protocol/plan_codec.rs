@@ -3,17 +3,15 @@
 //! Scattered blocks are pairs of numbers that all have the width of the largest. A width for each number
 //! would cost more time than its bytes save (docs/performance.md). `plan` checks whether a plan is valid.
 
-use std::fmt;
 use std::sync::Arc;
 
-use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::fallible;
 #[cfg(feature = "testing")]
 pub use crate::plan::Span as WireSpan;
-use crate::plan::{MOST_WAVES, Received, SpanList};
+use crate::plan::{MOST_WAVES, Received, SpanList, read_list};
 
 /// A plan as it is encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,30 +74,14 @@ struct ReceivedCounts(Result<Vec<u32>>);
 
 impl<'de> Deserialize<'de> for ReceivedCounts {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_seq(Counts)
-    }
-}
-
-struct Counts;
-
-impl<'de> Visitor<'de> for Counts {
-    type Value = ReceivedCounts;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the number of spans of each wave")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<ReceivedCounts, A::Error> {
-        let mut counts = Ok(Vec::new());
-        while let Some(count) = seq.next_element()? {
-            if let Ok(list) = &mut counts {
-                let room = if list.len() < MOST_WAVES { Ok(()) } else { Err(too_many_waves()) };
-                if let Err(error) = room.and_then(|()| fallible::push("a plan", list, count)) {
-                    counts = Err(error);
-                }
-            }
-        }
-        Ok(ReceivedCounts(counts))
+        read_list(from, Vec::new(), |counts, count: u32| {
+            let fits = counts.len() < MOST_WAVES;
+            ensure(fits, || {
+                Error::invalid(format!("the plan is not valid: it has more than {MOST_WAVES} waves"))
+            })?;
+            fallible::push("a plan", counts, count)
+        })
+        .map(ReceivedCounts)
     }
 }
 
@@ -120,7 +102,15 @@ struct ReceivedPairs(Result<Vec<(u32, u32)>>);
 
 impl<'de> Deserialize<'de> for ReceivedPairs {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_bytes(Bytes)
+        let bytes = <&[u8]>::deserialize(from)?;
+        let pairs = match bytes.split_first() {
+            Some((1, rest)) => unpacked::<1>(rest, |[number]| number.into()),
+            Some((2, rest)) => unpacked::<2>(rest, |bytes| u16::from_le_bytes(bytes).into()),
+            Some((4, rest)) => unpacked::<4>(rest, u32::from_le_bytes),
+            _ => None,
+        };
+        let whole = "a width of 1, 2 or 4 and whole pairs of numbers of that width";
+        pairs.map(ReceivedPairs).ok_or_else(|| serde::de::Error::invalid_length(bytes.len(), &whole))
     }
 }
 
@@ -148,26 +138,6 @@ impl Pairs {
     }
 }
 
-struct Bytes;
-
-impl Visitor<'_> for Bytes {
-    type Value = ReceivedPairs;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a width of 1, 2 or 4 and whole pairs of numbers of that width")
-    }
-
-    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<ReceivedPairs, E> {
-        let pairs = match bytes.split_first() {
-            Some((1, rest)) => unpacked::<1>(rest, |[number]| number.into()),
-            Some((2, rest)) => unpacked::<2>(rest, |bytes| u16::from_le_bytes(bytes).into()),
-            Some((4, rest)) => unpacked::<4>(rest, u32::from_le_bytes),
-            _ => None,
-        };
-        pairs.map(ReceivedPairs).ok_or_else(|| E::invalid_length(bytes.len(), &self))
-    }
-}
-
 /// Returns `None` unless there are only whole pairs.
 ///
 /// More pairs than numbers of this width are refused, because two would have the same destination. So there
@@ -188,9 +158,4 @@ fn unpacked<const WIDTH: usize>(
     }
     let pairs = pairs.iter().map(|&[src, dst]| (number(src), number(dst)));
     Some(fallible::collect("a plan", pairs))
-}
-
-fn too_many_waves() -> Error {
-    let text = format!("the plan is not valid: it has more than {MOST_WAVES} waves");
-    Error::invalid(text)
 }

@@ -229,7 +229,7 @@ impl Call<'_> {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let ahead = self.link.writes().now();
+                let ahead = self.link.writes.now();
                 pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))

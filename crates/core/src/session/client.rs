@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::model::{CacheId, Deadline, Name};
 use crate::net::POLL_TIME;
-use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Place, Record, Reply, Request};
+use crate::protocol::{AddressLocation, MAX_ADDRS, MESSAGE_LIMIT, Record, Reply, Request};
 use crate::validate::RemoteCache;
 
 /// Extra time in milliseconds that the owner keeps trying after the caller's deadline. A caller checks its
@@ -32,15 +32,6 @@ impl Link {
             Some(known) if self.current(&known) => Ok(known),
             _ => self.describe(name, deadline),
         }
-    }
-
-    /// Whether the cache is unchanged since its owner described it, as far as this process can see. Without a
-    /// mapping of the owner's generations this is always true; then the owner compares.
-    pub(crate) fn current(&self, known: &Known) -> bool {
-        let Place { place, generation } = known.at;
-        self.reach()
-            .and_then(|reach| reach.generations())
-            .is_none_or(|generations| generations.still(place, generation))
     }
 
     /// Asks the owner for the description of the cache with the name `name`, and stores it.
@@ -129,9 +120,9 @@ impl Link {
     ) -> Result<Reply> {
         let started = Instant::now();
         let reply = said().and_then(|()| reply(lease, deadline));
-        self.requests().count(started.elapsed(), reply.is_ok());
+        self.requests.count(started.elapsed(), reply.is_ok());
         if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
-            self.requests().moved(bytes);
+            self.requests.moved(bytes);
         }
         reply
     }

@@ -21,9 +21,10 @@ use crate::protocol::Comm;
 use crate::validate::rank_table::RankEnd;
 
 /// The progress of a communicator. `Ready` and `Failed` are final.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CommStatus {
     /// Not all members have been linked yet.
+    #[default]
     Preparing,
     /// Every member has been linked.
     Ready,
@@ -47,6 +48,7 @@ pub(super) struct Communicator {
 }
 
 /// The mutable state of a communicator.
+#[derive(Default)]
 pub(super) struct Progress {
     /// Members that are awaited or searched for now.
     pub(super) missing: Vec<ClusterId>,

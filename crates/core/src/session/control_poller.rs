@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hashbrown::HashMap;
 
 use super::poller::{Bell, Poller, Watching};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::net::Listener;
 
 /// Poller number of the bell. Other descriptors have higher numbers.
@@ -25,8 +25,7 @@ pub(super) struct ControlPoller {
 impl ControlPoller {
     pub(super) fn new() -> Result<ControlPoller> {
         let (poller, bell) = (Poller::new()?, Arc::new(Bell::new()?));
-        let watched = poller.add(&*bell, BELL, Watching::Always);
-        watched.map_err(|errno| unwatched("the descriptor that wakes it", errno))?;
+        poller.add("the descriptor that wakes a thread", &*bell, BELL, Watching::Always)?;
         let (numbers, listeners) = (AtomicU64::new(BELL), Mutex::default());
         Ok(ControlPoller { poller, bell, numbers, listeners, started: Mutex::default() })
     }
@@ -48,8 +47,7 @@ impl ControlPoller {
     /// Accepts connections at `listener` until [`leave`](Self::leave) is called with the returned number.
     pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
         let number = self.number();
-        let watched = self.poller.add(listener.readiness(), number, Watching::Always);
-        watched.map_err(|errno| unwatched("a listener", errno))?;
+        self.poller.add("a listener", listener.readiness(), number, Watching::Always)?;
         self.listeners().insert(number, listener);
         Ok(number)
     }
@@ -70,10 +68,4 @@ impl ControlPoller {
     pub(super) fn listeners(&self) -> MutexGuard<'_, HashMap<u64, Arc<dyn Listener>>> {
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn unwatched(what: &str, errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, format!("epoll does not accept {what}"))
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
 }

@@ -103,7 +103,7 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
 struct Watch {
     pending: PendingStreams,
     links: HashMap<u64, Watched>,
-    /// The poller number of each watched link, keyed by [`name_of`].
+    /// The poller number of each watched link, keyed by [`Link::key`].
     numbers: HashMap<usize, u64>,
     beat: Instant,
     /// The time until which no connection is accepted.
@@ -130,29 +130,25 @@ impl Watch {
     fn change(&mut self, control: &ControlPoller, shared: &Arc<Shared>, links: Vec<Arc<Link>>) {
         let mut before = std::mem::take(&mut self.numbers);
         for link in links {
-            if let Some(number) = before.remove(&name_of(&link)) {
-                self.numbers.insert(name_of(&link), number);
+            if let Some(number) = before.remove(&link.key()) {
+                self.numbers.insert(link.key(), number);
                 continue;
             }
             let number = control.number();
-            match control.poller.add(link.control(), number, Watching::Always) {
+            match control.poller.add("its control stream", &*link.control, number, Watching::Always) {
                 Ok(()) => {
-                    self.numbers.insert(name_of(&link), number);
+                    self.numbers.insert(link.key(), number);
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
                 }
-                Err(errno) => {
-                    member_search::died(
-                        shared,
-                        &link,
-                        &format!("epoll does not accept its control stream: {errno}"),
-                    );
+                Err(error) => {
+                    member_search::died(shared, &link, &error.to_string());
                     shared.server.release(link);
                 }
             }
         }
         for number in before.into_values() {
             if let Some(gone) = self.links.remove(&number) {
-                control.poller.remove(gone.link.control());
+                control.poller.remove(&*gone.link.control);
                 shared.server.release(gone.link);
             }
         }
@@ -172,8 +168,8 @@ impl Watch {
         }
         if !link.alive() {
             self.links.remove(&number);
-            self.numbers.remove(&name_of(&link));
-            control.poller.remove(link.control());
+            self.numbers.remove(&link.key());
+            control.poller.remove(&*link.control);
             shared.server.release(link);
         }
     }
@@ -207,7 +203,7 @@ impl Watch {
         self.resting = None;
         for (&number, listener) in &*control.listeners() {
             // A listener that was added during the pause is watched already, so this may fail.
-            let _ = control.poller.add(listener.readiness(), number, Watching::Always);
+            let _ = control.poller.add("a listener", listener.readiness(), number, Watching::Always);
         }
     }
 }
@@ -221,7 +217,7 @@ impl Watched {
             Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
         };
         // Only one message at a time, so that a peer that sends many does not delay the others.
-        let (kind, body) = match self.inbox.take(link.control(), HANDSHAKE_LIMIT, false)? {
+        let (kind, body) = match self.inbox.take(&link.control, HANDSHAKE_LIMIT, false)? {
             Arrival::Frame((kind, body, _)) => (kind, body),
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),
@@ -248,7 +244,7 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
     link.trim();
     let silent = link.silent();
     // A message may have arrived that is not read yet.
-    if silent >= config.silence && !link.control().readable_within(Duration::ZERO) {
+    if silent >= config.silence && !link.control.readable_within(Duration::ZERO) {
         let text = format!(
             "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
             silent.as_millis()
@@ -259,9 +255,4 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
     {
         member_search::died(shared, link, &error.to_string());
     }
-}
-
-/// Returns a key for the link, unique while the link is held.
-fn name_of(link: &Arc<Link>) -> usize {
-    Arc::as_ptr(link).addr()
 }

@@ -28,7 +28,7 @@ impl Shared {
         while let Some(link) = self.state.linked_already(cluster, both_ways) {
             if link.answers((self.patience() / 2).min(deadline.left() / 2)) {
                 let text = format!("cluster {cluster} is linked already");
-                return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer().address));
+                return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
             }
             self.state.lost(&link, "the peer did not answer when it was to be linked again");
         }
@@ -158,17 +158,17 @@ impl Shared {
     /// with the same cluster id is linked and its link works, returns `Err`
     /// (`a_process_that_was_replaced_is_noticed`).
     pub(super) fn enroll(self: &Arc<Self>, link: &Arc<Link>) -> Result<()> {
-        let Peer { cluster, instance, .. } = link.peer();
+        let Peer { cluster, instance, .. } = &link.peer;
         for stale in self.state.enroll(link, self.patience())? {
-            let again = stale.peer().instance == *instance;
+            let again = stale.peer.instance == *instance;
             let why = if again { "the peer linked again" } else { "the peer was restarted and linked again" };
-            if stale.alive() && !again && !stale.control().abandoned() {
-                let (before, silent) = (&stale.peer().address, stale.silent().as_millis());
+            if stale.alive() && !again && !stale.control.abandoned() {
+                let (before, silent) = (&stale.peer.address, stale.silent().as_millis());
                 tracing::warn!(
                     target: "llm_datadist::links",
                     "another process took the place of cluster {cluster}: {} instead of {before}, which was silent for \
                      {silent} ms",
-                    link.peer().address
+                    link.peer.address
                 );
             } else if stale.alive() {
                 tracing::info!(target: "llm_datadist::links", "a link to cluster {cluster} was replaced: {why}");
@@ -190,7 +190,7 @@ impl Shared {
 impl Link {
     /// Returns the log line that describes the link.
     fn report(&self) -> String {
-        let transport = self.transport();
+        let transport = self.transport;
         let way = match self.reach() {
             Some(reach) => {
                 let pools = match reach.unmapped() {
@@ -203,7 +203,7 @@ impl Link {
             }
             None => format!("{transport}: sockets"),
         };
-        let Peer { cluster, address, .. } = self.peer();
+        let Peer { cluster, address, .. } = &self.peer;
         format!("linked with cluster {cluster} at {address} over {way}")
     }
 }

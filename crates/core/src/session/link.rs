@@ -55,11 +55,11 @@ pub struct Peer {
 pub struct Link {
     /// The id of the link, the same on both sides.
     pub(super) id: u64,
-    kind: Kind,
-    peer: Peer,
-    transport: &'static str,
+    pub(super) kind: Kind,
+    pub(super) peer: Peer,
+    pub(super) transport: &'static str,
     reach: Option<Reach>,
-    control: Arc<Stream>,
+    pub(super) control: Arc<Stream>,
     /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
     /// sent at once or not at all.
     speaking: Mutex<()>,
@@ -77,15 +77,15 @@ pub struct Link {
     /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
-    writes: Writes,
+    pub(crate) writes: Writes,
     /// Pulls and pushes in progress.
     active: AtomicUsize,
     /// Whether new transfers are refused because the link is about to be unlinked.
     settling: AtomicBool,
     /// The budget for large requests of the peer.
     budget: Arc<PeerBudget>,
-    requests: Counters,
-    transfers: Counters,
+    pub(super) requests: Counters,
+    pub(crate) transfers: Counters,
 }
 
 /// The streams on which requests of the peer are answered.
@@ -134,34 +134,14 @@ impl Link {
         })
     }
 
-    /// Returns how the link was made.
-    pub fn kind(&self) -> Kind {
-        self.kind
-    }
-
-    /// Returns the identity of the peer.
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
-    /// Returns the transport of its messages: `shm` (a local socket, with shared memory), `tcp` or `local`.
-    pub fn transport(&self) -> &'static str {
-        self.transport
+    /// Returns a number that no other link has while this one exists.
+    pub(super) fn key(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     /// Returns which memory of the peer this process can read in place. `None` if the link has sockets only.
     pub(crate) fn reach(&self) -> Option<&Reach> {
         self.reach.as_ref()
-    }
-
-    /// Returns the request counters.
-    pub(super) fn requests(&self) -> &Counters {
-        &self.requests
-    }
-
-    /// Returns the pull and push counters.
-    pub(crate) fn transfers(&self) -> &Counters {
-        &self.transfers
     }
 
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with
@@ -252,10 +232,6 @@ impl Link {
         self.changed.notify_all();
     }
 
-    pub(super) fn control(&self) -> &Stream {
-        &self.control
-    }
-
     /// Waits until a request of `bytes` fits the budget of the peer. Returns the share of the budget and the
     /// deadline by which the request must have arrived.
     pub(crate) fn admit(&self, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
@@ -343,7 +319,7 @@ impl Link {
     ) -> Result<Stream> {
         let greet = || {
             let purpose = Purpose::Call { link: self.id, reverse };
-            dialer.greet(Some(self.peer().cluster), purpose, deadline)
+            dialer.greet(Some(self.peer.cluster), purpose, deadline)
         };
         // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
         // So retry once.
@@ -352,7 +328,7 @@ impl Link {
             greeted => greeted,
         };
         let (stream, welcome) = greeted?;
-        if welcome.from.instance == self.peer().instance {
+        if welcome.from.instance == self.peer.instance {
             return Ok(stream);
         }
         let text = "another process answers at the address of the peer: it was restarted; link again";
@@ -423,11 +399,6 @@ impl Link {
     /// Returns `error` with the cluster id and the address of the peer.
     pub(crate) fn named(&self, error: Error) -> Error {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
-    }
-
-    /// Returns the pushes in flight to remote caches of this peer.
-    pub(crate) fn writes(&self) -> &Writes {
-        &self.writes
     }
 
     /// Locks the call streams.

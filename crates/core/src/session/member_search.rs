@@ -29,14 +29,14 @@ pub(super) fn died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
     if !shared.state.lost(link, why) {
         return;
     }
-    let Kind::Communicator(id) = link.kind() else { return };
+    let Kind::Communicator(id) = link.kind else { return };
     let Some(comm) = shared.state.comm_by_id(id) else { return };
-    if !comm.dials(link.peer().cluster) {
+    if !comm.dials(link.peer.cluster) {
         return;
     }
-    comm.miss(link.peer().cluster);
+    comm.miss(link.peer.cluster);
     if let Err(error) = start_search(shared, &comm) {
-        let cluster = link.peer().cluster;
+        let cluster = link.peer.cluster;
         tracing::error!(target: "llm_datadist::links", "stopped searching for cluster {cluster}; call link again: {error}");
     }
 }
@@ -219,16 +219,8 @@ mod tests {
     #[test]
     fn announcement_ends_the_pause() {
         let comm = Comm { name: "c".into(), members: vec![(1, 0), (2, 1)], listener: String::new() };
-        let progress = Progress {
-            missing: vec![ClusterId(1)],
-            linked_before: vec![],
-            listening_at: vec![],
-            status: CommStatus::Preparing,
-            left: false,
-            searching: true,
-            member_listens: false,
-            why: BTreeMap::new(),
-        };
+        let missing = vec![ClusterId(1)];
+        let progress = Progress { missing, searching: true, ..Progress::default() };
         let hour = Duration::from_secs(3600);
         let waiting = Communicator {
             id: 1,

@@ -1,11 +1,10 @@
 //! Entering and leaving a communicator: its listeners, its search and its links.
 
-use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use super::communicator::{CommStatus, Communicator, Progress};
+use super::communicator::{Communicator, Progress};
 use super::link::Kind;
 use super::member_search::start_search;
 use super::shared::Shared;
@@ -14,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 use crate::net::Address;
 use crate::protocol::Comm;
-use crate::validate::rank_table::RankEnd;
+use crate::validate::rank_table::{RankEnd, any};
 
 /// Longest time of one attempt to reach one address. It is shorter if `link_retry_count` attempts would not
 /// fit into `link_total_time`.
@@ -24,16 +23,7 @@ const TRY: Duration = Duration::from_secs(2);
 pub(super) fn enter(shared: &Arc<Shared>, comm: Comm, ends: Vec<RankEnd>) -> Result<u64> {
     let own = ClusterId(shared.me.party.cluster);
     let others = ends.iter().map(|end| end.cluster).filter(|&cluster| cluster != own);
-    let progress = Progress {
-        missing: others.collect(),
-        linked_before: vec![],
-        listening_at: vec![],
-        status: CommStatus::Preparing,
-        left: false,
-        searching: false,
-        member_listens: false,
-        why: BTreeMap::new(),
-    };
+    let progress = Progress { missing: others.collect(), ..Progress::default() };
     let config = &shared.cluster.config.links;
     let (limit, one_try) = (config.total, TRY.min(config.total / config.retries.max(1)));
     let entered = shared.state.enter(|id| Communicator {
@@ -62,7 +52,7 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
     }
     for end in &comm.ends {
         for link in shared.state.of(end.cluster) {
-            if link.kind() == Kind::Communicator(id) {
+            if link.kind == Kind::Communicator(id) {
                 shared.state.drop_link(&link, "it was unlinked here");
             }
         }
@@ -135,12 +125,4 @@ fn open(
     drop(progress);
     shared.listeners.leave(asked);
     Err(Error::new(ErrorKind::NotLinked, "the communicator was left").with("comm_id", comm.id))
-}
-
-/// Returns the unspecified address of the same family.
-fn any(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    }
 }

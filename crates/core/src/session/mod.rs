@@ -27,6 +27,7 @@ mod member_search;
 mod membership;
 mod message_io;
 mod peer_memory;
+mod peer_snapshot;
 mod pending;
 mod poller;
 mod pushes_in_flight;
@@ -46,6 +47,7 @@ pub(crate) use call_streams::Lease;
 pub(crate) use client::{SAID_BY, limit_ms, reply};
 pub(crate) use message_io::say_before;
 pub(crate) use peer_memory::location;
+pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
 pub(crate) use remote_cache::Known;
 pub(crate) use shared::own;
 pub(crate) use threads::STACK as THREAD_STACK;
@@ -120,7 +122,7 @@ impl Links {
         self.shared.state.forget_broken(peer.cluster);
         let mut told = Ok(());
         for link in self.shared.state.of(peer.cluster) {
-            if let Kind::Communicator(_) = link.kind() {
+            if let Kind::Communicator(_) = link.kind {
                 continue;
             }
             if !force {

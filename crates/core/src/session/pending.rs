@@ -84,10 +84,8 @@ impl PendingStreams {
         }
         let stream = Arc::new(stream);
         let until = Deadline::after(GREETING_TIME).named("the limit of a greeting");
-        if let Err(errno) = poller.add(&*stream, number, Watching::Always) {
-            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
-            refuse(shared, &stream, &error.with("errno", errno.raw_os_error()).into());
-            return;
+        if let Err(error) = poller.add("the connection", &*stream, number, Watching::Always) {
+            return refuse(shared, &stream, &error.into());
         }
         let waiting = Some((PendingStream::new(stream.clone(), local, until), Inbox::default()));
         self.all
@@ -211,10 +209,9 @@ impl PendingStreams {
             return;
         }
         entry.watched = true;
-        if let Err(errno) = poller.add(&*entry.stream, number, Watching::Always) {
+        if let Err(error) = poller.add("the connection", &*entry.stream, number, Watching::Always) {
             entry.watched = false;
-            let error = Error::new(ErrorKind::System, "epoll does not accept the connection");
-            self.end(shared, poller, number, Some(&error.with("errno", errno.raw_os_error()).into()));
+            self.end(shared, poller, number, Some(&error.into()));
         }
     }
 

@@ -41,14 +41,16 @@ impl Poller {
         made.map_err(|errno| system("cannot create an epoll descriptor", errno))
     }
 
-    /// Adds `descriptor`, and reports `number` when it is readable.
+    /// Adds `descriptor`, and reports `number` when it is readable. `what` names it in the error.
     pub(super) fn add(
         &self,
+        what: &str,
         descriptor: impl AsFd,
         number: u64,
         watching: Watching,
-    ) -> rustix::io::Result<()> {
-        epoll::add(&self.0, descriptor, EventData::new_u64(number), watching.flags())
+    ) -> Result<()> {
+        let added = epoll::add(&self.0, descriptor, EventData::new_u64(number), watching.flags());
+        added.map_err(|errno| system(&format!("epoll does not accept {what}"), errno))
     }
 
     /// Reports a descriptor that was added with [`Once`](Watching::Once) one more time.
@@ -116,9 +118,7 @@ impl AsFd for Bell {
 }
 
 fn system(text: &str, errno: Errno) -> Error {
-    Error::new(ErrorKind::System, text)
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
+    Error::new(ErrorKind::System, text).errno(errno)
 }
 
 #[cfg(test)]
@@ -142,9 +142,9 @@ mod tests {
     fn only_what_is_readable_is_reported() {
         let (poller, bell) = (Poller::new().unwrap(), Bell::new().unwrap());
         let ((one, _quiet), (other, peer)) = (pair(), pair());
-        poller.add(&bell, 0, Watching::Always).unwrap();
-        poller.add(&one, 1, Watching::Always).unwrap();
-        poller.add(&other, 2, Watching::Once).unwrap();
+        poller.add("a test", &bell, 0, Watching::Always).unwrap();
+        poller.add("a test", &one, 1, Watching::Always).unwrap();
+        poller.add("a test", &other, 2, Watching::Once).unwrap();
         assert!(ready(&poller).is_empty());
         rustix::io::write(&peer, b"x").unwrap();
         assert_eq!(ready(&poller), [2]);
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn counting_bell_is_silenced_once_for_each_ring() {
         let (poller, bell) = (Poller::new().unwrap(), Bell::counting().unwrap());
-        poller.add(&bell, 7, Watching::Always).unwrap();
+        poller.add("a test", &bell, 7, Watching::Always).unwrap();
         bell.ring();
         bell.ring();
         bell.silence();
@@ -173,7 +173,7 @@ mod tests {
     fn what_was_removed_wakes_nobody_though_a_copy_is_held_open() {
         let poller = Poller::new().unwrap();
         let (one, peer) = pair();
-        poller.add(&one, 1, Watching::Always).unwrap();
+        poller.add("a test", &one, 1, Watching::Always).unwrap();
         // As a forked process would hold it.
         let copy = rustix::io::dup(&one).unwrap();
         rustix::io::write(&peer, b"x").unwrap();

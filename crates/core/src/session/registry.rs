@@ -125,7 +125,7 @@ impl State {
     /// unless both sides may link to each other (`both_ways`).
     pub(super) fn linked_already(&self, cluster: ClusterId, both_ways: bool) -> Option<Arc<Link>> {
         let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
-        self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind()))
+        self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
     }
 
     /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
@@ -135,7 +135,7 @@ impl State {
     pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
         let mut entries = self.locked();
         entries.open()?;
-        if let Kind::Communicator(id) = link.kind()
+        if let Kind::Communicator(id) = link.kind
             && !entries.comms.contains_key(&id)
         {
             return Err(unknown_comm(id));
@@ -146,10 +146,10 @@ impl State {
             );
         }
         // Checked by `room_for_incoming` as well, but other links may have been entered since.
-        if link.kind() != Kind::Outgoing && entries.incoming(link.peer().cluster) >= self.limits.incoming {
+        if link.kind != Kind::Outgoing && entries.incoming(link.peer.cluster) >= self.limits.incoming {
             return Err(self.too_many());
         }
-        let all = entries.links.entry(link.peer().cluster).or_default();
+        let all = entries.links.entry(link.peer.cluster).or_default();
         // Checked under the lock, so that one of two simultaneous links is refused. The check of the socket
         // does not wait.
         if let Some(rival) = all.iter().find(|old| replaces(link, old) && old.works(patience)) {
@@ -158,7 +158,7 @@ impl State {
         let (stale, kept) = all.drain(..).partition(|old| !old.alive() || replaces(link, old));
         *all = kept;
         all.push(link.clone());
-        entries.broken.remove(&link.peer().cluster);
+        entries.broken.remove(&link.peer.cluster);
         drop(entries);
         self.changed.notify_all();
         self.control.ring();
@@ -169,7 +169,7 @@ impl State {
     /// registered any more.
     pub(super) fn remove(&self, link: &Arc<Link>) -> bool {
         let mut entries = self.locked();
-        let cluster = link.peer().cluster;
+        let cluster = link.peer.cluster;
         let Some(all) = entries.links.get_mut(&cluster) else { return false };
         let before = all.len();
         all.retain(|known| !Arc::ptr_eq(known, link));
@@ -196,7 +196,7 @@ impl State {
         if removed && !link.settles() {
             // The first recorded reason is the one that counts.
             let why = link.why().map_or(why, |(_, why)| why);
-            tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer().cluster);
+            tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer.cluster);
         }
         removed
     }
@@ -206,7 +206,7 @@ impl State {
         let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
         self.remove(link);
-        self.forget_broken(link.peer().cluster);
+        self.forget_broken(link.peer.cluster);
         self.control.ring();
     }
 
@@ -248,7 +248,7 @@ impl State {
     pub(super) fn by_id(&self, cluster: ClusterId, instance: u64, id: u64) -> Option<Arc<Link>> {
         let entries = self.locked();
         let all = entries.links.get(&cluster)?;
-        all.iter().find(|link| link.id == id && link.peer().instance == instance && link.alive()).cloned()
+        all.iter().find(|link| link.id == id && link.peer.instance == instance && link.alive()).cloned()
     }
 
     /// Returns all links, for the control thread. `None` once the engine is closed.
@@ -391,7 +391,7 @@ impl Entries {
 
     /// Counts the links that peers or communicators made, except those to `cluster`.
     fn incoming(&self, cluster: ClusterId) -> usize {
-        let counts = |link: &&Arc<Link>| link.kind() != Kind::Outgoing && link.peer().cluster != cluster;
+        let counts = |link: &&Arc<Link>| link.kind != Kind::Outgoing && link.peer.cluster != cluster;
         self.links.values().flatten().filter(counts).count()
     }
 
@@ -418,25 +418,25 @@ fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
     let heard = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
     let Some(oldest) = all.iter().find(heard) else { return all.iter().rev().find(|link| link.alive()) };
     // Among several communicators with one process, the latest is used (contract §6.5).
-    let again = |link: &&Arc<Link>| heard(link) && link.peer().instance == oldest.peer().instance;
-    let ranked = |link: &&Arc<Link>| matches!(link.kind(), Kind::Communicator(_));
+    let again = |link: &&Arc<Link>| heard(link) && link.peer.instance == oldest.peer.instance;
+    let ranked = |link: &&Arc<Link>| matches!(link.kind, Kind::Communicator(_));
     if ranked(&oldest) { all.iter().rev().find(|link| ranked(link) && again(link)) } else { Some(oldest) }
 }
 
 /// Whether `link` would replace `other`, a link to the same cluster.
 fn replaces(link: &Link, other: &Link) -> bool {
-    other.kind() == link.kind() || other.peer().instance != link.peer().instance
+    other.kind == link.kind || other.peer.instance != link.peer.instance
 }
 
 /// Returns the error for a link whose place a working link has.
 fn taken(link: &Link, rival: &Link) -> Error {
-    let Peer { cluster, instance, .. } = link.peer();
-    let text = if rival.peer().instance == *instance {
+    let Peer { cluster, instance, .. } = &link.peer;
+    let text = if rival.peer.instance == *instance {
         format!("cluster {cluster} is linked already, and its link works")
     } else {
         format!("another process of cluster {cluster} is linked: two processes cannot share a cluster id")
     };
-    let error = Error::new(ErrorKind::LinkFailed, text).with(RIVAL_LINK, &rival.peer().address);
+    let error = Error::new(ErrorKind::LinkFailed, text).with(RIVAL_LINK, &rival.peer.address);
     error.with("heard_ms_ago", rival.silent().as_millis())
 }
 

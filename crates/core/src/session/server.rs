@@ -56,7 +56,7 @@ struct State {
     last: u64,
     /// Threads that wait for work, including those that are starting.
     idle: usize,
-    /// The slots in which turns are taken, and the turns that wait for one, keyed by [`name_of`].
+    /// The slots in which turns are taken, and the turns that wait for one, keyed by [`Link::key`].
     places: Places<usize, Turn>,
     /// Turns that have a slot and wait for a thread.
     ready: VecDeque<(Turn, Place)>,
@@ -103,8 +103,8 @@ impl Server {
         limits: Connections,
     ) -> Result<Server> {
         let (poller, work, closed) = (Poller::new()?, Bell::counting()?, Bell::new()?);
-        let watched = poller.add(&work, WORK, Watching::Always);
-        watched.and_then(|()| poller.add(&closed, CLOSED, Watching::Always)).map_err(unwatched)?;
+        poller.add("the descriptor that wakes a thread", &work, WORK, Watching::Always)?;
+        poller.add("the descriptor that ends the threads", &closed, CLOSED, Watching::Always)?;
         let (state, budget) = (Mutex::default(), Arc::default());
         Ok(Server { poller, work, closed, state, answers, registry, refusals, threads, budget, limits })
     }
@@ -138,7 +138,7 @@ impl Server {
         drop(state);
         // A request may have arrived already. If the link has ended meanwhile, its streams are closed, and
         // the poller reports that too.
-        let watched = self.poller.add(&**stream, number, Watching::Once).map_err(unwatched);
+        let watched = self.poller.add("a call stream", &**stream, number, Watching::Once);
         watched.and_then(|()| self.keep_one()).inspect_err(|_| {
             self.locked().calls.remove(&number);
             self.poller.remove(&**stream);
@@ -150,7 +150,7 @@ impl Server {
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
-        let Some(turn) = state.places.enter(name_of(link), turn) else { return };
+        let Some(turn) = state.places.enter(link.key(), turn) else { return };
         state.ready.push_back(turn);
         drop(state);
         self.work.ring();
@@ -267,7 +267,7 @@ impl Server {
     fn answer(self: &Arc<Self>, number: u64) {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
-        let link = name_of(&call.link);
+        let link = call.link.key();
         let Some((turn, place)) = state.places.enter(link, Turn::Answer(number, call)) else { return };
         drop(state);
         self.take_turns(turn, place);
@@ -282,7 +282,7 @@ impl Server {
                 Turn::Answer(number, call) => self.take_call(number, &call, place),
                 Turn::Dial(link) => self.take_dial(&link),
             }
-            next = self.locked().places.leave(name_of(&link), place);
+            next = self.locked().places.leave(link.key(), place);
         }
     }
 
@@ -296,7 +296,7 @@ impl Server {
             }
             // Stop if another turn waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
-            if self.locked().places.wanted(name_of(link), place) || !stream.readable_within(POLL_TIME) {
+            if self.locked().places.wanted(link.key(), place) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };
@@ -316,7 +316,7 @@ impl Server {
         let on = self.answers.answer(link, stream, &unlinked).unwrap_or_else(|error| {
             // Logged only while the link is alive: the reason why a link broke is logged elsewhere.
             if link.alive() {
-                let cluster = link.peer().cluster;
+                let cluster = link.peer.cluster;
                 tracing::info!(target: "llm_datadist::links", "a call of cluster {cluster} ended early: {error}");
             }
             false
@@ -341,7 +341,7 @@ impl Server {
             self.watch(link, &stream)
         });
         if let Err(error) = served {
-            let cluster = link.peer().cluster;
+            let cluster = link.peer.cluster;
             tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
     }
@@ -349,15 +349,4 @@ impl Server {
     fn locked(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Returns a key for the link, unique while the link is held.
-fn name_of(link: &Arc<Link>) -> usize {
-    Arc::as_ptr(link).addr()
-}
-
-fn unwatched(errno: rustix::io::Errno) -> Error {
-    Error::new(ErrorKind::System, "epoll does not accept a call stream")
-        .with("errno", errno.raw_os_error())
-        .because(std::io::Error::from(errno))
 }

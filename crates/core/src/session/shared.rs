@@ -77,7 +77,7 @@ impl Shared {
 
     pub(super) fn find_other(&self, cluster: ClusterId, deadline: Deadline) -> Result<Arc<Link>> {
         let link = self.state.find(cluster, self.patience(), deadline)?;
-        if link.peer().instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
+        if link.peer.instance == self.me.party.instance { Err(own(cluster)) } else { Ok(link) }
     }
 }
 

@@ -25,8 +25,9 @@ pub(crate) enum Moved {
 }
 
 /// One pull, push or layer in progress.
-pub(crate) struct Call<'a> {
-    pub(crate) cluster: &'a Arc<Cluster>,
+#[derive(Clone)]
+pub(crate) struct Call {
+    pub(crate) cluster: Arc<Cluster>,
     pub(crate) link: Arc<Link>,
     /// Name of the remote cache.
     pub(crate) name: Name,
@@ -34,14 +35,14 @@ pub(crate) struct Call<'a> {
     pub(crate) deadline: Deadline,
 }
 
-impl Call<'_> {
+impl Call {
     /// Runs `call` and counts it with its link. An unlink does not remove the link before `call` has ended.
     pub(crate) fn counted(&self, call: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let started = Instant::now();
         let result = self.link.begin().and_then(|_active| call());
-        self.link.transfers().count(started.elapsed(), result.is_ok());
+        self.link.transfers.count(started.elapsed(), result.is_ok());
         if let Ok(bytes) = result {
-            self.link.transfers().moved(bytes);
+            self.link.transfers.moved(bytes);
         }
         result
     }

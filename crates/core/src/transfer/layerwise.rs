@@ -116,7 +116,7 @@ impl LayerPush {
 
     fn bring(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
         let call = Call {
-            cluster: &self.cluster,
+            cluster: self.cluster.clone(),
             link: route.link.clone(),
             name: by_id(part.cache),
             local: self.local.clone(),

@@ -9,9 +9,9 @@ use crate::copy::{Progress, STILL_READING, Staging, arrived};
 use crate::error::{ErrorKind, Result};
 use crate::model::{CacheKey, Name};
 use crate::plan::{CopyPlan, Moves};
-use crate::session::Known;
+use crate::session::{Known, PeerSnapshot, Validity};
 
-impl Call<'_> {
+impl Call {
     /// Pulls the bytes of `moves`: reads memory of the peer that this process can access, otherwise asks for
     /// a stream. The key is released last.
     pub(crate) fn pull(&self, known: &Arc<Known>, moves: &mut Moves) -> Result<Moved> {
@@ -50,39 +50,42 @@ impl Call<'_> {
         progress: &mut Arc<Progress>,
         pinned: &Arc<Pin>,
     ) -> Result<Moved> {
-        if let Some(tensors) = &known.tensors
-            && let Some(unwritten) = self.link.writes().unwritten(known.cache)
-        {
-            let (from, to) =
-                ((tensors, self.local.placement()), (self.local.tensors(), self.local.placement()));
-            let (engine, held) = (&self.cluster.engine, pinned.clone());
-            let run =
-                engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
+        let Some(snapshot) = PeerSnapshot::begin(&self.link, known) else {
+            return self.receive(known, plan, progress);
+        };
+        let from = (snapshot.tensors(), self.local.placement());
+        let to = (self.local.tensors(), self.local.placement());
+        let (engine, held) = (&self.cluster.engine, pinned.clone());
+        let read =
+            engine.run_holding(plan.clone(), from, to, Staging::DEFAULT, self.deadline, progress, held);
+        let read = read.map(|outcome| outcome.bytes);
+        let validity = snapshot.validate();
+        match &read {
             // The kernel may still write to the rows, so no other bytes may be brought there.
-            if run.as_ref().is_err_and(|error| error.fact(STILL_READING).is_some()) {
-                if !self.link.writes().still_unwritten(known.cache, unwritten) || !self.link.current(known) {
+            Err(error) if error.fact(STILL_READING).is_some() => {
+                if validity != Validity::Valid {
                     *progress = Arc::default();
                 }
-                return run.map(|outcome| Moved::Bytes(outcome.bytes));
+                return read.map(Moved::Bytes);
             }
             // The kernel allowed the read when the link was made, but does not now. Sockets always work.
-            let refused = run.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotEnabled);
-            if !refused && self.link.writes().still_unwritten(known.cache, unwritten) {
-                return self.confirm(known, run.map(|outcome| outcome.bytes), progress);
-            }
-            *progress = Arc::default();
+            Err(error) if error.kind() == ErrorKind::NotEnabled => {}
+            _ if validity == Validity::Valid => return self.link.check().and(read).map(Moved::Bytes),
+            _ if validity == Validity::Changed => return self.confirm(known, read, progress),
+            _ => {}
         }
-        // On this path the owner reads, under its own pins.
+        *progress = Arc::default();
+        self.receive(known, plan, progress)
+    }
+
+    /// Receives the bytes over sockets. On this path the owner reads, under its own pins.
+    fn receive(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>, progress: &Arc<Progress>) -> Result<Moved> {
         stream::receive(self.streams(known, plan), progress.clone())
     }
 
-    /// Checks, after a read from memory of the peer, that the memory belonged to the cache the whole time.
+    /// Asks the owner, after a read from memory of a cache whose description is out of date, whether the memory
+    /// belonged to the cache the whole time.
     fn confirm(&self, known: &Known, read: Result<u64>, progress: &mut Arc<Progress>) -> Result<Moved> {
-        let unchanged = self.link.current(known);
-        if unchanged {
-            self.link.check()?;
-            return read.map(Moved::Bytes);
-        }
         let unconfirmed = std::mem::take(progress);
         // Something about the cache changed, perhaps only one of its keys. Ids are never used again, so the
         // same id means the same memory.

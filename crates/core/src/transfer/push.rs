@@ -11,7 +11,7 @@ use crate::plan::CopyPlan;
 use crate::protocol::{Reply, Request, WirePlan};
 use crate::session::{Known, SAID_BY, limit_ms, location};
 
-impl Call<'_> {
+impl Call {
     /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
     /// sent.
     pub(crate) fn push(
@@ -25,7 +25,7 @@ impl Call<'_> {
         }
         // Before the rows are pinned: a read request of the peer that arrives meanwhile must know that this
         // side may hold them (`a_pull_meets_a_transfer_and_a_writer`).
-        let writing = self.link.writes().begin(known.cache);
+        let writing = self.link.writes.begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
         self.cluster.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));

@@ -8,14 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::call::{Call, Moved};
-use crate::cache::Cache;
-use crate::cluster::Cluster;
 use crate::copy::{CopyEngine, Progress, Work};
 use crate::error::{Error, ErrorKind, Result};
-use crate::model::{Deadline, Name};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
-use crate::session::{Known, Lease, Link, limit_ms, reply, say_before};
+use crate::session::{Known, Lease, limit_ms, reply, say_before};
 
 /// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
 const PART: u64 = 8 << 20;
@@ -26,27 +23,15 @@ const MOST_PIECES: u64 = 128;
 
 /// One transfer through sockets.
 pub(super) struct Streams {
-    pub(super) cluster: Arc<Cluster>,
-    pub(super) link: Arc<Link>,
-    pub(super) name: Name,
-    pub(super) known: Arc<Known>,
-    pub(super) plan: Arc<CopyPlan>,
-    pub(super) local: Arc<Cache>,
-    pub(super) deadline: Deadline,
+    call: Call,
+    known: Arc<Known>,
+    plan: Arc<CopyPlan>,
 }
 
-impl Call<'_> {
+impl Call {
     /// Returns the transfer through sockets for this call.
     pub(super) fn streams(&self, known: &Arc<Known>, plan: &Arc<CopyPlan>) -> Streams {
-        Streams {
-            cluster: self.cluster.clone(),
-            link: self.link.clone(),
-            name: self.name,
-            known: known.clone(),
-            plan: plan.clone(),
-            local: self.local.clone(),
-            deadline: self.deadline,
-        }
+        Streams { call: self.clone(), known: known.clone(), plan: plan.clone() }
     }
 }
 
@@ -69,12 +54,12 @@ impl Streams {
     ) -> Result<Moved> {
         let bytes = self.plan.bytes();
         // Waves have an order, which parts that run at the same time would not keep.
-        let most = if self.plan.waves().len() == 1 { self.cluster.config.links.streams } else { 1 };
+        let most = if self.plan.waves().len() == 1 { self.call.cluster.config.links.streams } else { 1 };
         let count = (bytes / PART).clamp(1, most.max(1) as u64);
         if count == 1 {
             return part(&self, 0..bytes);
         }
-        let (deadline, cluster) = (self.deadline, self.cluster.clone());
+        let (deadline, cluster) = (self.call.deadline, self.call.cluster.clone());
         let each = bytes.div_ceil(count);
         let parts = Arc::new(Parts { streams: self, each, bytes, part, stale: AtomicBool::new(false) });
         let units = usize::try_from(bytes.div_ceil(each)).unwrap_or(usize::MAX);
@@ -86,17 +71,17 @@ impl Streams {
     fn receive(&self, range: Range<u64>, progress: &Progress) -> Result<Moved> {
         let bytes = range.end - range.start;
         let request = Request::Read {
-            name: self.name.into(),
+            name: self.call.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
-            limit_ms: limit_ms(self.deadline),
+            limit_ms: limit_ms(self.call.deadline),
         };
-        let mut lease = self.link.lease(self.deadline)?;
+        let mut lease = self.call.link.lease(self.call.deadline)?;
         let received = self.ready(&mut lease, &request, bytes, |lease| {
-            let tensors = self.local.tensors();
-            CopyEngine::receive(&self.plan, range, tensors, lease.stream(), self.deadline, progress)
+            let tensors = self.call.local.tensors();
+            CopyEngine::receive(&self.plan, range, tensors, lease.stream(), self.call.deadline, progress)
         })?;
         if !received {
             return Ok(Moved::Stale);
@@ -110,28 +95,30 @@ impl Streams {
     /// (`few_bytes_follow_their_request`).
     fn send(&self, range: Range<u64>) -> Result<Moved> {
         let bytes = range.end - range.start;
-        let mut lease = self.link.lease(self.deadline)?;
+        let mut lease = self.call.link.lease(self.call.deadline)?;
         let ahead = self.ahead(bytes);
         let request = Request::Write {
-            name: self.name.into(),
+            name: self.call.name.into(),
             cache: self.known.cache.0,
             plan: WirePlan::try_from(&*self.plan)?,
             from: range.start,
             to: range.end,
             ahead,
-            limit_ms: limit_ms(self.deadline),
+            limit_ms: limit_ms(self.call.deadline),
         };
-        let local = self.local.tensors();
-        let moved =
-            |lease: &Lease<'_>| CopyEngine::send(&self.plan, range, local, lease.stream(), self.deadline);
+        let local = self.call.local.tensors();
+        let moved = |lease: &Lease<'_>| {
+            CopyEngine::send(&self.plan, range, local, lease.stream(), self.call.deadline)
+        };
         let answer = if ahead {
-            let said = || say_before(lease.stream(), &request, self.deadline).and_then(|()| moved(&lease));
-            self.link.heard(&lease, self.deadline, said)
+            let said =
+                || say_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease));
+            self.call.link.heard(&lease, self.call.deadline, said)
         } else {
             if !self.ready(&mut lease, &request, bytes, moved)? {
                 return Ok(Moved::Stale);
             }
-            reply(&lease, self.deadline)
+            reply(&lease, self.call.deadline)
         };
         match answer.map_err(|error| self.late_or(error))? {
             Reply::Done { .. } => {
@@ -156,7 +143,7 @@ impl Streams {
         bytes: u64,
         moved: impl FnOnce(&Lease<'_>) -> Result<()>,
     ) -> Result<bool> {
-        match self.link.exchange(lease, request, self.deadline)? {
+        match self.call.link.exchange(lease, request, self.call.deadline)? {
             Reply::Ready { bytes: ready } if ready == bytes => {}
             other => return self.stale(lease, other).map(|()| false),
         }
@@ -167,18 +154,19 @@ impl Streams {
     /// Error of a stream that failed: a timeout if the deadline has passed and the peer only noticed it
     /// first.
     fn late_or(&self, error: Error) -> Error {
-        let late = error.kind() == ErrorKind::NotLinked && self.deadline.passed() && self.link.alive();
-        let error = self.link.why_or(error);
-        if late { self.deadline.error("moving bytes through a socket").because(error) } else { error }
+        let late =
+            error.kind() == ErrorKind::NotLinked && self.call.deadline.passed() && self.call.link.alive();
+        let error = self.call.link.why_or(error);
+        if late { self.call.deadline.error("moving bytes through a socket").because(error) } else { error }
     }
 
     /// Handles a reply other than the expected one: `Ok` if the remote cache has changed, otherwise an error.
     fn stale(&self, lease: &mut Lease<'_>, reply: Reply) -> Result<()> {
         // The peer waits for the next request, so the stream remains usable.
         lease.whole = matches!(reply, Reply::Stale | Reply::Failed { .. });
-        match self.link.refusal(reply)? {
+        match self.call.link.refusal(reply)? {
             Reply::Stale => Ok(()),
-            reply => Err(self.link.unexpected(&reply)),
+            reply => Err(self.call.link.unexpected(&reply)),
         }
     }
 }

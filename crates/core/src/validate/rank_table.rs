@@ -277,7 +277,7 @@ impl Member<'_> {
 const DEVICE_IP: &str = "device_ip";
 
 /// Returns the unspecified address of the same family.
-fn any(ip: IpAddr) -> IpAddr {
+pub(crate) fn any(ip: IpAddr) -> IpAddr {
     match ip {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),

@@ -1,0 +1,73 @@
+//! A read of a peer's memory in place: what must stay as it is while the bytes are copied, and the check that it
+//! did.
+//!
+//! The owner is not asked and takes no lock, so it may write, free or reuse the memory during the copy. A reader
+//! therefore begins a [`PeerSnapshot`], copies, and accepts the bytes only if [`PeerSnapshot::validate`] finds the
+//! owner's generation number unchanged and no push of this process to the same cache in between. Otherwise it
+//! discards them. This is a sequence lock across processes (`a_pull_never_mixes_generations`).
+//!
+//! The position on racing reads: the memory belongs to another process, so no rule of this program's memory model
+//! orders its writes. The copy moves bytes through raw pointers or a system call, never through a reference, and
+//! every bit pattern is a valid byte. Nothing depends on the bytes before they are validated. An acquire fence
+//! stands between the copy and the load of the generation, as a sequence lock needs
+//! (`memory::PeerGenerations::still`); the owner raises the number before it writes. Whoever writes into a cache
+//! that peers pull at the same time, without freeing it, gets the mix that docs/links.md describes.
+
+use std::sync::Arc;
+
+use super::link::Link;
+use super::remote_cache::Known;
+use crate::memory::Tensors;
+use crate::protocol::Place;
+
+/// A read in progress of the memory of one remote cache.
+pub(crate) struct PeerSnapshot<'a> {
+    link: &'a Link,
+    known: &'a Known,
+    tensors: &'a Arc<Tensors>,
+    /// The pushes of this process that had begun before.
+    pushes: u64,
+}
+
+/// Whether the bytes that were read are those of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Validity {
+    Valid,
+    /// This process pushed to the cache meanwhile. The owner, which pins rows, has to send the bytes.
+    Pushed,
+    /// The description of the cache is out of date. The cache itself may be the same.
+    Changed,
+}
+
+impl<'a> PeerSnapshot<'a> {
+    /// Begins a read. Returns `None` if this process cannot read the memory, or is pushing to the cache.
+    pub(crate) fn begin(link: &'a Link, known: &'a Known) -> Option<PeerSnapshot<'a>> {
+        let tensors = known.tensors.as_ref()?;
+        Some(PeerSnapshot { link, known, tensors, pushes: link.writes.unwritten(known.cache)? })
+    }
+
+    pub(crate) fn tensors(&self) -> &'a Arc<Tensors> {
+        self.tensors
+    }
+
+    /// Decides about everything that was read since [`begin`](Self::begin).
+    pub(crate) fn validate(&self) -> Validity {
+        if !self.link.writes.still_unwritten(self.known.cache, self.pushes) {
+            Validity::Pushed
+        } else if self.link.current(self.known) {
+            Validity::Valid
+        } else {
+            Validity::Changed
+        }
+    }
+}
+
+impl Link {
+    /// Whether the cache is unchanged since its owner described it, as far as this process can see. Without a
+    /// mapping of the owner's generations this is always true; then the owner compares.
+    pub(super) fn current(&self, known: &Known) -> bool {
+        let Place { place, generation } = known.at;
+        let generations = self.reach().and_then(|reach| reach.generations());
+        generations.is_none_or(|generations| generations.still(place, generation))
+    }
+}
