@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::fallible;
-use crate::plan::{CopyPlan, Piece};
+use crate::plan::{CopyPlan, Piece, RangeList};
 
 /// Tensors, and ranges of rows of each, that the text of an error lists.
 const SHOWN: usize = 8;
@@ -84,7 +84,7 @@ impl Progress {
         }
         let gaps = self.gaps(plan.bytes())?;
         let row_bytes = row_bytes.max(1);
-        let mut planned = Stretches::default();
+        let mut planned = RangeList::new(TOLD);
         for wave in plan.waves() {
             wave.pieces(0, wave.tensor_bytes())
                 .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
@@ -106,7 +106,7 @@ impl Progress {
     /// Returns the positions below `total` that are not in place.
     fn gaps(&self, total: u64) -> Result<Vec<Range<u64>>> {
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all = Stretches::default();
+        let mut all = RangeList::new(TOLD);
         done.iter().try_for_each(|range| all.add(range.clone()))?;
         drop(done);
         without(std::slice::from_ref(&(0..total)), &all.joined())
@@ -116,7 +116,7 @@ impl Progress {
 /// Returns the rows of the `index`-th tensor of `plan` with a planned byte in `gaps`, which are positions of
 /// the plan.
 fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> Result<Vec<Range<u64>>> {
-    let (mut missing, mut start) = (Stretches::default(), 0u64);
+    let (mut missing, mut start) = (RangeList::new(TOLD), 0u64);
     for wave in plan.waves() {
         let one = wave.tensor_bytes();
         let from = start + one * u64::from(index);
@@ -153,52 +153,6 @@ pub fn arrived(error: Error, progress: &Progress, plan: &CopyPlan, row_bytes: u6
 /// Returns the rows that a piece writes, the outer ones perhaps in part.
 fn rows_of(piece: Piece, row_bytes: u64) -> Range<u64> {
     piece.dst / row_bytes..(piece.dst + piece.len).div_ceil(row_bytes)
-}
-
-/// A list of ranges that are joined before it grows to twice the number of disjoint ranges. So its memory
-/// depends on the rows, not on the number of pieces.
-#[derive(Default)]
-struct Stretches {
-    all: Vec<Range<u64>>,
-    /// Length at which the ranges are joined; 0 before the first time.
-    most: usize,
-}
-
-impl Stretches {
-    /// Shorter lists are joined only at the end.
-    const FEW: usize = 1024;
-
-    fn add(&mut self, range: Range<u64>) -> Result<()> {
-        match self.all.last_mut() {
-            Some(last) if last.start <= range.start && range.start <= last.end => {
-                last.end = last.end.max(range.end);
-                return Ok(());
-            }
-            _ => {}
-        }
-        if self.all.len() >= self.most.max(Self::FEW) {
-            self.join();
-            self.most = 2 * self.all.len();
-        }
-        fallible::push(TOLD, &mut self.all, range)
-    }
-
-    fn join(&mut self) {
-        self.all.sort_unstable_by_key(|range| range.start);
-        self.all.dedup_by(|next, last| {
-            let touches = next.start <= last.end;
-            if touches {
-                last.end = last.end.max(next.end);
-            }
-            touches
-        });
-    }
-
-    /// Returns the same numbers as ascending, disjoint ranges.
-    fn joined(mut self) -> Vec<Range<u64>> {
-        self.join();
-        self.all
-    }
 }
 
 /// Returns the parts of `ranges` outside `holes`. Both are ascending and disjoint.

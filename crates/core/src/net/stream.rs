@@ -40,6 +40,8 @@ pub struct Stream {
 /// What a transport knows about a connection that it made.
 #[derive(Clone, Debug)]
 pub(crate) struct About {
+    /// Name of the transport, for logs and `stats()`.
+    pub(crate) transport: &'static str,
     pub(crate) peer: String,
     pub(crate) same_host: bool,
     pub(crate) carries_descriptors: bool,
@@ -61,6 +63,11 @@ impl Stream {
     /// Describes the peer, for messages.
     pub fn peer(&self) -> &str {
         &self.about.peer
+    }
+
+    /// Returns the name of the transport: `tcp`, or `shm` for a local socket, beside which memory is shared.
+    pub fn transport(&self) -> &'static str {
+        self.about.transport
     }
 
     /// Whether the peer is on this host, as far as the addresses show.

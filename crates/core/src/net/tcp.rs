@@ -106,6 +106,7 @@ fn stream(socket: OwnedFd, local: SocketAddr, remote: SocketAddr) -> rustix::io:
         sockopt::set_socket_send_buffer_size(&socket, LOOPBACK_SENDS)?;
     }
     let about = About {
+        transport: "tcp",
         peer: Address::Tcp(remote).to_string(),
         same_host,
         carries_descriptors: false,

@@ -70,5 +70,8 @@ fn stream(socket: OwnedFd, address: &Address) -> Stream {
         Some(pid) => format!("process {pid} over {address}"),
         None => address.to_string(),
     };
-    Stream::new(socket, About { peer, same_host: true, carries_descriptors: true, credentials })
+    Stream::new(
+        socket,
+        About { transport: "shm", peer, same_host: true, carries_descriptors: true, credentials },
+    )
 }

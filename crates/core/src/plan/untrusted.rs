@@ -9,6 +9,7 @@ use super::blocks::Blocks;
 use super::conflicts::{check_blocks, check_spans};
 use super::copy_plan::CopyPlan;
 use super::packed_spans::{Packed, SpanList};
+use super::range_list::RangeList;
 use super::span_limits::{MOST_PIECES, Tally, refused};
 use super::spans::{PLAN, Span, hull};
 use super::waves::Wave;
@@ -232,48 +233,6 @@ impl End {
     }
 }
 
-/// Ranges of rows, as the first and last row of each. Ranges that touch are joined whenever the list has
-/// grown to twice its size after the previous join. So its memory follows the number of rows, however many
-/// pieces there are (`a_plan_takes_a_bounded_multiple_of_its_bytes`).
-struct RowRanges {
-    all: Vec<(u64, u64)>,
-    /// Number of ranges at which they are joined.
-    most: usize,
-}
-
-impl RowRanges {
-    /// Shorter lists are joined only at the end.
-    const FEW: usize = 1024;
-
-    fn add(&mut self, first: u64, last: u64) -> Result<()> {
-        match self.all.last_mut() {
-            // Most lists are sorted, and then this branch suffices.
-            Some(before) if before.0 <= first && first <= before.1.saturating_add(1) => {
-                before.1 = before.1.max(last);
-                Ok(())
-            }
-            _ => {
-                if self.all.len() >= self.most {
-                    self.join();
-                    self.most = Self::FEW.max(2 * self.all.len());
-                }
-                fallible::push(ROWS, &mut self.all, (first, last))
-            }
-        }
-    }
-
-    /// Sorts the ranges and joins those that touch.
-    fn join(&mut self) {
-        // Sorted in place, because a radix sort would need as much memory again.
-        self.all.sort_unstable_by_key(|&(first, _)| first);
-        self.all.dedup_by(|next, before| {
-            let touches = next.0 <= before.1.saturating_add(1);
-            before.1 = if touches { before.1.max(next.1) } else { before.1 };
-            touches
-        });
-    }
-}
-
 fn outside(end: End, tensor_bytes: u64) -> Error {
     Error::invalid("a plan reaches beyond its tensors")
         .with("which", end.name())
@@ -308,8 +267,9 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
             return Ok(rows);
         }
     }
-    let mut touched = RowRanges { all: Vec::new(), most: RowRanges::FEW };
-    let mut add = |start: u64, bytes: u64| touched.add(start / row_bytes, (start + (bytes - 1)) / row_bytes);
+    let mut touched = RangeList::new(ROWS);
+    let mut add =
+        |start: u64, bytes: u64| touched.add(start / row_bytes..(start + (bytes - 1)) / row_bytes + 1);
     for wave in waves {
         if let Some(blocks) = wave.blocks() {
             blocks.pieces().try_for_each(|piece| add(end.of((piece.src, piece.dst)), piece.len))?;
@@ -328,9 +288,9 @@ fn rows(waves: &[Wave], row_bytes: u64, end: End) -> Result<Vec<u64>> {
             }
         }
     }
-    touched.join();
-    let count = touched.all.iter().fold(0, |sum, (first, last)| last - first + 1 + sum);
-    let rows = touched.all.into_iter().flat_map(|(first, last)| first..=last);
+    let touched = touched.joined();
+    let count: u64 = touched.iter().map(|rows| rows.end - rows.start).sum();
+    let rows = touched.into_iter().flatten();
     fallible::collect_growing(ROWS, usize::try_from(count).unwrap_or(usize::MAX), rows)
 }
 

@@ -212,7 +212,9 @@ fn admit_call(
     reverse: bool,
 ) -> Result<Next, Refusal> {
     let from = challenged.hello.from;
-    let link = shared.state.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(no_such_link)?;
+    let link = shared.state.by_id(ClusterId(from.cluster), from.instance, link).ok_or_else(|| {
+        Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
+    })?;
     let welcome = challenged.welcome(&shared.me, None, false)?;
     if reverse {
         stream.send_now(&welcome, &[])?;
@@ -238,17 +240,16 @@ fn enter(
         let text = "the connection was dropped before its link was complete";
         return Err(Error::new(ErrorKind::NotLinked, text).into());
     }
-    let transport = if stream.carries_descriptors() { "shm" } else { "tcp" };
-    let link = Link::new(id, kind, peer, transport, reach, stream.clone(), None, shared.server.budget());
+    let link = Link::new(id, kind, peer, reach, stream.clone(), None, shared.server.budget());
     // The first control message confirms that this side has entered the link. The right to send is held until
     // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
     // this message (`members_meet_in_either_order_and_calls_wait_for_it`).
-    let first = link.speaker();
+    let first = link.sending();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
         shared.state.joined(id, cluster);
     }
-    let told = link.tell_as(&first, &Control::Pong);
+    let told = link.send_control_with(&first, &Control::Pong);
     drop(first);
     told.inspect_err(|error| {
         shared.state.lost(&link, &error.to_string());
@@ -265,7 +266,7 @@ fn kind(shared: &Arc<Shared>, comm: Option<&Comm>) -> Result<Kind> {
         let text = format!("cluster {cluster} has not called link({name:?}) with these members (yet)");
         Error::new(ErrorKind::NotLinked, text)
     })?;
-    Ok(Kind::Communicator(known.id()))
+    Ok(Kind::Communicator(known.id))
 }
 
 /// Marks the communicator as failed if a member was refused because of its mode: it can never be linked.
@@ -277,8 +278,4 @@ fn fail_communicator(shared: &Arc<Shared>, challenged: &ChallengedPeer, refusal:
         known.fail(ClusterId(challenged.hello.from.cluster), &refusal.error.to_string());
         shared.state.announce();
     }
-}
-
-fn no_such_link() -> Error {
-    Error::new(ErrorKind::NotLinked, "there is no such link on this side any more; link again")
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::link::Link;
-use super::message_io::{say, say_before};
+use super::message_io::{send_message, send_message_before};
 use super::peer_memory::location;
 use crate::cache::{self, Cache, Origin, Pin, pin_reads_for, pin_writes, rows_of_a_pin};
 use crate::cluster::Cluster;
@@ -59,7 +59,7 @@ impl Answers {
             // The body was read completely, so the stream remains usable: report the error, and the next
             // request may fit.
             Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                say(stream, &Reply::failed(&error), Deadline::after(silence))?;
+                send_message(stream, &Reply::failed(&error), Deadline::after(silence))?;
                 return Ok(!stream.is_closed());
             }
             Err(error) => return Err(error),
@@ -100,11 +100,11 @@ impl Call<'_> {
     fn serve(&self, request: Request) -> Result<(), Ended> {
         match request {
             Request::Describe { name, limit_ms } => {
-                self.told(self.limit(limit_ms), || self.describe(name.into()))
+                self.answer_with(self.limit(limit_ms), || self.describe(name.into()))
             }
             Request::Consume { name, cache, first, count, limit_ms } => {
-                self.told(self.limit(limit_ms), || {
-                    self.wanted()?;
+                self.answer_with(self.limit(limit_ms), || {
+                    self.still_wanted()?;
                     self.cluster.table.consume(name.into(), CacheId(cache), first, count)?;
                     Ok(Reply::Done { bytes: 0 })
                 })
@@ -112,24 +112,28 @@ impl Call<'_> {
             Request::Fetch { name, cache, plan, source, num_tensors, tensor_bytes, limit_ms } => {
                 let source = (&source, num_tensors, tensor_bytes);
                 let call =
-                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
-                self.told(call.deadline, || self.fetch(&call, plan, source))
+                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                self.answer_with(call.deadline, || self.fetch(&call, plan, source))
             }
             Request::Read { name, cache, plan, from, to, limit_ms } => {
                 let call =
-                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.read(&call, plan, from, to)
             }
             Request::Write { name, cache, plan, from, to, ahead, limit_ms } => {
                 let call =
-                    Wanted { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
+                    NamedCache { name: name.into(), cache: CacheId(cache), deadline: self.limit(limit_ms) };
                 self.write(&call, plan, (from, to), ahead)
             }
-            Request::Locate { addrs, limit_ms } => self.told(self.limit(limit_ms), || self.locate(&addrs)),
-            Request::Ping { limit_ms } => self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 })),
+            Request::Locate { addrs, limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || self.locate(&addrs))
+            }
+            Request::Ping { limit_ms } => {
+                self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }))
+            }
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
-                let told = self.told(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                let told = self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
                 told.and(Err(Ended::Unlinked))
             }
         }
@@ -146,7 +150,7 @@ impl Call<'_> {
     }
 
     /// Runs `call`, and sends its reply or its error.
-    fn told(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
+    fn answer_with(&self, deadline: Deadline, call: impl FnOnce() -> Result<Reply>) -> Result<(), Ended> {
         let reply = call();
         let refused = reply.is_err();
         self.reply(&reply.unwrap_or_else(|error| Reply::failed(&error)), deadline)?;
@@ -154,12 +158,12 @@ impl Call<'_> {
     }
 
     fn reply(&self, reply: &Reply, deadline: Deadline) -> Result<(), Ended> {
-        say(self.stream, reply, deadline).map_err(Ended::Broken)
+        send_message(self.stream, reply, deadline).map_err(Ended::Broken)
     }
 
     /// Returns `Err` with `NotLinked` if the caller is gone. A request that is read late, because this
     /// process was stopped, must not be executed any more (`tests/test_peer_faults.py`).
-    fn wanted(&self) -> Result<()> {
+    fn still_wanted(&self) -> Result<()> {
         if self.stream.abandoned() || !self.link.alive() {
             return Err(Error::new(ErrorKind::NotLinked, "the caller has given up"));
         }
@@ -201,7 +205,7 @@ impl Call<'_> {
 
     /// Returns the cache of a request, or `None` if its name no longer leads to that cache. Returns `Err`
     /// with `InvalidArgument` if peers may not access it.
-    fn opened(&self, call: &Wanted) -> Result<Option<Arc<Cache>>> {
+    fn opened(&self, call: &NamedCache) -> Result<Option<Arc<Cache>>> {
         let Some(cache) = self.cluster.table.reached(call.name, call.cache) else { return Ok(None) };
         validate::reachable("the cache of the peer", cache.remote_accessible())?;
         Ok(Some(cache))
@@ -211,33 +215,33 @@ impl Call<'_> {
     /// name no longer leads to that cache.
     fn pinned(
         &self,
-        call: &Wanted,
+        call: &NamedCache,
         pin: impl FnOnce(&Arc<Cache>) -> Result<Pin>,
     ) -> Result<Option<(Arc<Cache>, Pin)>> {
-        self.wanted()?;
+        self.still_wanted()?;
         let Some(cache) = self.opened(call)? else { return Ok(None) };
         let pin = pin(&cache)?;
         // While `pin` waited for the rows, the cache may have been released, and the caller may have given
         // up.
-        self.wanted()?;
+        self.still_wanted()?;
         Ok(self.opened(call)?.map(|cache| (cache, pin)))
     }
 
     /// Sends bytes of a cache.
-    fn read(&self, call: &Wanted, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
+    fn read(&self, call: &NamedCache, plan: WirePlan, from: u64, to: u64) -> Result<(), Ended> {
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
                 plan.check_ends(Some(ends(cache.geometry())), None)?;
                 CopyEngine::can_send(cache.tensors())?;
-                let ahead = self.link.writes.now();
+                let ahead = self.link.pushes.now();
                 pin_reads_for(cache, rows(cache, |row_bytes| plan.src_rows(row_bytes))?, ahead, call.deadline)
             })?;
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
         let bytes = to.saturating_sub(from);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
-        let say = if bytes > 0 { say_before } else { say };
-        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, say)? else {
+        let send = if bytes > 0 { send_message_before } else { send_message };
+        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, send)? else {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();
@@ -250,7 +254,13 @@ impl Call<'_> {
 
     /// Receives bytes into a cache: bytes that follow the request (`ahead`), or bytes that this side then
     /// asks for.
-    fn write(&self, call: &Wanted, plan: WirePlan, (from, to): (u64, u64), ahead: bool) -> Result<(), Ended> {
+    fn write(
+        &self,
+        call: &NamedCache,
+        plan: WirePlan,
+        (from, to): (u64, u64),
+        ahead: bool,
+    ) -> Result<(), Ended> {
         let bytes = to.saturating_sub(from);
         let begun = bounded(plan, from, to).and_then(|plan| {
             let pinned = self.pinned(call, |cache| {
@@ -261,9 +271,9 @@ impl Call<'_> {
             Ok(pinned.map(|(cache, pin)| (plan, cache, pin)))
         });
         let begun = if ahead {
-            self.come(begun, bytes, call.deadline)
+            self.begin_ahead(begun, bytes, call.deadline)
         } else {
-            self.begin(begun, bytes, call.deadline, say)
+            self.begin(begun, bytes, call.deadline, send_message)
         };
         let Some((plan, cache, pin)) = begun? else { return Err(Ended::Refused) };
         self.stream.restart_pace();
@@ -279,10 +289,16 @@ impl Call<'_> {
 
     /// Accepts bytes that follow the request, and returns `begun`. If the request is refused, discards these
     /// bytes, sends the reason and returns `None`.
-    fn come<T>(&self, begun: Result<Option<T>>, bytes: u64, deadline: Deadline) -> Result<Option<T>, Ended> {
+    fn begin_ahead<T>(
+        &self,
+        begun: Result<Option<T>>,
+        bytes: u64,
+        deadline: Deadline,
+    ) -> Result<Option<T>, Ended> {
         if bytes > MOST_AHEAD {
             // Peers of this version send no such request, so the stream is closed without reading the bytes.
-            let error = too_far_ahead(bytes);
+            let text = "more bytes followed a request than may follow it without a reply";
+            let error = Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD);
             self.reply(&Reply::failed(&error), deadline)?;
             return Err(Ended::Broken(error));
         }
@@ -320,7 +336,7 @@ impl Call<'_> {
     /// Reads bytes from the peer's memory into a cache.
     fn fetch(
         &self,
-        call: &Wanted,
+        call: &NamedCache,
         plan: WirePlan,
         (source, num_tensors, tensor_bytes): (&Location, u32, u64),
     ) -> Result<Reply> {
@@ -360,7 +376,7 @@ impl Call<'_> {
 }
 
 /// The cache of a request, and its deadline.
-struct Wanted {
+struct NamedCache {
     name: Name,
     /// The cache to which the name led when it was described.
     cache: CacheId,
@@ -395,9 +411,4 @@ fn ends(geometry: Geometry) -> (u32, u64) {
 fn nowhere(at: usize, addr: u64) -> Error {
     let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
     Error::new(ErrorKind::InvalidArgument, text)
-}
-
-fn too_far_ahead(bytes: u64) -> Error {
-    let text = "more bytes came with a request than may come unasked";
-    Error::new(ErrorKind::NotLinked, text).with("bytes", bytes).with("limit", MOST_AHEAD)
 }

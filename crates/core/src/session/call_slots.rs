@@ -15,7 +15,7 @@ const SHARED_BY_ONE: usize = SHARED / 2;
 
 /// The kind of slot in which a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum Slot {
     /// The own slot of the link.
     Own,
     /// A slot that all links share.
@@ -24,7 +24,7 @@ pub(super) enum Place {
 
 /// The slots in use, and the turns that wait for one. `Link` identifies a link.
 #[derive(Debug)]
-pub(super) struct Places<Link, Turn> {
+pub(super) struct Slots<Link, Turn> {
     links: HashMap<Link, OfLink<Turn>>,
     /// Links with waiting turns, each once. When a link gets a slot for a waiting turn, it moves to the end.
     waiting: VecDeque<Link>,
@@ -46,26 +46,26 @@ impl<Turn> OfLink<Turn> {
     }
 }
 
-impl<Link, Turn> Default for Places<Link, Turn> {
+impl<Link, Turn> Default for Slots<Link, Turn> {
     fn default() -> Self {
-        Places { links: HashMap::new(), waiting: VecDeque::new(), shared: 0 }
+        Slots { links: HashMap::new(), waiting: VecDeque::new(), shared: 0 }
     }
 }
 
-impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
+impl<Link: Eq + Hash + Copy, Turn> Slots<Link, Turn> {
     /// Takes a slot for a turn of `link` and returns both. If there is none, queues the turn and returns
     /// `None`.
-    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, Place)> {
+    pub(super) fn enter(&mut self, link: Link, turn: Turn) -> Option<(Turn, Slot)> {
         let empty = || OfLink { own: false, shared: 0, queue: VecDeque::new() };
         let of_link = self.links.entry(link).or_insert_with(empty);
         if !of_link.own {
             of_link.own = true;
-            return Some((turn, Place::Own));
+            return Some((turn, Slot::Own));
         }
         if self.shared < SHARED && of_link.may_share() {
             of_link.shared += 1;
             self.shared += 1;
-            return Some((turn, Place::Shared));
+            return Some((turn, Slot::Shared));
         }
         of_link.queue.push_back(turn);
         if of_link.queue.len() == 1 {
@@ -77,19 +77,19 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
     /// Releases a slot of `link`, and returns the waiting turn that takes it. The own slot passes to a turn
     /// of the same link. A shared slot passes to the link that has waited longest among those that may use
     /// one more.
-    pub(super) fn leave(&mut self, link: Link, place: Place) -> Option<(Turn, Place)> {
+    pub(super) fn leave(&mut self, link: Link, slot: Slot) -> Option<(Turn, Slot)> {
         let of_link = self.links.get_mut(&link)?;
-        match place {
-            Place::Own => of_link.own = false,
-            Place::Shared => {
+        match slot {
+            Slot::Own => of_link.own = false,
+            Slot::Shared => {
                 of_link.shared -= 1;
                 self.shared -= 1;
             }
         }
-        let next = match place {
-            Place::Own if of_link.queue.is_empty() => None,
-            Place::Own => self.waiting.iter().position(|waits| *waits == link),
-            Place::Shared => self.sharer(),
+        let next = match slot {
+            Slot::Own if of_link.queue.is_empty() => None,
+            Slot::Own => self.waiting.iter().position(|waits| *waits == link),
+            Slot::Shared => self.sharer(),
         };
         let Some(next) = next.and_then(|at| self.waiting.remove(at)) else {
             self.forget(link);
@@ -97,9 +97,9 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
         };
         let of_next = self.links.get_mut(&next)?;
         let turn = of_next.queue.pop_front()?;
-        match place {
-            Place::Own => of_next.own = true,
-            Place::Shared => {
+        match slot {
+            Slot::Own => of_next.own = true,
+            Slot::Shared => {
                 of_next.shared += 1;
                 self.shared += 1;
             }
@@ -110,13 +110,13 @@ impl<Link: Eq + Hash + Copy, Turn> Places<Link, Turn> {
         if next != link {
             self.forget(link);
         }
-        Some((turn, place))
+        Some((turn, slot))
     }
 
     /// Whether a waiting turn could use this slot of `link`.
-    pub(super) fn wanted(&self, link: Link, place: Place) -> bool {
+    pub(super) fn wanted(&self, link: Link, slot: Slot) -> bool {
         let own_waits = self.links.get(&link).is_some_and(|of_link| !of_link.queue.is_empty());
-        own_waits || (place == Place::Shared && self.sharer().is_some())
+        own_waits || (slot == Slot::Shared && self.sharer().is_some())
     }
 
     /// Finds the first waiting link that may use one more shared slot. At most two links can have reached
@@ -138,41 +138,41 @@ mod tests {
     use super::*;
 
     /// Enters `count` turns of `link`, and returns how many got a slot.
-    fn fill(places: &mut Places<u32, u32>, link: u32, count: u32) -> usize {
-        (0..count).filter_map(|turn| places.enter(link, turn)).count()
+    fn fill(slots: &mut Slots<u32, u32>, link: u32, count: u32) -> usize {
+        (0..count).filter_map(|turn| slots.enter(link, turn)).count()
     }
 
     #[test]
     fn one_link_gets_its_own_place_and_half_of_the_shared() {
-        let mut places = Places::default();
-        assert_eq!(fill(&mut places, 1, 40), 1 + 16);
-        assert!(!places.wanted(2, Place::Shared), "who has all of its share waits for nothing of others");
-        assert_eq!(fill(&mut places, 2, 40), 1 + 16);
+        let mut slots = Slots::default();
+        assert_eq!(fill(&mut slots, 1, 40), 1 + 16);
+        assert!(!slots.wanted(2, Slot::Shared), "who has all of its share waits for nothing of others");
+        assert_eq!(fill(&mut slots, 2, 40), 1 + 16);
         for other in 3..100 {
-            assert_eq!(fill(&mut places, other, 2), 1, "its own place is always there");
+            assert_eq!(fill(&mut slots, other, 2), 1, "its own slot is always there");
         }
-        assert!(places.wanted(3, Place::Own) && places.wanted(2, Place::Shared));
+        assert!(slots.wanted(3, Slot::Own) && slots.wanted(2, Slot::Shared));
         // A shared slot passes to the link that has waited longest among those that may use it, then to the
         // others in turn.
-        assert_eq!(places.leave(1, Place::Shared), Some((17, Place::Shared)), "of link 1");
-        assert_eq!(places.leave(2, Place::Own), Some((17, Place::Own)), "of link 2");
-        assert_eq!(places.leave(2, Place::Shared), Some((1, Place::Shared)), "of link 3");
-        assert_eq!(places.leave(3, Place::Own), None);
-        assert!(!places.wanted(3, Place::Own) && places.wanted(3, Place::Shared));
+        assert_eq!(slots.leave(1, Slot::Shared), Some((17, Slot::Shared)), "of link 1");
+        assert_eq!(slots.leave(2, Slot::Own), Some((17, Slot::Own)), "of link 2");
+        assert_eq!(slots.leave(2, Slot::Shared), Some((1, Slot::Shared)), "of link 3");
+        assert_eq!(slots.leave(3, Slot::Own), None);
+        assert!(!slots.wanted(3, Slot::Own) && slots.wanted(3, Slot::Shared));
     }
 
     #[test]
     fn every_turn_gets_a_place_and_nothing_is_left() {
-        let (mut places, mut taken, mut had) = (Places::default(), VecDeque::new(), 0);
+        let (mut slots, mut taken, mut had) = (Slots::default(), VecDeque::new(), 0);
         for turn in 0..1000_u32 {
             let link = turn % 7 * (turn % 3);
-            taken.extend(places.enter(link, (link, turn)));
+            taken.extend(slots.enter(link, (link, turn)));
         }
-        while let Some(((link, _), place)) = taken.pop_front() {
+        while let Some(((link, _), slot)) = taken.pop_front() {
             had += 1;
-            taken.extend(places.leave(link, place));
+            taken.extend(slots.leave(link, slot));
         }
         assert_eq!(had, 1000);
-        assert_eq!((places.links.len(), places.waiting.len(), places.shared), (0, 0, 0));
+        assert_eq!((slots.links.len(), slots.waiting.len(), slots.shared), (0, 0, 0));
     }
 }

@@ -64,7 +64,7 @@ impl Link {
                     calls.asked += 1;
                     drop(calls);
                     // Never waits: if the peer does not read its control stream, the link breaks.
-                    let told = self.tell(&Control::Dial);
+                    let told = self.send_control(&Control::Dial);
                     calls = self.locked();
                     if let Err(error) = told {
                         calls.asked = calls.asked.saturating_sub(1);
@@ -97,7 +97,14 @@ impl Link {
         }
         drop(calls);
         let opened = opened.inspect_err(|_| self.changed.notify_all());
-        let stream = opened.map_err(|error| self.why_or(out_of_reach(error)))?;
+        // (`calls_to_a_peer_that_has_gone`)
+        let gone = |error: Error| match error.kind() {
+            ErrorKind::LinkFailed => {
+                Error::new(ErrorKind::NotLinked, "the peer cannot be reached any more").because(error)
+            }
+            _ => error,
+        };
+        let stream = opened.map_err(|error| self.break_reason_or(gone(error)))?;
         let lease = Lease { link: self, stream, whole: false };
         self.check()?;
         Ok(lease)
@@ -164,14 +171,4 @@ type Locked<'a> = MutexGuard<'a, Calls>;
 enum Turn<'a> {
     Idle(Arc<Stream>),
     Dial(&'a Dialer),
-}
-
-/// Reports a peer that cannot be dialed any more as not linked (`calls_to_a_peer_that_has_gone`).
-fn out_of_reach(error: Error) -> Error {
-    match error.kind() {
-        ErrorKind::LinkFailed => {
-            Error::new(ErrorKind::NotLinked, "the peer cannot be reached any more").because(error)
-        }
-        _ => error,
-    }
 }

@@ -22,7 +22,7 @@ use crate::validate::RemoteCache;
 const GRACE_MS: u64 = 150;
 /// Name of the error fact that marks an error reported by the peer. Such an error implies that the peer has
 /// ended the request.
-pub(crate) const SAID_BY: &str = "said_by";
+pub(crate) const REPORTED_BY: &str = "said_by";
 
 impl Link {
     /// Returns the remote cache with the name `name`. Uses the stored description if no change of the cache
@@ -107,8 +107,8 @@ impl Link {
 
     /// Sends `request` on the stream of `lease`, and waits for the reply.
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let said = || message_io::say(lease.stream(), request, deadline);
-        self.heard(lease, deadline, said).map_err(|error| self.why_or(error))
+        let said = || message_io::send_message(lease.stream(), request, deadline);
+        self.heard(lease, deadline, said).map_err(|error| self.break_reason_or(error))
     }
 
     /// Sends a message with `said` on the stream of `lease`, waits for the reply, and counts the request.
@@ -131,14 +131,14 @@ impl Link {
     pub(crate) fn refusal(&self, reply: Reply) -> Result<Reply> {
         match reply {
             Reply::Failed { kind, message, facts, arrived } => {
-                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with(SAID_BY, "the peer"))
+                Err(self.named(Reply::error(kind, &message, &facts, arrived)).with(REPORTED_BY, "the peer"))
             }
             reply => Ok(reply),
         }
     }
 
     /// Returns the reason why the link broke, if it did; otherwise `error`.
-    pub(crate) fn why_or(&self, error: Error) -> Error {
+    pub(crate) fn break_reason_or(&self, error: Error) -> Error {
         match self.check() {
             Err(broke) if error.kind() == ErrorKind::NotLinked => self.named(broke),
             _ => self.named(error),
@@ -170,7 +170,7 @@ impl Link {
 
 /// Waits for a reply on the stream of `lease`.
 pub(crate) fn reply(lease: &Lease<'_>, deadline: Deadline) -> Result<Reply> {
-    message_io::hear(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
+    message_io::receive_message(lease.stream(), MESSAGE_LIMIT, POLL_TIME, deadline)
 }
 
 /// Returns the remaining time in milliseconds, plus [`GRACE_MS`]. The peer receives a duration because the

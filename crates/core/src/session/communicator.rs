@@ -75,15 +75,11 @@ fn with_port(end: &RankEnd) -> String {
 }
 
 impl Communicator {
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
     /// Whether `comm` has the same name and members, and names this member as the listener.
     pub(super) fn is(&self, comm: &Comm) -> bool {
         let own = self.ends.iter().find(|end| end.cluster == self.own);
         let here = |own: &RankEnd| comm.listener == own.description || comm.listener == with_port(own);
-        (&self.comm.name, &self.comm.members) == (&comm.name, &comm.members) && own.is_some_and(here)
+        self.same_members(comm) && own.is_some_and(here)
     }
 
     /// Whether `comm` has the same name and members.
@@ -202,7 +198,7 @@ impl Communicator {
         };
         let mut name = format!("llm_datadist.{user}.comm.");
         for byte in &digest[..16] {
-            // Writing to a `String` cannot fail.
+            // PushInFlight to a `String` cannot fail.
             let _ = write!(name, "{byte:02x}");
         }
         Address::Unix(name)

@@ -43,7 +43,7 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
                 BELL => {
                     // Silenced before the links are read, so that later changes ring again.
                     control.bell().silence();
-                    let Some(links) = shared.state.kept() else {
+                    let Some(links) = shared.state.all() else {
                         return watch.pending.close(&control.poller);
                     };
                     watch.change(control, &shared, links);
@@ -222,12 +222,12 @@ impl Watched {
             Arrival::Partial => return Ok(None),
             Arrival::Ended => return Err(gone()),
         };
-        link.hear();
+        link.record_sign_of_life();
         match protocol::open(kind, &body)? {
-            Control::Ping => link.tell(&Control::Pong)?,
+            Control::Ping => link.send_control(&Control::Pong)?,
             Control::Pong => link.answered(),
             Control::Dial => {
-                if link.dials() && link.may_open() {
+                if link.dialer.is_some() && link.may_open() {
                     shared.server.dial(link);
                 }
             }
@@ -251,7 +251,7 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
         );
         member_search::died(shared, link, &text);
     } else if silent >= config.heartbeat / 2
-        && let Err(error) = link.tell(&Control::Ping)
+        && let Err(error) = link.send_control(&Control::Ping)
     {
         member_search::died(shared, link, &error.to_string());
     }

@@ -21,11 +21,15 @@ use crate::net::{Address, Stream};
 use crate::protocol::{Attached, Comm, Control, HANDSHAKE_LIMIT, Party, Purpose, Welcome};
 
 impl Shared {
-    /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link whose peer does not answer a ping is
+    /// Returns `Err` with `AlreadyLinked` if `cluster` is linked. A link that the peer made counts unless both
+    /// sides may link to each other (`both_ways`). A link whose peer does not answer a ping is
     /// broken instead, which makes room for a new one (`a_dead_link_makes_room`).
     pub(super) fn unless_linked(self: &Arc<Self>, cluster: ClusterId, deadline: Deadline) -> Result<()> {
         let both_ways = self.cluster.config.links.both_ways;
-        while let Some(link) = self.state.linked_already(cluster, both_ways) {
+        let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
+        while let Some(link) =
+            self.state.links_to(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
+        {
             if link.answers((self.patience() / 2).min(deadline.left() / 2)) {
                 let text = format!("cluster {cluster} is linked already");
                 return Err(Error::new(ErrorKind::AlreadyLinked, text).with("peer", &link.peer.address));
@@ -108,20 +112,19 @@ impl Shared {
         shown: Option<String>,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
-        let transport = transport_name(&dialer.address);
         let reach = self.reach(&stream, deadline)?;
         if reach.is_none() && self.cluster.config.links.transport == TransportChoice::Shm {
             let text = "llm.LinkTransport = shm, but the peer is reached by sockets only";
             return Err(Error::new(ErrorKind::LinkFailed, text).with("peer", stream.peer()));
         }
-        let up: Control = message_io::hear(&stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+        let up: Control = message_io::receive_message(&stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         if up != Control::Pong {
             return Err(Error::new(ErrorKind::LinkFailed, "the peer did not confirm the link"));
         }
         let address = shown.unwrap_or_else(|| dialer.address.to_string());
         let peer = Peer { cluster: ClusterId(from.cluster), instance: from.instance, address };
         let budget = self.server.budget();
-        let link = Link::new(id, kind, peer, transport, reach, Arc::new(stream), Some(dialer), budget);
+        let link = Link::new(id, kind, peer, reach, Arc::new(stream), Some(dialer), budget);
         self.enroll(&link)?;
         Ok(link)
     }
@@ -190,7 +193,7 @@ impl Shared {
 impl Link {
     /// Returns the log line that describes the link.
     fn report(&self) -> String {
-        let transport = self.transport;
+        let transport = self.control.transport();
         let way = match self.reach() {
             Some(reach) => {
                 let pools = match reach.unmapped() {
@@ -205,14 +208,5 @@ impl Link {
         };
         let Peer { cluster, address, .. } = &self.peer;
         format!("linked with cluster {cluster} at {address} over {way}")
-    }
-}
-
-fn transport_name(address: &Address) -> &'static str {
-    match address {
-        Address::Tcp(_) => "tcp",
-        Address::Unix(_) => "shm",
-        #[cfg(feature = "testing")]
-        Address::Local(_) => "local",
     }
 }

@@ -115,10 +115,11 @@ pub(super) fn dial(
     let frame = protocol::encode(&hello)?;
     stream.send(&frame, deadline)?;
     let hello = &frame[HEADER..];
-    let challenge: Challenge = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+    let challenge: Challenge =
+        message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
     let mac = keyed(key, b"dialer", hello, &challenge)?.finalize().into_bytes().into();
-    message_io::say(stream, &Proof { mac }, deadline)?;
-    let welcome: Welcome = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+    message_io::send_message(stream, &Proof { mac }, deadline)?;
+    let welcome: Welcome = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
     let expected = acceptor(key, hello, &challenge, &welcome)?;
     if expected.verify_slice(&welcome.mac).is_err() {
         return Err(other_token("the peer at this address", stream.peer()));

@@ -12,7 +12,7 @@ use hashbrown::HashMap;
 use super::dial::Dialer;
 use super::limits::{Budget, Held, PeerBudget};
 use super::peer_memory::Reach;
-use super::pushes_in_flight::Writes;
+use super::pushes_in_flight::PushesInFlight;
 use super::remote_cache::{self, Known};
 use super::stream_pool::{self, Calls, MOST_CALLS};
 use crate::error::{Error, ErrorKind, Result};
@@ -57,12 +57,11 @@ pub struct Link {
     pub(super) id: u64,
     pub(super) kind: Kind,
     pub(super) peer: Peer,
-    pub(super) transport: &'static str,
     reach: Option<Reach>,
     pub(super) control: Arc<Stream>,
     /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
     /// sent at once or not at all.
-    speaking: Mutex<()>,
+    sending: Mutex<()>,
     /// Opens call streams. `None` if only the peer can dial; then this side asks the peer to open one.
     pub(super) dialer: Option<Dialer>,
     pub(super) calls: Mutex<Calls>,
@@ -70,18 +69,18 @@ pub struct Link {
     /// transfer of an unlink ends.
     pub(super) changed: Condvar,
     serving: Mutex<Serving>,
-    why: OnceLock<(Instant, String)>,
+    broken: OnceLock<(Instant, String)>,
     opened: Instant,
     /// Milliseconds between `opened` and the latest sign of life from the peer.
     heard: AtomicU64,
     /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
-    pub(crate) writes: Writes,
+    pub(crate) pushes: PushesInFlight,
     /// Pulls and pushes in progress.
     active: AtomicUsize,
     /// Whether new transfers are refused because the link is about to be unlinked.
-    settling: AtomicBool,
+    unlinking: AtomicBool,
     /// The budget for large requests of the peer.
     budget: Arc<PeerBudget>,
     pub(super) requests: Counters,
@@ -102,7 +101,6 @@ impl Link {
         id: u64,
         kind: Kind,
         peer: Peer,
-        transport: &'static str,
         reach: Option<Reach>,
         control: Arc<Stream>,
         dialer: Option<Dialer>,
@@ -112,22 +110,21 @@ impl Link {
             id,
             kind,
             peer,
-            transport,
             reach,
             control,
-            speaking: Mutex::default(),
+            sending: Mutex::default(),
             dialer,
             calls: Mutex::default(),
             changed: Condvar::new(),
             serving: Mutex::default(),
-            why: OnceLock::new(),
+            broken: OnceLock::new(),
             opened: Instant::now(),
             heard: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
-            writes: Writes::default(),
+            pushes: PushesInFlight::default(),
             active: AtomicUsize::new(0),
-            settling: AtomicBool::new(false),
+            unlinking: AtomicBool::new(false),
             budget: PeerBudget::new(budget),
             requests: Counters::default(),
             transfers: Counters::default(),
@@ -147,11 +144,11 @@ impl Link {
     /// Begins a pull or push. An unlink waits until the returned guard is dropped. Returns `Err` with
     /// `NotLinked` if the link has broken or is being unlinked.
     pub(crate) fn begin(&self) -> Result<Active<'_>> {
-        // Incremented before the check, so that `settle` either sees the count or is seen here.
+        // Incremented before the check, so that `drain` either sees the count or is seen here.
         self.active.fetch_add(1, Ordering::SeqCst);
         let active = Active(self);
         self.check()?;
-        if self.settles() {
+        if self.unlinks() {
             let text = format!("the link to cluster {} is being unlinked", self.peer.cluster);
             return Err(Error::new(ErrorKind::NotLinked, text));
         }
@@ -160,8 +157,8 @@ impl Link {
 
     /// Refuses new pulls and pushes, and waits for those in progress. Returns `Err` if the deadline passes or
     /// the caller is interrupted.
-    pub(super) fn settle(&self, deadline: Deadline) -> Result<()> {
-        self.settling.store(true, Ordering::SeqCst);
+    pub(super) fn drain(&self, deadline: Deadline) -> Result<()> {
+        self.unlinking.store(true, Ordering::SeqCst);
         let mut calls = self.locked();
         while self.active.load(Ordering::SeqCst) > 0 && self.alive() {
             drop(self.changed.wait_timeout(calls, deadline.nap()));
@@ -174,8 +171,8 @@ impl Link {
     }
 
     /// Whether this side is unlinking the link.
-    pub(super) fn settles(&self) -> bool {
-        self.settling.load(Ordering::SeqCst)
+    pub(super) fn unlinks(&self) -> bool {
+        self.unlinking.load(Ordering::SeqCst)
     }
 
     /// Returns the current state, for `stats()`.
@@ -184,7 +181,7 @@ impl Link {
         LinkState {
             cluster: self.peer.cluster,
             address: self.peer.address.clone(),
-            transport: self.transport,
+            transport: self.control.transport(),
             pools: self.reach.as_ref().map_or("stream", Reach::pools),
             registered: seen(self.reach.as_ref().is_some_and(|reach| reach.refusal().is_none())),
             refusal: self.reach.as_ref().and_then(Reach::refused).map(str::to_owned),
@@ -197,12 +194,12 @@ impl Link {
 
     /// Whether the link has not broken.
     pub fn alive(&self) -> bool {
-        self.why.get().is_none()
+        self.broken.get().is_none()
     }
 
     /// Checks that the link has not broken. Otherwise returns `Err` with `NotLinked` and the reason.
     pub fn check(&self) -> Result<()> {
-        self.why.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
+        self.broken.get().map_or(Ok(()), |(when, why)| Err(broken(self.peer.cluster, *when, why)))
     }
 
     /// Whether the peer gave a sign of life within `patience`, or a message from it is waiting to be read.
@@ -213,14 +210,14 @@ impl Link {
     }
 
     /// Returns when and why the link broke.
-    pub(super) fn why(&self) -> Option<&(Instant, String)> {
-        self.why.get()
+    pub(super) fn break_reason(&self) -> Option<&(Instant, String)> {
+        self.broken.get()
     }
 
     /// Ends the link. Only the first call has an effect, and its reason is kept. Wakes all threads that wait
     /// on its streams.
     pub(super) fn break_off(&self, why: impl Into<String>) {
-        if self.why.set((Instant::now(), why.into())).is_err() {
+        if self.broken.set((Instant::now(), why.into())).is_err() {
             return;
         }
         self.reach.iter().for_each(Reach::leave);
@@ -239,17 +236,17 @@ impl Link {
     }
 
     /// Sends one control message. The link breaks if the peer does not read its control stream.
-    pub(super) fn tell(&self, message: &Control) -> Result<()> {
-        self.tell_as(&self.speaker(), message)
+    pub(super) fn send_control(&self, message: &Control) -> Result<()> {
+        self.send_control_with(&self.sending(), message)
     }
 
     /// Returns the right to send on the control stream. Other senders wait until it is dropped.
-    pub(super) fn speaker(&self) -> Speaker<'_> {
-        Speaker(self.speaking.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(super) fn sending(&self) -> MutexGuard<'_, ()> {
+        self.sending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends one control message with a [`Speaker`] that the caller already holds.
-    pub(super) fn tell_as(&self, _: &Speaker<'_>, message: &Control) -> Result<()> {
+    /// Sends one control message with the right to send, which the caller already holds.
+    pub(super) fn send_control_with(&self, _: &MutexGuard<'_, ()>, message: &Control) -> Result<()> {
         let frame = protocol::encode(message)?;
         self.control.send_now(&frame, &[]).inspect_err(|error| {
             // Part of the message may have been sent, and the peer would misread whatever follows.
@@ -261,7 +258,7 @@ impl Link {
     /// for a while.
     pub(super) fn answers(&self, limit: Duration) -> bool {
         let (limit, before) = (Deadline::after(limit), self.pongs.load(Ordering::SeqCst));
-        if self.tell(&Control::Ping).is_err() {
+        if self.send_control(&Control::Ping).is_err() {
             return false;
         }
         let mut calls = self.locked();
@@ -290,7 +287,7 @@ impl Link {
     }
 
     /// Records a sign of life.
-    pub(super) fn hear(&self) {
+    pub(super) fn record_sign_of_life(&self) {
         let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.heard.fetch_max(now, Ordering::Relaxed);
     }
@@ -298,15 +295,6 @@ impl Link {
     /// Returns the time since the latest sign of life.
     pub(super) fn silent(&self) -> Duration {
         self.opened.elapsed().saturating_sub(Duration::from_millis(self.heard.load(Ordering::Relaxed)))
-    }
-
-    /// Opens a stream on which the peer may send requests to this side. Returns `Err` with `System` if this
-    /// side has no address to dial.
-    pub(super) fn open_reverse(&self, deadline: Deadline) -> Result<Stream> {
-        match &self.dialer {
-            Some(dialer) => self.open_call_stream(dialer, true, deadline),
-            None => Err(Error::new(ErrorKind::System, "this side of the link has no address to dial")),
-        }
     }
 
     /// Opens another stream of this link with `dialer`. With `reverse` the peer will send requests on it.
@@ -360,11 +348,6 @@ impl Link {
         self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
     }
 
-    /// Whether this side knows the address of the peer's listener.
-    pub(super) fn dials(&self) -> bool {
-        self.dialer.is_some()
-    }
-
     /// Reserves a place for one more stream for requests of the peer. Returns `false` if there is none. Each
     /// success is paired with a call of [`opened`](Self::opened).
     pub(super) fn may_open(&self) -> bool {
@@ -415,16 +398,13 @@ impl Link {
     }
 }
 
-/// The right to send on the control stream of a link.
-pub(super) struct Speaker<'a>(#[expect(dead_code, reason = "held, not read")] MutexGuard<'a, ()>);
-
 /// A pull or push in progress.
 pub(crate) struct Active<'a>(&'a Link);
 
 impl Drop for Active<'_> {
     fn drop(&mut self) {
         let last = self.0.active.fetch_sub(1, Ordering::SeqCst) == 1;
-        if last && self.0.settling.load(Ordering::SeqCst) {
+        if last && self.0.unlinking.load(Ordering::SeqCst) {
             drop(self.0.locked());
             self.0.changed.notify_all();
         }

@@ -51,7 +51,7 @@ pub(super) fn leave(shared: &Arc<Shared>, id: u64) -> Result<()> {
         shared.listeners.leave(&address);
     }
     for end in &comm.ends {
-        for link in shared.state.of(end.cluster) {
+        for link in shared.state.links_to(end.cluster) {
             if link.kind == Kind::Communicator(id) {
                 shared.state.drop_link(&link, "it was unlinked here");
             }

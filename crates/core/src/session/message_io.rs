@@ -14,19 +14,23 @@ use crate::net::Stream;
 use crate::protocol;
 
 /// Sends one message.
-pub(crate) fn say<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
+pub(crate) fn send_message<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
     stream.send(&protocol::encode(message)?, deadline)
 }
 
 /// Sends one message that bytes of a cache follow at once.
-pub(crate) fn say_before<T: Serialize>(stream: &Stream, message: &T, deadline: Deadline) -> Result<()> {
+pub(crate) fn send_message_before<T: Serialize>(
+    stream: &Stream,
+    message: &T,
+    deadline: Deadline,
+) -> Result<()> {
     stream.send_before(&protocol::encode(message)?, deadline)
 }
 
 /// Receives one message of at most `limit` bytes. Polls the stream for `patience` before it sleeps. Returns
 /// `Err` with the error of the peer if a refusal arrives instead, and with `NotLinked` if the stream has
 /// ended.
-pub(crate) fn hear<T: DeserializeOwned>(
+pub(crate) fn receive_message<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
     patience: Duration,
@@ -36,8 +40,8 @@ pub(crate) fn hear<T: DeserializeOwned>(
     protocol::open(kind, &body)
 }
 
-/// Receives one message as [`hear`] does, with the descriptors that arrived with it.
-pub(crate) fn hear_with<T: DeserializeOwned>(
+/// Receives one message as [`receive_message`] does, with the descriptors that arrived with it.
+pub(crate) fn receive_message_with<T: DeserializeOwned>(
     stream: &Stream,
     limit: usize,
     deadline: Deadline,

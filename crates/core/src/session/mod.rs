@@ -44,8 +44,8 @@ pub use dial::Transports;
 pub use link::{Kind, Link};
 
 pub(crate) use call_streams::Lease;
-pub(crate) use client::{SAID_BY, limit_ms, reply};
-pub(crate) use message_io::say_before;
+pub(crate) use client::{REPORTED_BY, limit_ms, reply};
+pub(crate) use message_io::send_message_before;
 pub(crate) use peer_memory::location;
 pub(crate) use peer_snapshot::{PeerSnapshot, Validity};
 pub(crate) use remote_cache::Known;
@@ -121,12 +121,12 @@ impl Links {
         }
         self.shared.state.forget_broken(peer.cluster);
         let mut told = Ok(());
-        for link in self.shared.state.of(peer.cluster) {
+        for link in self.shared.state.links_to(peer.cluster) {
             if let Kind::Communicator(_) = link.kind {
                 continue;
             }
             if !force {
-                let done = link.settle(deadline).and_then(|()| link.unlink(deadline));
+                let done = link.drain(deadline).and_then(|()| link.unlink(deadline));
                 told = told.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
             self.shared.state.drop_link(&link, "it was unlinked here");

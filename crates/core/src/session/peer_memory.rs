@@ -27,9 +27,10 @@ const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// How long a new link waits for memory of ended links to be unmapped, if its own does not fit beside that.
 const UNMAP_LIMIT: Duration = Duration::from_secs(1);
 
-/// The memory of a peer that this process can read, and what the peer can read of this process.
+/// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
+/// link is not refused for it.
 #[derive(Debug)]
-pub(crate) struct Reach {
+pub(crate) struct Offered {
     /// `None` if they could not be mapped. Then no memory of the peer is read in place.
     generations: Option<PeerGenerations>,
     /// The mapped pools, indexed by placement.
@@ -38,6 +39,12 @@ pub(crate) struct Reach {
     unmapped: Option<String>,
     /// `Err` with the reason if memory outside the pools cannot be read.
     process: Result<Arc<PeerProcess>, String>,
+}
+
+/// The memory of a peer that this process can read, and what the peer can read of this process.
+#[derive(Debug)]
+pub(crate) struct Reach {
+    taken: Offered,
     /// The peer's report of what it can read of this process.
     seen: Attached,
 }
@@ -47,11 +54,12 @@ impl Reach {
     /// exchanges reports.
     pub(crate) fn exchange(cluster: &Cluster, stream: &Stream, deadline: Deadline) -> Result<Reach> {
         Reach::offer(cluster, |frame, descriptors| stream.send_with(frame, descriptors, deadline))?;
-        let (offered, descriptors): (Attach, _) = message_io::hear_with(stream, HANDSHAKE_LIMIT, deadline)?;
+        let (offered, descriptors): (Attach, _) =
+            message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
         let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
-        message_io::say(stream, &told, deadline)?;
-        let seen: Attached = message_io::hear(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
+        message_io::send_message(stream, &told, deadline)?;
+        let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         Ok(Reach::complete(cluster, taken, seen))
     }
 
@@ -99,36 +107,35 @@ impl Reach {
 
     /// Combines the memory taken with the peer's report.
     pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
-        let Offered { generations, pools, unmapped, process } = taken;
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
         cluster.merger.look();
-        Reach { generations, pools, unmapped, process, seen }
+        Reach { taken, seen }
     }
 
     /// Records that the link has ended, so that new links wait until this memory is unmapped.
     pub(super) fn leave(&self) {
-        self.generations.iter().for_each(PeerGenerations::leave);
-        self.pools.iter().flatten().for_each(|pool| pool.leave());
+        self.taken.generations.iter().for_each(PeerGenerations::leave);
+        self.taken.pools.iter().flatten().for_each(|pool| pool.leave());
     }
 
     /// Returns the generations of the peer's table, or `None` if they could not be mapped.
     pub(crate) fn generations(&self) -> Option<&PeerGenerations> {
-        self.generations.as_ref()
+        self.taken.generations.as_ref()
     }
 
     /// Returns why the peer's pools are not read in place although it offered them.
     pub(crate) fn unmapped(&self) -> Option<&str> {
-        self.unmapped.as_deref()
+        self.taken.unmapped.as_deref()
     }
 
     /// Whether a pool of the peer can be read in place.
     pub(crate) fn pooled(&self) -> bool {
-        self.pools.iter().any(Option::is_some)
+        self.taken.pools.iter().any(Option::is_some)
     }
 
     /// Returns how the peer's pools are read, for `stats()`: `mapped`, `stream` or `none`.
     pub(crate) fn pools(&self) -> &'static str {
-        match (&self.unmapped, self.pooled()) {
+        match (&self.taken.unmapped, self.pooled()) {
             (Some(_), _) => "stream",
             (None, true) => "mapped",
             (None, false) => "none",
@@ -142,7 +149,7 @@ impl Reach {
 
     /// Returns why the peer's registered memory cannot be read by process id, if it cannot.
     pub(crate) fn refusal(&self) -> Option<&str> {
-        self.process.as_ref().err().map(String::as_str)
+        self.taken.process.as_ref().err().map(String::as_str)
     }
 
     /// Whether the peer can read the memory at `memory_location` of this process.
@@ -164,11 +171,11 @@ impl Reach {
     ) -> Result<Option<Arc<Tensors>>> {
         let tensors = match location {
             Location::Region { region, runs } => {
-                let Some(Some(pool)) = self.pools.get(usize::from(*region)) else { return Ok(None) };
+                let Some(Some(pool)) = self.taken.pools.get(usize::from(*region)) else { return Ok(None) };
                 Tensors::mapped(pool.clone(), Run::unpack(runs, count)?, bytes)?
             }
             Location::Process { runs } => {
-                let Ok(process) = &self.process else { return Ok(None) };
+                let Ok(process) = &self.taken.process else { return Ok(None) };
                 Tensors::of_process(process.clone(), Run::unpack(runs, count)?, bytes)?
             }
             Location::Hidden => return Ok(None),
@@ -181,16 +188,6 @@ impl Reach {
 pub(super) fn guarded() -> bool {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
     scope.is_ok_and(|scope| scope.trim() != "0")
-}
-
-/// The memory that this process could take from a peer's offer. The rest is transferred over sockets, and the
-/// link is not refused for it.
-#[derive(Debug)]
-pub(crate) struct Offered {
-    generations: Option<PeerGenerations>,
-    pools: [Option<Arc<PeerMapping>>; 2],
-    unmapped: Option<String>,
-    process: Result<Arc<PeerProcess>, String>,
 }
 
 impl Offered {
@@ -222,10 +219,8 @@ impl Offered {
                 who(),
             );
         }
-        let (pools, unmapped) = match mapped {
-            Ok(pools) => (pools, None),
-            Err(why) => ([None, None], Some(why)),
-        };
+        let unmapped = mapped.as_ref().err().cloned();
+        let pools = mapped.unwrap_or_default();
         Offered { generations: generations.ok(), pools, unmapped, process }
     }
 

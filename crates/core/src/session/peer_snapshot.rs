@@ -43,7 +43,7 @@ impl<'a> PeerSnapshot<'a> {
     /// Begins a read. Returns `None` if this process cannot read the memory, or is pushing to the cache.
     pub(crate) fn begin(link: &'a Link, known: &'a Known) -> Option<PeerSnapshot<'a>> {
         let tensors = known.tensors.as_ref()?;
-        Some(PeerSnapshot { link, known, tensors, pushes: link.writes.unwritten(known.cache)? })
+        Some(PeerSnapshot { link, known, tensors, pushes: link.pushes.none_now(known.cache)? })
     }
 
     pub(crate) fn tensors(&self) -> &'a Arc<Tensors> {
@@ -52,7 +52,7 @@ impl<'a> PeerSnapshot<'a> {
 
     /// Decides about everything that was read since [`begin`](Self::begin).
     pub(crate) fn validate(&self) -> Validity {
-        if !self.link.writes.still_unwritten(self.known.cache, self.pushes) {
+        if !self.link.pushes.none_since(self.known.cache, self.pushes) {
             Validity::Pushed
         } else if self.link.current(self.known) {
             Validity::Valid

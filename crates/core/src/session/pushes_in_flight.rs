@@ -3,7 +3,7 @@
 //! An owner pins the rows that it writes or sends, but a mapped read does not ask the owner. If such a read
 //! overlaps with a push or a layer from the same process, its bytes are discarded and requested from the
 //! owner instead (`pulls_and_layers_of_the_same_rows`). A push that the peer did not confirm counts as long
-//! as the peer may still be executing it (`a_push_without_an_answer`). Writes by the owner itself are not
+//! as the peer may still be executing it (`a_push_without_an_answer`). PushesInFlight by the owner itself are not
 //! tracked; docs/links.md states what is guaranteed for those.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,7 +19,7 @@ const MOST: usize = 1 << 10;
 
 /// The pushes over one link.
 #[derive(Debug, Default)]
-pub(crate) struct Writes {
+pub(crate) struct PushesInFlight {
     /// Number of pushes begun.
     begun: AtomicU64,
     /// Pushes in progress, including those that wait for rows on this side.
@@ -29,13 +29,13 @@ pub(crate) struct Writes {
 
 #[derive(Debug, Default)]
 struct Caches {
-    written: HashMap<CacheId, Written>,
+    written: HashMap<CacheId, CachePushes>,
     /// The latest push to a cache that is not in `written` has a number below this one.
     forgotten: u64,
 }
 
 #[derive(Debug, Default)]
-struct Written {
+struct CachePushes {
     under_way: u32,
     /// Number of the latest push.
     last: u64,
@@ -43,15 +43,15 @@ struct Written {
     until: Option<Instant>,
 }
 
-impl Written {
+impl CachePushes {
     fn now(&self) -> bool {
         self.under_way > 0 || self.until.is_some_and(|until| until > Instant::now())
     }
 }
 
-impl Writes {
+impl PushesInFlight {
     /// Records a push to `cache` of the peer, in progress until the guard is dropped.
-    pub(crate) fn begin(&self, cache: CacheId) -> Writing<'_> {
+    pub(crate) fn begin(&self, cache: CacheId) -> PushInFlight<'_> {
         let mut caches = self.locked();
         let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
         if caches.written.len() >= MOST {
@@ -62,7 +62,7 @@ impl Writes {
         written.under_way += 1;
         written.last = number;
         self.under_way.fetch_add(1, Ordering::SeqCst);
-        Writing { writes: self, cache }
+        PushInFlight { pushes: self, cache }
     }
 
     /// Whether a push over this link is in progress.
@@ -71,19 +71,19 @@ impl Writes {
     }
 
     /// Called before `cache` is read in place. Returns a value for
-    /// [`still_unwritten`](Self::still_unwritten), or `None` while a push to the cache is in progress.
-    pub(crate) fn unwritten(&self, cache: CacheId) -> Option<u64> {
+    /// [`none_since`](Self::none_since), or `None` while a push to the cache is in progress.
+    pub(crate) fn none_now(&self, cache: CacheId) -> Option<u64> {
         let begun = self.begun.load(Ordering::SeqCst);
         if begun == 0 {
             return Some(0); // most links only ever pull
         }
         let caches = self.locked();
-        let written = caches.written.get(&cache).is_some_and(Written::now);
+        let written = caches.written.get(&cache).is_some_and(CachePushes::now);
         (!written).then_some(begun)
     }
 
-    /// Whether no push to `cache` has begun since [`unwritten`](Self::unwritten) returned `before`.
-    pub(crate) fn still_unwritten(&self, cache: CacheId, before: u64) -> bool {
+    /// Whether no push to `cache` has begun since [`none_now`](Self::none_now) returned `before`.
+    pub(crate) fn none_since(&self, cache: CacheId, before: u64) -> bool {
         if self.begun.load(Ordering::SeqCst) == before {
             return true;
         }
@@ -93,31 +93,31 @@ impl Writes {
 }
 
 /// A push in progress to a remote cache.
-pub(crate) struct Writing<'a> {
-    writes: &'a Writes,
+pub(crate) struct PushInFlight<'a> {
+    pushes: &'a PushesInFlight,
     cache: CacheId,
 }
 
-impl Writing<'_> {
+impl PushInFlight<'_> {
     /// Records that the peer did not confirm the push, and may execute it for `limit` more.
     pub(crate) fn unanswered(self, limit: Duration) {
-        if let Some(written) = self.writes.locked().written.get_mut(&self.cache) {
+        if let Some(written) = self.pushes.locked().written.get_mut(&self.cache) {
             let until = Instant::now() + limit;
             written.until = Some(written.until.map_or(until, |known| known.max(until)));
         }
     }
 }
 
-impl Drop for Writing<'_> {
+impl Drop for PushInFlight<'_> {
     fn drop(&mut self) {
-        self.writes.under_way.fetch_sub(1, Ordering::SeqCst);
-        if let Some(written) = self.writes.locked().written.get_mut(&self.cache) {
+        self.pushes.under_way.fetch_sub(1, Ordering::SeqCst);
+        if let Some(written) = self.pushes.locked().written.get_mut(&self.cache) {
             written.under_way -= 1;
         }
     }
 }
 
-impl Writes {
+impl PushesInFlight {
     fn locked(&self) -> MutexGuard<'_, Caches> {
         self.caches.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -121,13 +121,6 @@ impl State {
         }
     }
 
-    /// Returns a link that prevents `link_clusters` from making another one. A link that the peer made counts
-    /// unless both sides may link to each other (`both_ways`).
-    pub(super) fn linked_already(&self, cluster: ClusterId, both_ways: bool) -> Option<Arc<Link>> {
-        let counts = |kind| kind == Kind::Outgoing || (kind == Kind::Incoming && !both_ways);
-        self.of(cluster).into_iter().find(|link| link.alive() && counts(link.kind))
-    }
-
     /// Enters a link and returns the links that it replaces, which the same peer or its predecessor left
     /// behind. Refuses a link of a communicator that was left
     /// (`nothing_is_left_of_a_communicator_that_was_left_at_once`). Also refuses a link that would replace
@@ -177,7 +170,7 @@ impl State {
         if last {
             entries.links.remove(&cluster);
         }
-        if let Some(why) = link.why().filter(|_| removed && last) {
+        if let Some(why) = link.break_reason().filter(|_| removed && last) {
             if entries.broken.len() >= MOST_BROKEN {
                 entries.broken.clear();
             }
@@ -193,9 +186,9 @@ impl State {
         link.break_off(why);
         let removed = self.remove(link);
         // A link that this side is unlinking ends as expected, whichever side closes it first.
-        if removed && !link.settles() {
+        if removed && !link.unlinks() {
             // The first recorded reason is the one that counts.
-            let why = link.why().map_or(why, |(_, why)| why);
+            let why = link.break_reason().map_or(why, |(_, why)| why);
             tracing::warn!(target: "llm_datadist::links", "the link to cluster {} broke: {why}", link.peer.cluster);
         }
         removed
@@ -203,7 +196,7 @@ impl State {
 
     /// Ends a link that this side no longer wants.
     pub(super) fn drop_link(&self, link: &Arc<Link>, why: &str) {
-        let _ = link.tell(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
+        let _ = link.send_control(&Control::Bye { reason: "the peer unlinked".into(), unlinked: true });
         link.break_off(why);
         self.remove(link);
         self.forget_broken(link.peer.cluster);
@@ -217,7 +210,7 @@ impl State {
     }
 
     /// Returns the links to `cluster`.
-    pub(super) fn of(&self, cluster: ClusterId) -> Vec<Arc<Link>> {
+    pub(super) fn links_to(&self, cluster: ClusterId) -> Vec<Arc<Link>> {
         self.locked().links.get(&cluster).cloned().unwrap_or_default()
     }
 
@@ -252,7 +245,7 @@ impl State {
     }
 
     /// Returns all links, for the control thread. `None` once the engine is closed.
-    pub(super) fn kept(&self) -> Option<Vec<Arc<Link>>> {
+    pub(super) fn all(&self) -> Option<Vec<Arc<Link>>> {
         let entries = self.locked();
         (!entries.closed).then(|| entries.links.values().flatten().cloned().collect())
     }
@@ -304,7 +297,7 @@ impl State {
     /// Returns the latest communicator that matches `comm`.
     pub(super) fn comm(&self, comm: &Comm) -> Option<Arc<Communicator>> {
         let entries = self.locked();
-        entries.comms.values().filter(|known| known.is(comm)).max_by_key(|known| known.id()).cloned()
+        entries.comms.values().filter(|known| known.is(comm)).max_by_key(|known| known.id).cloned()
     }
 
     /// Returns the communicator with the id `id`.
@@ -349,7 +342,7 @@ impl State {
         }
         for link in links {
             let reason = "the peer was finalized".into();
-            let _ = link.tell(&Control::Bye { reason, unlinked: false });
+            let _ = link.send_control(&Control::Bye { reason, unlinked: false });
             link.break_off("this engine was finalized");
         }
         self.changed.notify_all();
@@ -401,7 +394,7 @@ impl Entries {
     }
 
     fn missing(&self, cluster: ClusterId) -> Error {
-        let broke = self.links.get(&cluster).and_then(|all| all.last()?.why());
+        let broke = self.links.get(&cluster).and_then(|all| all.last()?.break_reason());
         if let Some((when, why)) = broke.or_else(|| self.broken.get(&cluster)) {
             return broken(cluster, *when, why);
         }

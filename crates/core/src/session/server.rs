@@ -2,7 +2,7 @@
 //! together.
 //!
 //! An idle stream costs one descriptor and no thread. When a request arrives, the kernel wakes one thread.
-//! While it answers, another thread waits in its place. Threads that are not needed end after 10 s.
+//! While it answers, another thread waits in its slot. Threads that are not needed end after 10 s.
 //! `call_slots` limits how many threads answer one peer at a time.
 
 use std::collections::VecDeque;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use hashbrown::HashMap;
 
 use super::answers::Answers;
-use super::call_slots::{Place, Places};
+use super::call_slots::{Slot, Slots};
 use super::handshake::GREETING_TIME;
 use super::limits::{Budget, Connections};
 use super::link::Link;
@@ -57,9 +57,9 @@ struct State {
     /// Threads that wait for work, including those that are starting.
     idle: usize,
     /// The slots in which turns are taken, and the turns that wait for one, keyed by [`Link::key`].
-    places: Places<usize, Turn>,
+    slots: Slots<usize, Turn>,
     /// Turns that have a slot and wait for a thread.
-    ready: VecDeque<(Turn, Place)>,
+    ready: VecDeque<(Turn, Slot)>,
     /// Handshake steps that wait for a thread. `working` counts the threads that perform one.
     work: VecDeque<Step>,
     working: usize,
@@ -150,7 +150,7 @@ impl Server {
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
         let mut state = self.locked();
         let turn = Turn::Dial(link.clone());
-        let Some(turn) = state.places.enter(link.key(), turn) else { return };
+        let Some(turn) = state.slots.enter(link.key(), turn) else { return };
         state.ready.push_back(turn);
         drop(state);
         self.work.ring();
@@ -180,7 +180,7 @@ impl Server {
         state.is_closed = true;
         let calls = std::mem::take(&mut state.calls);
         let waiting = (
-            std::mem::take(&mut state.places),
+            std::mem::take(&mut state.slots),
             std::mem::take(&mut state.ready),
             std::mem::take(&mut state.work),
             std::mem::take(&mut state.ended),
@@ -245,9 +245,9 @@ impl Server {
         self.work.silence();
         loop {
             let mut state = self.locked();
-            if let Some((turn, place)) = state.ready.pop_front() {
+            if let Some((turn, slot)) = state.ready.pop_front() {
                 drop(state);
-                self.take_turns(turn, place);
+                self.take_turns(turn, slot);
                 continue;
             }
             let next = if state.working < STEPS { state.work.pop_front() } else { None };
@@ -268,26 +268,26 @@ impl Server {
         let mut state = self.locked();
         let Some(call) = state.calls.get(&number).cloned() else { return };
         let link = call.link.key();
-        let Some((turn, place)) = state.places.enter(link, Turn::Answer(number, call)) else { return };
+        let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call)) else { return };
         drop(state);
-        self.take_turns(turn, place);
+        self.take_turns(turn, slot);
     }
 
     /// Takes `turn`, and then the turns that inherit its slot.
-    fn take_turns(self: &Arc<Self>, turn: Turn, place: Place) {
-        let mut next = Some((turn, place));
-        while let Some((turn, place)) = next {
+    fn take_turns(self: &Arc<Self>, turn: Turn, slot: Slot) {
+        let mut next = Some((turn, slot));
+        while let Some((turn, slot)) = next {
             let link = turn.link().clone();
             match turn {
-                Turn::Answer(number, call) => self.take_call(number, &call, place),
+                Turn::Answer(number, call) => self.take_call(number, &call, slot),
                 Turn::Dial(link) => self.take_dial(&link),
             }
-            next = self.locked().places.leave(link.key(), place);
+            next = self.locked().slots.leave(link.key(), slot);
         }
     }
 
     /// Answers the requests on one stream until none follows at once.
-    fn take_call(&self, number: u64, call: &Call, place: Place) {
+    fn take_call(&self, number: u64, call: &Call, slot: Slot) {
         let Call { link, stream } = call;
         let on = loop {
             stream.restart_pace();
@@ -296,7 +296,7 @@ impl Server {
             }
             // Stop if another turn waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
-            if self.locked().places.wanted(link.key(), place) || !stream.readable_within(POLL_TIME) {
+            if self.locked().slots.wanted(link.key(), slot) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };
@@ -330,11 +330,9 @@ impl Server {
     }
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
-        if !link.alive() {
-            return link.opened();
-        }
+        let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return link.opened() };
         let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
-        let opened = link.open_reverse(deadline).map(Arc::new);
+        let opened = link.open_call_stream(dialer, true, deadline).map(Arc::new);
         link.opened();
         let served = opened.and_then(|stream| {
             self.admit(link, &stream).map_err(|refusal| refusal.error)?;

@@ -55,6 +55,7 @@ impl Transport for Local {
         let (local, remote) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(refused)?;
         let about = || About {
+            transport: "local",
             peer: to.to_string(),
             same_host: true,
             carries_descriptors: true,

@@ -9,7 +9,7 @@ use crate::cache::pin_reads;
 use crate::error::Result;
 use crate::plan::CopyPlan;
 use crate::protocol::{Reply, Request, WirePlan};
-use crate::session::{Known, SAID_BY, limit_ms, location};
+use crate::session::{Known, REPORTED_BY, limit_ms, location};
 
 impl Call {
     /// Pushes the bytes of `plan`: the peer reads this process's memory if it can, otherwise the bytes are
@@ -25,12 +25,12 @@ impl Call {
         }
         // Before the rows are pinned: a read request of the peer that arrives meanwhile must know that this
         // side may hold them (`a_pull_meets_a_transfer_and_a_writer`).
-        let writing = self.link.writes.begin(known.cache);
+        let writing = self.link.pushes.begin(known.cache);
         let _pinned = pin_reads(&self.local, local_rows, self.deadline)?;
         self.cluster.still_registered(&self.local)?;
         let limit = Duration::from_millis(limit_ms(self.deadline));
         let taken = self.push_bytes(known, plan);
-        if taken.as_ref().is_err_and(|error| error.fact(SAID_BY).is_none()) {
+        if taken.as_ref().is_err_and(|error| error.fact(REPORTED_BY).is_none()) {
             writing.unanswered(limit);
         }
         taken

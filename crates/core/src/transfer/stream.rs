@@ -12,7 +12,7 @@ use crate::copy::{CopyEngine, Progress, Work};
 use crate::error::{Error, ErrorKind, Result};
 use crate::plan::{CopyPlan, Wave};
 use crate::protocol::{MOST_AHEAD, Reply, Request, WirePlan};
-use crate::session::{Known, Lease, limit_ms, reply, say_before};
+use crate::session::{Known, Lease, limit_ms, reply, send_message_before};
 
 /// Size in bytes below which one part is as fast: what a stream moves while another one is being requested.
 const PART: u64 = 8 << 20;
@@ -111,8 +111,9 @@ impl Streams {
             CopyEngine::send(&self.plan, range, local, lease.stream(), self.call.deadline)
         };
         let answer = if ahead {
-            let said =
-                || say_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease));
+            let said = || {
+                send_message_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease))
+            };
             self.call.link.heard(&lease, self.call.deadline, said)
         } else {
             if !self.ready(&mut lease, &request, bytes, moved)? {
@@ -156,7 +157,7 @@ impl Streams {
     fn late_or(&self, error: Error) -> Error {
         let late =
             error.kind() == ErrorKind::NotLinked && self.call.deadline.passed() && self.call.link.alive();
-        let error = self.call.link.why_or(error);
+        let error = self.call.link.break_reason_or(error);
         if late { self.call.deadline.error("moving bytes through a socket").because(error) } else { error }
     }
 
