@@ -461,6 +461,6 @@ def test_texts_of_errors_are_short_and_quiet(capfd: Any) -> None:
                 check("name", value)
             assert len(str(caught.value)) < 300
         with pytest.raises(LLMException) as refused:
-            _core.check_link_total_time(value)
+            _core.check_option("link_total_time", value)
         assert len(str(refused.value)) < 300
     assert capfd.readouterr().err == ""

@@ -29,36 +29,19 @@ __all__ = [
     "__version__",
     "abandon_sockets",
     "check_cache_key",
-    "check_copy_kernel",
-    "check_copy_workers",
-    "check_device_id",
     "check_dict",
     "check_dimensions",
-    "check_huge_pages",
     "check_inner",
     "check_int32",
     "check_int64",
     "check_isinstance",
     "check_layer_range",
-    "check_link_heartbeat",
-    "check_link_pin_limit",
-    "check_link_remote_memory",
-    "check_link_retry_count",
-    "check_link_silence",
-    "check_link_streams",
-    "check_link_token",
-    "check_link_token_file",
-    "check_link_total_time",
-    "check_link_transport",
     "check_list_int32",
     "check_list_int64",
     "check_list_uint64",
     "check_mem_utilization",
+    "check_option",
     "check_positive_or_set_default",
-    "check_rank_hosts",
-    "check_rank_port",
-    "check_swap_in_path",
-    "check_sync_kv_timeout",
     "check_uint8",
     "check_uint16",
     "check_uint32",
@@ -540,59 +523,14 @@ def tensor_bytes(shape: list[int] | tuple[int, ...], data_type: DataType) -> int
         LLMException: ``LLM_PARAM_INVALID``: not 1 to 31 dimensions above 0, or 2^63 bytes or more.
     """
 
-def check_device_id(arg_value: int) -> None:
-    """Raise unless the value is an int32 (``ValueError``), 0 or above (``LLM_PARAM_INVALID``)."""
+def check_option(name: str, arg_value: int | str) -> None:
+    """Raise unless the property ``name`` of an ``LlmConfig`` may have the value.
 
-def check_sync_kv_timeout(arg_value: int) -> None:
-    """Raise unless the value is an int32 (``ValueError``) above 0 (``LLM_PARAM_INVALID``), in milliseconds."""
-
-def check_link_total_time(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 0 to 2^32 - 1, in seconds."""
-
-def check_link_retry_count(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 100."""
-
-def check_copy_workers(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 256."""
-
-def check_swap_in_path(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``direct`` or ``ring``."""
-
-def check_copy_kernel(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``plain`` or ``streaming``."""
-
-def check_huge_pages(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is one of the modes of ``LlmConfig.huge_pages``."""
-
-def check_link_token(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID``, without the value, unless it has at least 16 characters."""
-
-def check_link_token_file(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID``, without the value, unless it is an absolute path. ``init`` reads the file."""
-
-def check_link_heartbeat(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 3600000, in milliseconds."""
-
-def check_link_silence(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 2 to 86400000, in milliseconds; ``init`` knows the heartbeat."""
-
-def check_link_pin_limit(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 86400000, in milliseconds."""
-
-def check_link_transport(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is ``auto``, ``shm`` or ``tcp``."""
-
-def check_link_streams(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 16."""
-
-def check_link_remote_memory(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is a number of bytes, 0 or more."""
-
-def check_rank_port(arg_value: int) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is 1 to 65535."""
-
-def check_rank_hosts(arg_value: str) -> None:
-    """Raise ``LLM_PARAM_INVALID`` unless the value is a JSON object from a name to ``ip:port``."""
+    Raises:
+        LLMException: ``LLM_PARAM_INVALID``, outside the range of a number (in the unit of the property), or a text that
+            breaks its rule. The error for a token or its file does not show the value.
+        ValueError: no int32, where the original has one.
+    """
 
 def check_cache_key(cache_key: CacheKey) -> None:
     """Raise ``LLM_PARAM_INVALID`` unless exactly one of ``req_id`` and ``prefix_id`` is given."""

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Optional, Union
 
-from llm_datadist import _core, log
+from llm_datadist import log
 from llm_datadist.arguments import check_dict
 from llm_datadist.cluster_info import LLMClusterInfo, LLMRole, trans_str_ip
 from llm_datadist.option_types import (
+    Checked,
     ClusterInfo,
     DeviceId,
     Flag,
-    LinkRetryCount,
-    LinkTotalTime,
     MemUtilization,
     Option,
     OwnOption,
@@ -96,7 +95,7 @@ class LlmConfig:
         "Address at which the engine listens for peers: ``ip:port``, or ``[ip]:port`` for IPv6, which the original "
         "does not have. Port 0 takes a free port, which ``LLMDataDist.listen_ip_info`` returns.",
     )
-    link_total_time = LinkTotalTime(
+    link_total_time = Checked(
         "llm.LinkTotalTime",
         int,
         0,
@@ -105,7 +104,7 @@ class LlmConfig:
         "``HCCL_CONNECT_TIMEOUT``, or 120 s if that is not set.",
         none=False,
     )
-    link_retry_count = LinkRetryCount(
+    link_retry_count = Checked(
         "llm.LinkRetryCount",
         int,
         1,
@@ -144,21 +143,18 @@ class LlmConfig:
     copy_workers = OwnOption(
         "llm.CopyWorkers",
         int,
-        _core.check_copy_workers,
         "4",
         "Number of threads that copy, the calling thread included (1 to 256).",
     )
     swap_in_path = OwnOption(
         "llm.SwapInPath",
         str,
-        _core.check_swap_in_path,
         '`"auto"`',
         'Path of swap-ins: ``"direct"`` is one copy, ``"ring"`` copies through a staging ring, ``"auto"`` chooses.',
     )
     copy_kernel = OwnOption(
         "llm.CopyKernel",
         str,
-        _core.check_copy_kernel,
         '`"auto"`',
         'How bytes are copied: ``"plain"`` uses ordinary stores, ``"streaming"`` uses stores that bypass the caches of '
         'the CPU, ``"auto"`` chooses.',
@@ -166,7 +162,6 @@ class LlmConfig:
     huge_pages = OwnOption(
         "llm.HugePages",
         str,
-        _core.check_huge_pages,
         '`"auto"`',
         'Whether memory is put into huge pages. ``"auto"``: the kernel decides; one hint is logged if peers read '
         'registered memory from small pages, which takes twice as long. ``"off"``: the same without the hint. '
@@ -177,14 +172,12 @@ class LlmConfig:
     link_token = Token(
         "llm.LinkToken",
         str,
-        _core.check_link_token,
         "`LLM_DATADIST_TOKEN_FILE` or `LLM_DATADIST_TOKEN`",
         "Secret that both ends of a link must have, at least 16 characters. It is never shown.",
     )
     link_token_file = OwnOption(
         "llm.LinkTokenFile",
         str,
-        _core.check_link_token_file,
         "as `link_token`",
         "Absolute path of a file with the token, in place of ``link_token``. ``init`` reads it. It must be a regular "
         "file, or a link to one, of this user or root, without access for others (mode 0600 or 0400), of at most 4096 "
@@ -200,21 +193,18 @@ class LlmConfig:
     link_heartbeat = OwnOption(
         "llm.LinkHeartbeat",
         int,
-        _core.check_link_heartbeat,
         "1000 ms",
         "Interval of the heartbeats of an idle link, in milliseconds (1 to 3600000).",
     )
     link_silence = OwnOption(
         "llm.LinkSilence",
         int,
-        _core.check_link_silence,
         "5000 ms",
         "Time in milliseconds after which a link to a silent peer breaks (2 to 86400000); at least two heartbeats.",
     )
     link_pin_limit = OwnOption(
         "llm.LinkPinLimit",
         int,
-        _core.check_link_pin_limit,
         "600000 ms",
         "Longest time in milliseconds for which a peer may keep rows of this process pinned for one transfer, whatever "
         "deadline it announces (1 to 86400000).",
@@ -222,7 +212,6 @@ class LlmConfig:
     link_transport = OwnOption(
         "llm.LinkTransport",
         str,
-        _core.check_link_transport,
         '`"auto"`',
         'How bytes travel: ``"shm"`` is shared memory, or no link; ``"tcp"`` is TCP, on one host as well; ``"auto"`` '
         "uses shared memory inside a host and TCP otherwise.",
@@ -230,14 +219,12 @@ class LlmConfig:
     link_streams = OwnOption(
         "llm.LinkStreams",
         int,
-        _core.check_link_streams,
         "1",
         "Number of connections that share one large pull over TCP (1 to 16).",
     )
     link_remote_memory = OwnOption(
         "llm.LinkRemoteMemory",
         int,
-        _core.check_link_remote_memory,
         "4 times the memory of the host",
         "Bytes of address space of this process in which the memory of all peers may be mapped. One link may use half "
         "of it. Memory that does not fit is read through sockets.",
@@ -245,14 +232,12 @@ class LlmConfig:
     rank_port = OwnOption(
         "llm.RankPort",
         int,
-        _core.check_rank_port,
         "`LLM_DATADIST_RANK_PORT`, or 16666",
         "Port of device 0 for ``LLMDataDist.link`` (1 to 65535). Device ``n`` uses ``rank_port + n``.",
     )
     rank_hosts = OwnOption(
         "llm.RankHosts",
         str,
-        _core.check_rank_hosts,
         "`LLM_DATADIST_RANK_HOSTS`",
         "Addresses at which members of ``LLMDataDist.link`` can be reached: a JSON object from ``device_ip`` or "
         "cluster id to ``ip:port``.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Callable, Generic, Optional, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, overload
 
 from llm_datadist import _core, log
 from llm_datadist.cluster_info import trans_str_ip
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "Checked",
     "ClusterInfo",
     "DeviceId",
     "Flag",
-    "LinkRetryCount",
-    "LinkTotalTime",
     "MemUtilization",
     "Option",
     "OwnOption",
@@ -184,7 +183,7 @@ class DeviceId(Option[Union[int, list[int], tuple[int, ...], None]]):
     def _check_value(self, value: Any) -> None:
         raise_if_false(len(self._ids(value)), "device_id={} names no device; give at least one", value)
         for device_id in self._ids(value):
-            _core.check_device_id(device_id)
+            _core.check_option(self._name, device_id)
 
     def entries(self, config: object) -> Iterator[tuple[str, str]]:
         """Yield the key of all devices and that of the first one."""
@@ -208,21 +207,14 @@ class SyncTimeout(Option[Union[int, str, None]]):
             digits = value.isascii() and value.isdigit()
             raise_if_false(digits, "sync_kv_timeout={} is not a decimal number of milliseconds", log.shown(value))
             value = int(value)
-        _core.check_sync_kv_timeout(value)
+        _core.check_option(self._name, value)
 
 
-class LinkTotalTime(Option[int]):
-    """``link_total_time``: seconds."""
-
-    def _check_value(self, value: Any) -> None:
-        _core.check_link_total_time(value)
-
-
-class LinkRetryCount(Option[int]):
-    """``link_retry_count``."""
+class Checked(Option[_Value]):
+    """An option whose value the engine checks."""
 
     def _check_value(self, value: Any) -> None:
-        _core.check_link_retry_count(value)
+        _core.check_option(self._name, value)
 
 
 class MemUtilization(Option[float]):
@@ -248,18 +240,15 @@ class ClusterInfo(Option[str]):
         super().__set__(config, json.dumps(description))
 
 
-class OwnOption(Option[Optional[_Value]]):
-    """An option that the original lacks. It is not set at first, and the engine checks its value."""
+class OwnOption(Checked[Optional[_Value]]):
+    """An option that the original lacks. It is not set at first."""
 
-    def __init__(
-        self, key: str, allowed: type[_Value], check: Callable[[_Value], None], default: str, doc: str
-    ) -> None:
+    def __init__(self, key: str, allowed: type[_Value], default: str, doc: str) -> None:
         super().__init__(key, allowed, None, default, doc, own=True)
-        self._check = check
 
     def _check_value(self, value: Any) -> None:
         if value is not None:
-            self._check(value)
+            super()._check_value(value)
 
 
 class Token(OwnOption[str]):

@@ -11,12 +11,9 @@ pub mod fallible {
 /// The rules for single arguments, for what a caller builds before it reaches the engine.
 pub mod validate {
     pub use crate::validate::{
-        LayerRows, Side, batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_kernel,
-        copy_size, copy_workers, destination, device_id, dimensions, equally_many, huge_pages, layerwise,
-        link_heartbeat, link_pin_limit, link_remote_memory, link_retry_count, link_silence, link_streams,
-        link_token, link_token_file, link_total_time, link_transport, mem_utilization, named, on_device,
-        push_size, push_spans, rank_hosts, rank_port, socket_address, swap_in_path, sync_kv_timeout,
-        tensors_per_layer, whole_layers,
+        LayerRows, Side, batch_cache, block_bytes_alone, block_lists, blocks_cache, config, copy_size,
+        destination, dimensions, equally_many, layerwise, mem_utilization, named, number, on_device,
+        push_size, push_spans, socket_address, tensors_per_layer, text, whole_layers,
     };
 
     /// The rules for the table of a communicator.

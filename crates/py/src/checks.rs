@@ -198,114 +198,24 @@ pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64
     checked(shape.py(), bytes)
 }
 
-/// A device number: int32, 0 or above.
+/// Checks the property `name` of an `LlmConfig`: a whole number, or a text with a rule of its own.
 #[pyfunction]
-pub(crate) fn check_device_id(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::device_id(int::<i32>("device_id", arg_value)?.into()))
-}
-
-/// Milliseconds: int32, above 0.
-#[pyfunction]
-pub(crate) fn check_sync_kv_timeout(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::sync_kv_timeout(int::<i32>("sync_kv_timeout", arg_value)?.into()))
-}
-
-/// Seconds: 0 to 2^32 - 1.
-#[pyfunction]
-pub(crate) fn check_link_total_time(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_total_time(convert::any_int("link_total_time", arg_value)?))
-}
-
-/// 1 to 100.
-#[pyfunction]
-pub(crate) fn check_link_retry_count(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_retry_count(convert::any_int("link_retry_count", arg_value)?))
-}
-
-/// Threads: 1 to 256.
-#[pyfunction]
-pub(crate) fn check_copy_workers(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::copy_workers(convert::any_int("copy_workers", arg_value)?))
-}
-
-/// `auto`, `direct` or `ring`.
-#[pyfunction]
-pub(crate) fn check_swap_in_path(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), validate::swap_in_path(&arg_value.to_string_lossy()).map(drop))
-}
-
-/// `auto`, `plain` or `streaming`.
-#[pyfunction]
-pub(crate) fn check_copy_kernel(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), validate::copy_kernel(&arg_value.to_string_lossy()).map(drop))
-}
-
-/// `auto`, `off` or `eager`.
-#[pyfunction]
-pub(crate) fn check_huge_pages(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), validate::huge_pages(&arg_value.to_string_lossy()).map(drop))
-}
-
-/// At least 16 characters; no message shows them.
-#[pyfunction]
-pub(crate) fn check_link_token(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    let text = convert::text("link_token", arg_value)?;
-    checked(arg_value.py(), validate::link_token(&text).map(drop))
-}
-
-/// A path; `init` reads the file.
-#[pyfunction]
-pub(crate) fn check_link_token_file(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    let text = convert::text("link_token_file", arg_value)?;
-    checked(arg_value.py(), validate::link_token_file(&text).map(drop))
-}
-
-/// Milliseconds: 1 to an hour.
-#[pyfunction]
-pub(crate) fn check_link_heartbeat(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_heartbeat(convert::any_int("link_heartbeat", arg_value)?))
-}
-
-/// Milliseconds: at least two of the shortest heartbeats; `init` compares with the heartbeat that is set.
-#[pyfunction]
-pub(crate) fn check_link_silence(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_silence(convert::any_int("link_silence", arg_value)?, 1))
-}
-
-/// Milliseconds, up to a day.
-#[pyfunction]
-pub(crate) fn check_link_pin_limit(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_pin_limit(convert::any_int("link_pin_limit", arg_value)?))
-}
-
-/// `auto`, `shm` or `tcp`.
-#[pyfunction]
-pub(crate) fn check_link_transport(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_transport(&arg_value.to_string_lossy()).map(drop))
-}
-
-/// 1 to 16.
-#[pyfunction]
-pub(crate) fn check_link_streams(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_streams(convert::any_int("link_streams", arg_value)?))
-}
-
-/// Bytes: 0 or more.
-#[pyfunction]
-pub(crate) fn check_link_remote_memory(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::link_remote_memory(convert::any_int("link_remote_memory", arg_value)?))
-}
-
-/// 1 to 65535.
-#[pyfunction]
-pub(crate) fn check_rank_port(arg_value: &Any<'_>) -> PyResult<()> {
-    checked(arg_value.py(), validate::rank_port(convert::any_int("rank_port", arg_value)?))
-}
-
-/// A JSON object from a name to `ip:port`.
-#[pyfunction]
-pub(crate) fn check_rank_hosts(arg_value: &Bound<'_, PyString>) -> PyResult<()> {
-    checked(arg_value.py(), validate::rank_hosts(&arg_value.to_string_lossy()).map(drop))
+pub(crate) fn check_option(name: &str, arg_value: &Any<'_>) -> PyResult<()> {
+    let py = arg_value.py();
+    if let Ok(text) = arg_value.cast::<PyString>() {
+        let text = match name {
+            // Their errors do not show the value.
+            "link_token" | "link_token_file" => convert::text(name, text)?.into(),
+            _ => text.to_string_lossy(),
+        };
+        return checked(py, validate::text(name, &text));
+    }
+    let value = match name {
+        // The original has these as int32.
+        "device_id" | "sync_kv_timeout" => int::<i32>(name, arg_value)?.into(),
+        _ => convert::any_int(name, arg_value)?,
+    };
+    checked(py, validate::number(name, value))
 }
 
 /// Exactly one of `req_id` and `prefix_id` of a `CacheKey`.

@@ -69,16 +69,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn validators(module: &Bound<'_, PyModule>) -> PyResult<()> {
     functions!(
         module,
-        checks::check_cache_key checks::check_copy_kernel checks::check_copy_workers checks::check_device_id
-        checks::check_dict checks::check_dimensions checks::check_huge_pages checks::check_inner
+        checks::check_cache_key checks::check_dict checks::check_dimensions checks::check_inner
         checks::check_int32 checks::check_int64 checks::check_isinstance checks::check_layer_range
-        checks::check_link_heartbeat checks::check_link_pin_limit checks::check_link_remote_memory checks::check_link_retry_count checks::check_link_silence
-        checks::check_link_streams checks::check_link_token checks::check_link_token_file
-        checks::check_link_total_time checks::check_link_transport checks::check_list_int32
-        checks::check_list_int64 checks::check_list_uint64 checks::check_mem_utilization
-        checks::check_positive_or_set_default checks::check_rank_hosts checks::check_rank_port
-        checks::check_swap_in_path checks::check_sync_kv_timeout checks::check_uint8 checks::check_uint16
-        checks::check_uint32 checks::check_uint64 checks::tensor_bytes
+        checks::check_list_int32 checks::check_list_int64 checks::check_list_uint64
+        checks::check_mem_utilization checks::check_option checks::check_positive_or_set_default
+        checks::check_uint8 checks::check_uint16 checks::check_uint32 checks::check_uint64 checks::tensor_bytes
     );
     Ok(())
 }

@@ -81,7 +81,7 @@ fn device_id(text: Option<&str>) -> Result<String> {
             Error::argument(DEVICE_ID, format_args!("{:?}", clipped(text)), allowed)
         };
         let number: i64 = decimal(text).ok_or_else(refused)?;
-        values::device_id(number).map_err(|_| refused()).map(|()| number)
+        values::number("device_id", number).map_err(|_| refused()).map(|()| number)
     };
     let numbers: Vec<i64> = text.split(';').map(number).collect::<Result<_>>()?;
     if let [one] = numbers.as_slice() {

@@ -28,14 +28,10 @@ pub use transfer::{
     PullRows, PushRows, RemoteCache, accessible, equally_many, named, pull, pull_local, push, push_local,
     reachable,
 };
+pub(crate) use values::link_token;
 #[cfg(feature = "testing")]
 pub use values::page_shift;
-pub use values::{
-    copy_kernel, copy_workers, device_id, dimensions, huge_pages, link_heartbeat, link_pin_limit,
-    link_remote_memory, link_retry_count, link_silence, link_streams, link_token, link_token_file,
-    link_total_time, link_transport, mem_utilization, rank_hosts, rank_port, socket_address, swap_in_path,
-    sync_kv_timeout,
-};
+pub use values::{dimensions, mem_utilization, number, socket_address, text};
 
 use std::fmt::Display;
 

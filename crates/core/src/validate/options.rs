@@ -38,14 +38,10 @@ pub fn config(role: Role, cluster: ClusterId, options: &BTreeMap<String, String>
         kv_cache_manager(&mut config, &text)?;
     }
 
-    if let Some(limit) = text("llm.SyncKvCacheWaitTime") {
-        let limit = parsed("llm.SyncKvCacheWaitTime", limit, "a whole number of milliseconds above 0")?;
-        values::sync_kv_timeout(limit)?;
-        config.sync_timeout = Duration::from_millis(limit.unsigned_abs());
+    if let Some(limit) = number(&text, "llm.SyncKvCacheWaitTime", "sync_kv_timeout")? {
+        config.sync_timeout = Duration::from_millis(limit);
     }
-    if let Some(device) = text("ge.exec.deviceId") {
-        let device = parsed("ge.exec.deviceId", device, "one device number")?;
-        values::device_id(device)?;
+    if let Some(device) = number(&text, "ge.exec.deviceId", "device_id")? {
         config.device_id = u32::try_from(device).unwrap_or_default();
     }
     for key in ["llm.RdmaTrafficClass", "llm.RdmaServiceLevel"] {
@@ -84,9 +80,7 @@ fn kv_cache_manager<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a 
 
 /// Reads the options that this engine adds to those of the original.
 fn own_options<'a>(config: &mut Config, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
-    if let Some(workers) = text("llm.CopyWorkers") {
-        let count = parsed("llm.CopyWorkers", workers, "a whole number, 1 to 256")?;
-        values::copy_workers(count)?;
+    if let Some(count) = number(text, "llm.CopyWorkers", "copy_workers")? {
         config.copy_workers = usize::try_from(count).ok();
     }
     if let Some(path) = text("llm.SwapInPath") {
@@ -107,9 +101,7 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     if let Some(seconds) = total_time(text)? {
         links.total = Duration::from_secs(seconds);
     }
-    if let Some(count) = text("llm.LinkRetryCount") {
-        let count = parsed("llm.LinkRetryCount", count, "a whole number, 1 to 100")?;
-        values::link_retry_count(count)?;
+    if let Some(count) = number(text, "llm.LinkRetryCount", "link_retry_count")? {
         links.retries = u32::try_from(count).unwrap_or(1);
     }
     if let Some(backend) = text("llm.TransferBackend") {
@@ -122,27 +114,19 @@ fn links<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<LinkConfig> {
     token(&mut links, text)?;
     links.accept_remote = flag("llm.LinkAcceptRemote", text("llm.LinkAcceptRemote"))?;
     silence(&mut links, text)?;
-    if let Some(limit) = text("llm.LinkPinLimit") {
-        let limit = parsed("llm.LinkPinLimit", limit, "a whole number of milliseconds above 0")?;
-        values::link_pin_limit(limit)?;
-        links.pin_limit = Duration::from_millis(limit.unsigned_abs());
+    if let Some(limit) = number(text, "llm.LinkPinLimit", "link_pin_limit")? {
+        links.pin_limit = Duration::from_millis(limit);
     }
     if let Some(transport) = text("llm.LinkTransport") {
         links.transport = values::link_transport(transport)?;
     }
-    if let Some(streams) = text("llm.LinkStreams") {
-        let streams = parsed("llm.LinkStreams", streams, "a whole number, 1 to 16")?;
-        values::link_streams(streams)?;
+    if let Some(streams) = number(text, "llm.LinkStreams", "link_streams")? {
         links.streams = usize::try_from(streams).unwrap_or(1);
     }
-    if let Some(bytes) = text("llm.LinkRemoteMemory") {
-        let bytes = parsed("llm.LinkRemoteMemory", bytes, "a whole number of bytes, 0 or more")?;
-        values::link_remote_memory(bytes)?;
-        links.remote_memory = Some(bytes.unsigned_abs());
+    if let Some(bytes) = number(text, "llm.LinkRemoteMemory", "link_remote_memory")? {
+        links.remote_memory = Some(bytes);
     }
-    if let Some(port) = text("llm.RankPort") {
-        let port = parsed("llm.RankPort", port, "1 to 65535")?;
-        values::rank_port(port)?;
+    if let Some(port) = number(text, "llm.RankPort", "rank_port")? {
         links.rank_port = u16::try_from(port).unwrap_or(links.rank_port);
     }
     if let Some(hosts) = text("llm.RankHosts").filter(|hosts| !hosts.is_empty()) {
@@ -199,12 +183,8 @@ fn listen<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<SocketAd
 /// Returns the time limit of a rank-table link in seconds, if one is given. 0 means the value of the
 /// environment variable (contract §5).
 fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>> {
-    let seconds = |key: &str| {
-        let Some(seconds) = text(key) else { return Ok(None) };
-        let seconds = parsed(key, seconds, "a whole number of seconds, 0 to 4294967295")?;
-        values::link_total_time(seconds)?;
-        Ok(Some(seconds.unsigned_abs()).filter(|&seconds| seconds > 0))
-    };
+    let seconds =
+        |key: &str| number(text, key, "link_total_time").map(|time| time.filter(|&seconds| seconds > 0));
     match seconds("llm.LinkTotalTime")? {
         Some(given) => Ok(Some(given)),
         // An empty environment variable counts as not set.
@@ -216,17 +196,13 @@ fn total_time<'a>(text: &impl Fn(&str) -> Option<&'a str>) -> Result<Option<u64>
 /// Reads the heartbeat and the silence limit. A heartbeat without a silence limit raises the limit to at
 /// least two heartbeats.
 fn silence<'a>(links: &mut LinkConfig, text: &impl Fn(&str) -> Option<&'a str>) -> Result<()> {
-    let millis = |key: &str| {
-        text(key).map(|value| parsed(key, value, "a whole number of milliseconds above 0")).transpose()
-    };
-    if let Some(heartbeat) = millis("llm.LinkHeartbeat")? {
-        values::link_heartbeat(heartbeat)?;
-        links.heartbeat = Duration::from_millis(heartbeat.unsigned_abs());
+    if let Some(heartbeat) = number(text, "llm.LinkHeartbeat", "link_heartbeat")? {
+        links.heartbeat = Duration::from_millis(heartbeat);
         links.silence = links.silence.max(links.heartbeat * 2);
     }
-    if let Some(silence) = millis("llm.LinkSilence")? {
-        values::link_silence(silence, i64::try_from(links.heartbeat.as_millis()).unwrap_or(i64::MAX))?;
-        links.silence = Duration::from_millis(silence.unsigned_abs());
+    if let Some(silence) = number(text, "llm.LinkSilence", "link_silence")? {
+        links.silence = Duration::from_millis(silence);
+        values::link_silence(links.silence, links.heartbeat)?;
     }
     Ok(())
 }
@@ -292,6 +268,11 @@ fn refused(name: &str, value: &Value, allowed: &str) -> Error {
 
 fn flag(key: &str, text: Option<&str>) -> Result<bool> {
     text.map_or(Ok(false), |text| one_of(key, text, &[("0", false), ("1", true)]))
+}
+
+/// Reads the option `key`, which sets the property `name`, if it is given.
+fn number<'a>(text: &impl Fn(&str) -> Option<&'a str>, key: &str, name: &str) -> Result<Option<u64>> {
+    text(key).map(|given| values::number_from(key, name, given)).transpose()
 }
 
 fn parsed<T: FromStr>(key: &str, text: &str, allowed: &str) -> Result<T> {

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -19,34 +20,59 @@ const TOKEN_CHARACTERS: usize = 16;
 /// Most bytes of a path: the limit of the kernel, without the null byte.
 const PATH_BYTES: usize = 4095;
 
-/// Checks `device_id`: 0 or above.
-pub fn device_id(value: i64) -> Result<()> {
-    within("device_id", value, 0, i64::from(i32::MAX))
+/// Returns the lowest and the highest value of a property of `LlmConfig` that is a whole number, and its unit.
+/// `i64::MAX` stands for no upper limit.
+fn range(name: &str) -> Result<(i64, i64, &'static str)> {
+    const HOUR_MS: i64 = 3_600_000;
+    Ok(match name {
+        "copy_workers" => (1, 256, ""),
+        "device_id" => (0, i64::from(i32::MAX), ""),
+        "link_heartbeat" => (1, HOUR_MS, " milliseconds"),
+        "link_pin_limit" => (1, 24 * HOUR_MS, " milliseconds"),
+        "link_remote_memory" => (0, i64::MAX, " bytes"),
+        "link_retry_count" => (1, 100, ""),
+        // At least two of the shortest heartbeats.
+        "link_silence" => (2, 24 * HOUR_MS, " milliseconds"),
+        "link_streams" => (1, 16, ""),
+        "link_total_time" => (0, i64::from(u32::MAX), " seconds"),
+        "rank_port" => (1, i64::from(u16::MAX), ""),
+        "sync_kv_timeout" => (1, i64::MAX, " milliseconds"),
+        _ => return Err(Error::invalid(format!("{name} is no option that is a whole number"))),
+    })
 }
 
-/// Checks `sync_kv_timeout`: milliseconds, above 0.
-pub fn sync_kv_timeout(value: i64) -> Result<()> {
-    ensure(value > 0, || Error::argument("sync_kv_timeout", value, "a number of milliseconds above 0"))
+/// Checks the property `name` of `LlmConfig`, which is a whole number.
+pub fn number(name: &str, value: i64) -> Result<()> {
+    let (low, high, unit) = range(name)?;
+    within(name, value, low, high, unit)
 }
 
-/// Checks `link_total_time`: seconds, 0 to 4294967295.
-pub fn link_total_time(value: i64) -> Result<()> {
-    within("link_total_time", value, 0, i64::from(u32::MAX))
+/// Reads the text of the option `key`, which sets the property `name`.
+pub(super) fn number_from(key: &str, name: &str, text: &str) -> Result<u64> {
+    let (low, high, unit) = range(name)?;
+    let allowed = || format!("a whole number, {}", shown_range(low, high, unit));
+    let value: i64 =
+        decimal(text).ok_or_else(|| Error::argument(key, format_args!("{:?}", clipped(text)), allowed()))?;
+    number(name, value).map(|()| value.unsigned_abs())
 }
 
-/// Checks `link_retry_count`: 1 to 100.
-pub fn link_retry_count(value: i64) -> Result<()> {
-    within("link_retry_count", value, 1, 100)
+/// Checks the property `name` of `LlmConfig`, which is a text with a rule of its own.
+pub fn text(name: &str, text: &str) -> Result<()> {
+    match name {
+        "copy_kernel" => copy_kernel(text).map(drop),
+        "huge_pages" => huge_pages(text).map(drop),
+        "link_token" => link_token(text).map(drop),
+        "link_token_file" => link_token_file(text).map(drop),
+        "link_transport" => link_transport(text).map(drop),
+        "rank_hosts" => rank_hosts(text).map(drop),
+        "swap_in_path" => swap_in_path(text).map(drop),
+        _ => Err(Error::invalid(format!("{name} is no option that is a text"))),
+    }
 }
 
 /// Checks `mem_utilization`: a share from 0.0 to 1.0.
 pub fn mem_utilization(value: f64) -> Result<()> {
     ensure((0.0..=1.0).contains(&value), || Error::out_of_range("mem_utilization", value, "0.0 to 1.0"))
-}
-
-/// Checks `copy_workers`: 1 to 256.
-pub fn copy_workers(value: i64) -> Result<()> {
-    within("copy_workers", value, 1, 256)
 }
 
 /// Reads `swap_in_path`: `auto`, `direct` or `ring`.
@@ -101,20 +127,12 @@ pub fn link_token_file(text: &str) -> Result<PathBuf> {
     )))
 }
 
-/// Checks `link_heartbeat`: milliseconds, 1 to 3,600,000 (one hour).
-pub fn link_heartbeat(value: i64) -> Result<()> {
-    within("link_heartbeat", value, 1, 3_600_000)
-}
-
-/// Checks `link_silence`: milliseconds, from two heartbeats (of `heartbeat` milliseconds) to 86,400,000 (one
-/// day).
-pub fn link_silence(value: i64, heartbeat: i64) -> Result<()> {
-    within("link_silence", value, heartbeat.saturating_mul(2), 86_400_000)
-}
-
-/// Checks `link_pin_limit`: milliseconds, 1 to 86,400,000 (one day).
-pub fn link_pin_limit(value: i64) -> Result<()> {
-    within("link_pin_limit", value, 1, 86_400_000)
+/// Checks that `silence` is at least two heartbeats.
+pub(super) fn link_silence(silence: Duration, heartbeat: Duration) -> Result<()> {
+    ensure(silence >= 2 * heartbeat, || {
+        let allowed = format!("at least two heartbeats, {}", 2 * heartbeat.as_millis());
+        Error::argument("link_silence", silence.as_millis(), allowed)
+    })
 }
 
 /// Reads `link_transport`: `auto`, `shm` or `tcp`.
@@ -122,21 +140,6 @@ pub fn link_transport(text: &str) -> Result<TransportChoice> {
     let choices =
         [("auto", TransportChoice::Auto), ("shm", TransportChoice::Shm), ("tcp", TransportChoice::Tcp)];
     one_of("link_transport", text, &choices)
-}
-
-/// Checks `link_streams`: 1 to 16.
-pub fn link_streams(value: i64) -> Result<()> {
-    within("link_streams", value, 1, 16)
-}
-
-/// Checks `link_remote_memory`: bytes, 0 or more.
-pub fn link_remote_memory(value: i64) -> Result<()> {
-    within("link_remote_memory", value, 0, i64::MAX)
-}
-
-/// Checks `rank_port`: 1 to 65535.
-pub fn rank_port(value: i64) -> Result<()> {
-    within("rank_port", value, 1, i64::from(u16::MAX))
 }
 
 /// Reads `rank_hosts`: a JSON object that maps a `device_ip` or cluster id to `ip:port`. Port 0 is invalid.
@@ -195,14 +198,20 @@ pub fn dimensions(rank: usize, batch_dim_index: i64, seq_len_dim_index: i64) -> 
     if rank == 0 {
         return Err(Error::argument("shape", "[]", "a list of at least one dimension"));
     }
-    within("batch_dim_index", batch_dim_index, 0, rank - 1)?;
-    if seq_len_dim_index == -1 { Ok(()) } else { within("seq_len_dim_index", seq_len_dim_index, 0, rank - 1) }
+    within("batch_dim_index", batch_dim_index, 0, rank - 1, "")?;
+    if seq_len_dim_index == -1 {
+        Ok(())
+    } else {
+        within("seq_len_dim_index", seq_len_dim_index, 0, rank - 1, "")
+    }
 }
 
-fn within(name: &str, value: i64, low: i64, high: i64) -> Result<()> {
-    ensure((low..=high).contains(&value), || {
-        Error::out_of_range(name, value, format_args!("{low} to {high}"))
-    })
+fn within(name: &str, value: i64, low: i64, high: i64, unit: &str) -> Result<()> {
+    ensure((low..=high).contains(&value), || Error::out_of_range(name, value, shown_range(low, high, unit)))
+}
+
+fn shown_range(low: i64, high: i64, unit: &str) -> String {
+    if high == i64::MAX { format!("{low} or more{unit}") } else { format!("{low} to {high}{unit}") }
 }
 
 /// Returns the value of the allowed text that equals `text`.
