@@ -21,6 +21,12 @@ BENCH = ROOT / "benches" / "latency.rs"
 # Calls of 256 KiB: p99.99 at most so many times that of the bare loop.
 JUDGED, MOST = 256 << 10, 3.0
 COLUMNS = ("p50", "p99", "p9999", "bare50", "bare99", "bare9999")
+# What the benchmark uses, and how older commits call it.
+RENAMED = {
+    "llm_datadist_core::testing::memory": "llm_datadist_core::mem",
+    "RemoteName": "FarName",
+    "PullRows::Blocks { remote, local }": "PullRows::Blocks { far: remote, near: local }",
+}
 # The columns of each kind and size of call.
 Run = dict[tuple[str, int], list[float]]
 
@@ -51,7 +57,8 @@ def other(commit: str) -> Path:
     source = BENCH.read_text(encoding="utf-8")
     core = tree / "crates/core/src"
     if (core / "mem").exists():  # commits before the modules were renamed
-        source = source.replace("llm_datadist_core::memory", "llm_datadist_core::mem")
+        for name, before in RENAMED.items():
+            source = source.replace(name, before)
     if not any((core / name).exists() for name in ("memory/list_allocator.rs", "mem/kept.rs")):
         source = source.replace("mem::{KeptLists, Region}", "mem::Region")
         source = re.sub(r"/// As the libraries[^\n]*\n#\[global_allocator\]\n[^\n]*\n", "", source)

@@ -240,7 +240,7 @@ def test_a_synchronizer_that_raises(bench: Bench, name: str, caplog: pytest.LogC
     assert task.get_results(SOON) == [TIMEOUT, None]
     error, none = task.errors()
     assert none is None
-    assert "layer 1 does not come: synchronize_layer raised" in str(error)
+    assert "layer 1 will not be ready: synchronize_layer raised" in str(error)
     assert text in str(error)
     assert len(str(error)) < 700
     eventually(lambda: not walkers(), what="the end of the thread")
@@ -401,7 +401,7 @@ def test_a_thread_that_ends_for_no_reason_is_a_failure(bench: Bench, monkeypatch
     monkeypatch.setattr(layerwise, "_arrives", lambda *_: raises(MemoryError())())
     task = bench.start(Gates(), bench.far[0].config(range(1, 4)), bench.far[1].config(range(2, 4)))
     assert task.get_results(SOON) == [TIMEOUT, None]
-    assert "layer 1 does not come: the thread that waits for it ended" in str(task.errors()[0])
+    assert "layer 1 will not be ready: the thread that waits for it ended" in str(task.errors()[0])
     eventually(lambda: seen, what="the report")
     assert seen[0].exc_type is MemoryError
 

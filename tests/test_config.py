@@ -224,10 +224,11 @@ def test_setter_refuses_and_keeps_what_was(name: str, value: Any, expected: Expe
     assert config.generate_options() == FRESH
 
 
-@pytest.mark.parametrize("name", [*TEXTS, *FLAGS, "output_max_size"])
+@pytest.mark.parametrize("name", [*TEXTS, *FLAGS, "output_max_size", "_enable_remote_cache_accessible"])
 def test_none_is_silently_accepted(name: str) -> None:
     config = LLMConfig()
     setattr(config, name, None)
+    assert "llm.EnableRemoteCacheAccessible" not in config.generate_options()
     assert all(isinstance(value, str) for value in config.generate_options().values())
 
 

@@ -215,7 +215,7 @@ def test_peers_that_stall_cost_little_and_keep_nobody_out(held: ExitStack, steps
 
 
 def test_connections_that_stall_are_ended() -> None:
-    """Whoever stalls is sent away, at the latest after the limit of a greeting (5 s)."""
+    """Whoever stalls is sent away, at the latest after the handshake limit (5 s)."""
     with Trial(honest=["tcp"]) as trial:
         peer = trial.attacker()
         name = peer.local_name(trial.victim.address)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import threading
 import time
 from typing import Any, Callable
@@ -26,23 +25,17 @@ from llm_datadist import (
     LLMException,
     LLMRole,
     LLMStatusCode,
-    Placement,
 )
 from memory import (
     LE,
-    MISMATCH,
     UINT64_MAX,
     Expected,
     UserTensors,
-    contents,
     desc,
-    fill,
     raising,
-    refused,
-    same,
     used,
 )
-from peers import GONE, LIMIT, OK, Ends, by_request, code, equal, pattern
+from peers import LIMIT, OK, Ends, by_request, code, equal, pattern
 from two_modes import CACHE_MANAGER, KV_OPTIONS, MODES, SUCCESS, Gate, Pair, config, sent, synchronizer
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
@@ -120,77 +113,6 @@ def test_each_slot_has_its_key(ends: Ends) -> None:
         assert equal(near.read("n"), [tensor[slot : slot + 1] for tensor in pattern(1, 2, 4, 64)])
 
 
-@pytest.mark.contract("19.key-per-slot")
-def test_placeholders_and_omitted_keys(ends: Ends) -> None:
-    near, far = ends.pair()
-    idle = by_request(2, UINT64_MAX)
-    near.allocate("n", 1, 64, 2)
-    given: list[tuple[list[Any], dict[int, int]]] = [
-        ([idle, by_request(2, 1), idle, by_request(2, 3)], {1: 1, 3: 3}),
-        ([by_request(2, 0)], {0: 0}),
-        ([idle, idle, by_request(2, 2)], {2: 2}),
-        ([], {}),
-        ([idle] * 4, {}),
-    ]
-    for number, (keys, bound) in enumerate(given):
-        far.allocate("f", 4, 64, 2, keys=keys, seed=number)
-        for request in range(4):
-            if request in bound:
-                near.pull_cache(by_request(2, request), "n")
-                slot = bound[request]
-                assert equal(near.read("n"), [tensor[slot : slot + 1] for tensor in pattern(number, 2, 4, 64)])
-            else:
-                assert code(near.pull_cache, by_request(2, request), "n") == GONE
-        far.deallocate("f")
-        assert far.used() == 0, "a placeholder holds nothing"
-
-
-@pytest.mark.contract("19.bound-key")
-def test_a_bound_key_is_refused(manager: Any) -> None:
-    first = manager.allocate_cache(desc(2), [CacheKey(1, 1), CacheKey(1, 2)])
-    for keys in ([CacheKey(1, 1)], [CacheKey(1, 3), CacheKey(1, 2)], [CacheKey(77, 2)]):
-        with refused(manager, LE, [first]):
-            manager.allocate_cache(desc(2), keys)
-    manager.allocate_cache(desc(2), [CacheKey(1, 3), CacheKey(1, 1, model_id=1)])
-    manager.remove_cache_key(CacheKey(1, 1))
-    manager.allocate_cache(desc(2), [CacheKey(1, 1)])
-    manager.deallocate_cache(first)
-    with raising(LE):
-        manager.allocate_cache(desc(2), [CacheKey(1, 2)])
-
-
-@pytest.mark.contract("19.deallocate-cache", "19.remove-cache-key", "19.deallocate-blocks-cache")
-def test_nothing_happens_to_what_is_not_there(start: Callable[..., LLMDataDist]) -> None:
-    for given in (options(), options(None, None)):
-        dist = start(given)
-        manager = dist.cache_manager
-        invented = Cache(12345, desc(), [1, 2], manager, False, False)
-        blocks = Cache(12346, desc(), [1, 2], manager, False, True)
-        before = used(manager)
-        for _ in range(2):
-            assert manager.deallocate_cache(invented) is None
-            assert manager.deallocate_blocks_cache(blocks) is None
-            assert manager.remove_cache_key(CacheKey(1, 999)) is None
-            assert manager.remove_cache_key(CacheKey(1, UINT64_MAX, prefix_id=4)) is None
-        assert used(manager) == before
-        dist.finalize()
-
-
-@pytest.mark.contract("19.copy-cache")
-def test_descriptors_must_fit(manager: Any) -> None:
-    cache = manager.allocate_cache(desc(4, 256, 2))
-    fill(cache, 1)
-    more = manager.allocate_cache(desc(4, 256, 3))
-    small = manager.allocate_cache(desc(4, 255, 2))
-    for src, dst in ((cache, more), (more, cache), (cache, small)):
-        with refused(manager, LE, [cache]):
-            manager.copy_cache(dst, src)
-    blocks = manager.allocate_blocks_cache(desc(4, 256, 2))
-    for src, dst in ((cache, blocks), (blocks, cache)):
-        with refused(manager, LE, [cache]):
-            manager.copy_cache(dst, src)
-
-
 @pytest.mark.contract("19.copy-cache", "19.copy-blocks", "19.sync-kv-timeout")
 def test_sync_kv_timeout_ends_the_wait_of_a_copy(start: Callable[..., LLMDataDist]) -> None:
     """A copy that waits for rows ends with the limit. One that has begun is finished (`faults.rs`)."""
@@ -231,23 +153,7 @@ def test_sync_kv_timeout_refuses_no_call_without_copying(start: Callable[..., LL
     assert used(manager)["device"] == 0
 
 
-@pytest.mark.contract("19.swap-blocks", "19.copy-blocks")
-def test_only_blocks_are_swapped_and_copied(manager: Any) -> None:
-    user = UserTensors()
-    cpu, batch = user.cpu_cache(), manager.allocate_cache(desc())
-    blocks = manager.allocate_blocks_cache(desc())
-    host = manager.allocate_cache(desc(placement=Placement.HOST))
-    written = fill(batch, 1)
-    for src, dst in ((cpu, batch), (batch, cpu), (host, blocks), (blocks, host)):
-        with refused(manager, MISMATCH, [batch, blocks, host], [user]):
-            manager.swap_blocks(src, dst, {0: 1})
-    with refused(manager, LE, [batch]):
-        manager.copy_blocks(batch, {0: [1]})
-    assert same(contents(batch), written)
-
-
 POOLS = {"mem_pool_cfg": "llm.MemPoolConfig", "host_mem_pool_cfg": "llm.HostMemPoolConfig"}
-GIB = 1 << 30
 by_name = pytest.mark.parametrize(
     "name",
     [
@@ -276,14 +182,6 @@ def test_pool_texts_are_kept(name: str) -> None:
     assert getattr(made, name) == text
     assert made.generate_options()[POOLS[name]] == text, "verbatim"
     begin(text, name)
-
-
-@pytest.mark.contract("19.host-mem-pool-cfg")
-def test_the_host_pool_has_at_most_20_gigabytes() -> None:
-    begin(json.dumps({"memory_size": 20 * GIB, "page_shift": 16}), "host_mem_pool_cfg")
-    with raising(LE):
-        begin(json.dumps({"memory_size": 20 * GIB + (1 << 16), "page_shift": 16}), "host_mem_pool_cfg")
-    begin(json.dumps({"memory_size": 20 * GIB + (1 << 16), "page_shift": 16}), "mem_pool_cfg")
 
 
 # -- layer-wise transfers --------------------------------------------------------------------------------------------

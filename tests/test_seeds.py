@@ -227,17 +227,17 @@ NEVER_LATE = "test_seed_contract.py::test_sync_kv_timeout_refuses_no_call_withou
 ALLOCATE_RETURNS = [
     "test_seed_contract.py::test_what_calls_return",
     WRONG_TYPES,
-    "test_seed_contract.py::test_a_bound_key_is_refused",
+    "test_allocate.py::test_a_bound_key_cannot_be_bound_again_before_its_release",
     NEVER_LATE,
 ]
 ALLOCATE_LIMITS = [
     "test_seed_contract.py::test_each_slot_has_its_key",
-    "test_seed_contract.py::test_placeholders_and_omitted_keys",
+    "test_allocate.py::test_placeholders_bind_nothing",
     "test_acceptance_caches.py::test_20_17_the_last_of_equal_keys_and_repeated_placeholders",
-    "test_acceptance_caches.py::test_20_15_a_pool_serves_its_placement",
+    "test_allocate.py::test_a_pool_serves_its_own_placement_only",
 ]
 RETURNS = "test_seed_contract.py::test_what_calls_return"
-MISSING = "test_seed_contract.py::test_nothing_happens_to_what_is_not_there"
+MISSING = "test_allocate.py::test_releasing_twice_or_something_unknown_is_no_operation"
 # (page, section) → a test for each statement of "returns", and for each of "constraints", in their order.
 COPIES = "test_cpp.py::test_what_a_copy_refuses"
 TRANSFERS = "test_cpp.py::test_what_a_transfer_refuses"
@@ -245,10 +245,10 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     "deprecated.md:allocate_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
     "deprecated.md:deallocate_cache": ([RETURNS, WRONG_TYPES, NEVER_LATE], [MISSING]),
     "deprecated.md:remove_cache_key": ([RETURNS, WRONG_TYPES, NEVER_LATE], [MISSING]),
-    "deprecated.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),
+    "deprecated.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], [WRONG_TYPES]),
     "deprecated.md:allocate_blocks_cache": (
         [RETURNS, WRONG_TYPES, NEVER_LATE],
-        ["test_acceptance_caches.py::test_20_15_a_pool_serves_its_placement"],
+        ["test_allocate.py::test_a_pool_serves_its_own_placement_only"],
     ),
     # The page has the text of allocate_cache here; its own words are those of the corrected manual (17.6).
     "deprecated.md:deallocate_blocks_cache": (ALLOCATE_RETURNS, ALLOCATE_LIMITS),
@@ -259,7 +259,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
             "test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing",
             "test_bad_input.py::test_bad_argument",
         ],
-        ["test_seed_contract.py::test_only_blocks_are_swapped_and_copied"],
+        ["test_swap.py::test_mismatch_is_both_exceptions_and_moves_nothing"],
     ),
     "deprecated.md:mem_pool_cfg": (
         ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
@@ -267,9 +267,9 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "deprecated.md:host_mem_pool_cfg": (
         ["test_seed_contract.py::test_pool_texts_are_kept", "test_config.py::test_setter_refuses_and_keeps_what_was"],
-        ["test_seed_contract.py::test_the_host_pool_has_at_most_20_gigabytes"],
+        ["test_lifecycle.py::test_host_pool_has_a_limit"],
     ),
-    "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], ["test_seed_contract.py::test_descriptors_must_fit"]),
+    "copy_cache.md:copy_cache": ([RETURNS, WRONG_TYPES, IN_TIME], [WRONG_TYPES]),
     "CopyKvCache.md:CopyKvCache": (["test_cpp.py::test_the_example_of_copy_kv_cache", COPIES, COPIES], [COPIES]),
     "PushKvCache.md:PushKvCache": (
         [

@@ -15,9 +15,9 @@ use crate::memory::kernels::Kernel;
 /// Copies of fewer bytes in total stay in the CPU caches.
 const LARGE: u64 = 4 << 20;
 /// Units that each kernel copies before the first decision.
-const FIRST_LOOK: u64 = 8;
+const FIRST_UNITS: u64 = 8;
 /// One unit in this many tries the kernels in turn, even those that seem slower.
-const LOOK_AGAIN: u64 = 128;
+const RETRY_EVERY: u64 = 128;
 /// Piece sizes in bytes at which a new class starts.
 const CLASSES: [u64; 6] = [2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20];
 /// Index of the kernel for copies that stay in the CPU caches: ordinary stores, with four pages in flight.
@@ -132,11 +132,11 @@ impl Class {
         let unit = self.units.fetch_add(1, Ordering::Relaxed);
         let in_turn = |turn: u64| usize::try_from(turn % count as u64).unwrap_or(0);
         let speed = |index: usize| self.speeds[index].load(Ordering::Relaxed);
-        if unit < FIRST_LOOK * count as u64 || (0..count).any(|index| speed(index) == 0) {
+        if unit < FIRST_UNITS * count as u64 || (0..count).any(|index| speed(index) == 0) {
             return in_turn(unit);
         }
-        if unit.is_multiple_of(LOOK_AGAIN) {
-            return in_turn(unit / LOOK_AGAIN);
+        if unit.is_multiple_of(RETRY_EVERY) {
+            return in_turn(unit / RETRY_EVERY);
         }
         (0..count).min_by_key(|&index| speed(index)).unwrap_or(0)
     }

@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_micros(50);
 const GRACE: Duration = Duration::from_millis(100);
 const DOING: &str = "reading the memory of the peer's process";
 /// Polls between two checks of the clock. After each check, the thread yields its core.
-const LOOKS: u32 = 64;
+const POLLS: u32 = 64;
 
 /// A job with any kind of work.
 pub(super) trait Task: Send + Sync {
@@ -87,7 +87,7 @@ impl<W: Work> Job<W> {
     /// for `silence`. In the last two cases, threads that are still inside after [`GRACE`] keep the work, and
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
-        look(|| self.over());
+        poll(|| self.over());
         let mut inner = self.locked();
         inner.asleep = true;
         let mut ended = Ok(());
@@ -191,10 +191,10 @@ fn still_reading(pid: i32, why: Option<Error>, deadline: Deadline) -> Error {
 }
 
 /// Polls `ready` for [`PATIENCE`], and returns whether it became true.
-pub(super) fn look(ready: impl Fn() -> bool) -> bool {
+pub(super) fn poll(ready: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     loop {
-        for _ in 0..LOOKS {
+        for _ in 0..POLLS {
             if ready() {
                 return true;
             }

@@ -14,15 +14,15 @@ use std::time::Duration;
 
 use hashbrown::HashMap;
 
-use super::peer_read::{Job, Task, look};
+use super::peer_read::{Job, Task, poll};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
-const OF_A_PROCESS: (usize, usize) = (8, 32);
+const THREADS_OF_ONE: (usize, usize) = (8, 32);
 /// Limit on the reader threads of one engine, as a multiple of the limit for one process.
-const PROCESSES: usize = 8;
+const FACTOR_OF_ALL: usize = 8;
 /// How long an idle reader thread sleeps before it ends.
 const IDLE: Duration = Duration::from_secs(1);
 /// Stack size in bytes: enough for one unit, whose lists are on the heap.
@@ -50,9 +50,9 @@ struct State {
     last_reader: u64,
     /// Readers that poll for a ticket, readers that sleep, and readers that were started or woken but have
     /// not arrived yet.
-    looking: usize,
+    polling: usize,
     sleeping: usize,
-    coming: usize,
+    starting: usize,
     /// Callers that wait for a free thread, and whether the engine has ended.
     waiting: usize,
     closed: bool,
@@ -68,7 +68,7 @@ struct Ticket {
 impl Readers {
     /// Creates the set without any thread. `workers` is the number of copy workers of the engine.
     pub(super) fn new(workers: usize) -> Self {
-        let (least, most) = OF_A_PROCESS;
+        let (least, most) = THREADS_OF_ONE;
         Readers(Arc::new(Shared {
             of_a_process: workers.clamp(least, most),
             state: Mutex::default(),
@@ -163,13 +163,13 @@ impl Shared {
             state.queue.push_back(ticket.clone());
         }
         let mut wake = 0;
-        while state.queue.len() > state.looking + state.coming {
-            state.coming += 1;
+        while state.queue.len() > state.polling + state.starting {
+            state.starting += 1;
             if state.sleeping > 0 {
                 state.sleeping -= 1;
                 wake += 1;
             } else if let Err(error) = self.start(&mut state) {
-                state.coming -= 1;
+                state.starting -= 1;
                 // Existing threads take the tickets. Without any thread, the tickets would wait forever.
                 if state.threads.is_empty() {
                     state.queue.retain(|queued| !Arc::ptr_eq(&queued.job, &ticket.job));
@@ -217,11 +217,11 @@ impl Shared {
             if state.closed {
                 return;
             }
-            state.looking += 1;
+            state.polling += 1;
             drop(state);
-            look(|| self.queued.load(Ordering::Acquire) > 0);
+            poll(|| self.queued.load(Ordering::Acquire) > 0);
             state = self.locked();
-            state.looking -= 1;
+            state.polling -= 1;
             if !state.queue.is_empty() || state.closed {
                 continue;
             }
@@ -253,9 +253,9 @@ impl State {
     /// Counts a reader that has started or woken. Returns `true` if a reader was called: this one takes its
     /// place, whichever one it was. Returns `false` if none was called: then it was one of those that slept.
     fn arrived(&mut self) -> bool {
-        let called = self.coming > 0;
+        let called = self.starting > 0;
         if called {
-            self.coming -= 1;
+            self.starting -= 1;
         } else {
             self.sleeping -= 1;
         }
@@ -263,7 +263,7 @@ impl State {
     }
 
     fn room(&self, pid: i32, of_a_process: usize) -> Room {
-        let in_all = of_a_process * PROCESSES;
+        let in_all = of_a_process * FACTOR_OF_ALL;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
         for (_, ticket) in &self.running {
             let (same, gone) = (ticket.pid == pid, ticket.job.abandoned());
@@ -330,9 +330,9 @@ mod tests {
     #[test]
     fn threads_lost_to_some_processes_leave_the_sockets_to_others() {
         let (readers, gate) = (Readers::new(1), Arc::new(Gate::default()));
-        let (each, _) = OF_A_PROCESS;
+        let (each, _) = THREADS_OF_ONE;
         std::thread::scope(|scope| {
-            for call in 0..each * PROCESSES {
+            for call in 0..each * FACTOR_OF_ALL {
                 let (readers, gate) = (&readers, gate.clone());
                 let pid = i32::try_from(call / each).unwrap() + 1;
                 // On a busy machine, the deadline may pass before a thread has started.

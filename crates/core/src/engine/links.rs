@@ -103,15 +103,15 @@ pub(super) fn each(
         return vec![call(only, deadline)];
     }
     let (stop, next) = (Arc::new(AtomicBool::new(false)), AtomicUsize::new(0));
-    let (telling, told) = channel();
-    let work = |telling: Sender<_>, deadline: Deadline| {
+    let (results_to, results_from) = channel();
+    let work = |results_to: Sender<_>, deadline: Deadline| {
         while let Some((index, peer)) = {
             let index = next.fetch_add(1, Ordering::Relaxed);
             peers.get(index).map(|peer| (index, peer))
         } {
             let on = deadline.interruption("waiting for its turn");
             // Fails only without a receiver, and the receiver lives until all results are sent.
-            let _ = telling.send((index, on.and_then(|()| call(peer, deadline))));
+            let _ = results_to.send((index, on.and_then(|()| call(peer, deadline))));
         }
     };
     let mut results = Vec::with_capacity(peers.len());
@@ -120,19 +120,19 @@ pub(super) fn each(
         let work = &work;
         let mut started = 0;
         for _ in 0..peers.len().min(AT_ONCE) {
-            let (telling, stop) = (telling.clone(), stop.clone());
+            let (results_to, stop) = (results_to.clone(), stop.clone());
             let begun = Builder::new().name("llm-each".into()).spawn_scoped(scope, move || {
                 STOP.set(Some(stop));
-                work(telling, deadline.watched(Some(stopped)));
+                work(results_to, deadline.watched(Some(stopped)));
             });
             started += usize::from(begun.is_ok());
         }
         if started == 0 {
-            work(telling.clone(), deadline);
+            work(results_to.clone(), deadline);
         }
-        drop(telling);
+        drop(results_to);
         loop {
-            match told.recv_timeout(Deadline::NAP) {
+            match results_from.recv_timeout(Deadline::NAP) {
                 Ok(result) => results.push(result),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {

@@ -18,7 +18,7 @@ use crate::memory::{Region, Tensors, usable_under};
 use crate::model::{CacheId, Deadline};
 
 /// Bytes moved or allocated after which the merger checks for work.
-const LOOK_AFTER: u64 = 64 << 20;
+const CHECK_AFTER: u64 = 64 << 20;
 /// Pause before units whose pages were in use are tried again.
 const BETWEEN_TRIES: Duration = Duration::from_millis(100);
 /// Merges the regions of one engine into huge pages; the default one merges nothing. Dropping it ends its
@@ -125,7 +125,7 @@ impl Merger {
     pub fn moved(&self, bytes: u64) {
         let Some(shared) = &self.shared else { return };
         let before = shared.moved.fetch_add(bytes, Ordering::Relaxed);
-        if before.saturating_add(bytes) >= LOOK_AFTER {
+        if before.saturating_add(bytes) >= CHECK_AFTER {
             self.look();
         }
     }
@@ -194,10 +194,10 @@ impl Shared {
         loop {
             let mut left = false;
             for region in self.regions.iter().filter(|region| region.able() && region.rested()) {
-                left |= region.walk(&mut pace) == Walk::Some;
+                left |= region.walk(&mut pace) == Walk::Busy;
             }
             if let Some(lending) = &self.lending {
-                left |= lending.walk(&mut pace) == Walk::Some;
+                left |= lending.walk(&mut pace) == Walk::Busy;
             }
             if left && self.closing.sleep(BETWEEN_TRIES) {
                 continue;

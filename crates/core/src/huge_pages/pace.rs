@@ -16,7 +16,7 @@ pub(super) const REST: Duration = Duration::from_secs(60);
 /// Bytes that must be free; otherwise nothing is merged.
 pub(super) const SPARE: u64 = 256 << 20;
 /// Number of units that are merged between two checks of the free memory.
-pub(super) const UNITS_A_LOOK: u64 = 64;
+pub(super) const UNITS_PER_CHECK: u64 = 64;
 
 /// What was merged of one region, and the error that prevents more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(super) enum Walk {
     /// Nothing is left for now.
     Whole,
     /// At least one unit was in use.
-    Some,
+    Busy,
     /// The merger was closed.
     Closed,
 }

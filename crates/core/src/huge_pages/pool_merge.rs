@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pace::{Merged, Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
+use super::pace::{Merged, Pace, REST, SPARE, TRIES, UNITS_PER_CHECK, Walk};
 use crate::memory::{Refusal, Region, usable_under};
 
 /// Bytes of a unit that must be touched before it is merged. Merging commits the rest of the unit, so it adds
@@ -80,7 +80,7 @@ impl Merging {
             next = index + 1;
             let touched = self.region.touched_bytes(index as u64);
             if touched >= ENOUGH {
-                if tried % UNITS_A_LOOK == 0 && usable_under(Path::new("/")) < SPARE {
+                if tried % UNITS_PER_CHECK == 0 && usable_under(Path::new("/")) < SPARE {
                     self.rest();
                     return ended;
                 }
@@ -89,7 +89,7 @@ impl Merging {
                     Ok(()) => self.done(&mut units[index], touched),
                     Err(Refusal::Busy) if units[index] + 1 < TRIES => {
                         units[index] += 1;
-                        ended = Walk::Some;
+                        ended = Walk::Busy;
                     }
                     Err(Refusal::Busy) => {
                         units[index] = 0;
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(splice(file, Some(&mut from), writer, None, 4096, SpliceFlags::empty()), Ok(4096));
         let merging = Merging::new(region.clone());
         for _ in 1..TRIES {
-            if walked(&merging) != Walk::Some {
+            if walked(&merging) != Walk::Busy {
                 assert!(merging.refusal.get().is_some(), "only where this kernel never merges");
                 return;
             }

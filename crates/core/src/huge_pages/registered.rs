@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::pace::{Pace, REST, SPARE, TRIES, UNITS_A_LOOK, Walk};
+use super::pace::{Pace, REST, SPARE, TRIES, UNITS_PER_CHECK, Walk};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
 
@@ -118,7 +118,7 @@ impl Lending {
         let soon = left.busy && !left.stopped && self.tries.fetch_add(1, Ordering::Relaxed) + 1 < TRIES;
         if soon {
             self.next.store(0, Ordering::Relaxed);
-            return Walk::Some;
+            return Walk::Busy;
         }
         self.tries.store(0, Ordering::Relaxed);
         if left.units > 0 {
@@ -132,7 +132,7 @@ impl Lending {
         let (mut index, mut looked) = (0, 0);
         loop {
             let since = Instant::now();
-            let short = looked % UNITS_A_LOOK == 0 && usable_under(Path::new("/")) < SPARE;
+            let short = looked % UNITS_PER_CHECK == 0 && usable_under(Path::new("/")) < SPARE;
             looked += 1;
             {
                 let mut units = locked(&lent.0);

@@ -103,8 +103,8 @@ impl PeerGenerations {
     }
 
     /// Announces that this mapping will be removed soon, because its link has ended.
-    pub fn leave(&self) {
-        self.reserved.leave();
+    pub fn release_soon(&self) {
+        self.reserved.release_soon();
     }
 
     /// Returns whether `place` still has `generation`. Called after a read, `true` means that the memory had

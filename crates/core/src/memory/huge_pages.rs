@@ -106,7 +106,7 @@ impl Region {
     /// The inner result states why it is not in one huge page. The outer one is `Err` of kind
     /// [`ErrorKind::OutOfMemory`] if the memory cannot be committed.
     pub fn commit(&self, unit: u64) -> Result<std::result::Result<(), Refusal>> {
-        let Some(descriptor) = self.behind().filter(|_| unit < self.units()) else {
+        let Some(descriptor) = self.raw_descriptor().filter(|_| unit < self.units()) else {
             return Ok(Err(Refusal::Unable(libc::EINVAL)));
         };
         let from = unit * Self::UNIT_BYTES;

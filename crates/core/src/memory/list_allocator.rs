@@ -69,7 +69,7 @@ impl KeptLists {
 
     /// Frees all kept blocks, because memory is short.
     #[cold]
-    fn let_go(&self) {
+    fn free_kept(&self) {
         for class in 0..CLASSES {
             while let Some(block) = self.take(class) {
                 // SAFETY: `take` returns each kept block once, and kept blocks were allocated with this
@@ -91,7 +91,7 @@ impl KeptLists {
         if !made.is_null() {
             return made;
         }
-        self.let_go();
+        self.free_kept();
         ask()
     }
 }

@@ -28,7 +28,7 @@ pub struct MapBudget {
 struct Counts {
     reserved: u64,
     /// The part of `reserved` that will be returned soon.
-    leaving: u64,
+    releasing: u64,
 }
 
 /// A reservation; returned to the budget on drop.
@@ -36,7 +36,7 @@ struct Counts {
 pub struct Reserved {
     budget: Arc<MapBudget>,
     bytes: u64,
-    leaving: AtomicBool,
+    releasing: AtomicBool,
 }
 
 impl MapBudget {
@@ -67,14 +67,14 @@ impl MapBudget {
         let mut counts = self.locked();
         loop {
             let Err(refused) = self.fits(bytes, counts.reserved) else { break };
-            if counts.leaving == 0 || deadline.passed() {
+            if counts.releasing == 0 || deadline.passed() {
                 return Err(refused);
             }
             counts =
                 self.returned.wait_timeout(counts, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
         }
         counts.reserved += bytes;
-        Ok(Reserved { budget: self.clone(), bytes, leaving: AtomicBool::new(false) })
+        Ok(Reserved { budget: self.clone(), bytes, releasing: AtomicBool::new(false) })
     }
 
     fn fits(&self, bytes: u64, reserved: u64) -> Result<()> {
@@ -88,7 +88,7 @@ impl MapBudget {
         match limits::address_space_left() {
             Some(left) if bytes > left / 2 => Err(Error::new(
                 ErrorKind::System,
-                "this process has too few addresses left to map the memory of a peer",
+                "this process has too little address space left to map the memory of a peer",
             )
             .with("bytes", bytes)
             .with("left_bytes", left)
@@ -105,9 +105,9 @@ impl MapBudget {
 impl Reserved {
     /// Announces that this reservation will be returned soon, because its link has ended. Other requests then
     /// wait for it.
-    pub fn leave(&self) {
-        if !self.leaving.swap(true, Ordering::Relaxed) {
-            self.budget.locked().leaving += self.bytes;
+    pub fn release_soon(&self) {
+        if !self.releasing.swap(true, Ordering::Relaxed) {
+            self.budget.locked().releasing += self.bytes;
         }
     }
 }
@@ -116,8 +116,8 @@ impl Drop for Reserved {
     fn drop(&mut self) {
         let mut counts = self.budget.locked();
         counts.reserved -= self.bytes;
-        if *self.leaving.get_mut() {
-            counts.leaving -= self.bytes;
+        if *self.releasing.get_mut() {
+            counts.releasing -= self.bytes;
         }
         drop(counts);
         self.budget.returned.notify_all();
@@ -139,8 +139,8 @@ mod tests {
     fn memory_that_is_being_unmapped_is_waited_for() {
         let budget = MapBudget::new(Some(100));
         let (kept, ended) = (budget.reserve(60, soon()).unwrap(), budget.reserve(40, soon()).unwrap());
-        ended.leave();
-        ended.leave();
+        ended.release_soon();
+        ended.release_soon();
         let minute = Deadline::after(Duration::from_secs(60));
         thread::scope(|scope| {
             let newcomer = scope.spawn(|| budget.reserve(40, minute));
@@ -153,6 +153,6 @@ mod tests {
         let hour = Deadline::after(Duration::from_secs(3600));
         assert_eq!(budget.reserve(41, hour).unwrap_err().fact("mapped_bytes"), Some("60"));
         drop(kept);
-        assert_eq!((budget.used(), budget.locked().leaving), (0, 0));
+        assert_eq!((budget.used(), budget.locked().releasing), (0, 0));
     }
 }

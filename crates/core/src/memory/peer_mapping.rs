@@ -81,8 +81,8 @@ impl PeerMapping {
     }
 
     /// Announces that this mapping will be removed soon, because its link has ended.
-    pub fn leave(&self) {
-        self.reserved.leave();
+    pub fn release_soon(&self) {
+        self.reserved.release_soon();
     }
 
     /// Returns the address of the first byte in this process.

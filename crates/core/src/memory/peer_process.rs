@@ -123,14 +123,14 @@ impl PeerProcess {
         let (mut next, mut skip) = (0, 0);
         while first || next < pairs.len() {
             first = false;
-            (next, skip) = self.some(pairs, next, skip)?;
+            (next, skip) = self.read_part(pairs, next, skip)?;
         }
         Ok(())
     }
 
     /// Makes one system call that reads as much as possible from byte `skip` of pair `next` on. Returns the
     /// pair and byte at which the next call continues.
-    fn some(&self, pairs: &[(Window<'_>, Window<'_>)], next: usize, skip: u64) -> Result<(usize, u64)> {
+    fn read_part(&self, pairs: &[(Window<'_>, Window<'_>)], next: usize, skip: u64) -> Result<(usize, u64)> {
         let mut secret = [0_u8; 16];
         let batch = &pairs[next..pairs.len().min(next + Self::PAIRS)];
         let mut remote = Vec::with_capacity(batch.len() + 1);
@@ -145,11 +145,11 @@ impl PeerProcess {
         }
         let got = self.call(&local, &remote).map_err(|error| self.failed(error))?;
         if got < secret.len() as u64 || secret != self.probe.secret {
-            return Err(Error::new(ErrorKind::System, "the process of that id is not the peer")
+            return Err(Error::new(ErrorKind::System, "the process with that id is not the peer")
                 .with("pid", self.pid)
                 .with("alive", self.alive()));
         }
-        self.after(pairs, next, skip, got - secret.len() as u64)
+        self.position_after(pairs, next, skip, got - secret.len() as u64)
     }
 
     /// Reads the process's `remote` ranges into the `local` ranges, and returns the number of bytes read.
@@ -176,7 +176,7 @@ impl PeerProcess {
 
     /// Returns the position at which a call that read `got` bytes ended. Returns `Err` if it made no progress
     /// although bytes were left.
-    fn after(
+    fn position_after(
         &self,
         pairs: &[(Window<'_>, Window<'_>)],
         mut next: usize,

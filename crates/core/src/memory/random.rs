@@ -13,7 +13,7 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
     while filled < N {
         let got = getrandom(&mut bytes[filled..], GetRandomFlags::empty());
         filled += got.map_err(|error| {
-            let text = "the system gave no random bytes";
+            let text = "the system provided no random bytes";
             Error::new(ErrorKind::System, text).because(io::Error::from(error))
         })?;
     }

@@ -156,7 +156,7 @@ impl Region {
     }
 
     /// Returns the descriptor even if it must not be shared. The file behind it consists of whole huge pages.
-    pub(super) fn behind(&self) -> Option<BorrowedFd<'_>> {
+    pub(super) fn raw_descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.mapping.as_ref().map(|mapping| mapping.descriptor.as_fd())
     }
 }

@@ -65,7 +65,7 @@ impl Tensors {
     /// address space. Any other invalid address is reported when it is read.
     pub fn of_process(process: Arc<PeerProcess>, addrs: Vec<u64>, tensor_bytes: u64) -> Result<Tensors> {
         if let Some(addr) = addrs.iter().find(|addr| addr.checked_add(tensor_bytes).is_none()) {
-            let text = format!("{tensor_bytes} bytes at {addr:#x} are outside every address space");
+            let text = format!("{tensor_bytes} bytes at {addr:#x} exceed the address space");
             return Err(Error::new(ErrorKind::System, text).with("pid", process.pid()));
         }
         let addrs = Arc::new(addrs);

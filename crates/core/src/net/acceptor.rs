@@ -16,7 +16,7 @@ use crate::memory::Kept;
 type Welcome = fn(OwnedFd, &Address) -> Option<Stream>;
 
 /// A listening socket and what it needs to accept connections.
-pub(super) struct Door {
+pub(super) struct ListeningSocket {
     _kept: Kept,
     socket: OwnedFd,
     address: Address,
@@ -24,15 +24,21 @@ pub(super) struct Door {
     welcome: Welcome,
 }
 
-impl Door {
+impl ListeningSocket {
     /// Starts to listen with a non-blocking socket that is bound to `address`.
-    pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<Door> {
+    pub(super) fn open(socket: OwnedFd, address: Address, welcome: Welcome) -> Result<ListeningSocket> {
         listen(&socket, BACKLOG.into()).map_err(|errno| unavailable(&address, "listen at", errno))?;
-        Ok(Door { _kept: Kept::new(&socket), socket, address, closed: AtomicBool::new(false), welcome })
+        Ok(ListeningSocket {
+            _kept: Kept::new(&socket),
+            socket,
+            address,
+            closed: AtomicBool::new(false),
+            welcome,
+        })
     }
 }
 
-impl Listener for Door {
+impl Listener for ListeningSocket {
     fn accept(&self) -> Result<Accepted> {
         while !self.closed.load(Ordering::Acquire) {
             match accept_with(&self.socket, SocketFlags::CLOEXEC) {
@@ -82,8 +88,8 @@ impl Listener for Door {
     }
 }
 
-impl fmt::Debug for Door {
+impl fmt::Debug for ListeningSocket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Door({})", self.address)
+        write!(f, "ListeningSocket({})", self.address)
     }
 }

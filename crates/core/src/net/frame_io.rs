@@ -53,7 +53,7 @@ impl Stream {
         let (count, peer) = (descriptors.len(), &self.about.peer);
         let limit = if self.about.carries_descriptors { MAX_DESCRIPTORS } else { 0 };
         if count > limit || frame.is_empty() {
-            let text = format!("{count} descriptors cannot travel with one frame to {peer}");
+            let text = format!("{count} descriptors cannot be sent with one frame to {peer}");
             return Err(Error::new(ErrorKind::System, text).with("limit", limit));
         }
         // The first bytes carry the descriptors. The rest of the frame follows without any.
@@ -190,7 +190,7 @@ impl Stream {
                 let next = header.length.min(got + got.max(FIRST_STEP));
                 if body.try_reserve_exact(next - got).is_err() {
                     drop(body);
-                    return self.passed_by(header.length, got, &mut transfer);
+                    return self.discard_body(header.length, got, &mut transfer);
                 }
                 body.resize(next, 0);
             }
@@ -203,10 +203,10 @@ impl Stream {
     /// so that the stream remains usable. A short body ends the stream instead, because bytes of a cache may
     /// follow it that no call would expect.
     #[cold]
-    fn passed_by<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
+    fn discard_body<T>(&self, length: usize, mut got: usize, transfer: &mut Transfer<'_>) -> Result<T> {
         let error = fallible::out_of_memory("a frame of the peer", length).with("peer", &self.about.peer);
         if length <= FIRST_STEP {
-            self.spoilt();
+            self.break_after_half();
             return Err(error);
         }
         let mut away = [0; 4096];

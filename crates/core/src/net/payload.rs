@@ -34,17 +34,17 @@ const MOST_WINDOWS: usize = 1024;
 
 /// Bytes that a receiver waits for at once over a network. One wake-up for each segment that arrives would
 /// cost more than copying it (docs/performance.md).
-const TOGETHER: u32 = 256 << 10;
+const WAKE_BYTES: u32 = 256 << 10;
 
 /// Bytes that are received and discarded at once.
-const FORGOTTEN: usize = 4 << 10;
+const DISCARDED: usize = 4 << 10;
 
 /// For at most this many bytes, the receiver polls for [`POLL_TIME`](super::POLL_TIME) before it sleeps, whatever the transport.
 const FEW: u64 = 48 << 10;
 
 /// Within one host, a transfer polls for its next bytes until this many of its polls have failed. Pushes
 /// benefit from it (benches/results/log.md).
-const LOOKS: u8 = 8;
+const POLLS: u8 = 8;
 
 impl Stream {
     /// Sends the bytes of `windows`, one window after the other, directly from their memory.
@@ -89,9 +89,9 @@ impl Stream {
     /// Receives `bytes` bytes and discards them.
     pub fn pass_over(&self, bytes: u64, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
-        let (mut scratch, mut done) = ([0; FORGOTTEN], 0);
+        let (mut scratch, mut done) = ([0; DISCARDED], 0);
         while done < bytes {
-            let most = usize::try_from(bytes - done).map_or(FORGOTTEN, |left| left.min(FORGOTTEN));
+            let most = usize::try_from(bytes - done).map_or(DISCARDED, |left| left.min(DISCARDED));
             done += transfer.next(done, || self.pull(&mut scratch[..most]))? as u64;
         }
         Ok(())
@@ -101,8 +101,8 @@ impl Stream {
         let mut wakes = Wakes { stream: self, at: 1 };
         let left: u64 = windows.iter().map(Window::len).sum();
         let mut transfer = Transfer::new(self, way, deadline);
-        let mut looks = if way == Way::In && self.about.same_host { LOOKS } else { 0 };
-        if looks > 0 || (way == Way::In && left <= FEW) {
+        let mut polls = if way == Way::In && self.about.same_host { POLLS } else { 0 };
+        if polls > 0 || (way == Way::In && left <= FEW) {
             transfer.patience = super::POLL_TIME.min(deadline.left());
         }
         // Finished windows leave the list, so that no step iterates over them again.
@@ -114,12 +114,12 @@ impl Stream {
                 continue;
             }
             if way == Way::In && !self.about.carries_descriptors {
-                wakes.set(if looks > 0 || left - *done < TOGETHER.into() { 1 } else { TOGETHER });
+                wakes.set(if polls > 0 || left - *done < WAKE_BYTES.into() { 1 } else { WAKE_BYTES });
             }
             let bytes = transfer.next(*done, || self.step_windows(windows, skip, way))? as u64;
-            if looks > 0 && transfer.looked_in_vain() {
-                looks -= 1;
-                transfer.patience = if looks > 0 { transfer.patience } else { Duration::ZERO };
+            if polls > 0 && transfer.polled_in_vain() {
+                polls -= 1;
+                transfer.patience = if polls > 0 { transfer.patience } else { Duration::ZERO };
             }
             (skip, *done) = (skip + bytes, *done + bytes);
         }

@@ -132,7 +132,7 @@ impl Stream {
     }
 
     /// Ends the stream after half a frame, because what follows would be read as something else.
-    pub(super) fn spoilt(&self) {
+    pub(super) fn break_after_half(&self) {
         self.end(BROKEN);
     }
 

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with, sockopt};
 use rustix::net::{getpeername, getsockname};
 
-use super::acceptor::Door;
+use super::acceptor::ListeningSocket;
 use super::step::timespec;
 use super::stream::About;
 use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
@@ -66,7 +66,7 @@ impl Transport for Tcp {
             let (local, remote) = ends(&socket).ok()?;
             stream(socket, local, remote).ok()
         };
-        Ok(Box::new(Door::open(socket, Address::Tcp(local), welcome)?))
+        Ok(Box::new(ListeningSocket::open(socket, Address::Tcp(local), welcome)?))
     }
 }
 

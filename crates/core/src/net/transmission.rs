@@ -19,7 +19,7 @@ pub(super) struct Transfer<'a> {
     deadline: Deadline,
     /// How long to poll for its first bytes without sleeping.
     pub(super) patience: Duration,
-    /// Whether it has slept since [`Transfer::looked_in_vain`] was last called.
+    /// Whether it has slept since [`Transfer::polled_in_vain`] was last called.
     slept: bool,
     /// When it first found nothing to move.
     since: Option<Instant>,
@@ -58,7 +58,7 @@ impl<'a> Transfer<'a> {
         done: u64,
         mut step: impl FnMut() -> io::Result<Moved>,
     ) -> Result<Option<usize>> {
-        let (mut slept, mut on) = (false, if done > 0 { self.still_on() } else { Ok(()) });
+        let (mut slept, mut on) = (false, if done > 0 { self.check_deadline() } else { Ok(()) });
         let failed = loop {
             if let Err(error) = on {
                 break error;
@@ -78,7 +78,7 @@ impl<'a> Transfer<'a> {
             }
         };
         if done > 0 {
-            self.stream.spoilt();
+            self.stream.break_after_half();
         }
         Err(failed.with("peer", self.stream.peer()).with("bytes_before", done))
     }
@@ -86,7 +86,7 @@ impl<'a> Transfer<'a> {
     /// Checks the deadline now and then between two steps that moved bytes, because a peer that always has
     /// bytes, or room for them, would never let this thread sleep. Bytes that are already there are received
     /// even if no time is left.
-    fn still_on(&mut self) -> Result<()> {
+    fn check_deadline(&mut self) -> Result<()> {
         let now = Instant::now();
         if now.duration_since(*self.asked.get_or_insert(now)) < Self::ASK {
             return Ok(());
@@ -97,7 +97,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns whether it slept for the last step, although it polled first. Polling starts again for the
     /// next step.
-    pub(super) fn looked_in_vain(&mut self) -> bool {
+    pub(super) fn polled_in_vain(&mut self) -> bool {
         self.since = None;
         std::mem::take(&mut self.slept)
     }

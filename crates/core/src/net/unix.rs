@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with};
 
-use super::acceptor::Door;
+use super::acceptor::ListeningSocket;
 use super::stream::About;
 use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
 use crate::error::{Error, Result};
@@ -52,7 +52,7 @@ impl Transport for Unix {
             Ok(socket)
         };
         let socket = bound().map_err(|errno| unavailable(at, "listen at", errno))?;
-        Ok(Box::new(Door::open(socket, at.clone(), |socket, at| Some(stream(socket, at)))?))
+        Ok(Box::new(ListeningSocket::open(socket, at.clone(), |socket, at| Some(stream(socket, at)))?))
     }
 }
 

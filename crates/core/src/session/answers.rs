@@ -46,7 +46,7 @@ impl Answers {
         let silence = self.cluster.config.links.silence;
         // The request has arrived or begun to arrive. The budget of the link decides how much memory and time
         // a large one gets.
-        let begun = Deadline::after(silence).named("the time that a request is given");
+        let begun = Deadline::after(silence).named("the time limit of a request");
         let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
         let heard = frame.and_then(|frame| {
             let read =
@@ -144,8 +144,7 @@ impl Call<'_> {
     fn limit(&self, limit_ms: u64) -> Deadline {
         let most = self.cluster.config.links.pin_limit;
         let asked = Duration::from_millis(limit_ms);
-        let name =
-            if asked > most { "llm.LinkPinLimit" } else { "what was left of the caller's sync_kv_timeout" };
+        let name = if asked > most { "llm.LinkPinLimit" } else { "the rest of the caller's sync_kv_timeout" };
         Deadline::after(asked.min(most)).named(name)
     }
 
@@ -240,8 +239,8 @@ impl Call<'_> {
         });
         let bytes = to.saturating_sub(from);
         // `Ready` is sent together with the bytes that follow it, which saves a packet when they are few.
-        let send = if bytes > 0 { send_message_before } else { send_message };
-        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, send)? else {
+        let ready = if bytes > 0 { send_message_before } else { send_message };
+        let Some((plan, cache, _pin)) = self.begin(begun, bytes, call.deadline, ready)? else {
             return Err(Ended::Refused);
         };
         self.stream.restart_pace();

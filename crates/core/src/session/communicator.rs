@@ -142,7 +142,7 @@ impl Communicator {
         let text =
             format!("the link to cluster {cluster} by link({:?}) is still being prepared", self.comm.name);
         let why =
-            self.locked().why.get(&cluster).cloned().unwrap_or_else(|| "the member has not shown up".into());
+            self.locked().why.get(&cluster).cloned().unwrap_or_else(|| "the member has not connected".into());
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 

@@ -48,7 +48,7 @@ impl Dialer {
     /// Opens a stream to the address and runs the handshake for `purpose`. Afterwards the peer is
     /// authenticated, unless it only names its local socket or `accept_remote` is set. Returns `Err` with
     /// `LinkFailed` if the peer does not prove its identity.
-    pub(super) fn greet(
+    pub(super) fn handshake(
         &self,
         asked: Option<crate::model::ClusterId>,
         purpose: Purpose,

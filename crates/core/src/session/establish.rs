@@ -57,7 +57,7 @@ impl Shared {
         // Without a token, the two sides first connect at the local socket, even if they use TCP afterwards.
         let meet = matches!(address, Address::Tcp(_)) && (choice != TransportChoice::Tcp || !token);
         let dialer = self.dialer(address.clone());
-        let (stream, welcome) = dialer.greet(Some(asked), purpose(meet), deadline)?;
+        let (stream, welcome) = dialer.handshake(Some(asked), purpose(meet), deadline)?;
         let Some(name) = welcome.local.filter(|_| meet) else {
             return self.establish(dialer, stream, &welcome.from, kind, link, None, deadline);
         };
@@ -72,10 +72,11 @@ impl Shared {
         };
         if choice != TransportChoice::Tcp {
             let shown = Some(address.to_string());
-            let answer = socket.greet(Some(asked), purpose(false), deadline).and_then(|(stream, answer)| {
-                is_same(&answer)?;
-                self.establish(socket.clone(), stream, &answer.from, kind, link, shown, deadline)
-            });
+            let answer =
+                socket.handshake(Some(asked), purpose(false), deadline).and_then(|(stream, answer)| {
+                    is_same(&answer)?;
+                    self.establish(socket.clone(), stream, &answer.from, kind, link, shown, deadline)
+                });
             let Err(why) = answer else { return answer };
             let over =
                 why.kind() == ErrorKind::Interrupted || deadline.passed() || why.fact(RIVAL_LINK).is_some();
@@ -89,13 +90,13 @@ impl Shared {
         }
         let mut dialer = dialer;
         if !dialer.key.proves() {
-            let answer = socket.greet(Some(asked), Purpose::Meet, deadline);
+            let answer = socket.handshake(Some(asked), Purpose::Meet, deadline);
             let secret = answer.and_then(|(_, answer)| is_same(&answer).map(|()| answer.secret));
             // With `accept_remote`, a peer needs no proof, so a failure to get its secret is ignored.
             let secret = if dialer.accept_remote { secret.ok().flatten() } else { secret? };
             dialer.key = secret.map_or(Key::Empty, Key::Secret);
         }
-        let (stream, welcome) = dialer.greet(Some(asked), purpose(false), deadline)?;
+        let (stream, welcome) = dialer.handshake(Some(asked), purpose(false), deadline)?;
         self.establish(dialer, stream, &welcome.from, kind, link, None, deadline)
     }
 

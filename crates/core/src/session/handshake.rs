@@ -24,7 +24,7 @@ use crate::net::Stream;
 use crate::protocol::{self, Challenge, HANDSHAKE_LIMIT, HEADER, Hello, Party, Proof, Purpose, Welcome};
 
 /// How long a peer may take for the handshake.
-pub(super) const GREETING_TIME: Duration = Duration::from_secs(5);
+pub(super) const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 
 /// The identity of this engine.
 #[derive(Clone, Debug)]

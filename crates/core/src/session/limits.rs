@@ -103,7 +103,7 @@ impl PeerBudget {
     pub(super) fn admit(self: &Arc<Self>, bytes: usize, silence: Duration) -> Result<(Held, Deadline)> {
         let bytes = bytes as u64;
         let until = Deadline::after(silence + Duration::from_secs(bytes / BODY_RATE))
-            .named("the time that the body of a request is given");
+            .named("the time limit of a request body");
         if bytes <= FREE {
             return Ok((Held { of: None }, until));
         }

@@ -96,7 +96,6 @@ struct Serving {
 }
 
 impl Link {
-    #[expect(clippy::too_many_arguments, reason = "what a link is made of")]
     pub(super) fn new(
         id: u64,
         kind: Kind,
@@ -220,7 +219,7 @@ impl Link {
         if self.broken.set((Instant::now(), why.into())).is_err() {
             return;
         }
-        self.reach.iter().for_each(Reach::leave);
+        self.reach.iter().for_each(Reach::release_soon);
         self.control.close();
         let served = self.served().streams.clone();
         for stream in self.locked().end().iter().chain(&served) {
@@ -305,17 +304,17 @@ impl Link {
         reverse: bool,
         deadline: Deadline,
     ) -> Result<Stream> {
-        let greet = || {
+        let dial = || {
             let purpose = Purpose::Call { link: self.id, reverse };
-            dialer.greet(Some(self.peer.cluster), purpose, deadline)
+            dialer.handshake(Some(self.peer.cluster), purpose, deadline)
         };
         // A listener that is full of unauthenticated connections drops the oldest one, which may be this one.
         // So retry once.
-        let greeted = match greet() {
-            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => greet(),
-            greeted => greeted,
+        let opened = match dial() {
+            Err(error) if error.kind() == ErrorKind::NotLinked && self.alive() => dial(),
+            opened => opened,
         };
-        let (stream, welcome) = greeted?;
+        let (stream, welcome) = opened?;
         if welcome.from.instance == self.peer.instance {
             return Ok(stream);
         }

@@ -89,9 +89,9 @@ impl Communicator {
         }
         for end in self.ends.iter().filter(|end| end.cluster != self.own && !self.dials(end.cluster)) {
             let dialer = shared.dialer(self.local_address(end, config.token.as_ref()));
-            let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one try");
+            let limit = Deadline::after(self.one_try.min(deadline.left())).named("the limit of one attempt");
             // A member that is not running yet will find this side listening.
-            let _ = dialer.greet(Some(end.cluster), Purpose::Knock { comm: self.at(end) }, limit);
+            let _ = dialer.handshake(Some(end.cluster), Purpose::Knock { comm: self.at(end) }, limit);
         }
     }
 
@@ -156,7 +156,7 @@ impl Communicator {
             }
             // Half of the remaining time, so that one unresponsive process leaves time for the next port.
             let left = if deadline.passed() { self.limit } else { deadline.left() };
-            let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one try");
+            let limit = Deadline::after(self.one_try.min(left / 2)).named("the limit of one attempt");
             let kind = Kind::Communicator(self.id);
             let error = match shared.connect(&address, end.cluster, Some(&comm), kind, limit) {
                 Ok(link) => return Ok(link),
@@ -192,7 +192,7 @@ impl Communicator {
             progress.missing.iter().map(|cluster| self.view(*cluster, &progress.why)).collect();
         let what = match progress.status {
             CommStatus::Preparing => "failed",
-            CommStatus::Ready | CommStatus::Failed => "has lost members, who are still looked for",
+            CommStatus::Ready | CommStatus::Failed => "has lost members and still searches for them",
         };
         format!("link({:?}) {what} after {} ms: {}", self.comm.name, self.limit.as_millis(), view.join("; "))
     }
@@ -203,7 +203,8 @@ impl Communicator {
             return cluster.to_string();
         };
         let at: Vec<String> = end.host.iter().map(ToString::to_string).collect();
-        let way = if self.dials(cluster) { "was looked for at" } else { "did not come; it would listen at" };
+        let way =
+            if self.dials(cluster) { "was searched for at" } else { "did not connect; it would listen at" };
         let last = why.get(&cluster).map_or(String::new(), |why| format!(" (last: {why})"));
         format!("cluster {cluster}, rank {}, {way} {}, chosen by {}{last}", end.rank, at.join(" "), end.why)
     }

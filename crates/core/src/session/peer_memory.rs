@@ -113,9 +113,9 @@ impl Reach {
     }
 
     /// Records that the link has ended, so that new links wait until this memory is unmapped.
-    pub(super) fn leave(&self) {
-        self.taken.generations.iter().for_each(PeerGenerations::leave);
-        self.taken.pools.iter().flatten().for_each(|pool| pool.leave());
+    pub(super) fn release_soon(&self) {
+        self.taken.generations.iter().for_each(PeerGenerations::release_soon);
+        self.taken.pools.iter().flatten().for_each(|pool| pool.release_soon());
     }
 
     /// Returns the generations of the peer's table, or `None` if they could not be mapped.
@@ -271,7 +271,8 @@ impl Offered {
             (None, _) => return Err("the peer's process id is not visible here".into()),
             (_, None) => return Err("the peer does not offer it".into()),
         };
-        let limit = Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the limit of opening a process");
+        let limit =
+            Deadline::after(PROBE_LIMIT.min(deadline.left())).named("the time limit of opening a process");
         let opened = cluster.engine.open_process(pid, Probe { address, secret }, limit);
         opened.map_err(|error| error.to_string())
     }
@@ -290,21 +291,21 @@ fn bounded(error: Error) -> Error {
 /// arbitrarily long, so a separate thread does it. If too many such threads are running, the descriptors stay
 /// open.
 fn discard(descriptors: Vec<OwnedFd>) {
-    static AT_IT: AtomicUsize = AtomicUsize::new(0);
+    static RUNNING: AtomicUsize = AtomicUsize::new(0);
     const MOST: usize = 4;
     if descriptors.is_empty() {
         return;
     }
-    if AT_IT.fetch_add(1, Ordering::Relaxed) < MOST {
+    if RUNNING.fetch_add(1, Ordering::Relaxed) < MOST {
         let begun = Builder::new().name("llm-discard".into()).spawn(move || {
             drop(descriptors);
-            AT_IT.fetch_sub(1, Ordering::Relaxed);
+            RUNNING.fetch_sub(1, Ordering::Relaxed);
         });
         if begun.is_err() {
-            AT_IT.fetch_sub(1, Ordering::Relaxed);
+            RUNNING.fetch_sub(1, Ordering::Relaxed);
         }
     } else {
-        AT_IT.fetch_sub(1, Ordering::Relaxed);
+        RUNNING.fetch_sub(1, Ordering::Relaxed);
         std::mem::forget(descriptors);
     }
 }

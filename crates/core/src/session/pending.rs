@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::accept::{Next, PendingStream, Work};
-use super::handshake::GREETING_TIME;
+use super::handshake::HANDSHAKE_TIME;
 use super::poller::{Bell, Poller, Watching};
 use super::refusals::{Reason, Refusal};
 use super::shared::Shared;
@@ -19,7 +19,7 @@ use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT};
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
-const YOUNG: Duration = Duration::from_millis(100);
+const LEAST_TIME: Duration = Duration::from_millis(100);
 
 /// The connections of one engine whose handshake is not finished.
 pub(super) struct PendingStreams {
@@ -83,7 +83,7 @@ impl PendingStreams {
             self.make_room(shared, poller);
         }
         let stream = Arc::new(stream);
-        let until = Deadline::after(GREETING_TIME).named("the limit of a greeting");
+        let until = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
         if let Err(error) = poller.add("the connection", &*stream, number, Watching::Always) {
             return refuse(shared, &stream, &error.into());
         }
@@ -100,8 +100,8 @@ impl PendingStreams {
             return None;
         }
         let (_, entry) = self.victim()?;
-        let age = GREETING_TIME.saturating_sub(entry.until.left());
-        YOUNG.checked_sub(age).filter(|left| !left.is_zero())
+        let age = HANDSHAKE_TIME.saturating_sub(entry.until.left());
+        LEAST_TIME.checked_sub(age).filter(|left| !left.is_zero())
     }
 
     /// Returns the connection to drop if room is needed: the oldest unauthenticated one. If more than half of
@@ -117,7 +117,7 @@ impl PendingStreams {
     /// Drops one connection to make room. Returns `false` if there is none to drop.
     pub(super) fn make_room(&mut self, shared: &Shared, poller: &Poller) -> bool {
         let Some((number, _)) = self.victim() else { return false };
-        let text = "too many connections have not finished their greeting; the oldest was dropped";
+        let text = "too many connections have not finished their handshake; the oldest was dropped";
         let full = Error::new(ErrorKind::LinkFailed, text).with("limit", self.most);
         self.end(shared, poller, number, Some(&Refusal::new(Reason::Full, full)));
         true
@@ -129,7 +129,7 @@ impl PendingStreams {
             if !entry.until.passed() {
                 return;
             }
-            let late = entry.until.error("waiting for the greeting of the peer");
+            let late = entry.until.error("waiting for the handshake of the peer");
             self.end(shared, poller, number, Some(&Refusal::new(Reason::Late, late)));
         }
     }

@@ -377,7 +377,7 @@ impl Entries {
             return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
         }
         if self.quiet {
-            return Err(Error::new(ErrorKind::LinkFailed, "the engine is taking another role; link again"));
+            return Err(Error::new(ErrorKind::LinkFailed, "the engine is switching its role; try again"));
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use hashbrown::HashMap;
 
 use super::answers::Answers;
 use super::call_slots::{Slot, Slots};
-use super::handshake::GREETING_TIME;
+use super::handshake::HANDSHAKE_TIME;
 use super::limits::{Budget, Connections};
 use super::link::Link;
 use super::poller::{Bell, Poller, Watching};
@@ -331,7 +331,7 @@ impl Server {
 
     fn take_dial(self: &Arc<Self>, link: &Arc<Link>) {
         let Some(dialer) = link.dialer.as_ref().filter(|_| link.alive()) else { return link.opened() };
-        let deadline = Deadline::after(GREETING_TIME).named("the limit of a greeting");
+        let deadline = Deadline::after(HANDSHAKE_TIME).named("the handshake limit");
         let opened = link.open_call_stream(dialer, true, deadline).map(Arc::new);
         link.opened();
         let served = opened.and_then(|stream| {

@@ -88,8 +88,8 @@ impl Carrier for LayerPush {
                 let text = "a layer of a transfer whose destination was not found";
                 return Err(Error::new(ErrorKind::System, text).with("layer", layer));
             };
-            let bring = |part: &Part| self.bring(route, part, deadline);
-            let bytes = parts.iter().map(bring).sum::<Result<u64>>();
+            let push_part = |part: &Part| self.push_part(route, part, deadline);
+            let bytes = parts.iter().map(push_part).sum::<Result<u64>>();
             let bytes = bytes.map_err(|error| route.link.named(error).with("layer", layer))?;
             self.cluster.stats.add_bytes(Op::Layer, bytes);
             self.cluster.merger.moved(bytes);
@@ -114,7 +114,7 @@ impl LayerPush {
         Deadline::after(self.cluster.config.sync_timeout)
     }
 
-    fn bring(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
+    fn push_part(&self, route: &Route, part: &Part, deadline: Deadline) -> Result<u64> {
         let call = Call {
             cluster: self.cluster.clone(),
             link: route.link.clone(),
@@ -166,7 +166,8 @@ impl LayerPush {
 
     fn to_addresses(&self, link: Arc<Link>, addrs: &[u64], deadline: Deadline) -> Result<Route> {
         let spots = link.locate(addrs, deadline)?;
-        let mut alike = Alike { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
+        let mut plans_of_tensors =
+            TensorPlans { push: self, known: Vec::new(), plans: Vec::new(), local_rows: Vec::new() };
         let (per_layer, first) = (self.per_layer.max(1) as usize, self.to.src_layers.first as usize);
         let mut layers = Vec::new();
         for (index, spots) in spots.chunks(per_layer).enumerate() {
@@ -174,14 +175,14 @@ impl LayerPush {
             let mut src_tensor = (first + index) * per_layer;
             for run in spots.chunk_by(neighbours) {
                 let tensors = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-                let plan = alike.plan(&link, run[0], deadline)?;
+                let plan = plans_of_tensors.plan(&link, run[0], deadline)?;
                 let plan = plan.in_tensors(tensors(src_tensor), run[0].tensor, tensors(run.len()));
                 fallible::push(LAYERS, &mut parts, Part { cache: CacheId(run[0].cache), plan })?;
                 src_tensor += run.len();
             }
             fallible::push(LAYERS, &mut layers, parts)?;
         }
-        Ok(Route { link, local_rows: alike.local_rows, layers })
+        Ok(Route { link, local_rows: plans_of_tensors.local_rows, layers })
     }
 }
 
@@ -206,7 +207,7 @@ fn neighbours(a: &AddressLocation, b: &AddressLocation) -> bool {
 
 /// What the tensors of one destination have in common. Usually all lie at the same offset in one cache, and
 /// one plan serves them all.
-struct Alike<'a> {
+struct TensorPlans<'a> {
     push: &'a LayerPush,
     known: Vec<Arc<Known>>,
     /// Plans by offset in a tensor and size of the tensor, both in bytes.
@@ -214,7 +215,7 @@ struct Alike<'a> {
     local_rows: Vec<u64>,
 }
 
-impl Alike<'_> {
+impl TensorPlans<'_> {
     /// Returns the plan for a tensor that goes to `spot`.
     fn plan(&mut self, link: &Link, spot: AddressLocation, deadline: Deadline) -> Result<CopyPlan> {
         let tensor_bytes =

@@ -86,7 +86,7 @@ struct State {
     alarm: Option<Alarm>,
     slots: Vec<Slot>,
     /// Number of calls that are dropping the carriers of destinations.
-    letting_go: usize,
+    dropping: usize,
     ended: bool,
 }
 
@@ -142,7 +142,7 @@ impl Task {
         let slots: Vec<_> = legs.into_iter().map(slot).collect();
         let all = 0..slots.len();
         let state =
-            State { ready: 0, over: false, awaited: None, alarm: None, slots, letting_go: 0, ended: false };
+            State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
         task.settle(task.locked());
@@ -206,7 +206,7 @@ impl Task {
     /// [Refuses](Self::refuse) a layer that nobody can report on any more, because of `why` (contract §8.3,
     /// ruling for exceptions).
     pub fn broken(&self, layer: u32, why: &str) {
-        let text = format!("layer {layer} does not come: {why}");
+        let text = format!("layer {layer} will not be ready: {why}");
         self.refuse(layer, &Error::new(ErrorKind::Timeout, text));
     }
 
@@ -352,14 +352,14 @@ impl Task {
         let ended = |slot: &&mut Slot| !slot.busy && (slot.outcome.is_some() || over && !waits(slot));
         let gone: Vec<_> =
             state.slots.iter_mut().filter(ended).filter_map(|slot| slot.carrier.take()).collect();
-        state.letting_go += 1;
+        state.dropping += 1;
         drop(state);
         // A carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped
         // without the lock, and before anything reports that the transfer has ended.
         drop(gone);
         let mut state = self.locked();
-        state.letting_go -= 1;
-        if state.ended || state.letting_go > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
+        state.dropping -= 1;
+        if state.ended || state.dropping > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
             return;
         }
         state.ended = true;

@@ -468,20 +468,23 @@ fn option_texts() {
 #[test]
 fn single_values() {
     for good in [0, 1, i64::from(i32::MAX)] {
-        validate::device_id(good).unwrap();
+        validate::number("device_id", good).unwrap();
     }
     for bad in [-1, i64::from(i32::MAX) + 1, i64::MIN, i64::MAX] {
-        refused(validate::device_id(bad), &["device_id", &bad.to_string()]);
+        refused(validate::number("device_id", bad), &["device_id", &bad.to_string()]);
     }
-    validate::sync_kv_timeout(1).unwrap();
-    validate::sync_kv_timeout(i64::MAX).unwrap();
+    validate::number("sync_kv_timeout", 1).unwrap();
+    validate::number("sync_kv_timeout", i64::MAX).unwrap();
     for bad in [0, -1, i64::MIN] {
-        refused(validate::sync_kv_timeout(bad), &["sync_kv_timeout", &bad.to_string(), "milliseconds"]);
+        refused(
+            validate::number("sync_kv_timeout", bad),
+            &["sync_kv_timeout", &bad.to_string(), "milliseconds"],
+        );
     }
-    validate::link_total_time(0).unwrap();
-    refused(validate::link_total_time(-1), &["link_total_time=-1"]);
+    validate::number("link_total_time", 0).unwrap();
+    refused(validate::number("link_total_time", -1), &["link_total_time=-1"]);
     for (value, ok) in [(0, false), (1, true), (100, true), (101, false), (i64::MIN, false)] {
-        assert_eq!(validate::link_retry_count(value).is_ok(), ok);
+        assert_eq!(validate::number("link_retry_count", value).is_ok(), ok);
     }
     for good in [0.0, -0.0, 0.5, 1.0] {
         validate::mem_utilization(good).unwrap();
@@ -699,7 +702,7 @@ fn deep_json_is_refused_like_other_malformed_json() {
     let readers: [(&str, Reader); 5] = [
         ("mem_pool_cfg", |text| read(&[("llm.MemPoolConfig", text)]).map(drop)),
         ("host_mem_pool_cfg", |text| read(&[("llm.HostMemPoolConfig", text)]).map(drop)),
-        ("rank_hosts", |text| validate::rank_hosts(text).map(drop)),
+        ("rank_hosts", |text| validate::text("rank_hosts", text)),
         ("llm.BufPoolCfg", |text| validate::cpp::buffer_pool(text).map(drop)),
         ("rank_table", |text| {
             let clusters = [(ClusterId(1), 0), (ClusterId(2), 1)];
@@ -725,7 +728,7 @@ fn deep_json_is_refused_like_other_malformed_json() {
 
 #[test]
 fn hosts_of_ranks() {
-    assert!(validate::rank_hosts("{}").unwrap().is_empty());
+    validate::text("rank_hosts", "{}").unwrap();
     for (text, fact) in [
         ("", "not JSON"),
         ("x", "not JSON"),
@@ -735,8 +738,8 @@ fn hosts_of_ranks() {
         (r#"{"5": "192.0.2.1"}"#, "ip:port"),
         (r#"{"5": "192.0.2.1:0"}"#, "192.0.2.1:0"),
     ] {
-        refused(validate::rank_hosts(text), &["rank_hosts", fact]);
+        refused(validate::text("rank_hosts", text), &["rank_hosts", fact]);
     }
-    let error = validate::rank_hosts(&format!(r#"{{"{}": 1}}"#, "x".repeat(100_000))).unwrap_err();
+    let error = validate::text("rank_hosts", &format!(r#"{{"{}": 1}}"#, "x".repeat(100_000))).unwrap_err();
     assert!(error.to_string().len() < 1000);
 }
