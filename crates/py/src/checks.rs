@@ -202,18 +202,15 @@ pub(crate) fn tensor_bytes(shape: &Any<'_>, data_type: &Any<'_>) -> PyResult<u64
 #[pyfunction]
 pub(crate) fn check_option(name: &str, arg_value: &Any<'_>) -> PyResult<()> {
     let py = arg_value.py();
-    if let Ok(text) = arg_value.cast::<PyString>() {
-        let text = match name {
-            // Their errors do not show the value.
-            "link_token" | "link_token_file" => convert::text(name, text)?.into(),
-            _ => text.to_string_lossy(),
-        };
-        return checked(py, validate::text(name, &text));
-    }
-    let value = match name {
-        // The original has these as int32.
-        "device_id" | "sync_kv_timeout" => int::<i32>(name, arg_value)?.into(),
-        _ => convert::any_int(name, arg_value)?,
+    let value = match (name, arg_value.cast::<PyString>()) {
+        // The original has these as int32. A list of devices may hold anything.
+        ("device_id" | "sync_kv_timeout", _) => int::<i32>(name, arg_value)?.into(),
+        // Their errors do not show the value.
+        ("link_token" | "link_token_file", Ok(text)) => {
+            return checked(py, validate::text(name, &convert::text(name, text)?));
+        }
+        (_, Ok(text)) => return checked(py, validate::text(name, &text.to_string_lossy())),
+        (_, Err(_)) => convert::any_int(name, arg_value)?,
     };
     checked(py, validate::number(name, value))
 }

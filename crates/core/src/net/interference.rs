@@ -1,12 +1,10 @@
 //! The place where a test can make a stream misbehave; outside tests nothing interferes
 //! (`testing::faulty` has the faults).
 
-use std::borrow::Cow;
 use std::fmt::Debug;
 use std::io;
 
-use super::step::{Moved, Way};
-use super::stream::Stream;
+use super::step::Way;
 
 /// What happens to the bytes of one stream on their way through its socket.
 pub(crate) trait Interference: Debug + Send + Sync {
@@ -25,27 +23,4 @@ pub(crate) trait Interference: Debug + Send + Sync {
 
     /// Whether no bytes pass any more.
     fn stalled(&self, way: Way) -> bool;
-}
-
-impl Stream {
-    pub(super) fn allowed(&self, way: Way, len: usize) -> io::Result<Option<usize>> {
-        self.faults.as_ref().map_or(Ok(Some(len)), |faults| faults.allow(way, len))
-    }
-
-    /// Returns `bytes` as they are sent.
-    pub(super) fn garbled<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
-        let mut bytes = Cow::Borrowed(bytes);
-        if let Some(faults) = &self.faults {
-            faults.garble(Way::Out, bytes.to_mut());
-        }
-        bytes
-    }
-
-    /// Counts what has passed.
-    pub(super) fn passed(&self, way: Way, moved: Moved) -> Moved {
-        if let (Some(faults), &Moved::Bytes(bytes)) = (&self.faults, &moved) {
-            faults.passed(way, bytes);
-        }
-        moved
-    }
 }

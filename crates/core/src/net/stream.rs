@@ -3,6 +3,7 @@
 //! A call that fails in the middle of a frame ends the stream, because what follows would be read as
 //! something else (`half_a_frame_ends_the_stream`).
 
+use std::borrow::Cow;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -15,7 +16,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::interference::Interference;
 use super::pace::Pace;
-use super::step::{Moved, timespec};
+use super::step::{Moved, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, take_descriptors};
 
@@ -192,5 +193,29 @@ impl Stream {
         self.end(BROKEN);
         let ours = self.state.load(Ordering::Acquire) == CLOSED;
         Error::new(ErrorKind::NotLinked, if ours { "this side closed the connection" } else { how })
+    }
+}
+
+/// What a test interferes with.
+impl Stream {
+    pub(super) fn allowed(&self, way: Way, len: usize) -> io::Result<Option<usize>> {
+        self.faults.as_ref().map_or(Ok(Some(len)), |faults| faults.allow(way, len))
+    }
+
+    /// Returns `bytes` as they are sent.
+    pub(super) fn garbled<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
+        let mut bytes = Cow::Borrowed(bytes);
+        if let Some(faults) = &self.faults {
+            faults.garble(Way::Out, bytes.to_mut());
+        }
+        bytes
+    }
+
+    /// Counts what has passed.
+    pub(super) fn passed(&self, way: Way, moved: Moved) -> Moved {
+        if let (Some(faults), &Moved::Bytes(bytes)) = (&self.faults, &moved) {
+            faults.passed(way, bytes);
+        }
+        moved
     }
 }

@@ -92,7 +92,7 @@ fn a_member_that_stays_away_for_long_is_met_again() {
     assert_eq!(dialled, [false, true], "the higher rank dials");
     drop(low);
     eventually("the line that it is away", || {
-        !log::texts(&["127.0.0.1:24040", "still looked for"]).is_empty()
+        !log::texts(&["127.0.0.1:24040", "still searches for"]).is_empty()
     });
     assert_eq!(high.comm_status(comms.1).unwrap(), CommStatus::Ready);
     let low = member(1, 24_040, LONG);

@@ -144,7 +144,7 @@ fn narrow() {
     let len = room / 4 * 3;
     let offer = Attach { generations: true, regions: [Some(len), None], probe: None };
     let (said, link) = offered(&engine, &offer, &[generations(), sparse(len, SEALS)]);
-    assert!(said.mapped.unwrap_err().contains("too few addresses left"));
+    assert!(said.mapped.unwrap_err().contains("too little address space left"));
     assert_eq!(link.pools, "stream");
     let own = vec![1_u8; 512 << 20];
     assert_eq!(std::hint::black_box(own).len(), 512 << 20);
