@@ -49,7 +49,7 @@ fn late_calls_time_out() {
 /// The owner waits for a pinned row within the caller's limit, and serves other rows meanwhile.
 #[test]
 fn pull_of_a_pinned_row_times_out() {
-    let slow = Slow::new(Way::Tcp, Duration::from_millis(150));
+    let slow = Slow::new(Way::Tcp, Duration::from_millis(400));
     let shape = desc(Placement::Host, 1, 4, 64);
     let source = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
     let into = Held::pool(&slow.local, &shape, Blocks);
