@@ -2,17 +2,19 @@
 //!
 //! Not for: real processes that die (`tests/test_peer_faults.py`).
 
-mod ahead;
 mod broken;
 mod communicators;
+mod deadlines;
 pub mod fake;
-mod layer_faults;
 mod layerwise;
-mod matrix;
+mod layerwise_addresses;
+mod layerwise_faults;
+mod linking;
 mod mended;
 mod offers;
 mod pull;
 mod push;
+mod push_ahead;
 mod races;
 mod silent;
 mod trust;
@@ -27,11 +29,11 @@ use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Tcp, Transport, Unix};
 use llm_datadist_core::testing::session::Transports;
 use llm_datadist_core::{
-    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Error, Name,
-    PeerAddress, Placement, PoolConfig, RemoteName, Result, Role, TransportChoice,
+    Cache, CacheDesc, CacheKey, CacheKind, ClusterId, Config, DataDist, Deadline, End, Layers, Name,
+    PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, TransportChoice,
 };
 
-use crate::bed::{self, Own};
+use crate::bed::{self, Gated, Own};
 use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
@@ -132,6 +134,11 @@ fn open(config: Config, way: Way) -> DataDist {
     DataDist::open_over(config, DeviceSet::host_only(), way.transports()).unwrap()
 }
 
+/// An engine whose device copies wait while `gate` is shut.
+fn open_gated(config: Config, way: Way, gate: &Arc<Gated>) -> DataDist {
+    DataDist::open_over(config, DeviceSet::with_device(gate.clone()), way.transports()).unwrap()
+}
+
 fn address(of: &DataDist) -> PeerAddress {
     let remote = of.listening().into_iter().collect();
     PeerAddress { cluster: of.config().cluster, remote, local: vec![] }
@@ -181,6 +188,20 @@ fn row(cache: &Held, row: u32) -> Name {
     Name::Row { cache: cache.cache.id(), row }
 }
 
+fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
+    bed::desc(Placement::Device, tensors, rows, row_bytes)
+}
+
+/// Pulls a whole slot into slot 0 of `into`.
+fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
+    local.pull(from, &into.end(), &PullRows::Slot { local: 0, size: -1 }, Layers::ALL)
+}
+
+/// Pushes slot `slot` of `source`, whole.
+fn push_slot(local: &DataDist, source: &Held, slot: u32, to: RemoteName) -> Result<()> {
+    local.push(&source.end(), to, &PushRows::Slot { local: slot }, Layers::ALL)
+}
+
 /// A cache of an engine, of its pool or of the test's own memory.
 struct Held {
     cache: Arc<Cache>,
@@ -200,6 +221,17 @@ impl Held {
             return Held { cache: own.cache.clone(), own: Some(own) };
         }
         Held { cache: engine.allocate(desc, kind, keys).unwrap(), own: None }
+    }
+
+    /// A pool cache without keys.
+    fn pool(engine: &DataDist, desc: &CacheDesc, kind: CacheKind) -> Held {
+        Held::new(engine, false, desc, kind, &[])
+    }
+
+    /// Takes the cache back from its engine, whichever way it was made.
+    fn free(&self, engine: &DataDist) {
+        engine.deallocate(self.cache.id()).unwrap();
+        engine.unregister(self.cache.id()).unwrap();
     }
 
     fn end(&self) -> End {
@@ -239,10 +271,6 @@ fn eventually(what: &str, mut there: impl FnMut() -> bool) {
         assert!(started.elapsed() < LONG, "{what} did not come about; logged: {:#?}", log::texts(&[]));
         std::thread::sleep(Duration::from_millis(2));
     }
-}
-
-fn text(result: &Result<()>) -> String {
-    result.as_ref().map_or_else(Error::to_string, |()| "success".into())
 }
 
 /// How often a loop that digs is run: `PROPTEST_CASES` digs deeper.

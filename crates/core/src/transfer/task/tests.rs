@@ -2,7 +2,7 @@
 //! end the task may come.
 //!
 //! Part of the library's own tests (carriers are private): `cargo test -p llm-datadist-core --lib task`. Not for: bytes
-//! (`links/layerwise`), or links that break (`links/layer_faults`).
+//! (`links/layerwise`), or links that break (`links/layerwise_faults`).
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
 use std::collections::VecDeque;

@@ -1,0 +1,240 @@
+//! Deadlines and interrupts of calls that wait for a peer.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::{
+    CacheKey, CacheKind, ClusterId, End, ErrorKind, Layers, Name, PeerAddress, Placement, PullRows, PushRows,
+    Result,
+};
+
+use super::fake::Fake;
+use super::layerwise_faults::Slow;
+use super::{
+    Held, LONG, Pair, WAYS, Way, config, eventually, link, of, open, pull_slot, request, row, times,
+};
+use crate::bed::{adopt, desc};
+
+use CacheKind::{Batch, Blocks};
+
+const KEY: CacheKey = CacheKey::Blocks { model: 7 };
+
+/// Whichever side's clock is first, a call that runs out of time reports a timeout.
+#[test]
+fn late_calls_time_out() {
+    let shape = desc(Placement::Host, 1, 48, 1 << 20);
+    let all: Vec<i64> = (0..48).collect();
+    for (way, millis) in WAYS.into_iter().flat_map(|way| [1, 2, 3, 5, 8, 13].map(|millis| (way, millis))) {
+        let pair = Pair::with(way, |config| config.sync_timeout = Duration::from_millis(millis));
+        let local = Held::pool(&pair.local, &shape, Blocks);
+        let remote = Held::new(&pair.remote, false, &shape, Blocks, &[Some(KEY)]);
+        remote.fill(1);
+        let name = of(2, Name::Key(KEY));
+        for _ in 0..times(12) {
+            let rows = PullRows::Blocks { remote: all.clone(), local: all.clone() };
+            let pulled = pair.local.pull(name, &local.end(), &rows, Layers::ALL);
+            let rows = PushRows::Blocks { remote: all.clone(), local: all.clone() };
+            let pushed = pair.local.push(&local.end(), name, &rows, Layers::ALL);
+            for (what, result) in [("pull", pulled), ("push", pushed)] {
+                if let Err(error) = result {
+                    assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?} {what} {millis} ms: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// The owner waits for a pinned row within the caller's limit, and serves other rows meanwhile.
+#[test]
+fn pull_of_a_pinned_row_times_out() {
+    let slow = Slow::new(Way::Tcp, Duration::from_millis(400));
+    let shape = desc(Placement::Host, 1, 4, 64);
+    let source = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
+    let into = Held::pool(&slow.local, &shape, Blocks);
+    let bytes = source.fill(1);
+    let pull = |block| {
+        let rows = PullRows::Blocks { remote: vec![block], local: vec![0] };
+        slow.local.pull(of(2, Name::Key(KEY)), &into.end(), &rows, Layers::ALL)
+    };
+    slow.holding(&source, |release| {
+        let late = pull(1).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::Timeout, "{late}");
+        pull(2).unwrap();
+        assert_eq!(into.read()[0][..64], bytes[0][128..192]);
+        release();
+    });
+    pull(1).unwrap();
+    assert_eq!(into.read()[0][..64], [0; 64], "not what the owner's own call left there");
+}
+
+static ASKED: Mutex<Vec<thread::ThreadId>> = Mutex::new(Vec::new());
+
+fn note_thread() -> bool {
+    ASKED.lock().unwrap().push(thread::current().id());
+    false
+}
+
+/// How often `note_thread` ran during `call`, always on this thread.
+fn asked_here(call: impl FnOnce()) -> usize {
+    ASKED.lock().unwrap().clear();
+    call();
+    let asked = std::mem::take(&mut *ASKED.lock().unwrap());
+    assert!(asked.iter().all(|&id| id == thread::current().id()), "asked on another thread");
+    asked.len()
+}
+
+/// The binding runs the interpreter's signal handlers in `interrupted_by`.
+#[test]
+fn only_the_calling_thread_checks_for_interrupts() {
+    let silent: Vec<_> = (0..2).map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let peers: Vec<_> = (50..)
+        .zip(&silent)
+        .map(|(cluster, listener)| PeerAddress {
+            cluster: ClusterId(cluster),
+            remote: vec![listener.local_addr().unwrap()],
+            local: vec![],
+        })
+        .collect();
+    let local = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(note_thread);
+    let asked = asked_here(|| {
+        let results = local.link_clusters(&peers, Duration::from_millis(250));
+        assert!(results.iter().all(|result| result.as_ref().unwrap_err().kind() == ErrorKind::Timeout));
+    });
+    assert!(asked > 0);
+
+    // A large pull uses several streams.
+    let streams = |cluster| {
+        let mut config = config(cluster, Way::Tcp);
+        config.links.streams = 3;
+        open(config, Way::Tcp)
+    };
+    let (local, remote) = (streams(1).interrupted_by(note_thread), streams(2));
+    link(&local, &remote).unwrap();
+    let shape = desc(Placement::Host, 1, 1, 40 << 20);
+    let (into, source) = (Held::pool(&local, &shape, Batch), Held::pool(&remote, &shape, Batch));
+    asked_here(|| (0..times(10)).for_each(|_| pull_slot(&local, of(2, row(&source, 0)), &into).unwrap()));
+}
+
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// An interrupt ends every wait of a call: for a link, for a stream of the peer, and for its answer.
+#[test]
+fn interrupted_call_ends() {
+    let silent = Fake::new(2, 1);
+    let engine = open(config(1, Way::Tcp), Way::Tcp).interrupted_by(|| STOP.load(Ordering::SeqCst));
+    let into = Held::pool(&engine, &desc(Placement::Host, 2, 1, 64), Batch);
+    let ends = |call: &dyn Fn() -> Result<()>| {
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(120));
+                STOP.store(true, Ordering::SeqCst);
+            });
+            assert_eq!(call().unwrap_err().kind(), ErrorKind::Interrupted);
+        });
+        STOP.store(false, Ordering::SeqCst);
+    };
+    let link = || engine.link_clusters(&[silent.address()], LONG).remove(0);
+    let pull = || pull_slot(&engine, of(2, Name::Key(request(1))), &into);
+    ends(&link);
+    drop(silent.accept());
+    for outgoing in [true, false] {
+        let _control = if outgoing {
+            thread::scope(|scope| {
+                let peer = scope.spawn(|| silent.linked());
+                link().unwrap();
+                peer.join().unwrap()
+            })
+        } else {
+            // The engine asks for a stream, and none comes.
+            silent.link(&engine, 5).unwrap()
+        };
+        ends(&pull);
+        ends(&|| engine.check_link(ClusterId(2)));
+        if outgoing {
+            // The peer takes the request and does not answer. The two calls above gave up their streams.
+            drop((silent.accept(), silent.accept()));
+            thread::scope(|scope| {
+                let peer = scope.spawn(|| silent.greet());
+                ends(&pull);
+                drop(peer.join().unwrap());
+            });
+        }
+        engine.unlink_clusters(&[silent.address()], LONG, true).remove(0).unwrap();
+    }
+}
+
+/// A push that was not answered may still be carried out: until then no read is made in place, though the peer pins the
+/// rows. One that the peer refused is over.
+#[test]
+fn unanswered_push_keeps_reads_out_of_place() {
+    for way in WAYS.into_iter().filter(|way| way.shares()) {
+        let slow = Slow::new(way, Duration::from_secs(1));
+        let shape = desc(Placement::Host, 2, 4, 64);
+        let source = Held::pool(&slow.local, &shape, Blocks);
+        let into = Held::pool(&slow.local, &shape, Blocks);
+        let remote = Held::new(&slow.remote, false, &shape, Blocks, &[Some(KEY)]);
+        let (bytes, before) = (source.fill(1), remote.fill(2));
+        let name = of(2, Name::Key(KEY));
+        let push = |source: &End| {
+            let rows = PushRows::Blocks { local: vec![1], remote: vec![1] };
+            slow.local.push(source, name, &rows, Layers::ALL)
+        };
+        // Usually this side gives up first. On a machine that stood still the peer may answer in time.
+        let unanswered = || {
+            eventually("a push without an answer", || {
+                let error = push(&source.end()).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
+                error.fact("said_by").is_none()
+            });
+        };
+        let pull = || {
+            into.fill(3);
+            let rows = PullRows::Blocks { remote: vec![1], local: vec![1] };
+            slow.local.pull(name, &into.end(), &rows, Layers::ALL)
+        };
+        let pulled = |bytes: &[Vec<u8>], what: &str| {
+            let got = into.read();
+            assert!((0..2).all(|t| got[t][64..128] == bytes[t][64..128]), "{way:?}: {what}");
+        };
+        // While the peer pins the row, only a read in place succeeds.
+        let in_place = |what: &str| {
+            pull().unwrap_or_else(|error| panic!("{way:?}: {what}: {error}"));
+            pulled(&before, what);
+        };
+        pull().unwrap();
+        slow.holding(&remote, |release| {
+            in_place("nothing was pushed");
+            release();
+        });
+        remote.write(&before);
+        // The source is memory that is not there: the peer finds out and refuses.
+        let hollow = adopt(&shape, Blocks, &[4096, 8192]);
+        let hollow = slow.local.register(hollow, &[], Some(true)).unwrap();
+        let error = push(&End::Managed(hollow.id())).unwrap_err();
+        assert_eq!((error.kind(), error.fact("said_by")), (ErrorKind::System, Some("the peer")), "{error}");
+        slow.holding(&remote, |release| {
+            in_place("the peer refused the push");
+            unanswered();
+            let error = pull().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}, behind the owner's pin: {error}");
+            eventually("a read in place", || pull().is_ok());
+            in_place("the push can come no more");
+            release();
+        });
+        remote.write(&before);
+        slow.holding(&remote, |release| {
+            in_place("as before");
+            unanswered();
+            thread::scope(|scope| {
+                let behind = scope.spawn(pull);
+                thread::sleep(Duration::from_millis(50));
+                release();
+                behind.join().unwrap().unwrap();
+            });
+            pulled(&remote.read(), "not what the owner's own copy left");
+            assert!(remote.read()[0][64..128] != bytes[0][64..128], "{way:?}: the push came late");
+        });
+    }
+}

@@ -1,0 +1,372 @@
+//! Layer-wise transfers whose destination breaks, hangs, is unlinked or freed, or whose source goes. The other destinations
+//! of the same transfer get every byte.
+//!
+//! Not for: bytes of a sound transfer (`layerwise`), tasks alone (`transfer/task/tests.rs`).
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::net::{Fault, Faults, Faulty, Tcp, Unix};
+use llm_datadist_core::{
+    CacheId, CacheKind, ClusterId, CopyArgs, DataDist, Destination, End, Error, ErrorKind, Layers, Name,
+    Outcome, Placement, PullRows, Result, Target, TransportChoice,
+};
+
+use super::layerwise::{
+    SLOTS, addressed, all_ready, blocks, failure, finish, is_done, named, start, to, wait,
+};
+use super::{
+    Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, open_gated, push_slot,
+    request, row, times, unlink,
+};
+use crate::bed::{Gated, desc};
+
+use CacheKind::{Batch, Blocks};
+
+/// A stream to one of two peers is cut, stalls or is garbled at any byte.
+#[test]
+fn stream_fault_ends_only_its_own_destination() {
+    const BYTES: usize = 3000;
+    let kinds: [(&str, fn(u64) -> Fault); 3] =
+        [("cut", Fault::Cut), ("stall", Fault::Stall), ("garble", Fault::Garble)];
+    let step = if times(1) > 1 { 7 } else { 83 };
+    let places = (150..700).step_by(step).chain([2 * BYTES as u64, 5 * BYTES as u64]);
+    let cases: Vec<_> = kinds
+        .into_iter()
+        .flat_map(|(name, fault)| places.clone().map(move |at| (name, at, Some(fault(at)))))
+        .flat_map(|(name, at, fault)| {
+            let sending = Faults { sending: fault, ..Faults::default() };
+            let receiving = Faults { receiving: fault, ..Faults::default() };
+            [(name, "out", at, sending), (name, "in", at, receiving)]
+        })
+        .collect();
+    for way in [Way::Tcp, Way::Shm] {
+        let armed: Arc<Mutex<Option<Faults>>> = Arc::default();
+        let next = armed.clone();
+        let faults = move |_| next.lock().unwrap().take().unwrap_or_default();
+        let mut settings = config(1, way);
+        settings.sync_timeout = Duration::from_millis(500);
+        let mut transports = way.transports();
+        if way == Way::Shm {
+            settings.links.transport = TransportChoice::Shm;
+            transports.unix = Arc::new(Faulty::new(Arc::new(Unix), faults));
+        } else {
+            transports.tcp = Arc::new(Faulty::new(Arc::new(Tcp), faults));
+        }
+        let local = DataDist::open_over(settings, DeviceSet::host_only(), transports).unwrap();
+        let (bad, good) = (open(config(2, way), way), open(config(3, way), way));
+        link(&local, &good).unwrap();
+        let shape = device(8, 1, BYTES);
+        let source = Held::pool(&local, &shape, Batch);
+        let into = [&bad, &good].map(|remote| Held::new(remote, true, &shape, Batch, &[]));
+        let (mut failed, mut partly) = (0, 0);
+        for &(name, direction, at, faults) in &cases {
+            let what = format!("{way:?}, {name} {direction} at {at}");
+            let garbled = name == "garble";
+            link(&local, &bad).unwrap();
+            // This opens the stream to the good peer, so that the fault hits the other one.
+            local.check_link(ClusterId(3)).unwrap();
+            let bytes = source.fill(1);
+            let before = into.each_ref().map(|held| held.fill(2));
+            *armed.lock().unwrap() = Some(faults);
+            let task =
+                start(&local, &source, &SLOTS, &[to(2, addressed(&into[0]), 4), to(3, named(&into[1]), 4)]);
+            finish(&task);
+            let got = into[0].read();
+            // The source may be overwritten as soon as the task is done.
+            source.fill(9);
+            assert!(is_done(&task, 1), "{what}: {:?}", task.outcomes());
+            assert!(into[1].read() == bytes, "{what}");
+            let arrived = task.progress()[0];
+            assert_eq!(arrived.bytes, u64::from(arrived.layers) * 2 * BYTES as u64);
+            if !is_done(&task, 0) {
+                let error = failure(&task, 0);
+                let fits = matches!(error.kind(), ErrorKind::NotLinked | ErrorKind::Timeout);
+                assert!(fits || garbled, "{what}: {error}");
+                assert_eq!(error.fact("cluster"), Some("2"), "{what}: {error}");
+                assert!(arrived.layers < 4);
+                failed += 1;
+                partly += usize::from(arrived.layers > 0);
+            }
+            *armed.lock().unwrap() = None;
+            local.unlink_clusters(&[address(&bad)], LONG, true).remove(0).unwrap();
+            eventually("the end of the link", || bad.stats().links.is_empty());
+            if garbled {
+                continue;
+            }
+            let tensors = 2 * arrived.layers as usize;
+            assert!(got[..tensors] == bytes[..tensors], "{what}: a layer that is done is not there");
+            for (tensor, late) in into[0].read().iter().enumerate() {
+                let known = |&at: &usize| [bytes[tensor][at], before[0][tensor][at]].contains(&late[at]);
+                assert_eq!((0..BYTES).find(|at| !known(at)), None, "{what}: tensor {tensor}");
+            }
+        }
+        assert!(failed > 8, "{way:?}: only {failed} failed");
+        assert!(partly > 0, "{way:?}: none failed after a layer had arrived");
+    }
+}
+
+/// A local engine linked to `remote`, whose copies can be stopped with a row pinned, and to `good`.
+pub(super) struct Slow {
+    pub(super) local: DataDist,
+    pub(super) remote: DataDist,
+    good: DataDist,
+    gate: Arc<Gated>,
+}
+
+impl Slow {
+    /// `limit` is the timeout of calls of the local engine.
+    pub(super) fn new(way: Way, limit: Duration) -> Slow {
+        let gate = Gated::new(HostReach::Direct);
+        let mut local = config(1, way);
+        local.sync_timeout = limit;
+        let remote = open_gated(config(2, way), way, &gate);
+        let slow = Slow { local: open(local, way), remote, good: open(config(3, way), way), gate };
+        link(&slow.local, &slow.remote).unwrap();
+        link(&slow.local, &slow.good).unwrap();
+        slow
+    }
+
+    /// Runs `judge` while a swap of zeros pins block 1 of `into`. `judge` calls its argument to let the swap finish.
+    pub(super) fn holding(&self, into: &Held, judge: impl FnOnce(&dyn Fn())) {
+        let zeros = Held::pool(&self.remote, &device(into.cache.geometry().num_tensors(), 4, 64), Blocks);
+        self.gate.shut();
+        thread::scope(|scope| {
+            let swap = scope.spawn(|| self.remote.swap_blocks(&zeros.end(), &into.end(), &[(0, 1)]));
+            self.gate.wait_for(1);
+            let swap = Cell::new(Some(swap));
+            judge(&|| {
+                self.gate.open();
+                swap.take().unwrap().join().unwrap().unwrap();
+            });
+            assert!(swap.take().is_none(), "the swap was not released");
+        });
+    }
+}
+
+/// Block `at` of each tensor, of 64 bytes.
+fn block(tensors: &[Vec<u8>], at: usize) -> Vec<&[u8]> {
+    tensors.iter().map(|tensor| &tensor[at * 64..][..64]).collect()
+}
+
+/// The free destination gets every layer meanwhile. The pinned one gets it afterwards, or never once it timed out.
+#[test]
+fn pinned_row_delays_only_its_own_destination() {
+    for (way, times_out) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+        let slow = Slow::new(way, if times_out { Duration::from_millis(600) } else { LONG });
+        let shape = desc(Placement::Host, 4, 4, 64);
+        let source = Held::pool(&slow.local, &device(4, 4, 64), Blocks);
+        let pinned = Held::new(&slow.remote, times_out, &shape, Blocks, &[]);
+        let free = Held::new(&slow.good, times_out, &shape, Blocks, &[]);
+        let (bytes, before) = (source.fill(1), pinned.fill(2));
+        slow.holding(&pinned, |release| {
+            let aims = [to(2, named(&pinned), 2), to(3, named(&free), 2), to(2, addressed(&pinned), 2)];
+            let task = start(&slow.local, &source, &blocks(&[2], &[1]), &aims);
+            all_ready(&task);
+            eventually("the free destination", || is_done(&task, 1));
+            assert!(block(&free.read(), 1) == block(&bytes, 2), "{way:?}");
+            if times_out {
+                wait(&task);
+                for at in [0, 2] {
+                    let error = failure(&task, at);
+                    assert_eq!(error.kind(), ErrorKind::Timeout, "{way:?}: {error}");
+                    let facts = (error.fact("cluster"), error.fact("layer"));
+                    assert_eq!(facts, (Some("2"), Some("0")), "{error}");
+                }
+                release();
+                return;
+            }
+            let under_way = |at: usize| matches!(task.outcomes()[at], Outcome::UnderWay);
+            assert!(under_way(0) && under_way(2) && !task.done());
+            assert_eq!(task.progress()[0].layers + task.progress()[2].layers, 0);
+            release();
+            wait(&task);
+            assert!((0..3).all(|at| is_done(&task, at)), "{way:?}: {:?}", task.outcomes());
+        });
+        // A request that waited for the row has left the queue before this one gets it.
+        let again = start(&slow.local, &source, &blocks(&[3], &[3]), &[to(2, named(&pinned), 2)]);
+        finish(&again);
+        let now = pinned.read();
+        let zeros = vec![&[0; 64][..]; 4];
+        assert!(block(&now, 1) == if times_out { zeros } else { block(&bytes, 2) }, "{way:?}");
+        assert!(block(&now, 3) == block(&bytes, 3));
+        assert!([0, 2].into_iter().all(|at| block(&now, at) == block(&before, at)));
+    }
+}
+
+/// The transfer does not go on over a new link, as another process may have taken the cluster id.
+#[test]
+fn unlinking_between_layers_ends_the_destination() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let source = Held::pool(&pair.local, &device(6, 1, 100), Batch);
+        let into = Held::new(&pair.remote, true, &device(6, 1, 100), Batch, &[]);
+        let (bytes, before) = (source.fill(1), into.fill(2));
+        let task = start(&pair.local, &source, &SLOTS, &[to(2, addressed(&into), 3)]);
+        task.ready(0);
+        eventually("layer 0", || task.progress()[0].layers == 1);
+        unlink(&pair.local, &pair.remote).unwrap();
+        link(&pair.local, &pair.remote).unwrap();
+        finish(&task);
+        let error = failure(&task, 0);
+        assert_eq!(error.kind(), ErrorKind::NotLinked, "{way:?}: {error}");
+        assert_eq!((error.fact("layer"), error.fact("cluster")), (Some("1"), Some("2")), "{error}");
+        assert_eq!(into.read(), [&bytes[..2], &before[2..]].concat());
+    }
+}
+
+/// An engine that is dropped with a layer under way ends the task first. The peer never sees later bytes of the source.
+#[test]
+fn closing_the_engine_ends_its_transfers() {
+    for way in WAYS {
+        let mut slow = Slow::new(way, LONG);
+        let source = Held::new(&slow.local, true, &device(4, 4, 64), Blocks, &[]);
+        let held = Held::new(&slow.remote, true, &desc(Placement::Host, 4, 4, 64), Blocks, &[]);
+        source.fill(1);
+        let before = held.fill(2);
+        let aims = vec![to(2, named(&held), 2); 2];
+        let args = blocks(&[2], &[1]);
+        let task = slow.local.transfer_async(&source.end(), &args, aims, Some(LONG * 9)).unwrap();
+        assert!(task.wanted(0));
+        let local = std::mem::replace(&mut slow.local, open(config(9, way), way));
+        slow.holding(&held, |release| {
+            task.ready(0);
+            eventually("the request", || {
+                slow.remote.stats().links.iter().any(|link| link.cluster == ClusterId(1))
+            });
+            thread::sleep(Duration::from_millis(50));
+            drop(local);
+            assert!(task.done(), "{way:?}: the engine closed, and a transfer goes on");
+            for at in 0..2 {
+                assert_eq!(failure(&task, at).kind(), ErrorKind::Closed);
+            }
+            source.fill(9);
+            assert!(!task.wanted(1) && !task.cancel());
+            task.ready(1);
+            release();
+        });
+        drop(slow);
+        let now = held.read();
+        assert!(block(&now, 1) == [[0; 64]; 4], "{way:?}: a layer arrived after its engine had closed");
+        assert!([0, 2, 3].into_iter().all(|at| block(&now, at) == block(&before, at)));
+    }
+}
+
+#[test]
+fn missing_source_fails_every_destination() {
+    let pair = Pair::new(Way::Local);
+    let into = Held::pool(&pair.remote, &device(4, 1, 500), Batch);
+    let aims = vec![to(2, named(&into), u32::MAX), to(9, named(&into), 1)];
+    let task = pair.local.transfer_async(&End::Managed(CacheId(99)), &SLOTS, aims, Some(LONG)).unwrap();
+    assert!(task.layers().is_empty());
+    wait(&task);
+    for at in 0..2 {
+        let error = failure(&task, at);
+        assert_eq!((error.kind(), error.fact("cache_id")), (ErrorKind::CacheNotFound, Some("99")), "{error}");
+    }
+}
+
+/// The transfer stays with the cache it began with, when its key names another cache and when it is freed.
+#[test]
+fn freed_destination_is_never_replaced_by_another() {
+    for way in WAYS {
+        let pair = Pair::new(way);
+        let shape = device(6, 1, 3000);
+        let source = Held::pool(&pair.local, &shape, Batch);
+        let bytes = source.fill(1);
+        let keyed = || Held::new(&pair.remote, false, &shape, Batch, &[Some(request(5))]);
+        let targets: [fn(&Held) -> Target; 3] =
+            [named, addressed, |_| Target::Cache { name: Name::Key(request(5)), first_layer: 0 }];
+        for target in targets {
+            let remote = keyed();
+            let task = start(&pair.local, &source, &SLOTS, &[to(2, target(&remote), 3)]);
+            task.ready(0);
+            eventually("layer 0", || task.progress()[0].layers == 1);
+            assert_eq!(remote.read()[..2], bytes[..2]);
+            pair.remote.remove_key(request(5)).unwrap();
+            let second = keyed();
+            let before = second.fill(2);
+            task.ready(1);
+            eventually("layer 1", || task.progress()[0].layers == 2);
+            assert_eq!(remote.read()[..4], bytes[..4]);
+            assert!(second.read() == before, "{way:?}: the new cache of the key was written");
+            pair.remote.remove_key(request(5)).unwrap();
+            let addrs = remote.cache.addrs().to_vec();
+            remote.free(&pair.remote);
+            drop(remote);
+            let third = keyed();
+            assert_eq!(third.cache.addrs(), addrs, "the test needs the same memory");
+            let before = third.fill(3);
+            task.ready(2);
+            wait(&task);
+            let error = failure(&task, 0);
+            assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?}: {error}");
+            assert_eq!(error.fact("layer"), Some("2"));
+            assert!(third.read() == before, "{way:?}: another cache was written");
+            pair.remote.remove_key(request(5)).unwrap();
+            second.free(&pair.remote);
+            third.free(&pair.remote);
+        }
+    }
+}
+
+/// A call has found the cache and waits for a row when the cache is unregistered: it touches none of the memory.
+#[test]
+fn unregistered_memory_is_not_touched_by_waiting_calls() {
+    type Call = fn(&DataDist, &Held, &Held, &Held) -> Result<()>;
+    const INTO: CopyArgs = CopyArgs { dst_batch_index: 1, src_batch_index: 0, offset: 0, size: -1 };
+    const OUT_OF: CopyArgs = CopyArgs { dst_batch_index: 0, src_batch_index: 1, ..INTO };
+    let calls: [(&str, Call); 5] = [
+        ("copy out", |local, taken, own, _| local.copy_cache(&own.end(), &taken.end(), OUT_OF)),
+        ("copy in", |local, taken, own, _| local.copy_cache(&taken.end(), &own.end(), INTO)),
+        ("pull", |local, taken, _, remote| {
+            let rows = PullRows::Slot { local: 1, size: -1 };
+            local.pull(of(2, row(remote, 0)), &taken.end(), &rows, Layers::ALL)
+        }),
+        ("push", |local, taken, _, remote| push_slot(local, taken, 1, of(2, row(remote, 0)))),
+        ("layer", |local, taken, _, remote| {
+            let aim = Destination { src_row: 1, ..to(2, named(remote), 1) };
+            let task = local.transfer_async(&taken.end(), &SLOTS, vec![aim], None)?;
+            finish(&task);
+            let error = failure(&task, 0);
+            Err(Error::new(error.kind(), error.to_string()))
+        }),
+    ];
+    for way in WAYS {
+        let gate = Gated::new(HostReach::Direct);
+        let local = open_gated(config(1, way), way, &gate);
+        let remote = open(config(2, way), way);
+        link(&local, &remote).unwrap();
+        for (name, call) in calls {
+            let shape = device(2, 2, 64);
+            let pool = Held::pool(&local, &shape, Batch);
+            let registered = |engine| Held::new(engine, true, &shape, Batch, &[]);
+            let (taken, own, into) = (registered(&local), registered(&local), registered(&remote));
+            taken.fill(1);
+            let (theirs, ours) = (into.fill(2), own.fill(3));
+            gate.shut();
+            thread::scope(|scope| {
+                let pinning = scope.spawn(|| local.copy_cache(&taken.end(), &pool.end(), INTO));
+                gate.wait_for(1);
+                let waiting = scope.spawn(|| call(&local, &taken, &own, &into));
+                thread::sleep(Duration::from_millis(30));
+                let gone = scope.spawn(|| local.unregister(taken.cache.id()));
+                eventually("the end of its id", || local.find(taken.cache.id()).is_err());
+                gate.open();
+                pinning.join().unwrap().unwrap();
+                gone.join().unwrap().unwrap();
+                let mine = taken.fill(7);
+                let error = waiting.join().unwrap().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::CacheNotFound, "{way:?} {name}: {error}");
+                assert!(taken.read() == mine, "{way:?} {name}: it was written");
+            });
+            assert!(into.read() == theirs && own.read() == ours, "{way:?} {name}: it was read");
+            pool.free(&local);
+            own.free(&local);
+            into.free(&remote);
+        }
+    }
+}

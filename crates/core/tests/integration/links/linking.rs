@@ -1,0 +1,282 @@
+//! How links are made, refused and ended, and connections of unauthenticated peers.
+//!
+//! `tests/test_links.py` and `tests/test_link_security.py` cover what `link_clusters` answers. Not for: faults (`broken`).
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName};
+use llm_datadist_core::{CacheKind, ClusterId, DataDist, ErrorKind, PeerAddress, Result, Token};
+
+use super::fake::{Fake, hear, say};
+use super::{
+    Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, pull_slot, row, times,
+    unlink,
+};
+
+use CacheKind::Batch;
+
+fn kind_of(result: Result<()>) -> ErrorKind {
+    result.unwrap_err().kind()
+}
+
+/// Checks that `local` can pull from `remote`.
+fn works(local: &DataDist, remote: &DataDist) {
+    let [into, source] = [local, remote].map(|engine| Held::pool(engine, &device(2, 1, 64), Batch));
+    let bytes = source.fill(1);
+    pull_slot(local, of(remote.config().cluster.0, row(&source, 0)), &into).unwrap();
+    assert!(into.read() == bytes);
+    into.free(local);
+    source.free(remote);
+}
+
+#[test]
+fn links_are_made_and_ended_by_either_side() {
+    for way in WAYS {
+        let (local, remote) = (open(config(1, way), way), open(config(u64::MAX, way), way));
+        assert_eq!(kind_of(local.remap()), ErrorKind::NotLinked);
+        assert!(local.link_clusters(&[], LONG).is_empty());
+        for force in [false, true, true] {
+            link(&local, &remote).unwrap();
+            assert_eq!(kind_of(link(&local, &remote)), ErrorKind::AlreadyLinked);
+            assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
+            local.remap().unwrap();
+            local.check_link(ClusterId(u64::MAX)).unwrap();
+            remote.check_link(ClusterId(1)).unwrap();
+            works(&local, &remote);
+            works(&remote, &local);
+            // Only `force` needs no address: it asks no peer.
+            let nowhere = PeerAddress { remote: vec![], ..address(&remote) };
+            let unlinked = local.unlink_clusters(&[nowhere], LONG, force).remove(0);
+            assert_eq!(
+                unlinked.err().map(|error| error.kind()),
+                (!force).then_some(ErrorKind::InvalidArgument)
+            );
+            if !force {
+                assert_eq!(local.stats().links.len(), 1);
+                unlink(&local, &remote).unwrap();
+                assert!(remote.stats().links.is_empty());
+            }
+            assert!(local.stats().links.is_empty());
+            unlink(&local, &remote).unwrap(); // not an error
+            eventually("its end there", || remote.stats().links.is_empty());
+        }
+        link(&local, &remote).unwrap();
+        unlink(&remote, &local).unwrap();
+        eventually("its end here", || local.stats().links.is_empty());
+    }
+}
+
+#[test]
+fn option_lets_both_sides_link() {
+    for way in WAYS {
+        let Pair { local, remote } = Pair::with(way, |config| config.links.both_ways = true);
+        assert_eq!(kind_of(link(&local, &remote)), ErrorKind::AlreadyLinked);
+        link(&remote, &local).unwrap();
+        assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
+        assert_eq!((local.stats().links.len(), remote.stats().links.len()), (2, 2));
+        works(&local, &remote);
+        works(&remote, &local);
+        unlink(&local, &remote).unwrap();
+        eventually("the end of both", || remote.stats().links.is_empty());
+        assert!(local.stats().links.is_empty());
+    }
+}
+
+#[test]
+fn cluster_id_passes_to_another_process_once_its_owner_has_gone() {
+    for way in WAYS {
+        let Pair { local, remote } = Pair::new(way);
+        let at = remote.listening();
+        drop(remote);
+        eventually("the end of the link", || local.stats().links.is_empty());
+        let why = local.check_link(ClusterId(2)).unwrap_err();
+        assert_eq!(why.kind(), ErrorKind::NotLinked);
+        assert!(why.to_string().contains("finalized"), "{why}");
+        let mut again = config(2, way);
+        again.links.listen = at;
+        let remote = open(again, way);
+        link(&local, &remote).unwrap();
+        let second = open(config(1, way), way);
+        let refused = link(&second, &remote).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("two processes cannot share a cluster id"), "{refused}");
+        assert_eq!(remote.stats().links.len(), 1);
+        works(&local, &remote);
+        drop(local);
+        eventually("the end of the first", || remote.stats().links.is_empty());
+        link(&second, &remote).unwrap();
+        works(&second, &remote);
+    }
+}
+
+/// The peer closes the stream, or does not answer.
+#[test]
+fn unlinking_from_a_failing_peer_ends_the_link_here() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let fake = Fake::new(2, 1);
+    for (closes, expected) in [(true, ErrorKind::UnlinkFailed), (false, ErrorKind::Timeout)] {
+        thread::scope(|scope| {
+            let peer = scope.spawn(|| {
+                let control = fake.linked();
+                let (call, purpose) = fake.greet();
+                assert!(matches!(purpose, Purpose::Call { reverse: false, .. }));
+                assert!(matches!(hear(&call).unwrap(), Request::Unlink { .. }));
+                if closes {
+                    call.close();
+                }
+                (control, call)
+            });
+            engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
+            let limit = if closes { LONG } else { Duration::from_secs(2) };
+            assert_eq!(kind_of(engine.unlink_clusters(&[fake.address()], limit, false).remove(0)), expected);
+            assert!(engine.stats().links.is_empty());
+            drop(peer.join().unwrap());
+        });
+    }
+}
+
+/// Sends `words`, and reads until the other side ends the stream.
+fn answer(mut stream: TcpStream, words: &[u8]) -> Vec<u8> {
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    stream.write_all(words).unwrap();
+    let mut all = Vec::new();
+    // A reset ends the stream as well.
+    let _ = stream.read_to_end(&mut all);
+    all
+}
+
+#[test]
+fn unauthenticated_connections_are_refused() {
+    let mut settings = config(1, Way::Tcp);
+    settings.links.token = Some(Token::new("sixteen letters or more"));
+    let engine = open(settings, Way::Tcp);
+    let connect = || TcpStream::connect(engine.listening().unwrap()).unwrap();
+    let frames: [&[u8]; 7] = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"LD\x01\x01\x04\0\0\0abcd",
+        b"LD\x05\x01\x00\0\0\0",
+        b"LD\x05\x01\xFF\xFF\xFF\xFF",
+        b"LD\x05\x07\x01\0\0\0x",
+        b"LD\x05\x01\x04\0\0\0\xFF\xFF\xFF\xFF",
+        b"LD\x05\xFF\x04\0\0\0\x01\0\0\0",
+    ];
+    for words in frames {
+        let answer = answer(connect(), words);
+        assert!(answer.starts_with(b"LD\x05\xFF"), "{words:?}: {answer:?}");
+    }
+    // Neither a link nor a stream of a link is to be had without the token.
+    let fake = Fake::new(9, 1);
+    let link = Purpose::Link { link: 5, comm: None, probe_local: false };
+    assert_eq!(fake.dial(&engine, link.clone()).unwrap_err().kind(), ErrorKind::LinkFailed);
+    let _link = fake.dial_with(&engine, b"sixteen letters or more", link).unwrap();
+    assert!(fake.call(&engine, 5).is_err());
+}
+
+#[test]
+fn peer_of_another_version_is_named() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = other.local_addr().unwrap();
+    let peer = PeerAddress { cluster: ClusterId(2), remote: vec![at], local: vec![] };
+    let answering = thread::spawn(move || answer(other.accept().unwrap().0, b"LD\x09\x01\x01\0\0\0x"));
+    let error = engine.link_clusters(&[peer], LONG).remove(0).unwrap_err();
+    assert!(error.kind() == ErrorKind::LinkFailed && error.to_string().contains("version 9"), "{error}");
+    answering.join().unwrap();
+}
+
+#[test]
+fn calls_need_a_link_of_their_own() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let (fake, other) = (Fake::new(8, 1), Fake::new(9, 1));
+    let _control = fake.link(&engine, 5).unwrap();
+    assert_eq!(fake.call(&engine, 6).unwrap_err().kind(), ErrorKind::NotLinked);
+    assert_eq!(other.call(&engine, 5).unwrap_err().kind(), ErrorKind::NotLinked);
+    let call = fake.call(&engine, 5).unwrap();
+    say(&call, &Request::Ping { limit_ms: 100 });
+    assert!(matches!(hear(&call).unwrap(), Reply::Done { .. }));
+    say(&call, &Request::Describe { name: WireName::Row { cache: 4, row: 0 }, limit_ms: 100 });
+    assert!(matches!(hear(&call).unwrap(), Reply::Failed { .. }));
+    assert_eq!(engine.stats().links.len(), 1);
+}
+
+#[test]
+fn five_hundred_and_twelve_links_of_one_process() {
+    // Each link takes a descriptor, and an engine leaves most of them to the application.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
+    let mut hub = config(1, Way::Tcp);
+    hub.links.heartbeat = Duration::from_millis(200);
+    let hub = open(hub, Way::Tcp);
+    let fakes: Vec<Fake> = (0..512).map(|id| Fake::new(100 + id, id)).collect();
+    let mut controls: Vec<_> =
+        fakes.iter().map(|fake| fake.link(&hub, fake.party.cluster).unwrap()).collect();
+    assert_eq!(hub.stats().links.len(), 512);
+    let local = open(config(2, Way::Tcp), Way::Tcp);
+    link(&local, &hub).unwrap();
+    works(&local, &hub);
+    works(&hub, &local);
+    controls.truncate(256);
+    eventually("the end of half of them", || hub.stats().links.len() == 257);
+    works(&local, &hub);
+    drop(hub);
+    for control in &controls {
+        let messages = std::iter::from_fn(|| hear::<Control>(control).ok());
+        assert!(messages.into_iter().any(|message| matches!(message, Control::Bye { .. })), "no goodbye");
+    }
+    eventually("the end of the real one", || local.stats().links.is_empty());
+}
+
+/// Threads and descriptors of this process.
+fn resources() -> (usize, usize) {
+    let count = |path| std::fs::read_dir(path).unwrap().count();
+    (count("/proc/self/task"), count("/proc/self/fd"))
+}
+
+/// A finalized engine keeps no thread and no descriptor, whatever calls were under way. Runs in a process of its own, where
+/// no other test opens and closes any.
+#[test]
+fn finalizing_under_way_leaves_nothing() {
+    if std::env::var_os("LLM_DATADIST_TEST_ALONE").is_none() {
+        let name = "links::linking::finalizing_under_way_leaves_nothing";
+        let alone = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--test-threads=1", "--nocapture"])
+            .env("LLM_DATADIST_TEST_ALONE", "1")
+            .output()
+            .unwrap();
+        let output = String::from_utf8_lossy(&alone.stdout);
+        assert!(alone.status.success(), "{}", String::from_utf8_lossy(&alone.stderr));
+        assert!(output.contains("1 passed"), "{output}");
+        return;
+    }
+    let before = resources();
+    let shape = device(2, 1, 1 << 20);
+    for way in WAYS {
+        for round in 0..times(4) {
+            let Pair { local, remote } = Pair::new(way);
+            let local = Arc::new(local);
+            let name = of(2, row(&Held::pool(&remote, &shape, Batch), 0));
+            let call = |local: Arc<DataDist>| {
+                let shape = shape.clone();
+                move || {
+                    let into = Held::pool(&local, &shape, Batch);
+                    while pull_slot(&local, name, &into).is_ok() {}
+                }
+            };
+            let callers: Vec<_> = (0..4).map(|_| thread::spawn(call(local.clone()))).collect();
+            thread::sleep(Duration::from_millis(u64::from(round) * 3));
+            // The remote engine goes first, or this one while its calls go on: the last of them drops it.
+            if round % 2 == 1 {
+                drop(local);
+                thread::sleep(Duration::from_millis(5));
+            }
+            drop(remote);
+            callers.into_iter().for_each(|caller| caller.join().unwrap());
+        }
+        eventually("the end of all threads and descriptors", || resources() == before);
+    }
+}
