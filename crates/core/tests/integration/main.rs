@@ -28,8 +28,6 @@ mod consume;
 #[cfg(not(loom))]
 mod cpp;
 #[cfg(not(loom))]
-mod engine;
-#[cfg(not(loom))]
 mod errors;
 #[cfg(not(loom))]
 mod faults;
@@ -55,6 +53,8 @@ mod layerwise_check;
 mod lent;
 #[cfg(not(loom))]
 mod links;
+#[cfg(not(loom))]
+mod local_copies;
 #[cfg(not(loom))]
 mod log;
 #[cfg(loom)]
