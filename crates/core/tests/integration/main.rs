@@ -24,8 +24,6 @@ mod bed;
 #[cfg(not(loom))]
 mod check;
 #[cfg(not(loom))]
-mod consume;
-#[cfg(not(loom))]
 mod cpp;
 #[cfg(not(loom))]
 mod errors;
@@ -73,6 +71,8 @@ mod progress;
 mod ranks;
 #[cfg(not(loom))]
 mod region;
+#[cfg(not(loom))]
+mod remote_table;
 #[cfg(not(loom))]
 mod short;
 #[cfg(not(loom))]
