@@ -48,8 +48,6 @@ mod landing;
 #[cfg(not(loom))]
 mod layerwise_check;
 #[cfg(not(loom))]
-mod lent;
-#[cfg(not(loom))]
 mod links;
 #[cfg(not(loom))]
 mod local_copies;
@@ -71,6 +69,8 @@ mod progress;
 mod ranks;
 #[cfg(not(loom))]
 mod region;
+#[cfg(not(loom))]
+mod registered_pages;
 #[cfg(not(loom))]
 mod remote_table;
 #[cfg(not(loom))]
