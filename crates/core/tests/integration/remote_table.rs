@@ -138,10 +138,10 @@ impl Twin {
     }
 
     fn release_row(&mut self, at: usize, row: u32) {
-        if let Some(key @ CacheKey::Request { .. }) = self.key(at, row) {
-            if self.caches[at].1.kind == Batch {
-                self.table.remove_key(key);
-            }
+        if let Some(key @ CacheKey::Request { .. }) = self.key(at, row)
+            && self.caches[at].1.kind == Batch
+        {
+            self.table.remove_key(key);
         }
     }
 }
@@ -283,6 +283,10 @@ impl Both {
             let expected = self.twin.find(name);
             let place = found.as_ref().ok().map(|found| (found.cache.id(), found.row));
             assert_eq!(place, expected.map(|(at, row)| (self.twin.caches[at].0, row)), "{name}");
+            for (id, _) in &self.twin.caches {
+                let reached = self.real.table.reached(name, *id).map(|cache| cache.id());
+                assert_eq!(reached, place.map(|place| place.0).filter(|found| found == id), "{name}");
+            }
             match (found, expected) {
                 (Ok(found), Some((at, _))) => {
                     self.described.push(((found.place, found.generation), at, self.twin.keys(at)));
@@ -310,23 +314,4 @@ fn agrees_with_the_naive_twin() {
         })
         .unwrap();
     assert!(consumed.get() > 100 && refused.get() > 100, "{consumed:?} consumed, {refused:?} refused");
-}
-
-/// A pull may end after its key was consumed and bound to another cache.
-#[test]
-fn a_late_pull_does_not_consume_the_next_cache_of_its_key() {
-    let (real, key) = (Real::new(), Name::Key(request(0)));
-    let slot = Shape { allocated: true, kind: Batch, tensors: 1, rows: 1, keys: vec![Some(request(0))] };
-    let first = real.enter(&slot).unwrap();
-    let described = real.table.describe(key).unwrap();
-    real.table.consume(key, first.id(), 0, 1).unwrap();
-    assert_ne!(real.generations.of(described.place), described.generation);
-    assert!(real.table.reached(key, first.id()).is_none());
-    let second = real.enter(&slot).unwrap();
-    assert!(real.table.reached(key, first.id()).is_none(), "the key leads to another cache");
-    assert_eq!(real.table.reached(key, second.id()).unwrap().id(), second.id());
-    let late = real.table.consume(key, first.id(), 0, 1).unwrap_err();
-    assert_eq!((late.kind(), late.fact("cache_id")), (ErrorKind::CacheNotFound, Some("1")), "{late}");
-    assert!(real.table.reached(row(second.id(), 0), second.id()).is_some());
-    assert!(real.table.reached(row(second.id(), 1), second.id()).is_none(), "no such slot");
 }
