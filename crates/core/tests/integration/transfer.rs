@@ -430,30 +430,21 @@ fn refused_pulls_name_the_argument_and_its_limit() {
 
 #[test]
 fn refused_pushes_name_the_argument_and_its_limit() {
-    let (batch, blocks, all) = (side(Batch, 10, 3, 8), side(Blocks, 10, 3, 8), Layers::ALL);
-    let slot = |local| PushRows::Slot { local };
-    let pairs = |from: &[i64], to: &[i64]| PushRows::Blocks { local: from.to_vec(), remote: to.to_vec() };
-    let (good, narrow) = (remote(batch, 1), remote(side(Batch, 10, 3, 7), 0));
+    let (local, slot) = (side(Batch, 10, 3, 8), PushRows::Slot { local: 2 });
+    let (good, narrow) = (remote(local, 1), remote(side(Batch, 10, 3, 7), 0));
     let hidden = RemoteCache { accessible: false, ..good };
     let (one, two) = (Some((0, 1)), Some((0, 2)));
-    let rules: &[(Side, RemoteCache, PushRows, Layers, &[&str])] = &[
-        (batch, good, slot(2), layers(None, None, 3), &["tensor_num_per_layer=3", "10"]),
-        (batch, good, slot(2), layers(one, None, 2), &["src_layer_range was given without"]),
-        (batch, good, slot(2), layers(None, one, 2), &["dst_layer_range was given without"]),
-        (batch, good, slot(2), layers(Some((0, 0)), one, 2), &["src_layer_range=0..0", "at least one layer"]),
-        (batch, good, slot(2), layers(two, one, 2), &["2 layers", "1"]),
-        (batch, good, slot(2), layers(Some((4, 6)), two, 2), &["src_layer_range", "tensors 8 to 11"]),
-        (batch, good, slot(2), layers(one, Some((5, 6)), 2), &["dst_layer_range", "remote cache"]),
-        (batch, good, slot(3), all, &["src_batch_index=3"]),
-        (batch, remote(batch, 3), slot(2), all, &["no slot 3"]),
-        (batch, hidden, slot(2), all, &["remote_accessible False"]),
-        (batch, narrow, slot(2), all, &["8 bytes", "the 7 bytes of a slot of the remote cache"]),
-        (blocks, remote(blocks, 0), pairs(&[0], &[]), all, &["dst_blocks=[]"]),
-        (blocks, remote(blocks, 0), pairs(&[0, 3], &[0, 0]), all, &["src_blocks[1]=3"]),
-        (blocks, remote(blocks, 0), pairs(&[0], &[-5]), all, &["dst_blocks[0]"]),
+    let rules: &[(RemoteCache, Layers, &[&str])] = &[
+        (good, layers(None, None, 3), &["tensor_num_per_layer=3", "10"]),
+        (good, layers(None, one, 2), &["dst_layer_range was given without src_layer_range"]),
+        (good, layers(Some((0, 0)), one, 2), &["src_layer_range=0..0", "at least one layer"]),
+        (good, layers(Some((4, 6)), two, 2), &["src_layer_range", "tensors 8 to 11"]),
+        (good, layers(one, Some((5, 6)), 2), &["dst_layer_range", "remote cache"]),
+        (hidden, Layers::ALL, &["remote_accessible False"]),
+        (narrow, Layers::ALL, &["8 bytes", "the 7 bytes of a slot of the remote cache"]),
     ];
-    for (local, remote, rows, layers, facts) in rules {
-        refused(InvalidArgument, push(*local, *remote, rows, *layers), facts);
+    for (remote, layers, facts) in rules {
+        refused(InvalidArgument, push(local, *remote, &slot, *layers), facts);
     }
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
