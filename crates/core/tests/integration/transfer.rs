@@ -236,11 +236,8 @@ fn plan_does(moves: &Moves, bytes: &[Byte], (src, dst): (Side, Side), cut: u64) 
     for at in (0..plan.bytes()).step_by(cut as usize) {
         let end = (at + cut).min(plan.bytes());
         let pieces: Vec<_> = plan.pieces(at, end).collect();
-        assert_eq!(
-            pieces.iter().map(|(_, piece)| piece.len).sum::<u64>(),
-            end - at,
-            "{at} to {end}: {plan:?}"
-        );
+        let len: u64 = pieces.iter().map(|(_, piece)| piece.len).sum();
+        assert_eq!(len, end - at, "{at} to {end}: {plan:?}");
         pieces.into_iter().for_each(|(tensor, piece)| copy(&mut in_cuts, tensor, piece));
     }
     assert_eq!(in_cuts, expected, "in cuts of {cut}: {plan:?}");
@@ -266,10 +263,10 @@ fn mostly<T: Debug>(
 
 fn cases() -> impl Strategy<Value = Case> {
     let sizes = (1..6u64, 1..6u64, 1..9u64, 0..6u64, 1..6usize);
-    let tensors = (1..4u32, 1..4u32, prop::bool::ANY);
+    let tensors = (1..4u32, 1..4u32, prop::bool::ANY, prop::bool::ANY);
     let kinds = || prop_oneof![Just(Batch), Just(Blocks)];
     (0..6u8, kinds(), kinds(), sizes, tensors, 0..8u64).prop_flat_map(move |drawn| {
-        let (what, any_local, any_remote, sizes, (per_layer, count, ranged), offset) = drawn;
+        let (what, any_local, any_remote, sizes, (per_layer, count, src_given, dst_given), offset) = drawn;
         let (rows, remote_rows, bytes, more, blocks) = sizes;
         let (kind, remote_kind, remote_bytes, blocks) = match what {
             0 | 1 => (Batch, Batch, bytes + more, blocks),
@@ -280,10 +277,10 @@ fn cases() -> impl Strategy<Value = Case> {
         let remote_row = if remote_kind == Batch { remote_rows as u32 } else { 1 };
         let local_offset = offset % bytes;
         let room = if what == 0 { bytes } else { bytes - local_offset };
-        let tensors = per_layer * if ranged { 5 } else { count };
-        let range = || {
-            let given = (0..3u32).prop_map(move |first| ranged.then_some((first, first + count)));
-            mostly(given, prop::option::of((0..7u32, 0..7u32)))
+        let tensors = |given| mostly(Just(per_layer * if given { 5 } else { count }), 1..16u32);
+        let range = |given: bool| {
+            let legal = (0..3u32).prop_map(move |first| given.then_some((first, first + count)));
+            mostly(legal, prop::option::of((0..7u32, 0..7u32)))
         };
         let list = |rows: u64| {
             let wild = prop_oneof![-1..7i64, Just(i64::MAX)];
@@ -294,15 +291,15 @@ fn cases() -> impl Strategy<Value = Case> {
         let size = prop_oneof![Just(-1), 1..=room as i64];
         let wild_size = prop_oneof![-3..12i64, Just(i64::MIN), Just(i64::MAX)];
         let kinds = (mostly(Just(kind), kinds()), mostly(Just(remote_kind), kinds()));
-        let local = (mostly(Just(tensors), 1..16u32), mostly(0..rows as u32, 0..7u32));
-        let remote = (mostly(Just(tensors), 1..16u32), mostly(0..remote_row, 0..7u32));
+        let local = (tensors(dst_given), mostly(0..rows as u32, 0..7u32));
+        let remote = (tensors(src_given), mostly(0..remote_row, 0..7u32));
         let other = (mostly(Just(remote_bytes), 1..12u64), mostly(Just(true), Just(false)), 1..40u64);
         let part = (
             offsets(local_offset..local_offset + 1),
             offsets(0..(remote_bytes.saturating_sub(room) + 1).min(remote_bytes)),
             mostly(size, wild_size),
         );
-        let layering = (range(), range(), mostly(Just(per_layer), 0..9u32));
+        let layering = (range(src_given), range(dst_given), mostly(Just(per_layer), 0..9u32));
         let lists = (list(rows), list(remote_rows));
         (kinds, local, remote, other, part, layering, lists).prop_map(move |made| {
             let (kinds, (tensors, slot), (remote_tensors, row), other, part, layering, lists) = made;
