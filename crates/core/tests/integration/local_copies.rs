@@ -403,31 +403,24 @@ fn random_requests_agree_with_the_twin() {
 }
 
 #[test]
-fn unmapped_registered_memory_is_refused() {
-    let engine = DataDist::open(config(1 << 20)).unwrap();
-    let desc = desc(Host, 1, 4, 4096);
-    let cache = engine.register(adopt(&desc, Blocks, &[4096]), &[], Some(false)).unwrap();
-    let device = engine.allocate(&CacheDesc { placement: Device, ..desc }, Blocks, &[]).unwrap();
-    let (cache, device) = (End::Managed(cache.id()), End::Managed(device.id()));
-    for (src, dst) in [(&cache, &device), (&device, &cache)] {
-        let error = engine.swap_blocks(src, dst, &[(0, 0)]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-        assert!(error.to_string().contains("not mapped"), "{error}");
+fn only_an_empty_swap_needs_neither_memory_nor_a_path() {
+    let refused = (ErrorKind::InvalidArgument, "not mapped");
+    for (reach, inward) in
+        [(HostReach::Direct, refused), (HostReach::Staged, (ErrorKind::NotEnabled, "llm.SwapInPath"))]
+    {
+        let mut config = config(1 << 20);
+        config.swap_in = SwapInPath::Direct;
+        let engine = engine_on(config, Arc::new(SimDevice::new(reach)));
+        let unmapped = adopt(&desc(Host, 1, 4, 4096), Blocks, &[4096]);
+        let unmapped = End::Managed(engine.register(unmapped, &[], Some(false)).unwrap().id());
+        let [host, device] = [Host, Device]
+            .map(|placement| engine.allocate(&desc(placement, 1, 4, 4096), Blocks, &[]).unwrap())
+            .map(|cache| End::Managed(cache.id()));
+        for (src, dst, (kind, fact)) in [(&unmapped, &device, inward), (&device, &unmapped, refused)] {
+            let error = engine.swap_blocks(src, dst, &[(0, 0)]).unwrap_err();
+            assert!(error.kind() == kind && error.to_string().contains(fact), "{error}");
+            engine.swap_blocks(src, dst, &[]).unwrap();
+        }
+        engine.swap_blocks(&device, &host, &[(0, 0)]).unwrap();
     }
-    engine.swap_blocks(&cache, &device, &[]).unwrap();
-}
-
-#[test]
-fn a_direct_swap_in_needs_a_device_that_reads_host_memory() {
-    let mut config = config(1 << 20);
-    config.swap_in = SwapInPath::Direct;
-    let engine = engine_on(config, Arc::new(SimDevice::new(HostReach::Staged)));
-    let [host, device] = [Host, Device].map(|placement| {
-        End::Managed(engine.allocate(&desc(placement, 1, 4, 64), Blocks, &[]).unwrap().id())
-    });
-    let error = engine.swap_blocks(&host, &device, &[(0, 0)]).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotEnabled);
-    assert!(error.to_string().contains("llm.SwapInPath"), "{error}");
-    engine.swap_blocks(&host, &device, &[]).unwrap();
-    engine.swap_blocks(&device, &host, &[(0, 0)]).unwrap();
 }
