@@ -4,7 +4,7 @@
 //! Huge pages make copies faster and double the speed of reads from other processes through the kernel. A
 //! peer that maps a pool maps one page instead of 512. But a call that touches a unit (one huge page) while
 //! the kernel merges it waits, for up to several milliseconds. So nothing is merged by default, and calls
-//! then pay for one branch (`a_merger_that_merges_nothing_takes_nothing`).
+//! then pay for one branch (`a_merger_without_registered_memory_takes_none`).
 //!
 //! The merger checks for work after much data was moved or when a link is made. Its thread ends when nothing
 //! is left (`the_merger_ends_when_there_is_nothing_left`). It merges only memory that is in use: a unit of

@@ -3,11 +3,11 @@
 //!
 //! Such reads leave no trace in this process, so memory is lent when its address is sent to a peer. Merging
 //! commits nothing, and touches only private pages of this process
-//! (`what_is_lent_is_merged_where_it_is_there_and_the_owners_own`).
+//! (`registered_memory_is_merged_where_it_is_present_and_private`).
 //!
 //! The owner may take the memory away. Each unit is merged under a lock that `give_back` also takes. So
 //! `give_back` waits for one unit at most, and nothing is touched later
-//! (`what_was_given_back_is_left_alone`). The module `merger` decides when to run this.
+//! (`unregistered_memory_is_left_alone`). The module `merger` decides when to run this.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -2,7 +2,7 @@
 //!
 //! Bytes are vectors, keys are lists, sums have 128 bits, and pairs are copied one after the other. The model
 //! shares only basic types with the engine. It runs the same cases as the engine
-//! (`tests/integration/engine.rs`), so these cases check the model too. It ignores speed, threads and
+//! (`tests/integration/local_copies.rs`), so these cases check the model too. It ignores speed, threads and
 //! deadlines.
 
 use crate::error::ErrorKind;

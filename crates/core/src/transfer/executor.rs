@@ -4,7 +4,7 @@
 //! A transfer whose next layer is still being computed takes no lane, so there are as many threads as layers
 //! in transit, not as transfers (`tasks_that_wait_take_no_threads`). One place, that is one destination
 //! cluster, cannot take all lanes either: jobs for a peer that stalls delay only jobs for the same peer
-//! (`one_place_does_not_take_all_lanes`).
+//! (`every_place_gets_a_lane_and_at_most_32`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -100,7 +100,8 @@ impl State {
     }
 
     /// Takes the next job for the lane whose last job was for `last`: another one for that place if no other
-    /// lane works for it. So a place keeps its lane as long as it has work (`a_place_keeps_its_lane`).
+    /// lane works for it. So a place keeps its lane as long as it has work
+    /// (`every_place_gets_a_lane_and_at_most_32`).
     fn next(&mut self, last: Option<ClusterId>) -> Option<(ClusterId, Box<dyn Job>)> {
         let alone = |place: &ClusterId| {
             let queued = self.jobs.iter().filter(|(to, _)| to == place).count();
@@ -143,7 +144,8 @@ impl ExecutorHandle {
             return at.waiting.push_back(job);
         }
         at.taken += 1;
-        // A place without a lane gets one, however many others stall (`a_place_without_a_lane_gets_one`).
+        // A place without a lane gets one, however many others stall
+        // (`every_place_gets_a_lane_and_at_most_32`).
         let first = at.taken == 1;
         if first {
             state.jobs.push_front((place, job));

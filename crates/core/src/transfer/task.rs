@@ -3,7 +3,7 @@
 //! This module only keeps records. The code that computes layers reports which ones are ready, and lanes push
 //! ready layers to each destination. Neither waits for the other, and no destination waits for another. A
 //! destination has a result only once it has ended. A carrier that ends without a result leaves a failure
-//! (`a_carrier_that_panics_is_a_failure`), so a missing result never counts as success. `transfer::layerwise`
+//! (`destinations_are_independent`), so a missing result never counts as success. `transfer::layerwise`
 //! pushes the layers.
 
 use std::os::fd::OwnedFd;

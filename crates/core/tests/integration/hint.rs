@@ -20,7 +20,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::bed::{adopt, desc, skipped};
-use crate::lent::{PAGE, Pages, asked};
+use crate::registered_pages::{PAGE, Pages, asked};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
 /// Set in the child, which reports what its engines logged.

@@ -1,7 +1,7 @@
 //! The pin protocol under loom: every order of two or three threads over two caches.
 //!
-//! `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test rust --target-dir target/loom`.
-//! Loom's clock stands still, so a call that waits for ever is a deadlock that loom reports.
+//! `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 cargo test -p llm-datadist-core --test integration --target-dir
+//! target/loom`. Loom's clock does not move, so it reports a call that waits for ever as a deadlock.
 #![allow(unsafe_code, reason = "adopts addresses that nobody touches")]
 
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use loom::sync::atomic::{AtomicI64, Ordering};
 use loom::thread;
 
 fn cache() -> Arc<Cache> {
-    let desc = CacheDesc {
-        num_tensors: 1,
-        shape: vec![2, 1],
-        data_type: DataType::Uint8,
-        placement: Placement::Host,
-    };
+    let (shape, data_type, placement) = (vec![2, 1], DataType::Uint8, Placement::Host);
+    let desc = CacheDesc { num_tensors: 1, shape, data_type, placement };
     // SAFETY: no byte of it is ever copied.
     Cache::loose(unsafe { Adopted::new(&desc, CacheKind::Blocks, &[4096]) }.unwrap())
 }
 
-fn remote() -> Deadline {
-    Deadline::after(Duration::from_secs(3600))
+/// Pins rows of both caches, which may be one, and runs `body`.
+fn pinned(reads: (&Arc<Cache>, &[u64]), writes: (&Arc<Cache>, &[u64]), body: impl FnOnce()) {
+    let deadline = Deadline::after(Duration::from_secs(3600));
+    let pins = pin((reads.0, reads.1.to_vec()), (writes.0, writes.1.to_vec()), deadline).unwrap();
+    body();
+    drop(pins);
 }
 
 /// Runs `model` under loom and makes sure that it looked at several orders.
@@ -41,10 +41,15 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
     assert!(ran > 3, "loom looked at {ran} orders");
 }
 
-/// Row 0 of a cache as its users see it: readers, or −1.
-struct Row(AtomicI64);
+/// The users of row 0 of a cache: the number of readers, or −1.
+#[derive(Clone)]
+struct Row(Arc<AtomicI64>);
 
 impl Row {
+    fn new() -> Row {
+        Row(Arc::new(AtomicI64::new(0)))
+    }
+
     fn read(&self) {
         assert!(self.0.fetch_add(1, Ordering::SeqCst) >= 0, "a writer is there");
         thread::yield_now();
@@ -61,26 +66,16 @@ impl Row {
 #[test]
 fn a_writer_is_alone() {
     explore(|| {
-        let (cache, row) = (cache(), Arc::new(Row(AtomicI64::new(0))));
-        let threads: Vec<_> = [false, true]
-            .into_iter()
-            .map(|write| {
-                let (cache, row) = (cache.clone(), row.clone());
-                thread::spawn(move || {
-                    let (reads, writes) = if write { (vec![], vec![0]) } else { (vec![0], vec![]) };
-                    let pins = pin((&cache, reads), (&cache, writes), remote()).unwrap();
-                    if write {
-                        row.write()
-                    } else {
-                        row.read()
-                    }
-                    drop(pins);
-                })
+        let (cache, row) = (cache(), Row::new());
+        let spawn = |reads: bool| {
+            let (cache, row) = (cache.clone(), row.clone());
+            thread::spawn(move || match reads {
+                true => pinned((&cache, &[0]), (&cache, &[]), || row.read()),
+                false => pinned((&cache, &[]), (&cache, &[0]), || row.write()),
             })
-            .collect();
-        let pins = pin((&cache, vec![1]), (&cache, vec![0]), remote()).unwrap();
-        row.write();
-        drop(pins);
+        };
+        let threads = [true, false].map(spawn);
+        pinned((&cache, &[1]), (&cache, &[0]), || row.write());
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     });
 }
@@ -88,34 +83,28 @@ fn a_writer_is_alone() {
 #[test]
 fn two_caches_in_opposite_order() {
     explore(|| {
-        let (a, b) = (cache(), cache());
-        let (row_a, row_b) = (Arc::new(Row(AtomicI64::new(0))), Arc::new(Row(AtomicI64::new(0))));
-        let other = {
-            let (a, b, row_a, row_b) = (a.clone(), b.clone(), row_a.clone(), row_b.clone());
-            thread::spawn(move || {
-                let pins = pin((&a, vec![0]), (&b, vec![0]), remote()).unwrap();
-                (row_a.read(), row_b.write());
-                drop(pins);
-            })
-        };
-        let pins = pin((&b, vec![0]), (&a, vec![0]), remote()).unwrap();
-        (row_b.read(), row_a.write());
-        drop(pins);
+        let here = [(cache(), Row::new()), (cache(), Row::new())];
+        let [(a, row_a), (b, row_b)] = here.clone();
+        let other = thread::spawn(move || {
+            pinned((&a, &[0]), (&b, &[0]), || (row_a.read(), row_b.write()).1);
+        });
+        let [(a, row_a), (b, row_b)] = here;
+        pinned((&b, &[0]), (&a, &[0]), || (row_b.read(), row_a.write()).1);
         other.join().unwrap();
     });
 }
 
 #[test]
-fn nobody_who_waits_is_forgotten() {
+fn every_waiting_call_is_woken() {
     explore(|| {
         let cache = cache();
-        let held = pin((&cache, vec![]), (&cache, vec![0]), remote()).unwrap();
-        let threads: Vec<_> = (0..2)
-            .map(|_| {
-                let cache = cache.clone();
-                thread::spawn(move || drop(pin((&cache, vec![0]), (&cache, vec![1]), remote()).unwrap()))
-            })
-            .collect();
+        let held =
+            pin((&cache, vec![]), (&cache, vec![0]), Deadline::after(Duration::from_secs(3600))).unwrap();
+        let spawn = |_| {
+            let cache = cache.clone();
+            thread::spawn(move || pinned((&cache, &[0]), (&cache, &[1]), || ()))
+        };
+        let threads = [0, 1].map(spawn);
         drop(held);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     });

@@ -24,11 +24,7 @@ mod bed;
 #[cfg(not(loom))]
 mod check;
 #[cfg(not(loom))]
-mod consume;
-#[cfg(not(loom))]
 mod cpp;
-#[cfg(not(loom))]
-mod engine;
 #[cfg(not(loom))]
 mod errors;
 #[cfg(not(loom))]
@@ -52,9 +48,9 @@ mod landing;
 #[cfg(not(loom))]
 mod layerwise_check;
 #[cfg(not(loom))]
-mod lent;
-#[cfg(not(loom))]
 mod links;
+#[cfg(not(loom))]
+mod local_copies;
 #[cfg(not(loom))]
 mod log;
 #[cfg(loom)]
@@ -73,6 +69,10 @@ mod progress;
 mod ranks;
 #[cfg(not(loom))]
 mod region;
+#[cfg(not(loom))]
+mod registered_pages;
+#[cfg(not(loom))]
+mod remote_table;
 #[cfg(not(loom))]
 mod short;
 #[cfg(not(loom))]

@@ -1,6 +1,6 @@
 //! Plans: run wave by wave in any order inside a wave, they do what copying pair by pair does; and they are merged.
 //!
-//! Not for: memory or workers (`engine.rs`).
+//! Not for: memory or workers (`local_copies.rs`).
 
 use std::collections::HashSet;
 

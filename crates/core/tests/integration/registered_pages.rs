@@ -1,9 +1,6 @@
-//! Registered memory that is lent to the merger: only what is there and the owner's own is merged, nothing changes but the
-//! size of the pages, and what was given back is left alone.
-//!
-//! Where the kernel does not merge on request the tests say so. Not for: who lends, and when
-//! (`tests/test_huge_pages.py`), or speed.
-#![allow(unsafe_code, reason = "the test's own mappings, and a child that only waits")]
+//! Merging registered memory into huge pages: only what is present and private is merged, its bytes stay the same, and
+//! unregistered memory is left alone. `tests/test_huge_pages.py` covers when an engine merges.
+#![allow(unsafe_code, reason = "the test's own mappings, and a child that only sleeps")]
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -74,24 +71,28 @@ impl Pages {
         Tensors::adopted(adopt(&side, CacheKind::Blocks, &[self.at() as u64]))
     }
 
-    /// Bytes that lie in huge pages, and bytes that are there, as the kernel says.
+    /// Bytes in huge pages, and bytes that are present, as the kernel reports them.
     fn facts(&self) -> (usize, usize) {
-        let (mut inside, mut huge, mut there) = (false, 0, 0);
+        let (mut inside, mut huge, mut present) = (false, 0, 0);
         for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
-            let range = line.split(' ').next().and_then(|range| range.split_once('-'));
-            let number = |text| usize::from_str_radix(text, 16).ok();
-            if let Some((from, to)) = range.and_then(|(from, to)| Some((number(from)?, number(to)?))) {
-                inside = from < self.at() + self.len && self.at() < to;
-            } else if let (true, Some((name, rest))) = (inside, line.split_once(':')) {
-                let bytes = || rest.trim().split(' ').next().unwrap().parse::<usize>().unwrap() << 10;
-                match name {
-                    "AnonHugePages" | "ShmemPmdMapped" | "FilePmdMapped" => huge += bytes(),
-                    "Rss" => there += bytes(),
-                    _ => {}
-                }
+            let words: Vec<_> = line.split_whitespace().collect();
+            let address = |text| usize::from_str_radix(text, 16).ok();
+            let range = words[0].split_once('-').and_then(|(from, to)| Some(address(from)?..address(to)?));
+            if let Some(range) = range {
+                inside = range.start < self.at() + self.len && self.at() < range.end;
+            }
+            let bytes = || words[1].parse::<usize>().unwrap() << 10;
+            match words[0] {
+                "AnonHugePages:" | "ShmemPmdMapped:" | "FilePmdMapped:" if inside => huge += bytes(),
+                "Rss:" if inside => present += bytes(),
+                _ => {}
             }
         }
-        (huge, there)
+        (huge, present)
+    }
+
+    fn huge(&self) -> usize {
+        self.facts().0
     }
 }
 
@@ -112,97 +113,98 @@ pub(crate) fn asked() -> bool {
     merges()
 }
 
-fn merged(merger: &Merger) -> usize {
-    merger.lent_bytes() as usize
+/// A merger that may merge `pages`, as the owner registers and unregisters them.
+struct Bench<'a>(Merger, &'a Pages);
+
+impl Bench<'_> {
+    fn register(&self, id: i64) -> bool {
+        self.0.lend(CacheId(id), &self.1.tensors(), || true)
+    }
+
+    /// Runs the merger until it is idle; returns the bytes that it has merged, and those in huge pages.
+    fn run(&self) -> (usize, usize) {
+        self.0.look();
+        ended(&self.0);
+        self.facts()
+    }
+
+    fn facts(&self) -> (usize, usize) {
+        (self.0.lent_bytes() as usize, self.1.huge())
+    }
 }
 
 #[test]
-fn what_is_lent_is_merged_where_it_is_there_and_the_owners_own() {
+fn registered_memory_is_merged_where_it_is_present_and_private() {
     if !asked() {
         return;
     }
     let pages = Pages::new(7, None);
-    pages.write(0, 2 * UNIT); // two whole units
-    pages.write(2 * UNIT, 3 * UNIT - PAGE); // all but a page, which nobody touched
-    pages.write(3 * UNIT, 4 * UNIT - PAGE); // all but a page, which was only read
+    pages.write(0, 2 * UNIT);
+    pages.write(2 * UNIT, 3 * UNIT - PAGE); // the last page is not present
+    pages.write(3 * UNIT, 4 * UNIT - PAGE); // the last page was only read
     assert_eq!(pages.byte(4 * UNIT - 1), 0);
-    for page in 0..UNIT / PAGE {
-        assert_eq!(pages.byte(4 * UNIT + page * PAGE), 0, "only read");
-    }
-    pages.write(6 * UNIT, 7 * UNIT); // the fifth was never touched
-    let there = pages.facts().1;
+    assert!((4 * UNIT..5 * UNIT).step_by(PAGE).all(|offset| pages.byte(offset) == 0), "only read");
+    pages.write(6 * UNIT, 7 * UNIT); // the unit before is not present
+    let present = pages.facts().1;
 
-    let merger = Merger::with_registered([]);
-    assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
-    assert!(!merger.lend(CacheId(1), &pages.tensors(), || true), "it has it");
-    assert_eq!(merged(&merger), 0, "nothing happens before it looks");
-    merger.look();
-    ended(&merger);
-    assert_eq!(merged(&merger), 3 * UNIT);
-    assert_eq!(pages.facts(), (3 * UNIT, there), "huge where all is there, and nothing was committed");
+    let bench = Bench(Merger::with_registered([]), &pages);
+    assert!(bench.register(1));
+    assert!(!bench.register(1), "it has it");
+    assert_eq!(bench.facts().0, 0, "nothing is merged before the first check");
+    assert_eq!(bench.run(), (3 * UNIT, 3 * UNIT));
+    assert_eq!(pages.facts().1, present, "nothing was committed");
     for offset in (0..3 * UNIT - PAGE).chain(6 * UNIT..7 * UNIT) {
         assert_eq!(pages.byte(offset), pattern(SEED, 0, offset), "at {offset}");
     }
-    // What is left is not tried again at once.
+    // What is left is not tried again at once, but when memory is registered.
     pages.write(2 * UNIT, 3 * UNIT);
-    merger.look();
-    assert!(!merger.running());
-    // A new loan is looked at, whatever else rests.
+    bench.0.look();
+    assert!(!bench.0.running());
     let more = Pages::new(1, None);
     more.write(0, UNIT);
-    assert!(merger.lend(CacheId(2), &more.tensors(), || true));
-    merger.look();
-    ended(&merger);
-    assert_eq!((more.facts().0, merged(&merger)), (UNIT, 5 * UNIT), "and the rest with it");
-    drop(merger);
+    let bench = Bench(bench.0, &more);
+    assert!(bench.register(2));
+    assert_eq!(bench.run(), (5 * UNIT, UNIT));
+    drop(bench);
 }
 
 #[test]
-fn what_was_given_back_is_left_alone() {
+fn unregistered_memory_is_left_alone() {
     if !asked() {
         return;
     }
     let pages = Pages::new(4, None);
     pages.write(0, 4 * UNIT);
-    let merger = Merger::with_registered([]);
-    assert!(!merger.lend(CacheId(1), &pages.tensors(), || false), "it was unregistered meanwhile");
-    assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
-    merger.give_back(CacheId(1));
-    merger.give_back(CacheId(1));
-    merger.look();
-    ended(&merger);
-    assert_eq!((merged(&merger), pages.facts().0), (0, 0));
+    let bench = Bench(Merger::with_registered([]), &pages);
+    assert!(!bench.0.lend(CacheId(1), &pages.tensors(), || false), "it was unregistered meanwhile");
+    assert!(bench.register(1));
+    bench.0.give_back(CacheId(1));
+    bench.0.give_back(CacheId(1));
+    assert_eq!(bench.run(), (0, 0));
     // At any moment of the work: what was merged by then, and nothing after.
-    assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
-    merger.look();
-    merger.give_back(CacheId(1));
-    let (by_then, huge) = (merged(&merger), pages.facts().0);
-    ended(&merger);
-    assert_eq!((merged(&merger), pages.facts().0), (by_then, huge));
-    // Registered again, it is lent again.
-    assert!(merger.lend(CacheId(1), &pages.tensors(), || true));
-    merger.look();
-    ended(&merger);
-    assert_eq!(pages.facts().0, 4 * UNIT);
-    drop(merger);
+    assert!(bench.register(1));
+    bench.0.look();
+    bench.0.give_back(CacheId(1));
+    let by_then = bench.facts();
+    ended(&bench.0);
+    assert_eq!(bench.facts(), by_then);
+    assert!(bench.register(1));
+    assert_eq!(bench.run().1, 4 * UNIT);
+    drop(bench);
 }
 
 #[test]
-fn a_merger_that_merges_nothing_takes_nothing() {
+fn a_merger_without_registered_memory_takes_none() {
     let pages = Pages::new(1, None);
     pages.write(0, UNIT);
-    let merger = Merger::default();
-    assert!(!merger.lend(CacheId(1), &pages.tensors(), || true));
-    merger.look();
-    merger.give_back(CacheId(1));
-    merger.moved(u64::MAX);
-    assert_eq!((merger.running(), merged(&merger), pages.facts().0), (false, 0, 0));
-    // One of pools alone: registered memory is not named.
-    let merger = Merger::new([]);
-    assert!(!merger.lend(CacheId(1), &pages.tensors(), || true));
-    merger.look();
-    ended(&merger);
-    assert_eq!((merged(&merger), pages.facts().0), (0, 0));
+    // One that merges nothing, and one for pools alone.
+    for merger in [Merger::default(), Merger::new([])] {
+        let bench = Bench(merger, &pages);
+        assert!(!bench.register(1));
+        bench.0.give_back(CacheId(1));
+        bench.0.moved(u64::MAX);
+        assert_eq!(bench.run(), (0, 0));
+    }
 }
 
 #[test]
@@ -217,9 +219,8 @@ fn memory_of_files_and_of_others_is_left_alone() {
     for flags in [libc::MAP_SHARED, libc::MAP_PRIVATE] {
         let pages = Pages::new(1, Some((&file, flags)));
         assert!((0..UNIT).step_by(PAGE).all(|offset| pages.byte(offset) == 7));
-        assert_eq!((own.merge(at(&pages)), pages.facts().0), (None, 0));
+        assert_eq!((own.merge(at(&pages)), pages.huge()), (None, 0));
     }
-    // Since a fork the pages belong to two; the second only waits to be told to end.
     let pages = Pages::new(1, None);
     pages.advise(libc::MADV_DOFORK);
     pages.write(0, UNIT);
@@ -237,31 +238,32 @@ fn memory_of_files_and_of_others_is_left_alone() {
     // SAFETY: as above.
     assert_eq!(unsafe { libc::waitpid(child, null_mut(), 0) }, child);
     assert_eq!(while_shared, None);
-    assert_eq!((own.merge(at(&pages)), pages.facts().0), (Some(Ok(())), UNIT), "it is alone again");
-    // Where there is nothing, and between two units.
-    for nowhere in [at(&pages) + PAGE as u64, at(&pages) + UNIT as u64, 1 << 46, u64::MAX - (UNIT as u64 - 1)]
-    {
-        assert_eq!(own.merge(nowhere), None, "at {nowhere:x}");
+    assert_eq!((own.merge(at(&pages)), pages.huge()), (Some(Ok(())), UNIT), "it is alone again");
+    // Between two units, and where nothing is mapped.
+    for addr in [at(&pages) + PAGE as u64, at(&pages) + UNIT as u64, 1 << 46, u64::MAX - (UNIT as u64 - 1)] {
+        assert_eq!(own.merge(addr), None, "at {addr:x}");
     }
 }
 
 #[test]
-fn only_whole_units_of_registered_memory_are_lent() {
-    let start = 64 * UNIT as u64;
-    let of = |addrs: &[u64], bytes: usize| {
-        let side = desc(Placement::Host, addrs.len() as u32, 1, bytes);
-        Tensors::adopted(adopt(&side, CacheKind::Blocks, addrs)).lent_units()
-    };
+fn only_whole_units_are_merged() {
     let unit = UNIT as u64;
-    assert_eq!(of(&[start], UNIT), [start]);
-    assert_eq!(of(&[start + 1], UNIT), [0; 0]);
-    assert_eq!(of(&[start + 1], 2 * UNIT), [start + unit]);
-    assert_eq!(of(&[start], UNIT - 1), [0; 0]);
-    // Tensors that lie end to end are one stretch, in whatever order they are named.
-    assert_eq!(of(&[start + unit / 2, start], UNIT / 2), [start]);
-    assert_eq!(of(&[start + unit, start], UNIT), [start, start + unit]);
-    assert_eq!(of(&[start, start], UNIT), [start], "once");
-    // A pool's memory is not lent: it is the merger's anyway.
+    let start = 64 * unit;
+    let cases: [(&[u64], usize, &[u64]); 7] = [
+        (&[start], UNIT, &[start]),
+        (&[start], UNIT - 1, &[]),
+        (&[start + 1], UNIT, &[]),
+        (&[start + 1], 2 * UNIT, &[start + unit]),
+        // Tensors that lie end to end are one stretch, in whatever order they are named.
+        (&[start + unit / 2, start], UNIT / 2, &[start]),
+        (&[start + unit, start], UNIT, &[start, start + unit]),
+        (&[start, start], UNIT, &[start]),
+    ];
+    for (addrs, bytes, units) in cases {
+        let side = desc(Placement::Host, addrs.len() as u32, 1, bytes);
+        assert_eq!(Tensors::adopted(adopt(&side, CacheKind::Blocks, addrs)).lent_units(), units);
+    }
+    // The memory of pools is merged without being registered.
     let region = std::sync::Arc::new(Region::shared("test", 2 * unit).unwrap());
     assert_eq!(Tensors::carved(region, [0], 2 * unit, Box::new(())).unwrap().lent_units(), [0; 0]);
 }

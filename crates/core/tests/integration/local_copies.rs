@@ -1,0 +1,426 @@
+//! Copies between caches of one engine, on every device, path, number of workers and kernel, and by the naive twin.
+//!
+//! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the
+//! neighbouring caches. Refused calls are covered by `check.rs`, failures and limits by `faults.rs`.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use llm_datadist_core::testing::device::HostReach;
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::memory::kernels::Kernel;
+use llm_datadist_core::testing::oracle::{Twin, TwinCache};
+use llm_datadist_core::{
+    CacheDesc, CacheKind, CopyArgs, DataDist, End, ErrorKind, KernelChoice, Placement, SwapInPath,
+};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::bed::{Own, adopt, config, desc, engine_on, pattern, patterned, proptest_cases};
+use CacheKind::{Batch, Blocks};
+use Placement::{Device, Host};
+
+type Outcome = Result<(), ErrorKind>;
+type Tensors = Vec<Vec<u8>>;
+type Pairs = Vec<(i64, i64)>;
+
+/// A cache of a case; its bytes start as `patterned(seed, …)`.
+#[derive(Clone, Copy, Debug)]
+struct Spec {
+    placement: Placement,
+    kind: CacheKind,
+    tensors: usize,
+    rows: usize,
+    row_bytes: usize,
+    seed: u8,
+}
+
+fn batch(placement: Placement, tensors: usize, rows: usize, row_bytes: usize, seed: u8) -> Spec {
+    Spec { placement, kind: Batch, tensors, rows, row_bytes, seed }
+}
+
+fn blocks(placement: Placement, tensors: usize, rows: usize, row_bytes: usize, seed: u8) -> Spec {
+    Spec { kind: Blocks, ..batch(placement, tensors, rows, row_bytes, seed) }
+}
+
+impl Spec {
+    fn desc(&self) -> CacheDesc {
+        desc(self.placement, self.tensors as u32, self.rows, self.row_bytes)
+    }
+
+    fn bytes(&self) -> Tensors {
+        patterned(self.seed, self.tensors, self.rows * self.row_bytes)
+    }
+}
+
+/// One call. Caches are numbered as they are made; a source comes before its destination.
+#[derive(Clone, Debug)]
+enum Step {
+    Copy(usize, usize, CopyArgs),
+    CopyKv(usize, usize, CopyArgs),
+    Blocks(usize, Pairs),
+    Swap(usize, usize, Pairs),
+}
+use Step::{Copy, CopyKv, Swap};
+
+fn args(src_batch_index: u32, dst_batch_index: u32, offset: u64, size: i64) -> CopyArgs {
+    CopyArgs { dst_batch_index, src_batch_index, offset, size }
+}
+
+fn slots(src: u32, dst: u32) -> CopyArgs {
+    args(src, dst, 0, -1)
+}
+
+fn by_twin(caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Vec<Tensors>) {
+    let cache = |spec: &Spec| {
+        let Spec { placement, kind, rows, .. } = *spec;
+        TwinCache { placement, kind, rows, tensors: spec.bytes() }
+    };
+    let mut twin = Twin { caches: caches.iter().map(cache).collect() };
+    let outcomes = steps.iter().map(|step| match step {
+        Copy(src, dst, args) => twin.copy_cache(*dst, *src, *args),
+        CopyKv(src, dst, args) => twin.copy_kv_cache(*src, *dst, *args),
+        Step::Blocks(cache, pairs) => twin.copy_blocks(*cache, pairs),
+        Swap(src, dst, pairs) => twin.swap_blocks(*src, *dst, pairs),
+    });
+    (outcomes.collect(), twin.caches.into_iter().map(|cache| cache.tensors).collect())
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Memory {
+    /// Everything is host memory; device caches come from the pool.
+    HostPool,
+    /// Everything is host memory; device caches are in the caller's memory, between guard bytes.
+    HostOwn,
+    /// The simulated device, which reads host memory in place.
+    SimDirect,
+    /// The simulated device, which needs the staging ring.
+    SimStaged,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Setup {
+    memory: Memory,
+    swap_in: SwapInPath,
+    workers: usize,
+    kernel: KernelChoice,
+}
+
+/// All combinations that can be opened.
+fn setups() -> Vec<Setup> {
+    let streams = Kernel::all().iter().any(|kernel| kernel.streams());
+    let mut all = Vec::new();
+    for memory in [Memory::HostPool, Memory::HostOwn, Memory::SimDirect, Memory::SimStaged] {
+        for swap_in in [SwapInPath::Auto, SwapInPath::Direct, SwapInPath::Ring] {
+            for workers in [1, 2, 4, 9] {
+                for kernel in [KernelChoice::Plain, KernelChoice::Streaming, KernelChoice::Auto] {
+                    let no_path = memory == Memory::SimStaged && swap_in == SwapInPath::Direct;
+                    if !no_path && (streams || kernel != KernelChoice::Streaming) {
+                        all.push(Setup { memory, swap_in, workers, kernel });
+                    }
+                }
+            }
+        }
+    }
+    assert!(all.len() >= 11 * 4 * 2, "{}", all.len());
+    all
+}
+
+/// Every seventh combination: each value of each setting occurs, the same pair of values rarely twice.
+fn some_setups() -> Vec<Setup> {
+    setups().into_iter().step_by(7).collect()
+}
+
+/// A cache of an engine: in its pool, or in the caller's memory.
+struct Placed {
+    spec: Spec,
+    end: End,
+    own: Option<Own>,
+}
+
+impl Placed {
+    fn in_pool(engine: &DataDist, spec: Spec) -> Placed {
+        let end = End::Managed(engine.allocate(&spec.desc(), spec.kind, &[]).unwrap().id());
+        let staging = Own::loose(&Spec { placement: Host, ..spec }.desc(), spec.kind);
+        staging.write(&spec.bytes());
+        copy_all(engine, &End::Loose(staging.cache.clone()), &end, spec);
+        Placed { spec, end, own: None }
+    }
+
+    fn loose(spec: Spec) -> Placed {
+        let own = Own::loose(&spec.desc(), spec.kind);
+        own.write(&spec.bytes());
+        Placed { spec, end: End::Loose(own.cache.clone()), own: Some(own) }
+    }
+
+    fn registered(engine: &DataDist, spec: Spec) -> Placed {
+        let register = |adopted| engine.register(adopted, &[], Some(false)).unwrap();
+        let own = Own::new(&spec.desc(), spec.kind, register);
+        own.write(&spec.bytes());
+        Placed { spec, end: End::Managed(own.cache.id()), own: Some(own) }
+    }
+
+    fn read(&self, engine: &DataDist) -> Tensors {
+        let Some(own) = &self.own else {
+            let staging = Placed::loose(Spec { placement: Host, ..self.spec });
+            copy_all(engine, &self.end, &staging.end, self.spec);
+            return staging.read(engine);
+        };
+        own.outside_untouched();
+        own.read()
+    }
+}
+
+fn copy_all(engine: &DataDist, src: &End, dst: &End, spec: Spec) {
+    let rows = 0..spec.rows as u32;
+    match spec.kind {
+        Blocks => {
+            let pairs: Pairs = rows.map(|row| (i64::from(row), i64::from(row))).collect();
+            engine.swap_blocks(src, dst, &pairs).unwrap();
+        }
+        Batch => rows.for_each(|row| engine.copy_cache(dst, src, slots(row, row)).unwrap()),
+    }
+}
+
+fn by_engine(setup: Setup, caches: &[Spec], steps: &[Step]) -> (Vec<Outcome>, Vec<Tensors>) {
+    let mut config = config(256 << 20);
+    config.swap_in = setup.swap_in;
+    config.copy_workers = Some(setup.workers);
+    config.kernel = setup.kernel;
+    let reach = if setup.memory == Memory::SimStaged { HostReach::Staged } else { HostReach::Direct };
+    let sim = Arc::new(SimDevice::new(reach));
+    let simulated = matches!(setup.memory, Memory::SimDirect | Memory::SimStaged);
+    let engine = if simulated { engine_on(config, sim.clone()) } else { DataDist::open(config).unwrap() };
+
+    // No call may change the caches on either side of those of the case.
+    let neighbour = || Placed::in_pool(&engine, blocks(Device, 1, 1, 65_536, 200));
+    let mut neighbours = vec![neighbour()];
+    let mut placed = vec![];
+    for (at, &spec) in caches.iter().enumerate() {
+        placed.push(match (spec.placement == Host || setup.memory == Memory::HostOwn, at % 2) {
+            (true, 0) => Placed::loose(spec),
+            (true, _) => Placed::registered(&engine, spec),
+            (false, _) => Placed::in_pool(&engine, spec),
+        });
+        neighbours.push(neighbour());
+    }
+    let end = |cache: &usize| &placed[*cache].end;
+    let outcomes = steps.iter().map(|step| match step {
+        Copy(src, dst, args) => engine.copy_cache(end(dst), end(src), *args),
+        CopyKv(src, dst, args) => engine.copy_kv_cache(end(src), end(dst), *args),
+        Step::Blocks(cache, pairs) => engine.copy_blocks(end(cache), pairs),
+        Swap(src, dst, pairs) => engine.swap_blocks(end(src), end(dst), pairs),
+    });
+    let outcomes = outcomes.map(|result| result.map_err(|error| error.kind())).collect();
+    let bytes = placed.iter().map(|cache| cache.read(&engine)).collect();
+    for neighbour in neighbours {
+        assert!(neighbour.read(&engine) == neighbour.spec.bytes(), "a neighbouring cache was written");
+    }
+    assert!(!simulated || sim.copies() > 0, "the device was not used");
+    (outcomes, bytes)
+}
+
+/// Runs a case of legal calls by the twin and in every set-up; returns the bytes of all caches.
+fn agreed(setups: &[Setup], caches: &[Spec], steps: &[Step]) -> Vec<Tensors> {
+    let expected = by_twin(caches, steps);
+    assert_eq!(expected.0, vec![Ok(()); steps.len()]);
+    assert!(setups.len() > 5);
+    for &setup in setups {
+        eprintln!("{setup:?}");
+        let got = by_engine(setup, caches, steps);
+        assert_eq!(got.0, expected.0);
+        assert!(got.1 == expected.1, "the bytes differ from the twin's");
+    }
+    expected.1
+}
+
+/// Checks that the rows are those that `spec` has at first, but for the `changes`: a row, and the row of a cache
+/// at first that it now equals.
+fn rows_are(tensors: &Tensors, spec: Spec, changes: &[(i64, Spec, i64)]) {
+    assert_eq!(tensors.len(), spec.tensors);
+    let mut rows: Vec<(Spec, usize)> = (0..spec.rows).map(|row| (spec, row)).collect();
+    for &(row, from, from_row) in changes {
+        rows[row as usize] = (from, from_row as usize);
+    }
+    for (tensor, bytes) in tensors.iter().enumerate() {
+        for (row, &(from, from_row)) in bytes.chunks(spec.row_bytes).zip(&rows) {
+            let start = from_row * spec.row_bytes;
+            let expected = (start..start + spec.row_bytes).map(|at| pattern(from.seed, tensor, at));
+            assert!(row.iter().copied().eq(expected), "tensor {tensor}: not row {from_row} of {from:?}");
+        }
+    }
+}
+
+#[test]
+fn copy_cache_between_all_placements() {
+    let ways = [(Device, Device), (Device, Host), (Host, Device), (Host, Host)];
+    let caches = ways.map(|(from, to)| [batch(from, 3, 4, 64, 1), batch(to, 3, 5, 64, 2)]);
+    // From one cache to the other; inside one cache; and a slot onto itself.
+    let steps = |src| {
+        let dst = src + 1;
+        [Copy(src, dst, slots(1, 4)), Copy(dst, dst, slots(4, 0)), Copy(dst, dst, slots(1, 1))]
+    };
+    let steps: Vec<_> = [0, 2, 4, 6].into_iter().flat_map(steps).collect();
+    let bytes = agreed(&setups(), caches.as_flattened(), &steps);
+    for (bytes, [a, b]) in bytes.chunks(2).zip(caches) {
+        rows_are(&bytes[0], a, &[]);
+        rows_are(&bytes[1], b, &[(4, a, 1), (0, a, 1)]);
+    }
+}
+
+#[test]
+fn copy_cache_copies_the_range_and_nothing_beside_it() {
+    // Slots of 100 and of 64 bytes: the same offset applies to both.
+    let caches = [batch(Device, 2, 3, 100, 1), batch(Host, 2, 4, 64, 2)];
+    let ranges = [(3, 0, 1), (3, 63, 1), (2, 10, 54), (1, 7, 13), (0, 0, 64)];
+    let mut steps = ranges.map(|(slot, offset, size)| Copy(0, 1, args(2, slot, offset, size))).to_vec();
+    // The rest of a slot of 64 bytes: 4 bytes.
+    steps.push(Copy(1, 0, args(1, 0, 60, -1)));
+    agreed(&some_setups(), &caches, &steps);
+}
+
+#[test]
+fn copy_blocks_in_the_order_given() {
+    let cases: [(&[(i64, i64)], &[(i64, i64)]); 9] = [
+        (&[], &[]),
+        (&[(3, 3), (0, 0)], &[]),
+        (&[(1, 2)], &[(2, 1)]),
+        // One source, many places.
+        (&[(1, 2), (1, 3), (1, 9), (4, 5), (4, 6)], &[(2, 1), (3, 1), (9, 1), (5, 4), (6, 4)]),
+        // {0: [1], 1: [2]}: the first block goes all the way.
+        (&[(0, 1), (1, 2)], &[(1, 0), (2, 0)]),
+        (&[(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)], &[(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]),
+        // Two blocks change places through a third.
+        (&[(0, 11), (1, 0), (11, 1)], &[(11, 0), (0, 1), (1, 0)]),
+        // Of two that write one block the later wins.
+        (&[(5, 7), (6, 7), (8, 2), (9, 2), (8, 2)], &[(7, 6), (2, 8)]),
+        // A shift by one, whose blocks are read before they are overwritten.
+        (&[(1, 0), (2, 1), (3, 2), (4, 3)], &[(0, 1), (1, 2), (2, 3), (3, 4)]),
+    ];
+    let steps: Vec<_> =
+        cases.iter().enumerate().map(|(cache, (pairs, _))| Step::Blocks(cache, pairs.to_vec())).collect();
+    for placement in [Device, Host] {
+        let spec = blocks(placement, 2, 12, 48, 1);
+        let bytes = agreed(&setups(), &[spec; 9], &steps);
+        for (bytes, (_, rows)) in bytes.iter().zip(cases) {
+            rows_are(bytes, spec, &rows.iter().map(|&(row, from)| (row, spec, from)).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn swap_blocks_both_ways() {
+    let (a, b) = (blocks(Host, 2, 10, 128, 1), blocks(Device, 2, 20, 128, 2));
+    let pairs = [(3, 4), (0, 0), (1, 1), (2, 2), (5, 6), (6, 7), (7, 8), (8, 9), (9, 19)];
+    let steps = [
+        Swap(0, 1, pairs.to_vec()),
+        // Back into other places: block 4 of the device is block 3 of the host, 18 is still its own.
+        Swap(1, 0, vec![(4, 0), (18, 9), (19, 1)]),
+        Swap(1, 0, vec![]),
+        Swap(0, 1, vec![]),
+        // Two sources into one place: the later wins, whichever way it travels.
+        Swap(0, 1, vec![(7, 15), (5, 15), (4, 16), (6, 16)]),
+    ];
+    let bytes = agreed(&setups(), &[a, b], &steps);
+    rows_are(&bytes[0], a, &[(0, a, 3), (9, b, 18), (1, a, 9)]);
+    let mut swapped: Vec<_> = pairs.iter().map(|&(from, to)| (to, a, from)).collect();
+    swapped.extend([(15, a, 5), (16, a, 6)]);
+    rows_are(&bytes[1], b, &swapped);
+}
+
+/// One byte, primes, more than a page, more than a unit of work; one tensor and many; and 24 MiB in many units.
+#[test]
+fn odd_sizes_and_many_units() {
+    for (row_bytes, rows, tensors) in [
+        (1, 33, 1),
+        (1, 33, 80),
+        (7, 33, 80),
+        (4097, 12, 1),
+        (4097, 12, 80),
+        ((2 << 20) + 3, 5, 2),
+        (65_537, 96, 4),
+    ] {
+        let caches = [blocks(Host, tensors, rows, row_bytes, 1), blocks(Device, tensors, rows, row_bytes, 2)];
+        let (third, end) = (rows as i64 / 3, rows as i64);
+        let steps = [
+            // Every second block in, in reverse; then scattered ones.
+            Swap(0, 1, (0..end).step_by(2).map(|row| (row, end - 1 - row)).collect()),
+            Swap(0, 1, (0..end).filter(|row| row % 7 != 3).map(|row| (row, row * 35 % end)).collect()),
+            // Two waves: the second half of the pairs reads what the first wrote.
+            Step::Blocks(1, (0..2 * third).map(|row| (row, row + third)).collect()),
+            Step::Blocks(1, vec![(end - 1, 1), (1, 2)]),
+            Swap(1, 0, vec![(2, 0), (end - 2, 1)]),
+        ];
+        agreed(&some_setups(), &caches, &steps);
+    }
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let pairs = prop::collection::vec((-1..11i64, -1..11i64), 0..12).prop_map(|mut pairs| {
+        // Mostly legal: about one list in four keeps an index that is out of range.
+        if pairs.len() % 4 != 3 {
+            pairs.iter_mut().for_each(|pair| *pair = (pair.0.clamp(0, 8), pair.1.clamp(0, 8)));
+        }
+        pairs
+    });
+    let args = (0..9u32, 0..9u32, 0..30u64, -1..40i64)
+        .prop_map(|(src, dst, offset, size)| args(src, dst, offset.saturating_sub(8), size));
+    let step = prop_oneof![
+        (4..7usize, 4..7usize, args.clone()).prop_map(|(src, dst, args)| Copy(src, dst, args)),
+        (4..7usize, 4..7usize, args).prop_map(|(src, dst, args)| CopyKv(src, dst, args)),
+        (0..5usize, pairs.clone()).prop_map(|(cache, pairs)| Step::Blocks(cache, pairs)),
+        (0..4usize, 0..4usize, pairs).prop_map(|(src, dst, pairs)| Swap(src, dst, pairs)),
+    ];
+    prop::collection::vec(step, 1..12)
+}
+
+#[test]
+fn random_requests_agree_with_the_twin() {
+    let caches = [
+        blocks(Host, 2, 9, 17, 1),
+        blocks(Device, 2, 9, 17, 2),
+        blocks(Device, 2, 11, 17, 3),
+        blocks(Host, 2, 10, 17, 4),
+        batch(Device, 2, 9, 30, 5),
+        batch(Host, 2, 8, 23, 6),
+        batch(Device, 2, 9, 23, 7),
+    ];
+    let setups = setups();
+    let (done, refused) = (Cell::new(0), Cell::new(0));
+    TestRunner::new(proptest_cases(300))
+        .run(&(steps(), 0..setups.len()), |(steps, setup)| {
+            let (expected, bytes) = by_twin(&caches, &steps);
+            let (outcomes, got) = by_engine(setups[setup], &caches, &steps);
+            prop_assert_eq!(&outcomes, &expected);
+            prop_assert!(got == bytes, "bytes differ from the twin in {:?}", setups[setup]);
+            let legal = expected.iter().filter(|outcome| outcome.is_ok()).count();
+            done.set(done.get() + legal);
+            refused.set(refused.get() + expected.len() - legal);
+            Ok(())
+        })
+        .unwrap();
+    assert!(done.get() > 300 && refused.get() > 100, "{done:?} done, {refused:?} refused");
+}
+
+#[test]
+fn only_an_empty_swap_needs_neither_memory_nor_a_path() {
+    let refused = (ErrorKind::InvalidArgument, "not mapped");
+    for (reach, inward) in
+        [(HostReach::Direct, refused), (HostReach::Staged, (ErrorKind::NotEnabled, "llm.SwapInPath"))]
+    {
+        let mut config = config(1 << 20);
+        config.swap_in = SwapInPath::Direct;
+        let engine = engine_on(config, Arc::new(SimDevice::new(reach)));
+        let unmapped = adopt(&desc(Host, 1, 4, 4096), Blocks, &[4096]);
+        let unmapped = End::Managed(engine.register(unmapped, &[], Some(false)).unwrap().id());
+        let [host, device] = [Host, Device]
+            .map(|placement| engine.allocate(&desc(placement, 1, 4, 4096), Blocks, &[]).unwrap())
+            .map(|cache| End::Managed(cache.id()));
+        for (src, dst, (kind, fact)) in [(&unmapped, &device, inward), (&device, &unmapped, refused)] {
+            let error = engine.swap_blocks(src, dst, &[(0, 0)]).unwrap_err();
+            assert!(error.kind() == kind && error.to_string().contains(fact), "{error}");
+            engine.swap_blocks(src, dst, &[]).unwrap();
+        }
+        engine.swap_blocks(&device, &host, &[(0, 0)]).unwrap();
+    }
+}
