@@ -1,5 +1,5 @@
 //! A task and its lanes alone: the outcome of each destination, in every order in which layers, carriers and the
-//! callers that end the task may act. Bytes are covered by `links/layerwise_faults.rs and links/layerwise.rs`.
+//! callers that end the task may act. Bytes are covered by `links/layerwise.rs` and `links/layerwise_faults.rs`.
 #![allow(clippy::needless_for_each, clippy::cast_possible_truncation, reason = "small numbers, one line")]
 
 use std::collections::VecDeque;

@@ -1,7 +1,7 @@
 //! Streams that are cut, stall or garble at every byte of a greeting and of every call: a call ends within its limit, what
 //! it reports as done is done, both sides forget the rest, and linking again works.
 //!
-//! Not for: peers that misbehave on purpose (`matrix`, `fake`).
+//! Not for: peers that misbehave on purpose (`linking`, `fake`).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};

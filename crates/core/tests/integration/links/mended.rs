@@ -1,6 +1,6 @@
 //! What a review found in links, each with the test that would have found it.
 //!
-//! Not for: what the other files judge already (`communicators`, `matrix`, `races`).
+//! Not for: what the other files judge already (`communicators`, `linking`, `races`).
 
 use std::net::{TcpListener, TcpStream};
 use std::thread;
