@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from peers import End, Peer
+
 
 PAGE_SHIFT = 12
 PAGE = 1 << PAGE_SHIFT
@@ -126,6 +128,29 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Mode and transport."""
     accessible, transport = request.param
     return {"accessible": accessible, "llm__LinkTransport": transport}
+
+
+@pytest.fixture
+def pair(ends: Ends, way: dict[str, Any]) -> tuple[End, Peer]:
+    """Two linked ends, in every mode, over every transport."""
+    return ends.pair(**way)
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def served(ends: Ends, transport: str) -> tuple[End, Peer]:
+    """Two linked ends where the owner serves."""
+    return ends.pair(llm__LinkTransport=transport)
+
+
+@pytest.fixture
+def one_sided(ends: Ends, transport: str) -> tuple[End, Peer]:
+    """Two linked ends in remote-accessible mode."""
+    return ends.pair(accessible=True, llm__LinkTransport=transport)
 
 
 @pytest.fixture

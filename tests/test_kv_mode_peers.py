@@ -17,9 +17,9 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
-    KvCacheManager,
     LayerSynchronizer,
     LLMClusterInfo,
+    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
@@ -31,6 +31,7 @@ from peers import (
     GONE,
     INVALID,
     OK,
+    UINT64_MAX,
     UNLINKED,
     End,
     Ends,
@@ -43,9 +44,8 @@ from peers import (
     eventually,
     kv_options,
     pattern,
+    split,
 )
-
-UINT64_MAX = 2**64 - 1
 
 
 @pytest.fixture
@@ -53,16 +53,23 @@ def both(ends: Ends) -> Callable[..., tuple[Peer, End]]:
     """A function that opens a prompt there and a decoder here, and links them."""
 
     def make(far: int = 0, near: int = 0, **more: Any) -> tuple[Peer, End]:
-        there = ends.spare().open(kv_options(), far, "PROMPT")
-        here = ends.near(kv_options(**more), near, "DECODER")
+        there = ends.peer(kv_options(), far)
+        here = ends.near(kv_options(**more), near)
         assert here.link_clusters([there.at], 20000) == (OK, [OK])
         return there, here
 
     return make
 
 
-@pytest.mark.parametrize("deallocate", [True, False], ids=["deallocated", "dropped"])
-@pytest.mark.parametrize(("far", "near"), [(0, 0), (1, 2), (UINT64_MAX, UINT64_MAX)])
+def remains(there: Peer) -> tuple[int, int, int]:
+    """Caches, keys and bytes of a pool."""
+    stats = there.stats()
+    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("far", "near", "deallocate"), [(0, 0, True), (0, 0, False), (1, 2, True), (UINT64_MAX, UINT64_MAX, True)]
+)
 def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: int, deallocate: bool) -> None:
     there, here = both(far, near)
     key = by_request(far, zlib.adler32(b"request 17"), 3)
@@ -73,52 +80,42 @@ def test_a_cache_that_was_let_go_waits_for_its_pull(both: Any, far: int, near: i
     here.allocate("kv", 2, 4096)
     here.paint("kv", 7)
     here.pull_cache(key, "kv", 1)
-    expected = pattern(5, 2, 2, 4096)
-    for got, made in zip(here.read("kv"), expected):
+    for got, made in zip(here.read("kv"), pattern(5, 2, 2, 4096)):
         assert np.array_equal(got[1], made[0])
         assert (got[0] == 7).all()
     # The pull was the last reference: the key is used up and the memory back.
     assert code(here.pull_cache, key, "kv") == GONE
-    assert here_table(there) == (0, 0, 0)
-
-
-def here_table(there: Peer) -> tuple[int, int, int]:
-    stats = there.stats()
-    return stats["table"]["caches"], stats["table"]["keys"], stats["pools"]["device"]["used_bytes"]
+    assert remains(there) == (0, 0, 0)
 
 
 def test_ids_count_from_one(both: Any) -> None:
     """A client pulls by `CacheKeyByIdAndIndex(cluster, 1..4, 0)`."""
     there, here = both(1, 2)
-    ids = [there.allocate(f"kv{number}", 2, 64, seed=number) for number in (1, 2, 3, 4)]
-    assert ids == [1, 2, 3, 4]
     here.allocate("kv", 1, 64)
-    for cache in ids:
+    for number in (1, 2, 3, 4):
+        assert there.allocate(f"kv{number}", 2, 64, seed=number) == number
         for slot in (0, 1):
-            here.pull_cache(by_slot(1, cache, slot), "kv")
-            expected = [tensor[slot : slot + 1] for tensor in pattern(cache, 2, 2, 64)]
-            assert equal(here.read("kv"), expected)
+            here.pull_cache(by_slot(1, number, slot), "kv")
+            assert equal(here.read("kv"), [tensor[slot : slot + 1] for tensor in pattern(number, 2, 2, 64)])
     there.deallocate("kv2")
-    assert code(here.pull_cache, by_slot(1, 2), "kv") == GONE
-    assert code(here.pull_cache, by_slot(1, 5), "kv") == GONE
-    assert code(here.pull_cache, by_slot(1, 1, 2), "kv") == GONE
+    for gone in ((2, 0), (5, 0), (1, 2)):
+        assert code(here.pull_cache, by_slot(1, *gone), "kv") == GONE
     # By id a slot that has a key uses the key up (contract §12.3).
-    there.allocate("kv5", 1, 64, keys=[by_request(1, 8)], seed=8)
+    there.allocate("kv5", 1, 64, keys=[by_request(1, 8)])
     here.pull_cache(by_slot(1, 5), "kv")
     assert code(here.pull_cache, by_request(1, 8), "kv") == GONE
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_offsets(both: Any, transport: str) -> None:
     there, here = both(llm__LinkTransport=transport)
     made = pattern(9, 2, 3, 200)
     here.allocate("kv", 4, 160)
-    # far offset, near offset, size, bytes
-    cases = [
-        *[(0, 0, -1, 160), (40, 0, -1, 160), (40, 60, -1, 100), (150, 0, 50, 50), (0, 159, 1, 1), (199, 159, 1, 1)],
-        *[(None, 30, 7, 7), (30, None, 7, 7)],
-    ]
-    for number, (src, dst, size, count) in enumerate(cases):
+    for number, (src, dst, size, count) in enumerate(
+        [
+            *[(0, 0, -1, 160), (40, 0, -1, 160), (40, 60, -1, 100), (150, 0, 50, 50), (0, 159, 1, 1), (199, 159, 1, 1)],
+            *[(None, 30, 7, 7), (30, None, 7, 7)],
+        ]
+    ):
         key = by_request(0, number)
         there.allocate("kv", 3, 200, keys=[by_request(0, UINT64_MAX), key], seed=9)
         here.paint("kv", 0)
@@ -128,44 +125,40 @@ def test_offsets(both: Any, transport: str) -> None:
             expected = np.zeros((4, 160), dtype=np.uint8)
             expected[2, into : into + count] = far[1, first : first + count]
             assert np.array_equal(got, expected), (src, dst, size)
-        # A part counts as a pull.
-        assert code(here.pull_cache, key, "kv") == GONE
+        assert code(here.pull_cache, key, "kv") == GONE, "a part counts as a pull"
         there.deallocate("kv")
-    there.allocate("kv", 3, 200, keys=[by_request(0, 99)], seed=9)
+    there.allocate("kv", 3, 200, keys=[by_request(0, 99)])
+    here.paint("kv", 1)
     beyond = [(41, 0, -1), (200, 0, 1), (0, 160, 1), (0, 100, 61), (150, 0, 51), (2**63 - 1, 0, 1)]
     for src, dst, size, expected in [*[(*each, INVALID) for each in beyond], (-1, 0, 1, "ValueError")]:
-        here.paint("kv", 1)
         pull = {"src_cache_offset": src, "dst_cache_offset": dst}
         assert code(here.pull_cache, by_request(0, 99), "kv", 0, size, **pull) == expected
-        assert all((tensor == 1).all() for tensor in here.read("kv"))
+    assert all((tensor == 1).all() for tensor in here.read("kv"))
     here.pull_cache(by_request(0, 99), "kv")
 
 
 def test_blocks(both: Any) -> None:
     there, here = both()
     there.allocate("blocks", 8, 128, blocks=True, keys=[by_blocks(0, 2)], seed=1)
-    here.allocate("blocks", 4, 128, blocks=True)
-    made, expected = pattern(1, 2, 8, 128), [np.zeros((4, 128), np.uint8) for _ in range(2)]
-    here.paint("blocks", 0)
+    here.allocate("blocks", 3, 128, blocks=True)
     for _ in range(2):
         here.pull_blocks(by_blocks(0, 2), "blocks", [7, 0, 3], [1, 2, 0])
-    for got, far in zip(expected, made):
-        got[1], got[2], got[0] = far[7], far[0], far[3]
-    assert equal(here.read("blocks"), expected)
+    assert equal(here.read("blocks"), [far[[3, 7, 0]] for far in pattern(1, 2, 8, 128)])
     assert code(here.pull_blocks, by_blocks(0, 2), "blocks", [8], [0]) == INVALID
     assert code(here.pull_blocks, by_blocks(0, 3), "blocks", [0], [0]) == GONE
     there.deallocate("blocks")
     assert code(here.pull_blocks, by_blocks(0, 2), "blocks", [0], [0]) == GONE
 
 
-def test_a_pull_that_takes_too_long_has_the_code_of_the_mode(both: Any) -> None:
+def test_a_peer_of_one_id_that_stops_or_dies(both: Any) -> None:
     there, here = both(llm__SyncKvCacheWaitTime=200, llm__LinkTransport="tcp")
     there.allocate("kv", 1, 64, keys=[by_request(0, 1)])
     here.allocate("kv", 1, 64)
-    there.stop()
-    assert code(here.pull_cache, by_request(0, 1), "kv") == "LLM_WAIT_PROCESS_TIMEOUT"
-    assert code(here.dist.check_link_status, 0) == "LLM_WAIT_PROCESS_TIMEOUT"
-    there.go_on()
+    with there.stopped():
+        assert code(here.pull_cache, by_request(0, 1), "kv") == "LLM_WAIT_PROCESS_TIMEOUT"
+        assert code(here.dist.check_link_status, 0) == "LLM_WAIT_PROCESS_TIMEOUT"
+    there.kill()
+    eventually(lambda: code(here.pull_cache, by_request(0, 1), "kv") == UNLINKED, what="the end of the link")
 
 
 def test_links_of_the_mode(both: Any) -> None:
@@ -182,101 +175,75 @@ def test_links_of_the_mode(both: Any) -> None:
     assert equal(here.read("kv"), pattern(1, 2, 1, 64))
 
 
-@pytest.mark.parametrize("turns", [30])
-def test_a_stream_of_requests_through_a_small_pool(both: Any, turns: int) -> None:
+def test_a_stream_of_requests_through_a_small_pool(both: Any) -> None:
     """Allocate, fill, let go; a full pool empties as requests are pulled."""
     there, here = both()
     here.allocate("kv", 1, 1 << 18)
-    full = 0
+    full, turns = 0, 30
     waiting: list[int] = []
+
+    def pull() -> None:
+        request = waiting.pop(0)
+        here.pull_cache(by_request(0, request), "kv")
+        assert equal(here.read("kv"), pattern(request, 2, 1, 1 << 18))
+
     for request in range(turns):
         key = by_request(0, request)
         while (told := code(there.allocate, "kv", 1, 1 << 18, keys=[key], seed=request)) != OK:
             assert told == "LLM_DEVICE_OUT_OF_MEMORY"
             full += 1
-            pulled = waiting.pop(0)
-            here.pull_cache(by_request(0, pulled), "kv")
-            assert equal(here.read("kv"), pattern(pulled, 2, 1, 1 << 18))
+            pull()
         there.deallocate("kv")
         waiting.append(request)
     assert full > turns // 2
-    for request in waiting:
-        here.pull_cache(by_request(0, request), "kv")
-        assert equal(here.read("kv"), pattern(request, 2, 1, 1 << 18))
-    assert here_table(there) == (0, 0, 0)
-
-
-def test_a_peer_of_one_id_that_dies_is_missed(both: Any) -> None:
-    there, here = both(0, 0)
-    here.allocate("kv", 1, 64)
-    there.kill()
-    eventually(lambda: code(here.pull_cache, by_request(0, 1), "kv") == UNLINKED, what="the end of the link")
+    while waiting:
+        pull()
+    assert remains(there) == (0, 0, 0)
 
 
 class Layers(LayerSynchronizer):
     """Layers that are ready as told; the rest waits until `gate` opens."""
 
-    def __init__(self, *ready: bool) -> None:
+    def __init__(self, ready: int) -> None:
         self.ready, self.gate, self.asked = ready, threading.Event(), []
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
         self.asked.append((layer_index, timeout_in_millis))
-        return self.ready[layer_index] if layer_index < len(self.ready) else self.gate.wait(20)
+        return layer_index < self.ready or self.gate.wait(20)
 
 
-@pytest.fixture
-def sender(ends: Ends) -> tuple[KvCacheManager, Peer]:
-    """A prompt here and a decoder there, which links; both are cluster 0."""
-    here = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT")
-    there = ends.spare()
-    there.begin("init", kv_options(), 0, "DECODER").result()
-    assert there.link_clusters([[0, here.dist.listen_ip_info]]) == (OK, [OK])
-    return here.manager, there
-
-
-def filled(manager: KvCacheManager, rows: int, row_bytes: int, tensors: int) -> tuple[Any, list[Any]]:
-    cache = manager.allocate_cache(CacheDesc(tensors, (rows, row_bytes), DataType.DT_UINT8))
-    views = create_npu_tensors((rows, row_bytes), np.uint8, cache.per_device_tensor_addrs[0])
-    made = pattern(11, tensors, rows, row_bytes)
-    for view, bytes_ in zip(views, made):
-        view[:] = bytes_
-    return cache, made
-
-
-def test_layers_travel_between_clusters_of_one_id(sender: tuple[KvCacheManager, Peer]) -> None:
-    manager, there = sender
-    cache, made = filled(manager, 2, 128, 6)
+def test_layers_travel_between_clusters_of_one_id(ends: Ends) -> None:
+    """The prompt is here and sends; the decoder is there and links."""
+    here, there = ends.near(kv_options(listen="127.0.0.1:0"), 0, "PROMPT"), ends.spare()
+    there.init(kv_options(), 0, "DECODER")
+    assert there.link_clusters([[0, here.listening()]]) == (OK, [OK])
+    here.allocate("kv", 2, 128, tensors=6, seed=11)
     there.allocate("kv", 1, 128, tensors=6, seed=1)
-    before = pattern(1, 6, 1, 128)
-    addrs = there.addresses("kv")
-    layers = Layers(True, True, True)
-    task = manager.transfer_cache_async(cache, layers, [TransferConfig(0, addrs[2:], range(1, 3), 1)])
+    made, before, addrs = pattern(11, 6, 2, 128), pattern(1, 6, 1, 128), there.addresses("kv")
+    cache, layers = here.held["kv"].handle, Layers(3)
+    task = here.manager.transfer_cache_async(cache, layers, [TransferConfig(0, addrs[2:], range(1, 3), 1)])
     assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
     assert task.get_results() == [LLMStatusCode.LLM_SUCCESS]
     assert layers.asked == [(1, None), (2, None)]
-    for tensor, got in enumerate(there.read("kv")):
-        assert np.array_equal(got[0], before[tensor][0] if tensor < 2 else made[tensor][1])
+    assert equal([got[0] for got in there.read("kv")], [before[0][0], before[1][0], *[each[1] for each in made[2:]]])
     # A source that is deallocated meanwhile does not end its transfer.
-    blocked = Layers(True, True)
-    task = manager.transfer_cache_async(cache, blocked, [TransferConfig(0, addrs)])
-    manager.deallocate_cache(cache)
+    blocked = Layers(2)
+    task = here.manager.transfer_cache_async(cache, blocked, [TransferConfig(0, addrs)])
+    here.manager.deallocate_cache(cache)
     blocked.gate.set()
     assert task.synchronize() == LLMStatusCode.LLM_SUCCESS
     assert equal([got[0] for got in there.read("kv")], [tensor[0] for tensor in made])
 
 
+# -- clients ---------------------------------------------------------------------------------------------------------
+
+
 def info(cluster: int, address: str) -> LLMClusterInfo:
-    ip, port = address.rsplit(":", 1)
     made = LLMClusterInfo()
     made.remote_cluster_id = cluster
     made.append_local_ip_info("127.0.0.1", 0)
-    made.append_remote_ip_info(ip, int(port))
+    made.append_remote_ip_info(*split(address))
     return made
-
-
-@pytest.fixture
-def prompt(ends: Ends) -> Peer:
-    return ends.spare()
 
 
 class SizeTuple(tuple[int, ...]):
@@ -285,22 +252,20 @@ class SizeTuple(tuple[int, ...]):
     __slots__ = ()
 
 
-def test_simple_pipe_and_buffer(prompt: Peer) -> None:
+def test_simple_pipe_and_buffer(ends: Ends) -> None:
     """Both clusters are 0, three caches a request, tensors over addresses, deallocate right after filling."""
-    prompt.open(kv_options(), 0, "PROMPT")
+    prompt = ends.peer(kv_options(), 0)
     with LLMDataDist(LLMRole.DECODER, 0) as data_dist:
         data_dist.init({"llm.SyncKvCacheWaitTime": "30000", "ge.exec.deviceId": "0"})
         kv_cache_manager = data_dist.kv_cache_manager
         _, ret = data_dist.link_clusters([info(0, prompt.address)], 20000)
         assert ret[0] == LLMStatusCode.LLM_SUCCESS
         request = zlib.adler32(b"cmpl-1")
-        shape = SizeTuple((1, 2, 8))
         for model in (1, 2, 3):
-            key = by_request(0, request, model)
-            prompt.allocate("kv", 1, 32, tensors=2, keys=[key], seed=model)
+            prompt.allocate("kv", 1, 32, tensors=2, keys=[by_request(0, request, model)], seed=model)
             prompt.deallocate("kv")
         for model in (1, 2, 3):
-            desc = CacheDesc(2, shape, DataType.DT_FLOAT16, seq_len_dim_index=-1)
+            desc = CacheDesc(2, SizeTuple((1, 2, 8)), DataType.DT_FLOAT16, seq_len_dim_index=-1)
             batch, heads, width = desc.shape
             assert (batch, heads, width) == (1, 2, 8)
             assert {DataType.DT_FLOAT16: "half"}[desc.data_type] == "half"
@@ -319,23 +284,17 @@ def test_simple_pipe_and_buffer(prompt: Peer) -> None:
     assert prompt.stats()["table"]["caches"] == 0
 
 
-def test_connector_that_tries_again(prompt: Peer) -> None:
+def test_connector_that_tries_again(ends: Ends) -> None:
     """Options through `ge_options` and `buf_pool_cfg`, links tried until both codes say success."""
-    from llm_datadist import LLMConfig  # noqa: PLC0415  (as the client does)
-
     config = LLMConfig()
-    config.ge_options = {
-        "llm.SyncKvCacheWaitTime": "5000",
-        "ge.flowGraphMemMaxSize": str(1 << 20),
-        "ge.exec.deviceId": "0",
-    }
+    config.ge_options = kv_options(pool=1 << 20)
     config.buf_pool_cfg = '{"buf_cfg":[{"total_size":2097152,"blk_size":256,"max_buf_size":256}]}'
+    prompt = ends.peer(kv_options(), 4)
+    prompt.finalize()
     with LLMDataDist(LLMRole.DECODER, 5) as decoder:
         decoder.init(config.generate_options())
-        down = prompt.open(kv_options(), 4, "PROMPT").address
-        prompt.finalize()
-        overall, codes = decoder.link_clusters([info(4, down)], 5000)
-        assert (overall, codes) == (LLMStatusCode.LLM_LINK_FAILED, [LLMStatusCode.LLM_LINK_FAILED])
+        failed = LLMStatusCode.LLM_LINK_FAILED
+        assert decoder.link_clusters([info(4, prompt.address)], 5000) == (failed, [failed])
         prompt.open(kv_options(), 4, "PROMPT")
 
         def linked() -> bool:
@@ -344,29 +303,21 @@ def test_connector_that_tries_again(prompt: Peer) -> None:
 
         eventually(linked)
         manager = decoder.kv_cache_manager
-        desc = CacheDesc(2, (4, 1 << 16), DataType.DT_UINT8)
-        held = [manager.allocate_cache(desc)]
-        tries = 0
-        for _ in range(4):
-            while True:
-                try:
-                    held.append(manager.allocate_cache(desc))
-                    break
-                except LLMException as error:
-                    if error.status_code != LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY:
-                        raise
-                    tries += 1
-                    manager.deallocate_cache(held.pop(0))
-        assert tries == 3
+        caches = [manager.allocate_cache(CacheDesc(2, (4, 1 << 16), DataType.DT_UINT8)) for _ in range(2)]
+        with pytest.raises(LLMException) as caught:
+            manager.allocate_cache(caches[0].cache_desc)
+        assert caught.value.status_code == LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
+        manager.deallocate_cache(caches[0])
+        cache = manager.allocate_cache(caches[0].cache_desc)
         prompt.allocate("kv", 4, 1 << 16, keys=[by_request(4, 1)], seed=1)
-        manager.pull_cache(CacheKey(4, 1, 0), held[-1], 0)
-        got = create_npu_tensors((4, 1 << 16), DataType.DT_UINT8, held[-1].per_device_tensor_addrs[0])
+        manager.pull_cache(CacheKey(4, 1, 0), cache, 0)
+        got = create_npu_tensors((4, 1 << 16), DataType.DT_UINT8, cache.per_device_tensor_addrs[0])
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(got, pattern(1, 2, 4, 1 << 16)))
 
 
-def test_graph_demo(prompt: Peer) -> None:
+def test_graph_demo(ends: Ends) -> None:
     """The default limit of `link_clusters`, one slot of a batch a request, then remove and deallocate."""
-    prompt.open(kv_options(), 0, "PROMPT")
+    prompt = ends.peer(kv_options(), 0)
     keys = [by_request(0, number) for number in range(4)]
     prompt.allocate("kv", 4, 128, keys=keys, seed=2)
     with LLMDataDist(LLMRole.DECODER, 1) as decoder:
@@ -377,11 +328,9 @@ def test_graph_demo(prompt: Peer) -> None:
         cache = manager.allocate_cache(CacheDesc(2, (4, 128), DataType.DT_UINT8))
         for slot in (3, 0, 2):
             manager.pull_cache(CacheKey(prompt_cluster_id=0, req_id=slot), cache, slot)
-        made = pattern(2, 2, 4, 128)
-        for index in range(2):
+        for index, made in enumerate(pattern(2, 2, 4, 128)):
             (tensor,) = manager.get_cache_tensors(cache, index)
-            for slot in (3, 0, 2):
-                assert np.array_equal(tensor.numpy()[slot], made[index][slot])
+            assert np.array_equal(tensor.numpy()[[3, 0, 2]], made[[3, 0, 2]])
         prompt.deallocate("kv")
         assert prompt.stats()["table"] == {"caches": 1, "keys": 1}
         prompt.remove_key(keys[1])

@@ -1,4 +1,4 @@
-// One engine of the C++ class, told what to do line by line: the C++ twin of `End` in tests/peers.py.
+// One engine of the C++ class, told what to do line by line: the C++ twin of `End` in tests/peers.
 //
 // Each line is a command and its words; the answer is one line: the status in hexadecimal, and what the command gives.
 // Not for: judging results (tests/test_cpp.py does).

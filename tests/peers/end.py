@@ -1,0 +1,320 @@
+"""One engine and its caches, spoken to in plain values, so that the same words reach one in another process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist import CacheDesc, DataType, KvCache, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode, Placement
+
+from .process import Process, _over
+from .sockets import split
+from .values import GRACE, LIMIT, OK, by_blocks, cache_key, equal, outcome, pattern, together
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .values import Key
+
+
+class Held:
+    """A cache of an `End`: the handle, and arrays over the very memory of the cache."""
+
+    def __init__(self, handle: Any, arrays: list[np.ndarray]) -> None:
+        self.handle = handle
+        self.arrays = arrays
+
+
+def _addresses(handle: Any) -> list[int]:
+    if isinstance(handle, KvCache):
+        (addresses,) = handle.per_device_tensor_addrs
+        return addresses
+    return list(handle.tensor_addrs)
+
+
+def _names(result: tuple[LLMStatusCode, list[LLMStatusCode]]) -> tuple[str, list[str]]:
+    return result[0].name, [code.name for code in result[1]]
+
+
+def _info(peer: Sequence[Any]) -> LLMClusterInfo:
+    info = LLMClusterInfo()
+    cluster, addresses = peer
+    info.remote_cluster_id = cluster
+    info.append_local_ip_info("127.0.0.1", 0)
+    for address in [addresses] if isinstance(addresses, str) else addresses or []:
+        info.append_remote_ip_info(*split(address))
+    return info
+
+
+def _layers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = {"src_layers": "src_layer_range", "dst_layers": "dst_layer_range", "n": "tensor_num_per_layer"}
+    made = {names.get(name, name): value for name, value in kwargs.items()}
+    for name in ("src_layer_range", "dst_layer_range"):
+        if made.get(name) is not None:
+            made[name] = range(*made[name])
+    return made
+
+
+def _desc(rows: int, row_bytes: int, tensors: int, host: bool) -> CacheDesc:
+    return CacheDesc(tensors, [rows, row_bytes], DataType.DT_UINT8, Placement.HOST if host else Placement.DEVICE)
+
+
+class End(Process):
+    """One engine and its caches by name, in the process that holds this object.
+
+    Methods without a description are the calls of their name. In transfers, layer ranges are pairs under `src_layers`
+    and `dst_layers`, of layers with `n` tensors.
+    """
+
+    def __init__(self) -> None:
+        self.dist: Any = None
+        self.held: dict[str, Held] = {}
+        self.many: list[Any] = []
+
+    @property
+    def manager(self) -> Any:
+        """The manager of its mode."""
+        return self.dist.cache_manager if self.dist._enable_cache_mgr else self.dist.kv_cache_manager
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def init(self, settings: dict[str, str], cluster: int = 1, role: str = "PROMPT") -> str | None:
+        """Open an engine; returns where it listens."""
+        if self.dist is None or self.dist.cluster_id != cluster:
+            assert LLMDataDist.llm_engine_instance is None, "an engine is open already"
+            self.dist = LLMDataDist(LLMRole[role], cluster)
+        self.dist.init(settings)
+        return self.dist.listen_ip_info
+
+    def finalize(self) -> None:
+        """Close the engine and forget its caches."""
+        self.held.clear()
+        while self.many:
+            self.many.pop().close()
+        if self.dist is not None:
+            self.dist.finalize()
+
+    def reset(self) -> None:
+        """Back to a process without an engine."""
+        self.finalize()
+        self.dist = None
+
+    def listening(self) -> Any:
+        return self.dist.listen_ip_info
+
+    def switch_role(self, role: str, switch: dict[str, str] | None = None) -> None:
+        self.dist.switch_role(LLMRole[role], switch)
+
+    def stats(self) -> Any:
+        return self.dist.stats()
+
+    def links(self) -> list[Any]:
+        """The links the statistics show."""
+        return self.dist.stats()["links"]
+
+    def used(self, pool: str = "device") -> int:
+        """Bytes taken from a pool."""
+        return self.dist.stats()["pools"][pool]["used_bytes"]
+
+    # -- caches --------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        name: str,
+        rows: int = 4,
+        row_bytes: int = 256,
+        tensors: int = 2,
+        *,
+        host: bool = False,
+        blocks: bool = False,
+        keys: Sequence[Key] = (),
+        seed: int | None = None,
+    ) -> int:
+        """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
+        desc = _desc(rows, row_bytes, tensors, host)
+        if blocks:
+            handle = self.manager.allocate_blocks_cache(desc, *map(cache_key, keys))
+        else:
+            handle = self.manager.allocate_cache(desc, [cache_key(key) for key in keys])
+        return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
+
+    def register(
+        self,
+        name: str,
+        rows: int = 4,
+        row_bytes: int = 256,
+        tensors: int = 2,
+        *,
+        host: bool = False,
+        blocks: bool = False,
+        keys: Sequence[Key] = (),
+        accessible: bool | None = None,
+        seed: int | None = None,
+    ) -> int:
+        """Register memory of this process under a name; returns its id."""
+        desc = _desc(rows, row_bytes, tensors, host)
+        arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
+        addrs = [int(array.ctypes.data) for array in arrays]
+        given: Any = [cache_key(key) for key in keys]
+        register = self.manager.register_blocks_cache if blocks else self.manager.register_cache
+        handle = register(desc, addrs, next(iter(given), None) if blocks else given, remote_accessible=accessible)
+        return self._hold(name, handle, arrays, seed)
+
+    def _hold(self, name: str, handle: Any, arrays: list[np.ndarray], seed: int | None) -> int:
+        self.held[name] = Held(handle, arrays)
+        if seed is not None:
+            self.fill(name, seed)
+        return handle.cache_id
+
+    def make(self, name: str, *args: Any, registered: bool = False, **kwargs: Any) -> int:
+        """`register` with remote access, or `allocate`."""
+        if registered:
+            return self.register(name, *args, **{"accessible": True, **kwargs})
+        return self.allocate(name, *args, **kwargs)
+
+    def held_id(self, name: str) -> int:
+        return self.held[name].handle.cache_id
+
+    def deallocate(self, name: str) -> None:
+        """Let go of an allocated cache; the name stays, for calls with what it was."""
+        held = self.held[name]
+        held.arrays = []
+        of_blocks = getattr(held.handle, "is_blocks_cache", False)
+        (self.manager.deallocate_blocks_cache if of_blocks else self.manager.deallocate_cache)(held.handle)
+
+    def unregister(self, name: str) -> None:
+        self.manager.unregister_cache(self.held_id(name))
+
+    def release(self, name: str) -> None:
+        """`unregister` or `deallocate`."""
+        self.held[name].handle._release()
+        self.held[name].arrays = []
+
+    def forget(self, name: str) -> None:
+        """Give the arrays behind a registered cache back to the system, as far as Python does."""
+        del self.held[name]
+
+    def remove_key(self, key: Key) -> None:
+        self.manager.remove_cache_key(cache_key(key))
+
+    def fill(self, name: str, seed: int) -> None:
+        """Write `pattern(seed, …)`."""
+        arrays = self.held[name].arrays
+        for array, made in zip(arrays, pattern(seed, len(arrays), *arrays[0].shape)):
+            array[:] = made
+
+    def paint(self, name: str, value: int) -> None:
+        """Write one value everywhere."""
+        for array in self.held[name].arrays:
+            array[:] = value
+
+    def read(self, name: str) -> list[np.ndarray]:
+        """A copy of the bytes."""
+        return [array.copy() for array in self.held[name].arrays]
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the tensors of a cache start."""
+        return _addresses(self.held[name].handle)
+
+    def copy_blocks(self, name: str, pairs: Sequence[Sequence[int]]) -> None:
+        """`copy_blocks` of one block to one other, pair by pair."""
+        self.manager.copy_blocks(self.held[name].handle, {src: [dst] for src, dst in pairs})
+
+    def copy_cache(self, dst: str, src: str, dst_row: int = 0, src_row: int = 0) -> None:
+        self.manager.copy_cache(self.held[dst].handle, self.held[src].handle, dst_row, src_row)
+
+    def swap_blocks(self, src: str, dst: str, pairs: Sequence[Sequence[int]]) -> None:
+        self.manager.swap_blocks(self.held[src].handle, self.held[dst].handle, dict(pairs))
+
+    # -- links ---------------------------------------------------------------------------------------------------
+
+    def link_clusters(self, peers: Sequence[Any], timeout: int = 5000) -> tuple[str, list[str]]:
+        """`link_clusters` of `(cluster, "ip:port" or several)`; names of codes."""
+        return _names(self.dist.link_clusters([_info(peer) for peer in peers], timeout))
+
+    def unlink_clusters(self, peers: Sequence[Any], timeout: int = 5000, force: bool = False) -> tuple[str, list[str]]:
+        """`unlink_clusters`; names of codes."""
+        return _names(self.dist.unlink_clusters([_info(peer) for peer in peers], timeout, force))
+
+    def link(self, name: str, ranks: dict[Any, int], table: str) -> int:
+        """`link` with a rank table."""
+        return self.dist.link(name, {int(cluster): rank for cluster, rank in ranks.items()}, table)
+
+    def unlink(self, comm: int) -> None:
+        self.dist.unlink(comm)
+
+    def status(self, comm: int) -> str:
+        """`query_register_mem_status`, by name."""
+        return self.dist.query_register_mem_status(comm_id=comm).name
+
+    def settled(self, comm: int, limit: float = LIMIT) -> str:
+        """The status, once it is no longer PREPARING."""
+        until = time.monotonic() + limit
+        while (status := self.status(comm)) == "PREPARING" and time.monotonic() < until:
+            time.sleep(0.005)
+        return status
+
+    # -- transfers -----------------------------------------------------------------------------------------------
+
+    def pull_cache(self, key: Key, name: str, batch: int = 0, size: int = -1, **kwargs: Any) -> None:
+        self.manager.pull_cache(cache_key(key), self.held[name].handle, batch, size, **_layers(kwargs))
+
+    def pull_blocks(self, key: Key, name: str, src: Sequence[int] = (), dst: Sequence[int] = (), **kwargs: Any) -> None:
+        self.manager.pull_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
+
+    def push_cache(self, key: Key, name: str, batch: int = 0, **kwargs: Any) -> None:
+        self.manager.push_cache(cache_key(key), self.held[name].handle, batch, **_layers(kwargs))
+
+    def push_blocks(self, key: Key, name: str, src: Sequence[int], dst: Sequence[int], **kwargs: Any) -> None:
+        self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
+
+    # The manager of the mode has these under the names of the cache manager.
+    allocate_kv, deallocate_kv, remove_key_kv, pull_kv = allocate, deallocate, remove_key, pull_cache
+
+    def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
+        """The outcome of a call, its seconds, and the text of its error."""
+        began = time.monotonic()
+        code, text = outcome(lambda: getattr(self, call)(*args, **kwargs))
+        return code, time.monotonic() - began, text
+
+    def within(self, limit: float, call: str, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        """The outcome of a call and the text of its error; it must end by its limit in seconds."""
+        code, seconds, text = self.timed(call, *args, **kwargs)
+        assert seconds < limit + GRACE, f"{call} took {seconds} s: {code}, {text}"
+        return code, text
+
+    def pull_while(self, running: str, pulled: str, cluster: int, name: str, pause: float = 0.002) -> dict[str, Any]:
+        """Pull the blocks cache of `cluster` into `name`, again and again, until the file `running` is gone.
+
+        Creates the file `pulled` after the first pull. Returns how many pulls there were, how many brought other bytes
+        than the first one, the seconds of the slowest, and how often each outcome came, with the first error's text.
+        """
+        rows = range(len(self.held[name].arrays[0]))
+        right: list[np.ndarray] | None = None
+        told: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": {}, "text": ""}
+        until = time.monotonic() + 6 * LIMIT
+        while Path(running).exists() and time.monotonic() < until:
+            self.paint(name, 0)
+            code, seconds, text = self.timed("pull_blocks", by_blocks(cluster), name, rows, rows)
+            if code == OK:
+                right = self.read(name) if right is None else right
+                told["wrong"] += not equal(right, self.held[name].arrays)
+            told["pulls"] += 1
+            told["slowest"] = max(told["slowest"], seconds)
+            told["codes"][code] = told["codes"].get(code, 0) + 1
+            told["text"] = told["text"] or text
+            Path(pulled).touch()
+            time.sleep(pause)
+        return told
+
+    def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
+        """The outcomes of calls `[name, args, kwargs]`, all at once, each in a thread; the last of `repeat` times."""
+
+        def one(number: int) -> str:
+            call, args, kwargs = calls[number]
+            return outcome(lambda: getattr(self, call)(*args, **kwargs))[0]
+
+        return [together(len(calls), one) for _ in range(repeat)][-1]

@@ -1,0 +1,250 @@
+"""An `End` in a process of its own, and what one test uses of them."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, ClassVar
+
+import numpy as np
+
+from .end import End
+from .values import LIMIT, OK, Refused, eventually, options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TESTS = str(Path(__file__).parents[1])
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can say it."""
+    if isinstance(value, np.ndarray):
+        return {"bytes": base64.b64encode(value.tobytes()).decode(), "shape": value.shape}
+    if isinstance(value, tuple):
+        return {"tuple": [plain(one) for one in value]}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return value
+
+
+def rich(value: Any) -> Any:
+    """What `plain` was given."""
+    if isinstance(value, dict) and set(value) == {"bytes", "shape"}:
+        return np.frombuffer(base64.b64decode(value["bytes"]), dtype=np.uint8).reshape(value["shape"])
+    if isinstance(value, dict) and set(value) == {"tuple"}:
+        return tuple(rich(one) for one in value["tuple"])
+    if isinstance(value, list):
+        return [rich(one) for one in value]
+    return value
+
+
+class Answer:
+    """A call under way in a peer."""
+
+    def __init__(self, peer: Peer, call: str) -> None:
+        self.peer, self.call = peer, call
+
+    def result(self, limit: float = LIMIT) -> Any:
+        """What the call returned; raises `Refused` for what it raised."""
+        told = self.peer._receive(self.call, limit)
+        if "error" in told:
+            raise Refused(told["error"], told.get("code", ""), told["text"], told["where"])
+        return rich(told["value"])
+
+
+class Peer:
+    """An `End` in a process of its own: one JSON line per call, one per answer. Unknown calls are those of `End`."""
+
+    def __init__(self, *prefix: str, environment: dict[str, str] | None = None) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
+        path = os.pathsep.join(filter(None, [TESTS, clean.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(  # noqa: S603
+            [*prefix, sys.executable, "-W", "error", "-m", "peers"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={**clean, "PYTHONPATH": path, **(environment or {})},
+            start_new_session=True,
+        )
+        self.spoiled = bool(prefix or environment)  # not to be used by another test
+        self.address = ""
+        self.cluster = -1
+        self._rest = b""
+
+    def open(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
+        """Initialise its engine; it listens at a free port of 127.0.0.1 unless the options say otherwise."""
+        chosen = options() if settings is None else settings
+        self.address = self.begin("init", {"llm.listenIpInfo": "127.0.0.1:0", **chosen}, cluster, role).result() or ""
+        self.cluster = cluster
+        return self
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """What `link_clusters` takes."""
+        return self.cluster, self.address
+
+    def begin(self, call: str, *args: Any, **kwargs: Any) -> Answer:
+        """Start a call without waiting for its end."""
+        line = json.dumps([call, args, kwargs], default=list) + "\n"
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise AssertionError(f"{call}: the peer is gone\n{self.said()}") from None
+        return Answer(self, call)
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        if call.startswith("_") or not hasattr(End, call):
+            raise AttributeError(call)
+        return lambda *args, **kwargs: self.begin(call, *args, **kwargs).result()
+
+    def _receive(self, call: str, limit: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        until = time.monotonic() + limit
+        while b"\n" not in self._rest:
+            left = until - time.monotonic()
+            # `select` knows no descriptor above 1,023, and a test may hold more.
+            poll = select.poll()
+            poll.register(self.process.stdout, select.POLLIN)
+            if left <= 0 or not poll.poll(1000 * left):
+                self.spoiled = True
+                raise AssertionError(f"{call}: no answer within {limit} s\n{self.said()}")
+            more = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not more:
+                self.spoiled = True
+                raise AssertionError(f"{call}: the peer died with {self.process.wait(LIMIT)}\n{self.said()}")
+            self._rest += more
+        line, self._rest = self._rest.split(b"\n", 1)
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def said(self) -> str:
+        """What it wrote to its standard output and error."""
+        # Not by seek and read: the process shares the position, and would write over what it wrote before.
+        log = self.log.fileno()
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")[-20000:]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it."""
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """Stop it (SIGSTOP), and wait until it is."""
+        self.spoiled = True
+        self.signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/stat")
+        eventually(lambda: state.read_text().rsplit(")", 1)[1].split()[0] == "T", what="the stop")
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self.signal(signal.SIGCONT)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop it while the block runs."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.go_on()
+
+    def kill(self) -> None:
+        """End it without warning, and reap it."""
+        self.spoiled = True
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(LIMIT)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def close(self) -> None:
+        """Kill it and forget what it said."""
+        self.kill()
+        self.log.close()
+
+    def __enter__(self) -> Peer:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Ends:
+    """The ends one test uses: at most one engine here, any number of peers. All are put away afterwards.
+
+    A peer that comes through a test unharmed serves the next one: starting an interpreter is slow.
+    """
+
+    idle: ClassVar[list[Peer]] = []
+
+    def __init__(self) -> None:
+        self.here = End()
+        self.busy: list[Peer] = []
+
+    def near(self, settings: dict[str, str] | None = None, cluster: int = 1, role: str = "DECODER") -> End:
+        """The end in this process, initialised."""
+        self.here.init(options() if settings is None else settings, cluster, role)
+        return self.here
+
+    def spare(self) -> Peer:
+        """A process without an engine."""
+        return self.adopt(Ends.idle.pop() if Ends.idle else Peer())
+
+    def adopt(self, peer: Peer) -> Peer:
+        """See to the end of a peer that was started specially."""
+        self.busy.append(peer)
+        return peer
+
+    def peer(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
+        """Another process with an engine that listens."""
+        return self.spare().open(settings, cluster, role)
+
+    def pair(self, **given: Any) -> tuple[End, Peer]:
+        """Clusters 1, here, and 2, a peer, with equal options; 1 has linked to 2."""
+        peer, near = self.peer(options(**given)), self.near(options(**given))
+        linked(near, peer)
+        return near, peer
+
+    def __enter__(self) -> Ends:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self.busy:
+            if peer.spoiled:
+                peer.close()
+        self.here.reset()
+        try:
+            for peer in [peer for peer in self.busy if not peer.spoiled]:
+                peer.reset()
+                Ends.idle.append(peer)
+        finally:
+            for peer in self.busy:
+                if peer not in Ends.idle and not peer.log.closed:
+                    peer.close()
+
+
+@atexit.register
+def _send_home() -> None:
+    while Ends.idle:
+        Ends.idle.pop().close()
+
+
+def linked(near: Any, *far: Peer) -> None:
+    """Link `near` to peers; all must succeed."""
+    result = near.link_clusters([peer.at for peer in far])
+    assert result[0] == OK, result

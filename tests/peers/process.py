@@ -1,0 +1,164 @@
+"""What an `End` can do to the process it lives in: count and limit its resources, fork it, and open many engines."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llm_datadist import CacheDesc, CacheKey, DataType, LLMRole, Placement, _core
+
+from .values import LIMIT, OK, by_blocks, by_request, cache_key, code, outcome, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
+    """An array over the very memory at `address`."""
+    raw: Any = (ctypes.c_ubyte * (rows * row_bytes)).from_address(address)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(rows, row_bytes)
+
+
+class Process:
+    """The base of `End`."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def open_files(self, count: int) -> str:
+        """Open so many files at once, as the application would; the error, or nothing."""
+        with ExitStack() as held:
+            try:
+                for _ in range(count):
+                    held.enter_context(Path("/dev/null").open("rb"))
+            except OSError as error:
+                return str(error)
+        return ""
+
+    def become(self, user: int) -> None:
+        """Be another user from now on, one that the kernel lets look at its own files in /proc."""
+        import encodings.idna  # noqa: F401, PLC0415
+
+        pattern(0, 1, 1, 1)  # numpy imports parts of itself late, from files that the user may not be able to read
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+        assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0  # PR_SET_DUMPABLE
+
+    def rest(self, seconds: float) -> float:
+        """Do nothing; returns the CPU seconds the process used meanwhile."""
+        before = time.process_time()
+        time.sleep(seconds)
+        return time.process_time() - before
+
+    def limit_memory(self, more: int | None) -> None:
+        """Let the process have `more` bytes of address space than now (RLIMIT_AS), or as much as there is."""
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = most if more is None else self._pages(0) + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+    def _pages(self, column: int) -> int:
+        """Bytes of address space (0) or resident bytes (1)."""
+        with Path("/proc/self/statm").open() as statm:
+            return int(statm.read().split()[column]) * resource.getpagesize()
+
+    def resources(self) -> dict[str, int]:
+        """Threads, descriptors, mappings and resident bytes of the process."""
+        return {
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "mappings": Path("/proc/self/maps").read_text().count("\n"),
+            "resident": self._pages(1),
+        }
+
+    def short_of_memory(self, key: Sequence[Any], name: str, count: int, way: str, rooms: Sequence[int]) -> list[str]:
+        """The outcomes of a pull or push of `count` blocks with `rooms` MiB of address space, until one succeeds."""
+        order = np.random.default_rng(3).permutation(count)
+        src, dst = order.tolist(), order[::-1].tolist()
+        codes: list[str] = []
+        call = self.manager.push_blocks if way == "push" else self.manager.pull_blocks
+        handle, named = self.held[name].handle, cache_key(key)
+        for room in rooms:
+            self.limit_memory(room << 20)
+            codes.append(code(call, named, handle, src, dst, tensor_num_per_layer=1))
+            self.limit_memory(None)
+            if codes[-1] == OK:
+                break
+        return codes
+
+    def engines(self, count: int, first: int, settings: dict[str, str], row_bytes: int) -> list[tuple[int, str]]:
+        """Open `count` bare engines, each with a cache under key 1; returns clusters and where they listen."""
+        made: list[tuple[int, Any]] = []
+        for cluster in range(first, first + count):
+            native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.Role": "Prompt", **settings})
+            self.many.append(native)
+            desc = CacheDesc(1, [1, row_bytes], DataType.DT_UINT8, Placement.DEVICE)
+            (address,) = native.allocate_cache(desc, [CacheKey(cluster, 1)]).tensor_addrs()
+            _over(address, 1, row_bytes)[:] = pattern(cluster, 1, 1, row_bytes)[0]
+            made.append((cluster, native.listening()))
+        return made
+
+    def hatch(self, settings: dict[str, str], cluster: int, rows: int, row_bytes: int) -> tuple[int, str]:
+        """Fork a process without an engine and open one there, with caches 1 (batch) and 2 (blocks) of pattern 1.
+
+        Returns its process id and where it listens. It only waits to be killed.
+        """
+        assert self.dist is None, "a process with an engine is no parent"
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                address = self.init(settings, cluster)
+                key = by_request(cluster, 1)
+                self.allocate("batch", rows, row_bytes, 2, keys=[key], seed=1)
+                self.allocate("blocks", rows, row_bytes, 2, blocks=True, keys=[by_blocks(cluster)], seed=2)
+                os.write(writing, str(address).encode())
+                os.close(writing)
+                while True:
+                    signal.pause()
+            os._exit(1)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            address = told.read()
+        assert address, "the hatched process died"
+        return child, address
+
+    def linger(self, fork: bool) -> int:
+        """Start a child that outlives this process: a fork, or a program that inherits what it can. Its process id."""
+        if not fork:
+            return subprocess.Popen(["sleep", "30"], close_fds=False).pid  # noqa: S607
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        return child
+
+    def fork_and_try(self, call: str, *args: Any) -> tuple[int, str]:
+        """Fork with the engine open; the child makes the call and leaves as `sys.exit` does.
+
+        Returns its exit status, or -1 if it had to be killed, and the outcome it saw.
+        """
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(LIMIT))
+            name, text = outcome(lambda: getattr(self, call)(*args))
+            os.write(writing, f"{name}: {text}".encode()[:4000])
+            os.close(writing)
+            atexit._run_exitfuncs()
+            os._exit(7)
+        os.close(writing)
+        with os.fdopen(reading) as told:
+            text = told.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text

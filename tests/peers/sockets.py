@@ -1,0 +1,122 @@
+"""Addresses and free ports, listeners that are no engine, and a wire between two ends that can be slow or cut."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+from .values import LIMIT
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `"1.2.3.4:5"` or `"[::1]:5"`."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def free_ports(count: int = 12) -> int:
+    """The first of `count` ports in a row that nobody listens at just now, and that the system gives to nobody."""
+    chance = random.Random(time.time_ns() ^ os.getpid())  # noqa: S311
+    while True:
+        first = chance.randrange(12_000, 30_000)
+        with ExitStack() as doors:
+            try:
+                for port in range(first, first + count):
+                    doors.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+
+
+def free_port() -> int:
+    """A port nobody listens at just now."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])
+
+
+class _Door:
+    """A listener on the loopback; `accepted` is called with every connection, in one thread."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.door = socket.create_server(("127.0.0.1", port))
+        self.at = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.sockets: list[socket.socket] = []
+        self.threads: list[threading.Thread] = []
+        self.spawn(self._accept)
+
+    def spawn(self, work: object, *args: object) -> None:
+        self.threads.append(threading.Thread(target=work, args=args, daemon=True))
+        self.threads[-1].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = self.door.accept()
+                self.sockets.append(caller)
+                self.accepted(caller)
+
+    def __enter__(self) -> _Door:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in [self.door, *self.sockets]:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(5)
+        for each in [self.door, *self.sockets]:
+            each.close()
+
+
+class Stranger(_Door):
+    """A listener that is no engine: it accepts and never says a word, or says `words` and closes."""
+
+    def __init__(self, words: bytes | None = None, port: int = 0) -> None:
+        self.words = words
+        super().__init__(port)
+
+    def accepted(self, caller: socket.socket) -> None:
+        if self.words is not None:
+            with suppress(OSError):
+                caller.sendall(self.words)
+            caller.close()
+
+
+class Proxy(_Door):
+    """A wire between two ends that can be slow, deaf or cut. Only for links over sockets."""
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+        self.left: dict[str, float] = {"up": float("inf"), "down": float("inf")}  # bytes that still pass
+        self.cut = False  # what to do then: cut, or say nothing more
+        super().__init__()
+
+    def allow(self, way: str, count: float, *, cut: bool = False) -> None:
+        """Let `count` more bytes pass `"up"` to the listener, or `"down"` from it."""
+        self.cut, self.left[way] = cut, count
+
+    def deafen(self) -> None:
+        """Let nothing pass any more, and close nothing."""
+        self.left.update(up=0, down=0)
+
+    def accepted(self, caller: socket.socket) -> None:
+        callee = socket.create_connection(split(self.to), timeout=LIMIT)
+        callee.settimeout(None)
+        self.sockets.append(callee)
+        self.spawn(self._carry, "up", caller, callee)
+        self.spawn(self._carry, "down", callee, caller)
+
+    def _carry(self, way: str, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                passed = data[: int(min(self.left[way], len(data)))]
+                self.left[way] -= len(passed)
+                target.sendall(passed)
+                if len(passed) < len(data) and self.cut:
+                    break
+            for end in (source, target):
+                end.shutdown(socket.SHUT_RDWR)

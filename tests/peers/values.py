@@ -1,0 +1,177 @@
+"""What tests of links share: options, keys, patterns of bytes, outcomes of calls, and waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+
+from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMException
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+UINT64_MAX = 2**64 - 1
+LIMIT = 60.0  # seconds: the most any wait of a test takes, beside other programs on all cores
+GRACE = 5.0  # seconds a call may take beyond its limit: a busy machine runs threads late
+POOL = 2 << 20
+SOAK = int(os.environ.get("LLM_DATADIST_SOAK", "0") or 0)
+THOROUGH = os.environ.get("LLM_DATADIST_THOROUGH", "") not in ("", "0")
+
+OK = "LLM_SUCCESS"
+INVALID = "LLM_PARAM_INVALID"
+GONE = "LLM_KV_CACHE_NOT_EXIST"
+UNLINKED = "LLM_NOT_YET_LINK"
+LINK_FAILED = "LLM_LINK_FAILED"
+TIMEOUT = "LLM_TIMEOUT"
+
+Key = tuple[Any, ...]
+
+
+def options(*, accessible: Any = False, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
+    """Options of a small engine; `extra` uses `__` for the dot of a key."""
+    size = json.dumps({"memory_size": pool, "page_shift": 12})
+    return {
+        "llm.EnableCacheManager": "1",
+        "ge.exec.deviceId": "0",
+        "llm.MemPoolConfig": size,
+        "llm.HostMemPoolConfig": size,
+        "llm.EnableRemoteCacheAccessible": "1" if accessible else "0",
+        **_more(listen, extra),
+    }
+
+
+def kv_options(*, pool: Any = POOL, listen: Any = None, **extra: Any) -> dict[str, str]:
+    """Options of a small engine without the cache manager, as clients write them."""
+    made = {"ge.exec.deviceId": "0", "llm.SyncKvCacheWaitTime": "5000", "ge.flowGraphMemMaxSize": str(pool)}
+    return {**made, **_more(listen, extra)}
+
+
+def _more(listen: Any, extra: dict[str, Any]) -> dict[str, str]:
+    made = {} if listen is None else {"llm.listenIpInfo": listen}
+    return {**made, **{key.replace("__", "."): str(value) for key, value in extra.items()}}
+
+
+def by_request(cluster: int, req: int, model: int = 0, prefix: int = UINT64_MAX) -> Key:
+    """A request key, or a prefix key."""
+    return ("request", cluster, req, model, prefix)
+
+
+def by_slot(cluster: int, cache: int, index: int = 0) -> Key:
+    """A key by cache id and slot."""
+    return ("slot", cluster, cache, index)
+
+
+def by_blocks(cluster: int, model: int = 0) -> Key:
+    """The key of a blocks cache."""
+    return ("blocks", cluster, model)
+
+
+def cache_key(key: Sequence[Any]) -> Any:
+    """The key object for what `by_request`, `by_slot` or `by_blocks` made."""
+    kind, *fields = key
+    return {"request": CacheKey, "slot": CacheKeyByIdAndIndex, "blocks": BlocksCacheKey}[kind](*fields)
+
+
+def pattern(seed: int, tensors: int, rows: int, row_bytes: int) -> list[np.ndarray]:
+    """The bytes that `fill(name, seed)` writes: another array for every tensor."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, 256, (rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
+
+
+def equal(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
+    """Whether two lists of arrays hold the same bytes, and any."""
+    assert left
+    return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right))
+
+
+class Refused(Exception):  # noqa: N818
+    """What a call of a peer raised."""
+
+    def __init__(self, kind: str, code: str, text: str, where: str) -> None:
+        super().__init__(f"{kind} {code}: {text}\n{where}")
+        self.kind, self.code, self.text = kind, code, text
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """The name of the status code a call ends with, or of another exception's class, and the text."""
+    try:
+        call()
+    except LLMException as error:
+        return error.status_code.name, str(error)
+    except Refused as error:
+        return error.code or error.kind, error.text
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+    return OK, ""
+
+
+def code(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The name of the status code a call ends with, or of another exception's class."""
+    return outcome(lambda: call(*args, **kwargs))[0]
+
+
+def eventually(holds: Callable[[], Any], limit: float = LIMIT, what: str = "it") -> Any:
+    """Wait until `holds()` is true; fail after the limit."""
+    until = time.monotonic() + limit
+    while True:
+        if value := holds():
+            return value
+        assert time.monotonic() < until, f"{what} did not come true in {limit} s"
+        time.sleep(0.005)
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(0)` to `work(count - 1)` return, each in a thread of its own, all started at once."""
+    gate = threading.Barrier(count)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            gate.wait(LIMIT)
+            results[number] = work(number)
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread never came back"
+    if errors:
+        raise errors[0]
+    return results
+
+
+@contextmanager
+def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
+    """Call each of `works` again and again, in a thread of its own, while the block runs; raise what one raised."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            while not stop.is_set():
+                work()
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread never came back"
+    if errors:
+        raise errors[0]
