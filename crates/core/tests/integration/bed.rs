@@ -15,8 +15,8 @@ use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::testing::net::{Accepted, Listener, Stream};
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Error, ErrorKind, Placement,
-    PoolConfig, Result, Role,
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Error, ErrorKind,
+    Placement, PoolConfig, Result, Role,
 };
 
 /// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
@@ -87,6 +87,25 @@ pub fn desc(placement: Placement, num_tensors: u32, rows: usize, row_bytes: usiz
     CacheDesc { num_tensors, shape, data_type: DataType::Uint8, placement }
 }
 
+/// The rows of a whole cache, each paired with the same row of another one.
+pub fn same_rows(rows: i64) -> Vec<(i64, i64)> {
+    (0..rows).map(|row| (row, row)).collect()
+}
+
+/// A cache of an engine, as one end of a copy.
+pub fn end(cache: &Arc<Cache>) -> End {
+    End::Managed(cache.id())
+}
+
+/// Reads the bytes that `error` reports as copied, and those of the whole call.
+pub fn copied_bytes(error: &Error) -> (u64, u64) {
+    let fact =
+        |name| error.fact(name).unwrap_or_else(|| panic!("{error} has no {name}")).parse::<u64>().unwrap();
+    let (copied, of) = (fact("copied_bytes"), fact("of_bytes"));
+    assert!(copied <= of, "{error}");
+    (copied, of)
+}
+
 /// A cache over memory of the test, each tensor between guard bytes and off every alignment.
 pub struct Own {
     pub cache: Arc<Cache>,
@@ -110,6 +129,11 @@ impl Own {
         let buffer = Buffer::new(67 + starts.len() * (tensor_bytes + 67), |_| GUARD);
         let addrs: Vec<u64> = starts.iter().map(|&at| buffer.addr() + at as u64).collect();
         Own { cache: enter(adopt(desc, kind, &addrs)), buffer, starts, tensor_bytes }
+    }
+
+    /// The cache, as one end of a copy.
+    pub fn end(&self) -> End {
+        End::Loose(self.cache.clone())
     }
 
     pub fn write(&self, tensors: &[Vec<u8>]) {

@@ -6,18 +6,18 @@ mod broken;
 mod communicators;
 mod deadlines;
 pub mod fake;
+mod identity;
 mod layerwise;
 mod layerwise_addresses;
 mod layerwise_faults;
+mod link_ends;
 mod linking;
-mod mended;
 mod offers;
 mod pull;
 mod push;
 mod push_ahead;
 mod races;
 mod silent;
-mod trust;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -124,7 +124,7 @@ fn config(cluster: u64, way: Way) -> Config {
     // On a busy machine a live peer may take seconds to answer.
     config.links.heartbeat = Duration::from_secs(5);
     config.links.silence = LONG;
-    // Peers that a test plays itself prove nothing; who may come in is `trust`'s matter.
+    // Peers that a test plays itself prove nothing; `identity` covers who is admitted.
     config.links.accept_remote = true;
     config
 }
@@ -195,6 +195,17 @@ fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
 /// Pulls a whole slot into slot 0 of `into`.
 fn pull_slot(local: &DataDist, from: RemoteName, into: &Held) -> Result<()> {
     local.pull(from, &into.end(), &PullRows::Slot { local: 0, size: -1 }, Layers::ALL)
+}
+
+/// Checks that `local` can pull from `remote`.
+fn check_pull(local: &DataDist, remote: &DataDist) {
+    let [into, source] =
+        [local, remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Batch));
+    let bytes = source.fill(1);
+    pull_slot(local, of(remote.config().cluster.0, row(&source, 0)), &into).unwrap();
+    assert!(into.read() == bytes);
+    into.free(local);
+    source.free(remote);
 }
 
 /// Pushes slot `slot` of `source`, whole.

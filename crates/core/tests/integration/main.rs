@@ -24,11 +24,13 @@ mod bed;
 #[cfg(not(loom))]
 mod check;
 #[cfg(not(loom))]
+mod copy_deadlines;
+#[cfg(not(loom))]
+mod copy_faults;
+#[cfg(not(loom))]
 mod cpp;
 #[cfg(not(loom))]
 mod errors;
-#[cfg(not(loom))]
-mod faults;
 #[cfg(not(loom))]
 mod foreign;
 #[cfg(not(loom))]
@@ -79,6 +81,8 @@ mod short;
 mod silent;
 #[cfg(not(loom))]
 mod stats;
+#[cfg(not(loom))]
+mod swap_ring;
 #[cfg(not(loom))]
 mod table;
 #[cfg(not(loom))]

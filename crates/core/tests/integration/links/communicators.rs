@@ -1,240 +1,243 @@
-//! Links by rank table: who comes first does not matter, who is missing is waited for, who comes back is let in.
+//! Communicators of rank tables: whoever comes late or comes back is linked, and ports and links end with the last user.
 //!
-//! Not for: reading the table (`ranks`).
+//! `tests/test_rank_table.py` covers their results between processes.
 
+use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use llm_datadist_core::{CacheKind, ClusterId, CommStatus, DataDist, ErrorKind, Layers, Placement, PullRows};
+use llm_datadist_core::{CacheKind, ClusterId, CommStatus, DataDist, ErrorKind, Role, Token};
 
-use super::{Held, Way, config, eventually, of, open, row};
-use crate::bed::desc;
+use super::{Held, Way, check_pull, config, device, eventually, of, open, pull_slot, row};
 use crate::log;
 
 const TABLE: &str = r#"{"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": [
-    {"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}, {"device_id": "2", "rank_id": "2"}]}],
+    {"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}],
     "status": "completed", "version": "1.0"}"#;
-const SLOT: PullRows = PullRows::Slot { local: 0, size: -1 };
+/// The addresses are reserved for documentation, so that no host has them.
+const ELSEWHERE: &str = r#"{"server_count": "2", "server_list": [
+    {"server_id": "192.0.2.1", "device": [{"device_id": "0", "rank_id": "0"}]},
+    {"server_id": "192.0.2.2", "device": [{"device_id": "0", "rank_id": "1"}]}], "status": "completed", "version": "1.0"}"#;
+const LIMIT: Duration = Duration::from_secs(15);
 static PORTS: AtomicU16 = AtomicU16::new(0);
 
-/// Ports that no other test of this file uses, nor most other processes that run it; below those the system gives out.
-fn ports() -> u16 {
+/// Returns a port that no other test of this file uses, nor most other processes that run it. It is below the ports that
+/// the system assigns.
+fn port() -> u16 {
     10_000 + (std::process::id() % 50) as u16 * 440 + PORTS.fetch_add(20, Ordering::Relaxed) % 440
 }
 
-fn member(cluster: u64, way: Way, port: u16, total: Duration) -> DataDist {
+fn member(cluster: u64, way: Way, port: u16, limit: Duration) -> DataDist {
+    member_with(cluster, way, port, |config| config.links.total = limit)
+}
+
+fn member_with(
+    cluster: u64,
+    way: Way,
+    port: u16,
+    change: impl Fn(&mut llm_datadist_core::Config),
+) -> DataDist {
     let mut config = config(cluster, way);
-    config.links.listen = None;
-    config.links.rank_port = port;
-    config.links.total = total;
-    config.sync_timeout = Duration::from_secs(10);
+    (config.links.listen, config.links.rank_port, config.links.total) = (None, port, LIMIT);
+    change(&mut config);
     open(config, way)
 }
 
-/// Enters a communicator whose name nobody else on this host has.
-fn enter(engine: &DataDist, name: &str, clusters: &[u64]) -> u64 {
-    let name = &format!("{name} {} {}", std::process::id(), engine.config().links.rank_port);
-    let clusters: Vec<_> = clusters.iter().zip(0..).map(|(&id, rank)| (ClusterId(id), rank)).collect();
-    engine.link(name, &clusters, TABLE).unwrap()
+/// Enters a communicator whose name only this process uses.
+fn enter(engine: &DataDist, name: &str) -> u64 {
+    enter_with(engine, name, TABLE)
+}
+
+fn enter_with(engine: &DataDist, name: &str, table: &str) -> u64 {
+    let name = format!("{name} {}", std::process::id());
+    engine.link(&name, &[(ClusterId(1), 0), (ClusterId(2), 1)], table).unwrap()
 }
 
 fn ready(engine: &DataDist, comm: u64) {
     eventually("a communicator", || match engine.comm_status(comm).unwrap() {
         CommStatus::Preparing => false,
         CommStatus::Ready => true,
-        CommStatus::Failed => panic!("{comm}: the log says why"),
+        CommStatus::Failed => panic!("{comm}: {:#?}", log::texts(&["failed after"])),
     });
 }
 
-fn works(local: &DataDist, remote: &DataDist) {
-    let shape = desc(Placement::Device, 2, 1, 64);
-    let into = Held::new(local, false, &shape, CacheKind::Batch, &[]);
-    let source = Held::new(remote, false, &shape, CacheKind::Batch, &[]);
-    let bytes = source.fill(1);
-    local.pull(of(remote.config().cluster.0, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
-    assert!(into.read() == bytes);
-}
-
-const TOTAL: Duration = Duration::from_secs(15);
-
 #[test]
-fn members_meet_in_either_order_and_calls_wait_for_it() {
+fn the_latest_of_two_communicators_carries_the_calls() {
     for way in [Way::Shm, Way::Tcp] {
-        for low_first in [true, false] {
-            let port = ports();
-            let (low, high) = (member(1, way, port, TOTAL), member(2, way, port, TOTAL));
-            let (first, second) = if low_first { (&low, &high) } else { (&high, &low) };
-            let comm = enter(first, "pair", &[1, 2]);
-            assert_eq!(comm, 1);
-            assert_eq!(first.comm_status(comm).unwrap(), CommStatus::Preparing);
-            assert_eq!(
-                first.switch_role(llm_datadist_core::Role::Mix, None).unwrap_err().kind(),
-                ErrorKind::LinksExist
-            );
-            thread::scope(|scope| {
-                // A call that comes too early waits.
-                let early = scope.spawn(|| works(first, second));
-                thread::sleep(Duration::from_millis(30));
-                let other = enter(second, "pair", &[1, 2]);
-                early.join().unwrap();
-                ready(second, other);
-            });
-            ready(first, comm);
-            works(second, first);
-            assert_eq!(first.stats().links[0].transport, if way == Way::Shm { "shm" } else { "tcp" });
-            // A second communicator of the same two; each ends on its own.
-            let more = (enter(first, "more", &[1, 2]), enter(second, "more", &[1, 2]));
-            assert_eq!(more, (2, 2));
-            ready(first, 2);
-            ready(second, 2);
-            // The latest of both carries the calls.
-            let transfers =
-                || first.stats().links.iter().map(|link| link.transfers.calls).collect::<Vec<_>>();
-            let before = transfers();
-            works(first, second);
-            assert_eq!(transfers(), [before[0], before[1] + 1]);
-            first.unlink(1).unwrap();
-            works(first, second);
-            works(second, first);
-            first.unlink(2).unwrap();
-            eventually("their end", || first.stats().links.is_empty() && second.stats().links.is_empty());
-            for unknown in [0, 1, 2, 3, u64::MAX] {
-                assert_eq!(first.unlink(unknown).unwrap_err().kind(), ErrorKind::NotLinked);
-                assert_eq!(first.comm_status(unknown).unwrap_err().kind(), ErrorKind::NotLinked);
-            }
-        }
-    }
-}
-
-#[test]
-fn three_members_meet() {
-    for way in [Way::Shm, Way::Tcp] {
-        let port = ports();
-        let members: Vec<_> = (1..4).map(|id| member(id, way, port, TOTAL)).collect();
-        for at in [1, 2, 0] {
-            assert_eq!(enter(&members[at], "three", &[1, 2, 3]), 1);
-        }
-        for engine in &members {
-            ready(engine, 1);
-            assert_eq!(engine.stats().links.len(), 2);
-        }
-        for local in 0..3 {
-            works(&members[local], &members[(local + 1) % 3]);
-        }
-        // One leaves; the others keep each other.
-        members[1].unlink(1).unwrap();
-        eventually("its end", || members[0].stats().links.len() == 1 && members[2].stats().links.len() == 1);
-        works(&members[0], &members[2]);
-        works(&members[2], &members[0]);
-    }
-}
-
-#[test]
-fn who_goes_by_another_name_is_not_met() {
-    for way in [Way::Shm, Way::Tcp] {
-        let port = ports();
-        let total = Duration::from_millis(400);
-        let (low, high) = (member(1, way, port, total), member(2, way, port, total));
-        enter(&low, "one", &[1, 2]);
-        enter(&high, "another", &[1, 2]);
-        let started = Instant::now();
-        let early = high.check_link(ClusterId(1)).unwrap_err();
-        assert_eq!(early.kind(), ErrorKind::NotLinked, "{early}");
-        eventually("the failure of both", || {
-            [&low, &high].iter().all(|engine| engine.comm_status(1).unwrap() == CommStatus::Failed)
+        let port = port();
+        let (low, high) = (member(1, way, port, LIMIT), member(2, way, port, LIMIT));
+        assert_eq!(enter(&low, "first"), 1);
+        assert_eq!(low.comm_status(1).unwrap(), CommStatus::Preparing);
+        assert_eq!(low.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
+        thread::scope(|scope| {
+            let early = scope.spawn(|| check_pull(&low, &high));
+            assert_eq!(enter(&high, "first"), 1);
+            early.join().unwrap();
         });
-        assert!(started.elapsed() < Duration::from_secs(10));
-        eventually("a line that says why", || !log::texts(&["failed after", "rank 0"]).is_empty());
-        assert!(low.stats().links.is_empty() && high.stats().links.is_empty());
-        // It stays failed, and a new one may succeed.
-        assert_eq!(low.comm_status(1).unwrap(), CommStatus::Failed);
+        ready(&high, 1);
+        assert_eq!(low.stats().links[0].transport, if way == Way::Shm { "shm" } else { "tcp" });
+        assert_eq!((enter(&low, "second"), enter(&high, "second")), (2, 2));
+        ready(&low, 2);
+        ready(&high, 2);
+        let calls = || low.stats().links.iter().map(|link| link.transfers.calls).collect::<Vec<_>>();
+        let before = calls();
+        check_pull(&low, &high);
+        assert_eq!(calls(), [before[0], before[1] + 1]);
         low.unlink(1).unwrap();
-        high.unlink(1).unwrap();
-        let again = (enter(&low, "same", &[1, 2]), enter(&high, "same", &[1, 2]));
-        ready(&low, again.0);
-        ready(&high, again.1);
-        works(&low, &high);
+        check_pull(&low, &high);
+        check_pull(&high, &low);
+        low.unlink(2).unwrap();
+        eventually("the end of the links", || low.stats().links.is_empty() && high.stats().links.is_empty());
+        for unknown in [0, 1, 2, 3, u64::MAX] {
+            assert_eq!(low.unlink(unknown).unwrap_err().kind(), ErrorKind::NotLinked);
+            assert_eq!(low.comm_status(unknown).unwrap_err().kind(), ErrorKind::NotLinked);
+        }
     }
 }
 
-/// Whoever comes back, of either rank, by leaving and entering again or as a new process, is met again.
+/// Members that never meet fail at their limit, and the log says why.
 #[test]
-fn who_comes_back_is_let_in() {
+fn members_of_different_names_fail_and_may_enter_again() {
     for way in [Way::Shm, Way::Tcp] {
-        for low_leaves in [true, false] {
-            let port = ports();
-            let stays = member(if low_leaves { 2 } else { 1 }, way, port, TOTAL);
-            let id = if low_leaves { 1 } else { 2 };
-            let leaves = member(id, way, port, TOTAL);
-            enter(&stays, "pair", &[1, 2]);
-            let comm = enter(&leaves, "pair", &[1, 2]);
-            ready(&stays, 1);
-            ready(&leaves, comm);
-            // A restart: gone, and another process of the same name.
-            drop(leaves);
-            eventually("its end", || stays.stats().links.is_empty());
-            let back = member(id, way, port, TOTAL);
-            let comm = enter(&back, "pair", &[1, 2]);
-            eventually("the return", || {
-                stays.stats().links.len() == 1 && back.comm_status(comm).unwrap() == CommStatus::Ready
-            });
-            assert_eq!(stays.comm_status(1).unwrap(), CommStatus::Ready);
-            works(&stays, &back);
-            works(&back, &stays);
+        let (port, limit) = (port(), Duration::from_millis(400));
+        let (low, high) = (member(1, way, port, limit), member(2, way, port, limit));
+        enter(&low, "one");
+        enter(&high, "another");
+        assert_eq!(high.check_link(ClusterId(1)).unwrap_err().kind(), ErrorKind::NotLinked);
+        for engine in [&low, &high] {
+            eventually("the failure", || engine.comm_status(1).unwrap() == CommStatus::Failed);
+            assert!(engine.stats().links.is_empty());
         }
+        eventually("a line that says why", || !log::texts(&["failed after", "rank 0"]).is_empty());
+        assert_eq!((enter(&low, "same"), enter(&high, "same")), (2, 2));
+        ready(&low, 2);
+        ready(&high, 2);
+        check_pull(&low, &high);
+    }
+}
+
+/// Different modes cannot match later, so neither member waits for its limit.
+#[test]
+fn members_of_different_modes_fail_at_once() {
+    for first in [0, 1] {
+        let port = port();
+        let members = [1, 2].map(|cluster| {
+            member_with(cluster, Way::Shm, port, |config| {
+                config.links.total = Duration::from_secs(3600);
+                config.remote_accessible = cluster == 2;
+            })
+        });
+        let name = format!("modes {first}");
+        for at in [first, 1 - first] {
+            assert_eq!(enter(&members[at], &name), 1);
+        }
+        for member in &members {
+            eventually("the failure", || member.comm_status(1).unwrap() == CommStatus::Failed);
+        }
+        let lines = log::errors(&[&name, "llm.EnableRemoteCacheAccessible is"]);
+        assert!(lines.len() >= 2, "{lines:#?}");
     }
 }
 
 #[test]
-fn so_many_communicators_and_no_more() {
-    let port = ports();
-    let engine = member(1, Way::Tcp, port, Duration::from_secs(60));
-    for id in 1..=512 {
-        assert_eq!(enter(&engine, &format!("comm {id}"), &[1, 1000 + id]), id);
-    }
-    let more = engine.link("one more", &[(ClusterId(1), 0), (ClusterId(2), 1)], TABLE).unwrap_err();
-    assert_eq!(more.kind(), ErrorKind::InvalidArgument);
-    engine.unlink(7).unwrap();
-    assert_eq!(enter(&engine, "more", &[1, 2]), 513);
-    let started = Instant::now();
-    drop(engine);
-    assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
+fn a_member_that_returns_after_the_limit_is_linked_again() {
+    let (port, limit) = (port(), Duration::from_millis(600));
+    let (low, high) = (member(1, Way::Tcp, port, limit), member(2, Way::Tcp, port, limit));
+    let comms = (enter(&low, "long"), enter(&high, "long"));
+    ready(&low, comms.0);
+    ready(&high, comms.1);
+    let dialled = [&low, &high].map(|engine| engine.stats().links[0].outgoing);
+    assert_eq!(dialled, [false, true], "the higher rank dials");
+    drop(low);
+    let address = format!("127.0.0.1:{port}");
+    eventually("the line about the lost member", || {
+        !log::texts(&[&address, "still searches for"]).is_empty()
+    });
+    assert_eq!(high.comm_status(comms.1).unwrap(), CommStatus::Ready);
+    let low = member(1, Way::Tcp, port, LIMIT);
+    let again = enter(&low, "long");
+    ready(&low, again);
+    eventually("the link of the other side", || high.check_link(ClusterId(1)).is_ok());
+    // A member that leaves is not searched for.
+    low.unlink(again).unwrap();
+    eventually("the end of the link", || high.stats().links.is_empty());
+    thread::sleep(Duration::from_millis(100));
+    assert!(high.stats().links.is_empty());
 }
 
-/// Two jobs of one host that use the same names, each with ports of its own: nobody meets a member of the other.
+/// A link that comes about while its communicator is left does not stay.
 #[test]
-fn jobs_of_one_host_keep_apart() {
-    let ports = [ports(), ports()];
-    let engines = ports.map(|port| [member(1, Way::Shm, port, TOTAL), member(2, Way::Shm, port, TOTAL)]);
-    let name = format!("job {}", std::process::id());
-    for job in &engines {
-        for engine in job {
-            engine.link(&name, &[(ClusterId(1), 0), (ClusterId(2), 1)], TABLE).unwrap();
+fn a_communicator_that_is_left_at_once_leaves_nothing() {
+    let port = port();
+    let (low, high) = (member(1, Way::Tcp, port, LIMIT), member(2, Way::Tcp, port, LIMIT));
+    for round in 0..40u64 {
+        let comms = (enter(&low, "brief"), enter(&high, "brief"));
+        thread::sleep(Duration::from_micros(round * 97 % 3000));
+        for (engine, comm) in [(&low, comms.0), (&high, comms.1)] {
+            engine.unlink(comm).unwrap();
+            assert!(engine.stats().links.is_empty(), "round {round}");
         }
     }
-    let shape = desc(Placement::Device, 2, 1, 64);
-    for (seed, [low, high]) in engines.iter().enumerate() {
+    thread::sleep(Duration::from_millis(50));
+    assert!(low.stats().links.is_empty() && high.stats().links.is_empty());
+    let comms = (enter(&low, "last"), enter(&high, "last"));
+    ready(&low, comms.0);
+    ready(&high, comms.1);
+}
+
+/// Communicators entered at once share one listener, which ends with the last of them.
+#[test]
+fn communicators_share_a_listener() {
+    let port = port();
+    let engine = member(1, Way::Tcp, port, LIMIT);
+    let comms: Vec<u64> = thread::scope(|scope| {
+        let engine = &engine;
+        let entering: Vec<_> =
+            (0..8).map(|number| scope.spawn(move || enter(engine, &format!("shared {number}")))).collect();
+        entering.into_iter().map(|entered| entered.join().unwrap()).collect()
+    });
+    let bind = |port| TcpListener::bind(("127.0.0.1", port));
+    assert!(bind(port + 1).is_ok(), "a second listener took the next port");
+    for comm in comms {
+        assert!(bind(port).is_err());
+        engine.unlink(comm).unwrap();
+    }
+    eventually("the port", || bind(port).is_ok());
+}
+
+/// Two jobs on one host use the same names, each with a port of its own.
+#[test]
+fn jobs_with_other_ports_keep_apart() {
+    let jobs = [port(), port()].map(|port| [1, 2].map(|cluster| member(cluster, Way::Shm, port, LIMIT)));
+    for engine in jobs.iter().flatten() {
+        enter(engine, "job");
+    }
+    for (seed, [low, high]) in jobs.iter().enumerate() {
         ready(low, 1);
         ready(high, 1);
-        let source = Held::new(low, false, &shape, CacheKind::Batch, &[]);
+        let [source, into] =
+            [low, high].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Batch));
         let bytes = source.fill(seed as u8);
-        let into = Held::new(high, false, &shape, CacheKind::Batch, &[]);
-        high.pull(of(1, row(&source, 0)), &into.end(), &SLOT, Layers::ALL).unwrap();
+        pull_slot(high, of(1, row(&source, 0)), &into).unwrap();
         assert!(into.read() == bytes, "the bytes of the other job");
     }
 }
 
-/// Leaving a communicator gives its port back.
 #[test]
-fn a_port_is_free_again_once_nobody_needs_it() {
-    let port = ports();
-    let engine = member(1, Way::Tcp, port, TOTAL);
-    let bound = || std::net::TcpListener::bind(("127.0.0.1", port)).is_err();
-    let (one, two) = (enter(&engine, "one", &[1, 2]), enter(&engine, "two", &[1, 3]));
-    assert!(bound());
-    engine.unlink(one).unwrap();
-    assert!(bound(), "the other still needs it");
-    engine.unlink(two).unwrap();
-    eventually("the port", || !bound());
+fn an_address_of_another_host_opens_all_interfaces_only_with_a_token() {
+    for token in [None, Some("sixteen characters")] {
+        let port = port();
+        let engine = member_with(1, Way::Shm, port, |config| {
+            config.links.accept_remote = false;
+            config.links.token = token.map(Token::new);
+        });
+        enter_with(&engine, &format!("elsewhere {port}"), ELSEWHERE);
+        assert_eq!(TcpStream::connect(("127.0.0.1", port)).is_ok(), token.is_some());
+        let line = match token {
+            Some(_) => "listens on all interfaces",
+            None => "open to members of this host only",
+        };
+        assert!(!log::texts(&[&format!("elsewhere {port}"), line]).is_empty());
+    }
 }

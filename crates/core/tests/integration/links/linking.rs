@@ -9,28 +9,20 @@ use std::thread;
 use std::time::Duration;
 
 use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName};
-use llm_datadist_core::{CacheKind, ClusterId, DataDist, ErrorKind, PeerAddress, Result, Token};
+use llm_datadist_core::{CacheKind, ClusterId, DataDist, ErrorKind, PeerAddress, Result, Role, Token};
 
 use super::fake::{Fake, hear, say};
 use super::{
-    Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, pull_slot, row, times,
-    unlink,
+    Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, pull_slot,
+    row, times, unlink,
 };
+
+use crate::log;
 
 use CacheKind::Batch;
 
 fn kind_of(result: Result<()>) -> ErrorKind {
     result.unwrap_err().kind()
-}
-
-/// Checks that `local` can pull from `remote`.
-fn works(local: &DataDist, remote: &DataDist) {
-    let [into, source] = [local, remote].map(|engine| Held::pool(engine, &device(2, 1, 64), Batch));
-    let bytes = source.fill(1);
-    pull_slot(local, of(remote.config().cluster.0, row(&source, 0)), &into).unwrap();
-    assert!(into.read() == bytes);
-    into.free(local);
-    source.free(remote);
 }
 
 #[test]
@@ -46,8 +38,8 @@ fn links_are_made_and_ended_by_either_side() {
             local.remap().unwrap();
             local.check_link(ClusterId(u64::MAX)).unwrap();
             remote.check_link(ClusterId(1)).unwrap();
-            works(&local, &remote);
-            works(&remote, &local);
+            check_pull(&local, &remote);
+            check_pull(&remote, &local);
             // Only `force` needs no address: it asks no peer.
             let nowhere = PeerAddress { remote: vec![], ..address(&remote) };
             let unlinked = local.unlink_clusters(&[nowhere], LONG, force).remove(0);
@@ -78,8 +70,8 @@ fn option_lets_both_sides_link() {
         link(&remote, &local).unwrap();
         assert_eq!(kind_of(link(&remote, &local)), ErrorKind::AlreadyLinked);
         assert_eq!((local.stats().links.len(), remote.stats().links.len()), (2, 2));
-        works(&local, &remote);
-        works(&remote, &local);
+        check_pull(&local, &remote);
+        check_pull(&remote, &local);
         unlink(&local, &remote).unwrap();
         eventually("the end of both", || remote.stats().links.is_empty());
         assert!(local.stats().links.is_empty());
@@ -105,11 +97,11 @@ fn cluster_id_passes_to_another_process_once_its_owner_has_gone() {
         assert_eq!(refused.kind(), ErrorKind::LinkFailed);
         assert!(refused.to_string().contains("two processes cannot share a cluster id"), "{refused}");
         assert_eq!(remote.stats().links.len(), 1);
-        works(&local, &remote);
+        check_pull(&local, &remote);
         drop(local);
         eventually("the end of the first", || remote.stats().links.is_empty());
         link(&second, &remote).unwrap();
-        works(&second, &remote);
+        check_pull(&second, &remote);
     }
 }
 
@@ -218,11 +210,11 @@ fn five_hundred_and_twelve_links_of_one_process() {
     assert_eq!(hub.stats().links.len(), 512);
     let local = open(config(2, Way::Tcp), Way::Tcp);
     link(&local, &hub).unwrap();
-    works(&local, &hub);
-    works(&hub, &local);
+    check_pull(&local, &hub);
+    check_pull(&hub, &local);
     controls.truncate(256);
     eventually("the end of half of them", || hub.stats().links.len() == 257);
-    works(&local, &hub);
+    check_pull(&local, &hub);
     drop(hub);
     for control in &controls {
         let messages = std::iter::from_fn(|| hear::<Control>(control).ok());
@@ -278,5 +270,47 @@ fn finalizing_under_way_leaves_nothing() {
             callers.into_iter().for_each(|caller| caller.join().unwrap());
         }
         eventually("the end of all threads and descriptors", || resources() == before);
+    }
+}
+
+#[test]
+fn a_listener_moves_between_addresses_of_one_port() {
+    let engine = open(config(1, Way::Shm), Way::Shm);
+    let at = engine.listening().unwrap();
+    engine.switch_role(Role::Decoder, Some("127.0.0.1:0".parse().unwrap())).unwrap();
+    assert_eq!(engine.listening(), Some(at), "port 0 keeps the port that it has");
+    let everywhere = format!("0.0.0.0:{}", at.port()).parse().unwrap();
+    engine.switch_role(Role::Prompt, Some(everywhere)).unwrap();
+    assert_eq!(engine.listening(), Some(everywhere));
+    assert!(!log::texts(&[&at.port().to_string(), "without a token"]).is_empty());
+    // A refused address changes nothing.
+    let foreign = format!("192.0.2.1:{}", at.port()).parse().unwrap();
+    engine.switch_role(Role::Decoder, Some(foreign)).unwrap_err();
+    assert_eq!((engine.listening(), engine.role()), (Some(everywhere), Role::Prompt));
+    let local = open(config(2, Way::Shm), Way::Shm);
+    let there = PeerAddress { cluster: ClusterId(1), remote: vec![at], local: vec![] };
+    local.link_clusters(std::slice::from_ref(&there), LONG).remove(0).unwrap();
+    assert_eq!(engine.switch_role(Role::Mix, None).unwrap_err().kind(), ErrorKind::LinksExist);
+    local.unlink_clusters(std::slice::from_ref(&there), LONG, false).remove(0).unwrap();
+    engine.switch_role(Role::Mix, None).unwrap();
+    assert_eq!(engine.listening(), None);
+    local.link_clusters(&[there], LONG).remove(0).unwrap_err();
+    engine.switch_role(Role::Mix, Some(at)).unwrap();
+    link(&local, &engine).unwrap();
+    assert_eq!(local.stats().links[0].transport, "shm", "the local socket is back");
+}
+
+#[test]
+fn links_count_what_they_do() {
+    for way in WAYS {
+        let pair = Pair::with(way, |config| config.host_pool = None);
+        check_pull(&pair.local, &pair.remote);
+        let links = pair.local.stats().links;
+        assert!(links[0].outgoing && !pair.remote.stats().links[0].outgoing);
+        let streamed = if way == Way::Tcp { 128 } else { 0 };
+        assert_eq!((links[0].requests.bytes, links[0].transfers.bytes), (streamed, 128), "{way:?}");
+        assert!(links[0].requests.calls > u64::from(way == Way::Tcp));
+        let bare = Pair::with(way, |config| (config.host_pool, config.device_pool) = (None, None));
+        assert_eq!(bare.local.stats().links[0].pools, if way.shares() { "none" } else { "stream" });
     }
 }

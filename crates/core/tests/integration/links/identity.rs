@@ -1,0 +1,227 @@
+//! Who a peer is: what it must prove, and that nobody takes the place, the streams or the local socket of another.
+//!
+//! `tests/test_link_security.py` and `tests/test_second_user.py` cover tokens and users between processes.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::net::{Address, Transport, Unix};
+use llm_datadist_core::testing::protocol::{
+    Challenge, Control, HANDSHAKE_LIMIT, Hello, Proof, Purpose, Welcome, decode,
+};
+use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Token};
+
+use super::fake::{Fake, hear, say, soon, welcome_mac};
+use super::{
+    Held, LONG, Way, check_pull, config, device, eventually, link, of, open, pull_slot, row, unlink,
+};
+use crate::log;
+
+/// The default configuration: no token, and no peer is admitted without a proof.
+fn strict(cluster: u64, way: Way) -> Config {
+    let mut config = config(cluster, way);
+    config.links.accept_remote = false;
+    config
+}
+
+/// The name of this host, which peers on it know.
+fn host() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().to_owned()
+}
+
+/// Checks that a link still answers.
+fn answers(control: &llm_datadist_core::testing::net::Stream) {
+    say(control, &Control::Ping);
+    assert_eq!(hear::<Control>(control).unwrap(), Control::Pong);
+}
+
+#[test]
+fn processes_of_one_user_link_without_a_token() {
+    for (way, transport) in [(Way::Shm, "shm"), (Way::Tcp, "tcp")] {
+        let (local, remote) = (open(strict(1, way), way), open(strict(2, way), way));
+        link(&local, &remote).unwrap();
+        assert_eq!(local.stats().links[0].transport, transport);
+        check_pull(&local, &remote);
+        check_pull(&remote, &local);
+    }
+}
+
+#[test]
+fn a_stranger_is_refused_for_the_reason_that_is_logged() {
+    let engine = open(strict(1, Way::Tcp), Way::Tcp);
+    let stranger = Fake::new(9, 1);
+    for purpose in [
+        Purpose::Link { link: 5, comm: None, probe_local: false },
+        Purpose::Link { link: 5, comm: None, probe_local: true },
+        Purpose::Call { link: 5, reverse: false },
+        Purpose::Meet,
+    ] {
+        let refused = stranger.dial(&engine, purpose).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        let text = refused.to_string();
+        assert!(text.contains("no token is set") && text.contains("llm.LinkAcceptRemote = 1"), "{text}");
+    }
+    assert!(engine.stats().links.is_empty());
+    // Any process of this host learns the name of the local socket, and nothing else.
+    assert!(stranger.local_of(&engine, host()).is_some_and(|name| name.starts_with("llm_datadist.")));
+    assert!(!log::errors(&["refused a connection from 127.0.0.1:", "no token is set"]).is_empty());
+}
+
+#[test]
+fn a_peer_with_a_token_learns_that_the_other_side_has_none() {
+    for accept_remote in [false, true] {
+        let [mut with, mut without] = [1, 2].map(|cluster| strict(cluster, Way::Shm));
+        (with.links.accept_remote, without.links.accept_remote) = (accept_remote, accept_remote);
+        with.links.token = Some(Token::new("sixteen letters or more"));
+        let refused = link(&open(with, Way::Shm), &open(without, Way::Shm)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("uses a token, and this side has none"), "{refused}");
+    }
+}
+
+#[test]
+fn a_listener_that_proves_nothing_is_not_linked() {
+    for way in [Way::Shm, Way::Tcp] {
+        let engine = open(strict(1, way), way);
+        let fake = Fake::new(2, 1);
+        thread::scope(|scope| {
+            let peer = scope.spawn(|| fake.greet());
+            let refused = engine.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+            assert!(refused.to_string().contains("has not proved"), "{refused}");
+            drop(peer.join().unwrap());
+        });
+        assert!(engine.stats().links.is_empty());
+    }
+}
+
+#[test]
+fn the_local_socket_takes_no_descriptor_of_a_stranger() {
+    // Linux 6.16 is the first that can refuse them.
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let version: Vec<u32> = release.split(['.', '-']).map_while(|part| part.parse().ok()).take(2).collect();
+    if version < vec![6, 16] {
+        return crate::bed::skipped("the kernel is older than 6.16");
+    }
+    let engine = open(strict(1, Way::Shm), Way::Shm);
+    let name = Fake::new(9, 1).local_of(&engine, host()).unwrap();
+    let stream = Unix.dial(&Address::Unix(name), soon()).unwrap();
+    let file = fs::File::open("/dev/null").unwrap();
+    let refused = stream.send_with(b"L", &[file.as_fd()], soon()).unwrap_err();
+    assert!(refused.to_string().contains("errno=1"), "{refused}");
+}
+
+/// Another process may know the cluster id and the instance of a peer.
+#[test]
+fn nobody_takes_the_place_of_a_link_that_works() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let peer = Fake::new(2, 1);
+    let control = peer.link(&engine, 7).unwrap();
+    for id in [7, 8] {
+        let refused = Fake::new(2, 1).link(&engine, id).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("its link works"), "{refused}");
+    }
+    answers(&control);
+    peer.call(&engine, 7).unwrap();
+    // The process itself closes its link before it makes another one.
+    drop(control);
+    let again = peer.link(&engine, 9).unwrap();
+    eventually("one link", || engine.stats().links.len() == 1);
+    assert!(peer.call(&engine, 7).is_err());
+    peer.call(&engine, 9).unwrap();
+    drop(again);
+}
+
+#[test]
+fn one_of_many_rivals_for_a_cluster_id_is_admitted() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let links: Vec<_> = thread::scope(|scope| {
+        let link = |instance| Fake::new(2, instance).link(&engine, instance).ok();
+        let all: Vec<_> = (1..=16).map(|instance| scope.spawn(move || link(instance))).collect();
+        all.into_iter().filter_map(|link| link.join().unwrap()).collect()
+    });
+    assert_eq!(links.len(), 1);
+    answers(&links[0]);
+}
+
+/// A process that claims to be the peer can make a link in the other direction. Calls do not take it.
+#[test]
+fn a_link_made_by_a_claimant_takes_no_calls() {
+    let engine = open(config(1, Way::Tcp), Way::Tcp);
+    let peer = Fake::new(2, 1);
+    thread::scope(|scope| {
+        let called = scope.spawn(|| {
+            let control = peer.linked();
+            let (call, purpose) = peer.greet();
+            call.close();
+            (control, purpose)
+        });
+        engine.link_clusters(&[peer.address()], LONG).remove(0).unwrap();
+        let other = Fake::new(2, 1).link(&engine, 8).unwrap();
+        assert_eq!(engine.stats().links.len(), 2);
+        engine.check_link(ClusterId(2)).unwrap_err();
+        let (control, purpose) = called.join().unwrap();
+        assert!(matches!(purpose, Purpose::Call { .. }), "{purpose:?}");
+        drop((control, other));
+    });
+}
+
+/// The proof covers the name of the local socket, so that nobody on the way can change it.
+#[test]
+fn a_welcome_cannot_be_changed_on_the_way() {
+    let local = open(config(1, Way::Shm), Way::Shm);
+    let fake = Fake::new(2, 1);
+    thread::scope(|scope| {
+        let peer = scope.spawn(|| {
+            let stream = fake.accept();
+            let (_, body) = stream.receive(HANDSHAKE_LIMIT, Duration::ZERO, soon()).unwrap().unwrap();
+            let hello: Hello = decode(&body).unwrap();
+            assert!(matches!(hello.purpose, Purpose::Link { probe_local: true, .. }));
+            say(&stream, &Challenge { nonce: [7; 16] });
+            hear::<Proof>(&stream).unwrap();
+            let welcome = Welcome { from: fake.party, mac: [0; 32], local: None, secret: None };
+            let mac = welcome_mac(b"", &body, [7; 16], &welcome);
+            say(&stream, &Welcome { mac, local: Some("elsewhere".into()), ..welcome });
+            stream
+        });
+        let refused = local.link_clusters(&[fake.address()], LONG).remove(0).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::LinkFailed);
+        assert!(refused.to_string().contains("token"), "{refused}");
+        drop(peer.join().unwrap());
+    });
+}
+
+#[test]
+fn another_process_at_the_local_socket_is_not_the_peer() {
+    let [local, impostor] = [1, 2].map(|cluster| open(config(cluster, Way::Shm), Way::Shm));
+    let socket = Fake::new(1, 5).local_of(&impostor, host()).unwrap();
+    let fake = Fake::new(2, 1);
+    thread::scope(|scope| {
+        let peer = scope.spawn(|| (fake.greet_with(Some(socket)), fake.linked()));
+        local.link_clusters(&[fake.address()], LONG).remove(0).unwrap();
+        assert_eq!(local.stats().links[0].transport, "tcp");
+        assert!(!log::texts(&["another process answers"]).is_empty());
+        eventually("nothing at the impostor", || impostor.stats().links.is_empty());
+        drop(peer.join().unwrap());
+    });
+}
+
+/// In the `KvCacheManager` mode a peer may have the cluster id of this engine, which is never taken for the peer.
+#[test]
+fn a_peer_of_the_same_id_is_not_this_engine() {
+    let [local, remote] =
+        [(); 2].map(|()| open(Config { mode: Mode::KvCacheManager, ..config(1, Way::Tcp) }, Way::Tcp));
+    let [into, source] =
+        [&local, &remote].map(|engine| Held::pool(engine, &device(2, 1, 64), CacheKind::Batch));
+    let pull = || pull_slot(&local, of(1, row(&source, 0)), &into);
+    assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
+    link(&local, &remote).unwrap();
+    let bytes = source.fill(3);
+    pull().unwrap();
+    assert!(into.read() == bytes);
+    unlink(&local, &remote).unwrap();
+    assert_eq!(pull().unwrap_err().kind(), ErrorKind::NotLinked);
+}
