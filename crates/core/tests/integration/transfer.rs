@@ -404,6 +404,7 @@ fn refused_pulls_name_the_argument_and_its_limit() {
         (batch, absent, part(u64::MAX, u64::MAX, i64::MAX), all, &["dst_cache_offset"]),
         (batch, absent, cut(&[0]), all, &["continuous cache"]),
         (blocks, absent, cut(&[4]), all, &["dst_blocks[0]=4"]),
+        (blocks, absent, pairs(&[], &[]), all, &["dst_blocks=[]"]),
         (blocks, absent, pairs(&[], &[1]), all, &["src_blocks=[]"]),
         (blocks, absent, pairs(&[1], &[1, 2]), all, &["src_blocks has 1", "2"]),
         (blocks, absent, pairs(&[1, 1], &[0, -1]), all, &["dst_blocks[1]=-1", "0 to 3"]),
@@ -443,6 +444,8 @@ fn refused_pushes_name_the_argument_and_its_limit() {
     for (remote, layers, facts) in rules {
         refused(InvalidArgument, push(local, *remote, &slot, *layers), facts);
     }
+    let pairs = PushRows::Blocks { local: vec![0], remote: vec![] };
+    refused(InvalidArgument, push_local(side(Blocks, 10, 3, 8), &pairs, Layers::ALL), &["dst_blocks=[]"]);
     validate::push_size(-1).unwrap();
     for size in [0, 1, -2, i64::MIN] {
         refused(InvalidArgument, validate::push_size(size), &["size", "-1"]);
