@@ -20,9 +20,11 @@
 #![allow(unreachable_pub, reason = "one binary")]
 
 #[cfg(not(loom))]
+mod arguments;
+#[cfg(not(loom))]
 mod bed;
 #[cfg(not(loom))]
-mod check;
+mod cache_table;
 #[cfg(not(loom))]
 mod consume;
 #[cfg(not(loom))]
@@ -50,7 +52,7 @@ mod kv;
 #[cfg(not(loom))]
 mod landing;
 #[cfg(not(loom))]
-mod layerwise_check;
+mod layerwise_arguments;
 #[cfg(not(loom))]
 mod lent;
 #[cfg(not(loom))]
@@ -62,7 +64,7 @@ mod loom_pin;
 #[cfg(not(loom))]
 mod merger;
 #[cfg(not(loom))]
-mod pin;
+mod options;
 #[cfg(not(loom))]
 mod plan;
 #[cfg(not(loom))]
@@ -74,13 +76,13 @@ mod ranks;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod row_pins;
+#[cfg(not(loom))]
 mod short;
 #[cfg(not(loom))]
 mod silent;
 #[cfg(not(loom))]
 mod stats;
-#[cfg(not(loom))]
-mod table;
 #[cfg(not(loom))]
 mod token_file;
 #[cfg(not(loom))]
