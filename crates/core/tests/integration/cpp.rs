@@ -1,18 +1,14 @@
-//! The rules that only the C++ class has (`validate::cpp`), and its calls between engines of one process.
+//! The rules that only the C++ class has (`validate::cpp`), without engines.
 //!
-//! Not for: pointers (`crates/capi/src/tests`), or programs (`tests/test_cpp.py`).
+//! Not for: pointers (`crates/capi/src/tests`), or calls (`tests/test_cpp.py`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use llm_datadist_core::testing::validate::cpp;
-use llm_datadist_core::{
-    CacheId, CacheIndex, CacheKind, ClusterId, Config, DataDist, Error, ErrorKind, ExtParam, PeerAddress,
-    Placement, Result, Role,
-};
+use llm_datadist_core::{ClusterId, Role};
 
 use crate::arguments::refused;
-use crate::bed;
 
 #[test]
 fn options_of_the_class_become_a_configuration() {
@@ -93,49 +89,5 @@ fn every_element_type_of_whole_bytes_has_its_size() {
     }
     for number in [-1, 42, i32::MAX, i32::MIN] {
         refused(bytes(number), &["data_type"]);
-    }
-}
-
-fn engine(role: Role, cluster: u64, both_ways: bool) -> DataDist {
-    let mut config =
-        Config { role, cluster: ClusterId(cluster), remote_accessible: true, ..bed::config(1 << 20) };
-    config.links.listen = Some("127.0.0.1:0".parse().unwrap());
-    config.links.both_ways = both_ways;
-    DataDist::open(config).unwrap()
-}
-
-/// Links from `local` to `remote`, with a number of local addresses.
-fn link(local: &DataDist, remote: &DataDist, addresses: usize) -> Result<()> {
-    let at = remote.listening().unwrap();
-    let peer = PeerAddress { cluster: remote.config().cluster, remote: vec![at], local: vec![at; addresses] };
-    local.link_clusters_from(&[peer], Duration::from_secs(5)).remove(0)
-}
-
-#[test]
-fn link_needs_one_local_address() {
-    let [local, remote] = [1, 2].map(|cluster| engine(Role::Mix, cluster, false));
-    for addresses in [0, 2] {
-        let error = refused(link(&local, &remote, addresses), &[]);
-        assert_eq!((error.fact("cluster"), local.stats().links.len()), (Some("2"), 0));
-    }
-    link(&local, &remote, 1).unwrap();
-    assert_eq!(local.stats().links[0].cluster, ClusterId(2));
-}
-
-#[test]
-fn decoder_pushes_only_over_links_in_both_directions() {
-    let all = ExtParam::default();
-    for (both_ways, expected) in [(false, Err(ErrorKind::InvalidArgument)), (true, Ok(()))] {
-        let (local, remote) = (engine(Role::Decoder, 1, both_ways), engine(Role::Prompt, 2, both_ways));
-        let desc = bed::desc(Placement::Device, 2, 2, 8);
-        let [src, dst] =
-            [&local, &remote].map(|engine| engine.allocate(&desc, CacheKind::Batch, &[]).unwrap().id());
-        link(&local, &remote, 1).unwrap();
-        let to = CacheIndex { cluster: ClusterId(2), cache: dst, row: 0 };
-        assert_eq!(local.push_kv_cache(src, to, 0, -1, all).map_err(|error| error.kind()), expected);
-        let blocks = local.push_kv_blocks(src, to, (&[0], &[1]), all);
-        assert_eq!(blocks.map_err(|error| error.kind()), expected);
-        let unknown = local.pull_kv_cache(to, CacheId(99), 0, -1, all);
-        assert_eq!(unknown.map_err(|error: Error| error.kind()), Err(ErrorKind::CacheNotFound));
     }
 }

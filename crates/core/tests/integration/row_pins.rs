@@ -139,18 +139,6 @@ fn exclusion_holds_under_many_threads_without_a_deadlock() {
     caches.iter().for_each(|cache| drop(writes(cache, 0..6).expect("a row is still pinned")));
 }
 
-#[test]
-fn waiting_calls_continue_when_the_row_is_free() {
-    let cache = cache(4);
-    let held = writes(&cache, [1]).unwrap();
-    std::thread::scope(|scope| {
-        let waiting: Vec<_> = (0..6).map(|_| scope.spawn(|| within(&cache, &[1], &[], late()))).collect();
-        std::thread::sleep(Duration::from_millis(20));
-        drop(held);
-        waiting.into_iter().for_each(|thread| drop(thread.join().unwrap().unwrap()));
-    });
-}
-
 /// A peer that this engine has written to may read past a waiting writer. No other reader may, no reader passes a
 /// writer that has the row, and the writer gets its turn.
 #[test]
