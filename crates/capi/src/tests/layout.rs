@@ -1,127 +1,89 @@
-//! What programs and libraries of different ages share: sizes and offsets of the structures, typed in by hand, and the
+//! What programs and libraries of different versions share: the layout of the structures, typed in by hand, and the
 //! reserved words, which must be 0 today.
 
 use std::mem::offset_of;
 use std::ptr::null;
 
-use llm_datadist_core::StatusCode;
-
-use super::{ALL, Engine, cache, desc, initialize, is, reason};
+use super::{ALL, Engine, INDEX, LOCAL, cache, desc, peer, reason, refused};
 use crate::abi::{
     LLM_DATADIST_ABI_VERSION, LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheDesc,
     LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam, LlmDatadistIp, LlmDatadistOption,
     LlmDatadistRegisterCfg, llm_datadist_abi_version, llm_datadist_allocate_cache, llm_datadist_copy_cache,
-    llm_datadist_free, llm_datadist_link_clusters, llm_datadist_listening, llm_datadist_new,
-    llm_datadist_pull_cache, llm_datadist_push_cache, llm_datadist_register_cache,
+    llm_datadist_link_clusters, llm_datadist_pull_cache, llm_datadist_push_cache,
+    llm_datadist_register_cache,
 };
 
 #[test]
 fn structures_have_the_layout_of_version_2() {
     assert_eq!((LLM_DATADIST_ABI_VERSION, llm_datadist_abi_version()), (2, 2));
-    let sizes = [
-        size_of::<LlmDatadistOption>(),
-        size_of::<LlmDatadistBlocks>(),
-        size_of::<LlmDatadistCacheDesc>(),
-        size_of::<LlmDatadistCache>(),
-        size_of::<LlmDatadistCacheIndex>(),
-        size_of::<LlmDatadistExtParam>(),
-        size_of::<LlmDatadistRegisterCfg>(),
-        size_of::<LlmDatadistIp>(),
-        size_of::<LlmDatadistCluster>(),
-    ];
-    assert_eq!(sizes, [16, 16, 56, 112, 56, 56, 128, 48, 72]);
-    macro_rules! offsets {
-        ($structure:ty: $($field:ident)*) => { [$(offset_of!($structure, $field)),*] };
+    macro_rules! layout {
+        ($structure:ident, $size:literal: $($field:ident $offset:literal),*) => {
+            assert_eq!(size_of::<$structure>(), $size);
+            assert_eq!([$(offset_of!($structure, $field)),*], [$($offset),*]);
+        };
     }
-    let desc = offsets!(LlmDatadistCacheDesc: placement num_tensors data_type num_dims shape reserved);
-    assert_eq!(desc, [0, 4, 8, 12, 16, 24]);
-    assert_eq!(offsets!(LlmDatadistCache: cache_id addrs num_addrs desc reserved), [0, 8, 16, 24, 80]);
-    assert_eq!(offsets!(LlmDatadistCacheIndex: cluster_id cache_id batch_index reserved), [0, 8, 16, 24]);
-    let ext =
-        offsets!(LlmDatadistExtParam: src_first src_last dst_first dst_last tensor_num_per_layer reserved);
-    assert_eq!(ext, [0, 4, 8, 12, 16, 24]);
-    assert_eq!(offsets!(LlmDatadistIp: ip port reserved), [0, 8, 16]);
-    let cluster = offsets!(LlmDatadistCluster: remote_cluster_id local num_local remote num_remote reserved);
-    assert_eq!(cluster, [0, 8, 16, 24, 32, 40]);
-    assert_eq!(offsets!(LlmDatadistOption: key value), [0, 8]);
-    assert_eq!(offsets!(LlmDatadistBlocks: blocks count), [0, 8]);
+    layout!(LlmDatadistOption, 16: key 0, value 8);
+    layout!(LlmDatadistBlocks, 16: blocks 0, count 8);
+    layout!(LlmDatadistCacheDesc, 56: placement 0, num_tensors 4, data_type 8, num_dims 12, shape 16, reserved 24);
+    layout!(LlmDatadistCache, 112: cache_id 0, addrs 8, num_addrs 16, desc 24, reserved 80);
+    layout!(LlmDatadistCacheIndex, 56: cluster_id 0, cache_id 8, batch_index 16, reserved 24);
+    layout!(LlmDatadistExtParam, 56: src_first 0, src_last 4, dst_first 8, dst_last 12, tensor_num_per_layer 16);
+    layout!(LlmDatadistExtParam, 56: reserved 24);
+    layout!(LlmDatadistRegisterCfg, 128: reserved 0);
+    layout!(LlmDatadistIp, 48: ip 0, port 8, reserved 16);
+    layout!(LlmDatadistCluster, 72: remote_cluster_id 0, local 8, num_local 16, remote 24, num_remote 32, reserved 40);
 }
 
-const LATER: [u64; 4] = [0, 0, 0, 1];
-
 #[test]
-fn what_a_later_version_would_say_is_refused() {
+fn reserved_words_must_be_zero() {
+    const LATER: [u64; 4] = [0, 0, 0, 1];
     let engine = Engine::new();
-    let refused = |name: &str, status: u32| {
-        assert_eq!(status, is(StatusCode::ParamInvalid), "{name}: {}", reason());
-        assert!(reason().contains("reserved words") && reason().contains(name), "{name}: {}", reason());
-    };
-    let (mut id, mut addrs, memory) = (0, [0_u64; 4], [0_i32; 64]);
-    let (mut later, plain) = (desc(4), desc(4));
-    later.reserved = LATER;
-    let index = LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0, reserved: [0; 4] };
-    let (whole, late_index) = (cache(1, &[], 4), LlmDatadistCacheIndex { reserved: LATER, ..index });
+    let refused = |name: &str, status: u32| refused(status, &["reserved words", name]);
+    let (whole, memory, mut addrs, mut id) = (cache(), [0_i32; 64], [0_u64; 4], 0);
+    let late_index = LlmDatadistCacheIndex { reserved: LATER, ..INDEX };
     let late_cache = LlmDatadistCache { reserved: LATER, ..whole };
-    let late_desc = LlmDatadistCache { desc: later, ..whole };
+    let late_desc =
+        LlmDatadistCache { desc: LlmDatadistCacheDesc { reserved: LATER, ..whole.desc }, ..whole };
     let late_ext = LlmDatadistExtParam { reserved: LATER, ..ALL };
-    let mut cfg = LlmDatadistRegisterCfg { reserved: [0; 16] };
-    let own = [memory.as_ptr().expose_provenance() as u64; 1];
-    let one = desc(1);
     // SAFETY: everything lives here.
     unsafe {
-        let made =
-            llm_datadist_allocate_cache(engine.0, &raw const later, &raw mut id, addrs.as_mut_ptr(), 4);
-        refused("cache_desc", made);
-        let made =
-            llm_datadist_allocate_cache(engine.0, &raw const plain, &raw mut id, addrs.as_mut_ptr(), 4);
-        assert_eq!((made, id), (0, 1), "{}", reason());
-        let (index, late_index) = (&raw const index, &raw const late_index);
-        let (whole, late_cache, late_desc) = (&raw const whole, &raw const late_cache, &raw const late_desc);
-        let (all, late_ext) = (&raw const ALL, &raw const late_ext);
-        refused("src_cache_index", llm_datadist_pull_cache(engine.0, late_index, whole, 0, -1, all));
-        refused("ext_param", llm_datadist_pull_cache(engine.0, index, whole, 0, -1, late_ext));
-        refused("dst_cache", llm_datadist_pull_cache(engine.0, index, late_cache, 0, -1, all));
-        refused("src_cache", llm_datadist_push_cache(engine.0, late_desc, index, 0, -1, all));
-        refused("src_cache", llm_datadist_copy_cache(engine.0, late_cache, whole, 0, 0, 0, -1));
-        refused("dst_cache", llm_datadist_copy_cache(engine.0, whole, late_desc, 0, 0, 0, -1));
-        cfg.reserved[15] = 1;
-        let register =
-            |cfg, id| llm_datadist_register_cache(engine.0, &raw const one, own.as_ptr(), own.len(), cfg, id);
-        refused("cfg", register(&raw const cfg, &raw mut id));
-        cfg.reserved[15] = 0;
-        assert_eq!(register(&raw const cfg, &raw mut id), 0, "{}", reason());
-        assert_eq!(register(null(), &raw mut id), 0, "null is the defaults: {}", reason());
-        let ip = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1, reserved: [0; 4] };
-        let late_ip = LlmDatadistIp { reserved: LATER, ..ip };
-        let peer = |remote, reserved| LlmDatadistCluster {
-            remote_cluster_id: 2,
-            local: &raw const ip,
-            num_local: 1,
-            remote,
-            num_remote: 1,
-            reserved,
+        let mut allocate = |desc: &LlmDatadistCacheDesc| {
+            llm_datadist_allocate_cache(engine.0, desc, &raw mut id, addrs.as_mut_ptr(), 4)
         };
-        let (mut rets, mut count) = ([0; 2], 0);
-        for (name, late) in
-            [("clusters", peer(&raw const ip, LATER)), ("remote_ip_infos", peer(&raw const late_ip, [0; 4]))]
-        {
-            let both = [peer(&raw const ip, [0; 4]), late];
-            let (rets, count) = (rets.as_mut_ptr(), &raw mut count);
-            refused(name, llm_datadist_link_clusters(engine.0, both.as_ptr(), 2, 1000, rets, count));
-        }
-    }
-}
+        refused("cache_desc", allocate(&late_desc.desc));
+        assert_eq!(allocate(&whole.desc), 0, "{}", reason());
+        let pull =
+            |index: &_, cache: &_, ext: &_| llm_datadist_pull_cache(engine.0, index, cache, 0, -1, ext);
+        refused("src_cache_index", pull(&late_index, &whole, &ALL));
+        refused("ext_param", pull(&INDEX, &whole, &late_ext));
+        refused("dst_cache", pull(&INDEX, &late_cache, &ALL));
+        let push =
+            |cache: &_| llm_datadist_push_cache(engine.0, cache, &raw const INDEX, 0, -1, &raw const ALL);
+        refused("src_cache", push(&late_desc));
+        let copy = |src: &_, dst: &_| llm_datadist_copy_cache(engine.0, src, dst, 0, 0, 0, -1);
+        refused("src_cache", copy(&late_cache, &whole));
+        refused("dst_cache", copy(&whole, &late_desc));
 
-/// Programs ask for the port before they ask for the reason.
-#[test]
-fn asking_for_the_port_leaves_the_reason_alone() {
-    let handle = llm_datadist_new(1, 1);
-    assert_eq!(initialize(handle, &[("llm.DeviceId", "x")]), is(StatusCode::ParamInvalid));
-    let why = reason();
-    assert!(why.contains("\"x\""), "{why}");
-    assert_eq!(llm_datadist_listening(handle), 0);
-    assert_eq!(reason(), why);
-    llm_datadist_free(handle);
-    assert_eq!(llm_datadist_listening(handle), 0, "nor of a handle that is not there");
-    assert_eq!(reason(), why);
+        let own = memory.as_ptr().expose_provenance() as u64;
+        let mut register =
+            |cfg| llm_datadist_register_cache(engine.0, &desc(1), &raw const own, 1, cfg, &raw mut id);
+        let mut cfg = LlmDatadistRegisterCfg { reserved: [0; 16] };
+        cfg.reserved[15] = 1;
+        refused("cfg", register(&raw const cfg));
+        cfg.reserved[15] = 0;
+        assert_eq!(register(&raw const cfg), 0, "{}", reason());
+        assert_eq!(register(null()), 0, "null means the defaults: {}", reason());
+
+        let late_ip = LlmDatadistIp { reserved: LATER, ..LOCAL };
+        let late_peer = LlmDatadistCluster { reserved: LATER, ..peer(2, &LOCAL) };
+        let link = |late| {
+            let (peers, mut rets, mut count) = ([peer(2, &LOCAL), late], [0; 2], 0);
+            llm_datadist_link_clusters(engine.0, peers.as_ptr(), 2, 1000, rets.as_mut_ptr(), &raw mut count)
+        };
+        refused("clusters", link(late_peer));
+        refused(
+            "remote_ip_infos",
+            link(LlmDatadistCluster { remote: &raw const late_ip, ..peer(2, &LOCAL) }),
+        );
+    }
 }

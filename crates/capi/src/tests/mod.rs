@@ -1,7 +1,6 @@
-//! The C interface as C calls it: wrong handles, null pointers, panics, texts; and the header that describes it.
+//! The C interface as C calls it: invalid handles and pointers, panics, forks, reserved words; and its header.
 //!
-//! Part of the crate, because a library for C has nothing that Rust could link with. Not for: what the calls do with
-//! bytes (`tests/test_cpp.py`).
+//! Part of the crate, because Rust cannot link a library for C. Not for: what the calls do with bytes (`tests/test_cpp.py`).
 
 mod handles;
 mod header;
@@ -9,18 +8,16 @@ mod layout;
 mod log;
 mod pointers;
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString};
 
 use llm_datadist_core::StatusCode;
 
-use crate::abi::{LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistExtParam, LlmDatadistOption};
-use crate::abi::{llm_datadist_free, llm_datadist_initialize, llm_datadist_last_error, llm_datadist_new};
+use crate::abi::{
+    LlmDatadistCache, LlmDatadistCacheDesc, LlmDatadistCacheIndex, LlmDatadistCluster, LlmDatadistExtParam,
+    LlmDatadistIp, LlmDatadistOption, llm_datadist_free, llm_datadist_initialize, llm_datadist_last_error,
+    llm_datadist_new,
+};
 use crate::door;
-
-/// A status by its code.
-fn is(code: StatusCode) -> u32 {
-    door::status(code)
-}
 
 /// Why the last call of this thread failed.
 fn reason() -> String {
@@ -28,23 +25,16 @@ fn reason() -> String {
     unsafe { CStr::from_ptr(llm_datadist_last_error()) }.to_str().unwrap().to_owned()
 }
 
-/// Options, and the texts they point into.
-struct Options {
-    _texts: Vec<CString>,
-    list: Vec<LlmDatadistOption>,
+/// Checks that a call failed with this code, and that its reason contains `facts`.
+#[track_caller]
+fn failed(status: u32, code: StatusCode, facts: &[&str]) {
+    assert_eq!(status, door::status(code), "{}", reason());
+    assert!(facts.iter().all(|fact| reason().contains(fact)), "{:?} lacks one of {facts:?}", reason());
 }
 
-impl Options {
-    fn new(pairs: &[(&str, &str)]) -> Options {
-        let text = |text: &str| CString::new(text).unwrap();
-        let texts: Vec<CString> = pairs.iter().flat_map(|(key, value)| [text(key), text(value)]).collect();
-        let pair = |pair: &[CString]| LlmDatadistOption { key: pair[0].as_ptr(), value: pair[1].as_ptr() };
-        Options { list: texts.chunks(2).map(pair).collect(), _texts: texts }
-    }
-
-    fn as_ptr(&self) -> *const LlmDatadistOption {
-        self.list.as_ptr()
-    }
+#[track_caller]
+fn refused(status: u32, facts: &[&str]) {
+    failed(status, StatusCode::ParamInvalid, facts);
 }
 
 const SMALL: [(&str, &str); 2] =
@@ -68,33 +58,29 @@ impl Drop for Engine {
 }
 
 fn initialize(handle: u64, options: &[(&str, &str)]) -> u32 {
-    let options = Options::new(options);
+    let text = |text: &str| CString::new(text).unwrap();
+    let texts: Vec<_> = options.iter().map(|(key, value)| (text(key), text(value))).collect();
+    let option =
+        |(key, value): &(CString, CString)| LlmDatadistOption { key: key.as_ptr(), value: value.as_ptr() };
+    let options: Vec<_> = texts.iter().map(option).collect();
     // SAFETY: the options and their texts live until the call returns.
-    unsafe { llm_datadist_initialize(handle, options.as_ptr(), options.list.len()) }
+    unsafe { llm_datadist_initialize(handle, options.as_ptr(), options.len()) }
 }
 
 const SHAPE: [i64; 2] = [4, 16];
 
 fn desc(num_tensors: u32) -> LlmDatadistCacheDesc {
-    LlmDatadistCacheDesc {
-        placement: 1,
-        num_tensors,
-        data_type: 3,
-        num_dims: 2,
-        shape: SHAPE.as_ptr(),
-        reserved: [0; 4],
-    }
+    let shape = SHAPE.as_ptr();
+    LlmDatadistCacheDesc { placement: 1, num_tensors, data_type: 3, num_dims: 2, shape, reserved: [0; 4] }
 }
 
-fn cache(id: i64, addrs: &[u64], num_tensors: u32) -> LlmDatadistCache {
-    LlmDatadistCache {
-        cache_id: id,
-        addrs: addrs.as_ptr(),
-        num_addrs: addrs.len(),
-        desc: desc(num_tensors),
-        reserved: [0; 4],
-    }
+/// Cache 1 of this engine, named by its id and a descriptor of four tensors.
+fn cache() -> LlmDatadistCache {
+    LlmDatadistCache { cache_id: 1, addrs: [].as_ptr(), num_addrs: 0, desc: desc(4), reserved: [0; 4] }
 }
+
+static INDEX: LlmDatadistCacheIndex =
+    LlmDatadistCacheIndex { cluster_id: 2, cache_id: 1, batch_index: 0, reserved: [0; 4] };
 
 static ALL: LlmDatadistExtParam = LlmDatadistExtParam {
     src_first: -1,
@@ -105,6 +91,16 @@ static ALL: LlmDatadistExtParam = LlmDatadistExtParam {
     reserved: [0; 4],
 };
 
-fn no_text() -> *const c_char {
-    std::ptr::null()
+const LOCAL: LlmDatadistIp = LlmDatadistIp { ip: c"127.0.0.1".as_ptr(), port: 1, reserved: [0; 4] };
+
+/// A cluster with one local and one remote address, which must outlive it.
+fn peer(remote_cluster_id: u64, address: &LlmDatadistIp) -> LlmDatadistCluster {
+    LlmDatadistCluster {
+        remote_cluster_id,
+        local: address,
+        num_local: 1,
+        remote: address,
+        num_remote: 1,
+        reserved: [0; 4],
+    }
 }

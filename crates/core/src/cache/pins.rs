@@ -2,7 +2,7 @@
 //!
 //! Many readers or one writer. A call pins all its rows before it moves a byte: caches in one global order, and
 //! all rows of a cache at once, so calls never wait in a cycle. Calls that conflict get a row in order of
-//! arrival, so nobody starves (`tests/integration/pin.rs`); the one exception is `ahead` in [`pin_reads_for`].
+//! arrival, so nobody starves (`tests/integration/row_pins.rs`); the one exception is `ahead` in [`pin_reads_for`].
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
-//! The one integration binary of the core. Each file says what it judges; `bed` holds memory and devices.
+//! The integration tests of the core, one binary. `bed` holds memory and devices for all of them.
 //!
-//! `cargo test -p llm-datadist-core --test rust`; `PROPTEST_CASES=5000` digs deeper. With `RUSTFLAGS="--cfg loom"` only
+//! `cargo test -p llm-datadist-core --test integration`; `PROPTEST_CASES=5000` runs more cases. With `RUSTFLAGS="--cfg loom"` only
 //! the loom model is built, in its own target folder.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that finds nothing fails")]
 #![allow(
@@ -20,9 +20,11 @@
 #![allow(unreachable_pub, reason = "one binary")]
 
 #[cfg(not(loom))]
+mod arguments;
+#[cfg(not(loom))]
 mod bed;
 #[cfg(not(loom))]
-mod check;
+mod cache_table;
 #[cfg(not(loom))]
 mod copy_deadlines;
 #[cfg(not(loom))]
@@ -48,7 +50,7 @@ mod kv;
 #[cfg(not(loom))]
 mod landing;
 #[cfg(not(loom))]
-mod layerwise_check;
+mod layerwise_arguments;
 #[cfg(not(loom))]
 mod links;
 #[cfg(not(loom))]
@@ -60,7 +62,7 @@ mod loom_pin;
 #[cfg(not(loom))]
 mod merger;
 #[cfg(not(loom))]
-mod pin;
+mod options;
 #[cfg(not(loom))]
 mod plan;
 #[cfg(not(loom))]
@@ -76,6 +78,8 @@ mod registered_pages;
 #[cfg(not(loom))]
 mod remote_table;
 #[cfg(not(loom))]
+mod row_pins;
+#[cfg(not(loom))]
 mod short;
 #[cfg(not(loom))]
 mod silent;
@@ -83,8 +87,6 @@ mod silent;
 mod stats;
 #[cfg(not(loom))]
 mod swap_ring;
-#[cfg(not(loom))]
-mod table;
 #[cfg(not(loom))]
 mod token_file;
 #[cfg(not(loom))]
