@@ -180,24 +180,6 @@ def test_another_version_of_the_wire_is_told_so(ends: Ends) -> None:
         assert "version" in told[12:].decode()
 
 
-def test_a_flood_of_silent_connections_keeps_nobody_out(ends: Ends) -> None:
-    far, near = ends.peer(), ends.near()
-    works(near, far)
-    linked(near, far)
-    before = far.resources()
-    with ExitStack() as held:
-        for _ in range(3000 if THOROUGH else 500):
-            held.enter_context(dial(far))
-        uses(near, far)
-        assert near.unlink_clusters([far.at])[0] == OK
-        works(near, far)
-        crowd = far.resources()
-    assert crowd["resident"] < before["resident"] + (64 << 20)
-    assert crowd["threads"] < before["threads"] + 400
-    as_before(far, before)
-    works(near, far)
-
-
 def test_links_while_strangers_keep_coming(ends: Ends) -> None:
     far, near = ends.peer(), ends.near()
     chance = random.Random(1)  # noqa: S311

@@ -15,12 +15,10 @@ import pytest
 
 from llm_datadist import LLMClusterInfo, LLMStatusCode
 from peers import (
-    GONE,
     GRACE,
     INVALID,
     LINK_FAILED,
     OK,
-    THOROUGH,
     TIMEOUT,
     UNLINKED,
     Ends,
@@ -152,22 +150,6 @@ def test_linking_again_is_already_linked_until_unlinked(ends: Ends) -> None:
         assert near.link_clusters([far.at]) == (OK, [OK])
 
 
-def test_the_id_asked_for_must_be_the_id_that_answers(ends: Ends) -> None:
-    far, near = ends.peer(cluster=7), ends.near()
-    assert near.link_clusters([(8, far.address)]) == (LINK_FAILED, [LINK_FAILED])
-    assert near.links() == far.links() == []
-    assert near.link_clusters([far.at])[0] == OK
-
-
-@pytest.mark.parametrize("accessible", [False, True])
-def test_both_sides_must_agree_about_remote_access(ends: Ends, accessible: bool) -> None:
-    far = ends.peer(options(accessible=not accessible))
-    near = ends.near(options(accessible=accessible))
-    assert near.link_clusters([far.at]) == (INVALID, [INVALID])
-    assert near.links() == []
-    no_link(far)
-
-
 @pytest.mark.parametrize(("cluster", "own"), [(0, 2**64 - 2), (2**63, 1), (2**64 - 1, 0), (0, 0)])
 def test_every_cluster_id_of_64_bits_also_the_same_at_both_ends(ends: Ends, cluster: int, own: int) -> None:
     far, near = ends.peer(cluster=cluster), ends.near(cluster=own)
@@ -177,17 +159,6 @@ def test_every_cluster_id_of_64_bits_also_the_same_at_both_ends(ends: Ends, clus
     if cluster != own:
         moves(near, far, cluster)
     assert near.unlink_clusters([(cluster, None)], force=True) == (OK, [OK])
-
-
-def test_a_process_may_link_to_itself_but_not_pull_from_itself(ends: Ends) -> None:
-    near = ends.near(options(listen="127.0.0.1:0"))
-    linked_to_itself = [(1, near.listening())]
-    assert near.link_clusters(linked_to_itself) == (OK, [OK])
-    near.allocate("a", keys=[by_request(1, 1)])
-    near.allocate("b")
-    assert code(near.pull_cache, by_request(1, 1), "b") == INVALID
-    assert near.unlink_clusters(linked_to_itself)[0] == OK
-    no_link(near)
 
 
 def test_the_passive_side_unlinks_by_id_alone(ends: Ends) -> None:
@@ -293,21 +264,3 @@ def test_statistics_and_the_log_name_the_transport(ends: Ends, asked: str, named
     assert link["address"]
     eventually(lambda: [link["transport"] for link in far.links()] == [named])
     eventually(lambda: any(named in line and "2" in line for line in near.said().splitlines() if "INFO" in line))
-
-
-def test_many_links_in_one_process(ends: Ends) -> None:
-    """24 links in CI, 512 in the thorough run."""
-    count = 512 if THOROUGH else 24
-    far, near = ends.spare(), ends.near(options(pool=8 << 20))
-    settings = options(pool=1 << 16, listen="127.0.0.1:0", llm__CopyWorkers=1)
-    clusters = far.engines(count, 1000, settings, 1024)
-    assert near.link_clusters(clusters, 20000) == (OK, [OK] * count)
-    assert len(near.links()) == count
-    near.allocate("x", rows=1, row_bytes=1024, tensors=1)
-    for cluster, _ in clusters:
-        near.pull_cache(by_request(cluster, 1), "x")
-        assert equal(near.read("x"), pattern(cluster, 1, 1, 1024))
-        assert code(near.pull_cache, by_request(cluster, 1), "x") == GONE
-    assert near.unlink_clusters(clusters, 20000) == (OK, [OK] * count)
-    assert near.links() == []
-    linked(near, ends.peer())
