@@ -207,6 +207,20 @@ def test_a_pull_beside_a_push_into_the_same_slot_is_whole(ends: Ends) -> None:
             near.push_cache(slot, ("old", "new")[number % 2])
 
 
+def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, transport: str) -> None:
+    near, far = ends.pair(accessible=True, pool=4 << 20, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=9999)
+    count, size = 60_000, 24
+    far.allocate("f", count, size, 1, blocks=True, keys=[by_blocks(2)])
+    near.allocate("n", count, size, 1, blocks=True, seed=1)
+    order = np.random.default_rng(5)
+    src, dst = order.permutation(count), order.permutation(count)
+    source, expected = pattern(1, 1, count, size)[0], np.zeros((count, size), dtype=np.uint8)
+    for some, others in ((src, dst), (src[:1], dst[1:2])):
+        near.push_blocks(by_blocks(2), "n", some.tolist(), others.tolist(), n=1)
+        expected[others] = source[some]
+        assert np.array_equal(far.read("f")[0], expected)
+
+
 def test_twelve_threads_push_to_two_peers(ends: Ends) -> None:
     settings = options(accessible=True, llm__SyncKvCacheWaitTime=9999)
     far = [ends.peer(settings, cluster=2), ends.peer(settings, cluster=3)]
