@@ -11,10 +11,8 @@ from peers import (
     GONE,
     INVALID,
     OK,
-    THOROUGH,
     UINT64_MAX,
     End,
-    Ends,
     Key,
     Peer,
     by_blocks,
@@ -22,7 +20,6 @@ from peers import (
     by_slot,
     code,
     equal,
-    linked,
     pattern,
 )
 
@@ -181,25 +178,6 @@ def test_parts_of_an_earlier_bearer_of_a_key_do_not_count(served: tuple[End, Pee
     far.remove_key(key)
     far.allocate("g", 1, 64, 4, keys=[key])
     assert [part(1), part(0), part(0)] == [OK, OK, GONE]
-
-
-def test_of_pullers_that_race_for_a_key_one_wins(ends: Ends) -> None:
-    far, other = ends.peer(cluster=2), ends.peer(cluster=3)
-    near = ends.near()
-    linked(near, far)
-    linked(other, far)
-    for end, name in ((near, "n0"), (near, "n1"), (other, "n0"), (other, "n1")):
-        end.allocate(name, 1, 64, 2)
-    for number in range(500 if THOROUGH else 60):
-        far.allocate("f", 1, 64, 2, keys=[by_request(2, number)], seed=number)
-        far.deallocate("f")
-        calls = [["pull_cache", [by_request(2, number), f"n{each}"], {}] for each in range(2)]
-        away = other.begin("at_once", calls)
-        codes = near.at_once(calls) + away.result()
-        assert sorted(codes) == [GONE, GONE, GONE, OK], (number, codes)
-        winner = (near, other)[codes.index(OK) // 2].read(f"n{codes.index(OK) % 2}")
-        assert equal(winner, pattern(number, 2, 1, 64))
-        assert far.used() == 0
 
 
 def test_remote_access_consumes_nothing(one_sided: tuple[End, Peer]) -> None:

@@ -10,7 +10,6 @@ import json
 import random
 import socket
 import struct
-import threading
 import time
 from contextlib import ExitStack, suppress
 
@@ -29,6 +28,7 @@ from peers import (
     eventually,
     free_ports,
     linked,
+    meanwhile,
     options,
     pattern,
     split,
@@ -39,14 +39,14 @@ OTHER = "another token of some length."
 MARK = b"LD"
 
 
-def dial(peer: Peer | str) -> socket.socket:
-    made = socket.create_connection(split(peer if isinstance(peer, str) else peer.address), timeout=5)
+def dial(peer: Peer) -> socket.socket:
+    made = socket.create_connection(split(peer.address), timeout=5)
     made.settimeout(5)
     return made
 
 
 def works(near: End, far: Peer, seed: int = 1) -> None:
-    assert near.link_clusters([far.at]) == (OK, [OK])
+    linked(near, far)
     uses(near, far, seed)
     assert near.unlink_clusters([far.at]) == (OK, [OK])
 
@@ -60,7 +60,6 @@ def uses(near: End, far: Peer, seed: int = 1) -> None:
     near.deallocate("n")
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize(
     ("theirs", "ours", "expected"),
     [
@@ -96,9 +95,8 @@ def test_a_short_token_is_refused_and_no_token_is_ever_shown(ends: Ends) -> None
     talker.open(options(llm__LinkToken=TOKEN), cluster=3)
     far = ends.peer(options(llm__LinkToken=OTHER))
     assert talker.link_clusters([far.at])[1] == [LINK_FAILED]
-    assert TOKEN not in str(talker.stats())
     assert talker.said(), "it logs"
-    assert TOKEN not in talker.said()
+    assert TOKEN not in talker.said() + str(talker.stats())
 
 
 def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
@@ -135,10 +133,25 @@ STRANGERS: dict[str, bytes] = {
 }
 
 
+def as_before(far: Peer, before: dict[str, int]) -> dict[str, int]:
+    """The resources of the peer, once what was made for strangers is gone."""
+
+    def found() -> dict[str, int] | None:
+        now: dict[str, int] = far.resources()
+        return now if all(now[name] <= before[name] for name in ("threads", "descriptors")) else None
+
+    after: dict[str, int] = eventually(found, what="the end of the strangers' threads and descriptors")
+    return after
+
+
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_is_borne_and_forgotten(ends: Ends, name: str) -> None:
-    far, near = ends.peer(), ends.near()
+    """Links are made and an established one goes on, meanwhile and afterwards."""
+    settings = options(llm__LinkTransport="tcp")
+    far, near, third = ends.peer(settings), ends.near(settings), ends.peer(settings, cluster=3)
     works(near, far)
+    linked(third, far)
+    uses(third, far)  # its streams are open now
     before = far.resources()
     with ExitStack() as held:
         for _ in range(10):
@@ -146,28 +159,20 @@ def test_a_stranger_is_borne_and_forgotten(ends: Ends, name: str) -> None:
             with suppress(ConnectionResetError, BrokenPipeError):
                 stranger.sendall(STRANGERS[name])
         works(near, far, 2)
-    after = eventually(
-        lambda: (
-            (now := far.resources())["threads"] <= before["threads"]
-            and now["descriptors"] <= before["descriptors"]
-            and now
-        ),
-        what="the end of the strangers' threads and descriptors",
-    )
-    assert after["resident"] < before["resident"] + (8 << 20)
+        uses(third, far, 4)
+    assert as_before(far, before)["resident"] < before["resident"] + (8 << 20)
     works(near, far, 3)
-    assert far.links() == []
+    assert [link["cluster"] for link in far.links()] == [3]
 
 
 def test_another_version_of_the_wire_is_told_so(ends: Ends) -> None:
     far = ends.peer()
     for version in (0, 1, 2, 3, 4, 6, 255):
-        with dial(far) as stranger:
+        told = b""
+        with dial(far) as stranger, suppress(ConnectionResetError):
             stranger.sendall(frame(b"from the future", version=version))
-            told = b""
-            with suppress(ConnectionResetError):
-                while more := stranger.recv(4096):
-                    told += more
+            while more := stranger.recv(4096):
+                told += more
         assert told[:2] == MARK
         assert told[3] == 255, "a refusal, which every version can read"
         (length,) = struct.unpack("<I", told[4:8])
@@ -175,69 +180,27 @@ def test_another_version_of_the_wire_is_told_so(ends: Ends) -> None:
         assert "version" in told[12:].decode()
 
 
-def test_a_flood_of_silent_connections_keeps_nobody_out(ends: Ends) -> None:
-    count = 3000 if THOROUGH else 500
-    far, near = ends.peer(), ends.near()
-    works(near, far)
-    linked(near, far)
-    before = far.resources()
-    with ExitStack() as held:
-        for _ in range(count):
-            held.enter_context(dial(far))
-        uses(near, far)
-        assert near.unlink_clusters([far.at])[0] == OK
-        works(near, far)
-        crowd = far.resources()
-        assert crowd["resident"] < before["resident"] + (64 << 20)
-        assert crowd["threads"] < before["threads"] + 400
-    eventually(lambda: far.resources()["descriptors"] <= before["descriptors"])
-    eventually(lambda: far.resources()["threads"] <= before["threads"])
-    works(near, far)
-
-
 def test_links_while_strangers_keep_coming(ends: Ends) -> None:
     far, near = ends.peer(), ends.near()
-    stop = threading.Event()
-    came = [0]
+    chance = random.Random(1)  # noqa: S311
+    came: list[socket.socket] = []
 
-    def pester(seed: int) -> None:
-        chance = random.Random(seed)  # noqa: S311
-        held: list[socket.socket] = []
-        while not stop.is_set():
-            with suppress(OSError):
-                held.append(dial(far))
-                held[-1].sendall(chance.choice(list(STRANGERS.values()))[: chance.randint(0, 2000)])
-                came[0] += 1
-            time.sleep(0.0005)
-            if len(held) > 40:
-                held.pop(chance.randrange(len(held))).close()
-        for each in held:
-            each.close()
+    def pester() -> None:
+        with suppress(OSError):
+            came.append(dial(far))
+            came[-1].sendall(chance.choice(list(STRANGERS.values()))[: chance.randint(0, 2000)])
+        if len(came) > 100:
+            chance.choice(came).close()
+        time.sleep(0.0005)
 
-    crew = [threading.Thread(target=pester, args=(seed,)) for seed in range(3)]
-    for thread in crew:
-        thread.start()
-    try:
-        until = time.monotonic() + (10 if THOROUGH else 1.5)
-        rounds = 0
-        while time.monotonic() < until:
-            works(near, far, rounds)
-            rounds += 1
-    finally:
-        stop.set()
-        for thread in crew:
-            thread.join(20)
-    assert rounds > 3
-    assert came[0] > 20
+    with ExitStack() as held:
+        with meanwhile(pester, pester, pester):
+            eventually(lambda: len(came) > 20, what="strangers")
+            until = time.monotonic() + (10 if THOROUGH else 1.5)
+            for seed in range(1000):
+                works(near, far, seed)
+                if seed > 3 and time.monotonic() > until:
+                    break
+        for each in came:
+            held.enter_context(each)
     works(near, far)
-
-
-def test_an_established_link_survives_strangers_on_its_port(ends: Ends) -> None:
-    far, near = ends.peer(options(llm__LinkTransport="tcp")), ends.near(options(llm__LinkTransport="tcp"))
-    linked(near, far)
-    for words in STRANGERS.values():
-        with dial(far) as stranger:
-            with suppress(OSError):
-                stranger.sendall(words)
-            uses(near, far)
-    assert len(near.links()) == len(far.links()) == 1

@@ -1,4 +1,4 @@
-"""Wires that break or fall silent during a pull, a push and a greeting."""
+"""Wires that break or fall silent during a pull."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import pytest
 
 from llm_datadist import LLMException
 from peers import (
-    LINK_FAILED,
     OK,
-    THOROUGH,
     TIMEOUT,
     UNLINKED,
     Ends,
@@ -67,36 +65,3 @@ def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut:
             assert np.array_equal(got[tensor][first:end], wanted[first:end]), f"tensor {tensor}, rows {first} to {end}"
             arrived += end - first
     assert 100 < arrived < 2 * ROWS, "most of what passed has arrived"
-
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
-    settings = tcp(accessible=True, llm__SyncKvCacheWaitTime=700)
-    far, near = ends.peer(settings), ends.near(settings)
-    far.allocate("f", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(0)])
-    near.allocate("n", ROWS, ROW_BYTES, 2, blocks=True, seed=1)
-    with Proxy(far.address) as wire:
-        assert near.link_clusters([(2, wire.at)])[0] == OK
-        wire.allow("up", 1_500_000, cut=cut)
-        told, text = near.within(0.7, "push_blocks", by_blocks(2), "n", range(ROWS), range(ROWS))
-        assert told == (UNLINKED if cut else TIMEOUT), text
-    eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, what="the link")
-
-
-@pytest.mark.parametrize("passing", [0, 1, 9, 40, 100, 150, 200, 300] if THOROUGH else [0, 9, 100, 150])
-@pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_greeting_that_breaks_is_no_link(ends: Ends, passing: int, cut: bool, direction: str) -> None:
-    settings = tcp(accessible=False)
-    far, near = ends.peer(settings), ends.near(settings)
-    with Proxy(far.address) as wire:
-        wire.allow(direction, passing, cut=cut)
-        (told,) = near.link_clusters([(2, wire.at)], 300)[1]
-        if told == OK:
-            assert passing >= 100
-        else:
-            assert told in {TIMEOUT, LINK_FAILED}
-            assert near.links() == []
-            eventually(lambda: far.links() == [], what="the end of half a link")
-    near.unlink_clusters([(2, None)], 300, force=True)
-    linked(near, far)

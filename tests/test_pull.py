@@ -176,30 +176,6 @@ def test_one_layer_range_alone_and_the_default_of_two_tensors(pair: tuple[End, P
     many.check()
 
 
-def test_sixty_thousand_blocks_and_a_small_call_after(ends: Ends, way: dict[str, Any]) -> None:
-    near, far = ends.pair(pool=4 << 20, llm__SyncKvCacheWaitTime=9999, **way)
-    count, size = 60_000, 24
-    far.allocate("f", count, size, 1, blocks=True, keys=[by_blocks(2)], seed=1)
-    near.allocate("n", count, size, 1, blocks=True)
-    order = np.random.default_rng(5)
-    src, dst = order.permutation(count), order.permutation(count)
-    source, expected = pattern(1, 1, count, size)[0], np.zeros((count, size), dtype=np.uint8)
-    for some, others in ((src, dst), (src[:1], dst[1:2]), (src[:-1:2], dst[1::2])):
-        near.pull_blocks(by_blocks(2), "n", some.tolist(), others.tolist())
-        expected[others] = source[some]
-        assert np.array_equal(near.read("n")[0], expected)
-
-
-def test_large_tensors(ends: Ends, way: dict[str, Any]) -> None:
-    size = 24 << 20
-    near, far = ends.pair(pool=64 << 20, llm__SyncKvCacheWaitTime=9999, **way)
-    cache = far.allocate("f", 1, size, 2, seed=1)
-    for registered in (False, True):
-        near.make("n", 1, size, 2, registered=registered)
-        near.pull_cache(by_slot(2, cache), "n")
-        assert equal(near.read("n"), pattern(1, 2, 1, size))
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -56,76 +56,43 @@ def test_registered_memory_is_copied_to_and_from(manager: Any) -> None:
     assert same(user.snapshot(), user_expected)
 
 
-def test_registered_blocks_are_copied_in_place(manager: Any) -> None:
-    user = UserTensors(4, 300, 2, seed=1)
-    registered = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs, BlocksCacheKey(1))
-    expected = user.snapshot()
-    manager.copy_blocks(registered, {0: [1, 3]})
-    for tensor in expected:
-        tensor[1] = tensor[0]
-        tensor[3] = tensor[0]
-    assert same(user.snapshot(), expected)
-
-
-def test_the_same_memory_may_be_registered_again(manager: Any) -> None:
+def test_memory_may_be_registered_again_and_unregistered_twice(manager: Any) -> None:
     user = UserTensors()
-    first = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
-    second = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
+    first, second = (manager.register_cache(user.describe(Placement.DEVICE), user.addrs) for _ in range(2))
     assert first.cache_id != second.cache_id
-    manager.unregister_cache(first.cache_id)
+    for number in (first.cache_id, first.cache_id, 0, -1, 12345, 2**63 - 1, -(2**63)):
+        assert manager.unregister_cache(number) is None
     manager.copy_cache(second, second, 1, 0)
     with raising(GONE):
         manager.copy_cache(first, first, 1, 0)
 
 
-def test_deallocating_a_registered_cache_does_nothing_to_it(manager: Any) -> None:
+def test_deallocating_memory_of_the_caller_does_nothing_to_it(manager: Any) -> None:
     user = UserTensors(seed=3)
     batch = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
     blocks = manager.register_blocks_cache(user.describe(Placement.DEVICE), user.addrs)
     before = user.snapshot()
     manager.deallocate_cache(batch)
     manager.deallocate_blocks_cache(blocks)
-    assert same(user.snapshot(), before)
+    manager.deallocate_blocks_cache(user.cpu_cache())
     manager.copy_cache(batch, batch, 0, 0)
     manager.copy_blocks(blocks, {0: [0]})
     assert same(user.snapshot(), before)
 
 
-def test_deallocating_a_cpu_cache_does_nothing(manager: Any) -> None:
-    user = UserTensors(seed=3)
-    before = user.snapshot()
-    manager.deallocate_blocks_cache(user.cpu_cache())
-    assert same(user.snapshot(), before)
-
-
-def test_unregistering_twice_or_something_unknown_is_no_operation(manager: Any) -> None:
-    own = manager.allocate_cache(desc())
-    user = UserTensors()
-    cache = manager.register_cache(user.describe(Placement.DEVICE), user.addrs)
-    for number in (cache.cache_id, cache.cache_id, 0, -1, 12345, 2**63 - 1, -(2**63)):
-        assert manager.unregister_cache(number) is None
-    manager.copy_cache(own, own, 1, 0)
-
-
 def test_keys_of_registered_caches_stay_until_unregistering(manager: Any) -> None:
-    user = UserTensors()
-    key = CacheKey(1, 5)
-    cache = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, [key])
-    with refused(manager, LE, users=[user]):
-        manager.allocate_cache(desc(), [key])
-    manager.remove_cache_key(key)
-    with refused(manager, LE, users=[user]):
-        manager.allocate_cache(desc(), [key])
-    manager.unregister_cache(cache.cache_id)
-    manager.allocate_cache(desc(), [key])
-
-
-def test_more_keys_than_slots_may_be_registered(manager: Any) -> None:
     user = UserTensors(2)
-    keys = tuple(CacheKey(1, number) for number in range(5))
-    manager.register_cache(user.describe(Placement.DEVICE), user.addrs, keys)
-    again = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, list(keys))
+    keys = [CacheKey(1, number) for number in range(5)]  # more than there are slots
+    cache = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, keys)
+    for _ in range(2):
+        with refused(manager, LE, users=[user]):
+            manager.allocate_cache(desc(), [keys[1]])
+        manager.remove_cache_key(keys[1])
+    again = manager.register_cache(user.describe(Placement.DEVICE), user.addrs, tuple(keys))
     manager.copy_cache(again, again, 1, 0)
+    manager.unregister_cache(again.cache_id)
+    manager.unregister_cache(cache.cache_id)
+    manager.allocate_cache(desc(), [keys[1]])
 
 
 def test_a_second_blocks_registration_takes_the_key(manager: Any) -> None:

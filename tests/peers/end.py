@@ -72,7 +72,6 @@ class End(Process):
     def __init__(self) -> None:
         self.dist: Any = None
         self.held: dict[str, Held] = {}
-        self.many: list[Any] = []
 
     @property
     def manager(self) -> Any:
@@ -92,8 +91,6 @@ class End(Process):
     def finalize(self) -> None:
         """Close the engine and forget its caches."""
         self.held.clear()
-        while self.many:
-            self.many.pop().close()
         if self.dist is not None:
             self.dist.finalize()
 

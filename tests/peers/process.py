@@ -1,4 +1,4 @@
-"""What an `End` can do to the process it lives in: count and limit its resources, fork it, and open many engines."""
+"""What an `End` can do to the process it lives in: count and limit its resources, and fork it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from llm_datadist import CacheDesc, CacheKey, DataType, LLMRole, Placement, _core
 
 from .values import LIMIT, OK, by_blocks, by_request, cache_key, code, outcome, pattern
 
@@ -95,18 +93,6 @@ class Process:
             if codes[-1] == OK:
                 break
         return codes
-
-    def engines(self, count: int, first: int, settings: dict[str, str], row_bytes: int) -> list[tuple[int, str]]:
-        """Open `count` bare engines, each with a cache under key 1; returns clusters and where they listen."""
-        made: list[tuple[int, Any]] = []
-        for cluster in range(first, first + count):
-            native = _core.DataDist(LLMRole.PROMPT, cluster, {"llm.Role": "Prompt", **settings})
-            self.many.append(native)
-            desc = CacheDesc(1, [1, row_bytes], DataType.DT_UINT8, Placement.DEVICE)
-            (address,) = native.allocate_cache(desc, [CacheKey(cluster, 1)]).tensor_addrs()
-            _over(address, 1, row_bytes)[:] = pattern(cluster, 1, 1, row_bytes)[0]
-            made.append((cluster, native.listening()))
-        return made
 
     def hatch(self, settings: dict[str, str], cluster: int, rows: int, row_bytes: int) -> tuple[int, str]:
         """Fork a process without an engine and open one there, with caches 1 (batch) and 2 (blocks) of pattern 1.
