@@ -1,4 +1,4 @@
-"""Wires that break or fall silent during a pull."""
+"""Wires that break or fall silent during a pull or a push."""
 
 from __future__ import annotations
 
@@ -65,3 +65,17 @@ def test_a_pull_that_breaks_says_what_arrived(ends: Ends, accessible: bool, cut:
             assert np.array_equal(got[tensor][first:end], wanted[first:end]), f"tensor {tensor}, rows {first} to {end}"
             arrived += end - first
     assert 100 < arrived < 2 * ROWS, "most of what passed has arrived"
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_push_that_breaks_ends_in_time(ends: Ends, cut: bool) -> None:
+    settings = tcp(accessible=True, llm__SyncKvCacheWaitTime=700)
+    far, near = ends.peer(settings), ends.near(settings)
+    far.allocate("f", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(0)])
+    near.allocate("n", ROWS, ROW_BYTES, 2, blocks=True, seed=1)
+    with Proxy(far.address) as wire:
+        assert near.link_clusters([(2, wire.at)])[0] == OK
+        wire.allow("up", 1_500_000, cut=cut)
+        told, text = near.within(0.7, "push_blocks", by_blocks(2), "n", range(ROWS), range(ROWS))
+        assert told == (UNLINKED if cut else TIMEOUT), text
+    eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, what="the link")
