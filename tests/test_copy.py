@@ -128,7 +128,7 @@ def test_different_tensor_counts_do_not_match(manager: Any) -> None:
             manager.copy_cache(left, right)
 
 
-@pytest.mark.contract("19.copy-cache-range")
+@pytest.mark.contract("19.copy-cache-range", "20.8")
 @pytest.mark.parametrize(
     "args",
     [

@@ -12,6 +12,7 @@ import pytest
 
 from llm_datadist import DataType, LLMException, LLMRole, LLMStatusCode, Memtype, Placement, RegisterMemStatus, Status
 from llm_datadist.status import code_2_status, handle_llm_status, raise_if_false, raise_if_true
+from llm_datadist.v2.llm_types import int_to_mem_status_dict
 
 STATUS = {
     "LLM_SUCCESS": 0,
@@ -137,6 +138,7 @@ def test_status_object() -> None:
     assert failed.status_code is LLMStatusCode.LLM_FAILED
 
 
+@pytest.mark.contract("20.1")
 @pytest.mark.parametrize(
     ("kind", "base", "members"),
     [
@@ -153,6 +155,11 @@ def test_other_enums(kind: type[enum.Enum], base: type, members: dict[str, int])
     for member in kind:
         assert str(member) == f"{kind.__name__}.{member.name}"
         assert f"{member}" == f"{kind.__name__}.{member.name}"
+
+
+@pytest.mark.contract("20.20")
+def test_memory_status_by_number() -> None:
+    assert int_to_mem_status_dict == {status.value: status for status in RegisterMemStatus}
 
 
 @pytest.mark.contract("19.float16")

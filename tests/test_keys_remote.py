@@ -230,3 +230,23 @@ def test_a_push_keeps_the_keys_of_the_peer_of_registered_memory_and_of_failures(
     assert code(near.push_cache, by_slot(2, 10**6), "n") == GONE
     assert near.stats()["table"]["keys"] == 2
     assert far.stats()["table"]["keys"] == 1
+
+
+@pytest.mark.contract("20.17", "19.last-key-wins", "19.key-per-slot")
+def test_the_last_of_equal_keys_names_its_slot(served: tuple[End, Peer]) -> None:
+    near, far = served
+    idle = by_request(2, UINT64_MAX)
+    far.allocate("b", 2, 64, 2, blocks=True, keys=[("blocks", 2, 0)])
+    far.allocate("f", 5, 64, 2, keys=[by_request(2, 7), idle, by_request(9, 7), idle], seed=1)
+    near.allocate("n", 1, 64, 2)
+    given = pattern(1, 2, 5, 64)
+    assert code(near.pull_cache, idle, "n") == INVALID
+    near.pull_cache(by_request(2, 7), "n")
+    assert equal(near.read("n"), [tensor[2:3] for tensor in given]), "the last slot with the key"
+    assert code(near.pull_cache, by_request(2, 7), "n") == GONE, "the earlier slot has no key"
+    far.remove_key(idle)
+    far.deallocate("f")
+    assert far.used() == 2 * PAGE, "only the blocks cache is left"
+    far.allocate("g", 5, 64, 2, keys=[idle, idle, by_request(2, 8), idle, idle], seed=3)
+    near.pull_cache(by_request(2, 8), "n")
+    assert equal(near.read("n"), [tensor[2:3] for tensor in pattern(3, 2, 5, 64)])

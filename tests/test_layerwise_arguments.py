@@ -226,6 +226,7 @@ def source_rows(bench: Bench) -> list[Row]:
     ]
 
 
+@pytest.mark.contract("20.6", "19.transfer-cache-async", "19.transfer-blocks")
 @pytest.mark.parametrize("mode", ["CacheManager", "KvCacheManager"])
 def test_every_mistake_is_named_in_order(start: Any, mode: str) -> None:
     kv = mode == "KvCacheManager"
@@ -371,6 +372,17 @@ def test_after_finalize_nothing_else_is_looked_at(start: Any) -> None:
     for given in ({}, {"src_cache": None}, {"transfer_configs": 1}):
         with raising(FINALIZED):
             bench.call(**given)()
+
+
+@pytest.mark.contract("20.1", "19.layer-synchronizer")
+def test_a_synchronizer_is_abstract_and_has_defaults() -> None:
+    class Incomplete(LayerSynchronizer):
+        """Lacks its method."""
+
+    assert (LayerSynchronizer.tensor_num_per_layer, LayerSynchronizer.timeout_in_millis) == (2, None)
+    for kind in (LayerSynchronizer, Incomplete):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
 
 
 BY_ID = CacheKeyByIdAndIndex(2, 5, 1)

@@ -1,6 +1,6 @@
 """Calls about links without a peer: wrong arguments, roles, listeners, signals and forks.
 
-Not for: wrong arguments of clusters and roles (`test_acceptance_engine.py`), links that come about (`test_links.py`).
+Not for: wrong arguments of clusters and roles (`test_engine_calls.py`), links that come about (`test_links.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llm_datadist import (
     LLMStatusCode,
     RegisterMemStatus,
 )
-from memory import LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
+from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
 from mistakes import Row, check, coded, fails
 from peers import free_port
 
@@ -75,14 +75,16 @@ def test_link_arguments(begin: Callable[..., LLMDataDist]) -> None:
     link, members = begin().link, "cluster_rank_info"
     good = {"comm_name": "name", members: {1: 0, 2: 1}, "rank_table": "no json"}
     rows = [
-        *[Row({"comm_name": bad}, TE, "comm_name") for bad in (["name"], True)],
-        Row({"comm_name": "x" * 128}, LE, "comm_name"),
-        *[Row({members: bad}, TE, members) for bad in ("x", {1: None, 2: 1}, {True: 0, 2: 1}, {1: True, 2: 1})],
+        *[Row({"comm_name": bad}, TE, "comm_name") for bad in (["name"], True, None, b"name")],
+        *[Row({"comm_name": bad}, LE, "comm_name") for bad in ("", "x" * 128)],
+        Row({members: None}, AE),
+        *[Row({members: bad}, TE, members) for bad in (1, "x", {1: None, 2: 1}, {True: 0, 2: 1}, {1: True, 2: 1})],
         *[Row({members: bad}, TE, members) for bad in ({-1: "0"}, [(1, 0), (2, 1)])],
         Row({members: {-number: number for number in range(1, 6)}}, LE, members),
         *[Row({members: bad}, VE, "uint64") for bad in ({-1: 0, 2: 1}, {1: 0, UINT64_MAX + 1: 1}, {-1: 0})],
         *[Row({members: bad}, VE, "uint32") for bad in ({1: -1, 2: 1}, {1: 0, 2: UINT32_MAX + 1})],
-        Row({"rank_table": True}, TE, "rank_table"),
+        *[Row({"rank_table": bad}, TE, "rank_table") for bad in (True, b"{}", {})],
+        *[Row({members: bad}, LE, members) for bad in ({}, {1: 0})],
         *[Row({members: bad}, LE, "ascending") for bad in ({1: 1, 2: 0}, {1: 0, 2: 0}, {1: 0, 3: 2, 2: 1})],
         Row({members: {3: 0, 2: 1}}, LE, "must include this one"),
         Row({"rank_table": None}, TE, "rank_table"),

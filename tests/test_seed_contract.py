@@ -1,7 +1,7 @@
 """What the founding documents promise (python-api.md §19), proved from their words, where no other test does it.
 
-`test_seeds.py` says which statement of which page each test is for. Not for: the acceptance checklist
-(`test_acceptance*.py`) and every wrong argument (`test_bad_input.py`).
+`test_seeds.py` says which statement of which page each test is for. Not for: every wrong argument
+(`test_bad_input.py`).
 """
 
 from __future__ import annotations

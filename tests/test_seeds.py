@@ -233,7 +233,7 @@ ALLOCATE_RETURNS = [
 ALLOCATE_LIMITS = [
     "test_seed_contract.py::test_each_slot_has_its_key",
     "test_allocate.py::test_placeholders_bind_nothing",
-    "test_acceptance_caches.py::test_20_17_the_last_of_equal_keys_and_repeated_placeholders",
+    "test_keys_remote.py::test_the_last_of_equal_keys_names_its_slot",
     "test_allocate.py::test_a_pool_serves_its_own_placement_only",
 ]
 RETURNS = "test_seed_contract.py::test_what_calls_return"
@@ -284,9 +284,9 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "transfer_cache_async.md:transfer_cache_async": (
         [
-            "test_acceptance_transfers.py::test_20_06_every_check_in_its_order",
-            "test_acceptance_transfers.py::test_20_06_block_indices",
-            "test_acceptance_transfers.py::test_20_06_every_check_in_its_order",
+            "test_transfer_results.py::test_polling_and_waiting_with_limits",
+            "test_layerwise_arguments.py::test_every_mistake_is_named_in_order",
+            "test_layerwise_arguments.py::test_every_mistake_is_named_in_order",
         ],
         [
             "test_seed_contract.py::test_transfer_of_blocks",

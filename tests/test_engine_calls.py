@@ -1,4 +1,4 @@
-"""The acceptance checklist (python-api.md §20), lines 10 to 14: options, links, roles, the life of an engine."""
+"""Calls of `LLMDataDist` and their life: options of `init`, link arguments, roles, and managers after `finalize`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 import pytest
 
-from conftest import options
+from conftest import PAGE, options
 from llm_datadist import (
     LLMClusterInfo,
     LLMDataDist,
@@ -16,17 +16,7 @@ from llm_datadist import (
     MemInfo,
     Memtype,
 )
-from memory import (
-    AE,
-    LE,
-    TE,
-    UINT64_MAX,
-    VE,
-    Expected,
-    desc,
-    raising,
-    run_fresh,
-)
+from memory import LE, TE, VE, Expected, contents, desc, fill, raising, run_fresh, same
 from mistakes import Row, check, coded
 from peers import Ends, code
 from two_modes import (
@@ -39,9 +29,7 @@ from two_modes import (
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 FAILED = coded(LLMStatusCode.LLM_FAILED)
 NO_LINK = coded(LLMStatusCode.LLM_NOT_YET_LINK)
-
-
-# -- 10 --------------------------------------------------------------------------------------------------------------
+EXPIRED = coded(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
 @pytest.mark.contract("20.10")
@@ -66,7 +54,7 @@ NO_LINK = coded(LLMStatusCode.LLM_NOT_YET_LINK)
     ],
     ids=str,
 )
-def test_20_10_missing_options(given: dict[str, str], text: str) -> None:
+def test_init_names_the_first_missing_option(given: dict[str, str], text: str) -> None:
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     before = dict(given)
     with pytest.raises(LLMException) as caught:
@@ -96,7 +84,7 @@ def test_20_10_missing_options(given: dict[str, str], text: str) -> None:
         ("1.5", LE),
     ],
 )
-def test_20_10_graph_memory(mode: str, size: Any, expected: Expected) -> None:
+def test_the_size_of_graph_memory_is_an_integer(mode: str, size: Any, expected: Expected) -> None:
     flag = {"llm.EnableCacheManager": "1"} if mode == CACHE_MANAGER else {}
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     with raising(expected):
@@ -110,7 +98,7 @@ def test_20_10_graph_memory(mode: str, size: Any, expected: Expected) -> None:
 
 @pytest.mark.contract("20.10")
 @pytest.mark.parametrize("mode", MODES)
-def test_20_10_second_instance_and_repeated_init(mode: str, start: Callable[..., LLMDataDist]) -> None:
+def test_one_engine_at_a_time_and_init_again_does_nothing(mode: str, start: Callable[..., LLMDataDist]) -> None:
     given = options() if mode == CACHE_MANAGER else KV_OPTIONS
     dist = start(given)
     other = LLMDataDist(LLMRole.DECODER, 2)
@@ -130,9 +118,6 @@ def test_20_10_second_instance_and_repeated_init(mode: str, start: Callable[...,
     other.finalize()
 
 
-# -- 11 --------------------------------------------------------------------------------------------------------------
-
-
 def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
     """A peer that nobody is."""
     made = LLMClusterInfo()
@@ -146,39 +131,8 @@ def info(cluster: Any = 2, local: int = 1, remote: int = 1) -> LLMClusterInfo:
 
 
 @pytest.mark.contract("20.11")
-def test_20_11_link(start: Callable[..., LLMDataDist]) -> None:
-    dist = start()
-    members = "cluster_rank_info"
-    check(
-        dist.link,
-        {"comm_name": "name", members: {1: 0, 2: 1}, "rank_table": "{}"},
-        [
-            *[Row({"comm_name": bad}, TE) for bad in (None, 1, b"name")],
-            *[Row({"comm_name": bad}, LE) for bad in ("", "x" * 128, "x" * 1000)],
-            Row({members: None}, AE),
-            *[Row({members: bad}, TE) for bad in (1, [1, 2], {"1": 0, 2: 1}, {1: "0", 2: 1}, {1: 0.0, 2: 1})],
-            Row({members: {number: number for number in range(1, 6)}}, LE),
-            *[Row({members: bad}, VE) for bad in ({-1: 0, 1: 1}, {1: 0, UINT64_MAX + 1: 1}, {1: 0, 2: -1}, {1: 2**32})],
-            *[Row({"rank_table": bad}, TE) for bad in (1, b"{}", {})],
-            *[Row({members: bad}, LE) for bad in ({}, {1: 0})],
-            *[Row({members: bad}, LE) for bad in ({1: 1, 2: 0}, {2: 0, 3: 2, 1: 1})],
-            Row({members: {2: 0, 3: 1}}, LE),
-        ],
-    )
-    for call in (dist.unlink, dist.query_register_mem_status):
-        for bad in (None, "1", 1.0):
-            with raising(TE):
-                call(bad)
-        for bad in (-1, UINT64_MAX + 1):
-            with raising(VE):
-                call(bad)
-        with raising(NO_LINK):
-            call(1)
-
-
-@pytest.mark.contract("20.11")
 @pytest.mark.parametrize("name", ["link_clusters", "unlink_clusters"])
-def test_20_11_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
+def test_arguments_of_link_clusters_and_unlink_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
     dist = start()
     rows = [
         *[Row({"timeout": bad}, TE) for bad in (None, "1", 1.0)],
@@ -195,12 +149,6 @@ def test_20_11_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
     check(getattr(dist, name), good if name == "link_clusters" else {**good, "force": False}, rows)
     assert getattr(dist, name)([]) == (INVALID, [])
     assert getattr(dist, name)(()) == (INVALID, [])
-    for bad in (-1, 2**64):
-        with raising(VE):
-            info(bad)
-    for bad in (None, "2", 2.0):
-        with raising(TE):
-            LLMClusterInfo().remote_cluster_id = bad
     code_, each = getattr(dist, name)([info(), info(remote=0)], 1000)
     assert each[1] is INVALID, "exactly one remote address"
     assert code_ is INVALID, "the last that failed"
@@ -211,7 +159,7 @@ def test_20_11_clusters(start: Callable[..., LLMDataDist], name: str) -> None:
 
 
 @pytest.mark.contract("20.11")
-def test_20_11_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
+def test_switch_role(start: Callable[..., LLMDataDist], ends: Ends) -> None:
     dist = start()
     for bad in (None, 1, "Prompt", True):
         with raising(TE):
@@ -249,7 +197,7 @@ BEFORE_INIT: dict[str, Callable[[LLMDataDist], Any]] = {
 
 @pytest.mark.contract("20.11")
 @pytest.mark.parametrize("name", BEFORE_INIT)
-def test_20_11_before_init_and_after_finalize(name: str, start: Callable[..., LLMDataDist]) -> None:
+def test_calls_before_init_and_after_finalize(name: str, start: Callable[..., LLMDataDist]) -> None:
     after = start()
     after.finalize()
     for dist in (LLMDataDist(LLMRole.PROMPT, 1), after):
@@ -259,27 +207,8 @@ def test_20_11_before_init_and_after_finalize(name: str, start: Callable[..., LL
         assert dist.cluster_id == 1
 
 
-@pytest.mark.contract("20.11")
-def test_20_11_calls_of_the_other_mode(start: Callable[..., LLMDataDist]) -> None:
-    dist = start(KV_OPTIONS)
-    for name in ("link", "unlink", "query_register_mem_status", "cache_manager"):
-        with pytest.raises(LLMException, match="EnableCacheManager") as caught:
-            BEFORE_INIT[name](dist)
-        assert caught.value.status_code is INVALID
-    assert dist.kv_cache_manager is dist.kv_cache_manager
-    assert dist.kv_cache_manager.is_initialized() is True
-    dist.finalize()
-    dist = start()
-    for name in ("kv_cache_manager", "check_link_status"):
-        with raising(LE):
-            BEFORE_INIT[name](dist)
-
-
-# -- 12 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("20.12")
-def test_20_12_finalize_and_the_shutdown_handler() -> None:
+def test_finalize_and_the_shutdown_handler() -> None:
     out = run_fresh(
         """
         from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode
@@ -311,40 +240,70 @@ def test_20_12_finalize_and_the_shutdown_handler() -> None:
     assert shown == ["None None", "None None", "True", "None None False", "None", "None 1"]
 
 
-# -- 13 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("20.13")
-def test_20_13_role_strings() -> None:
+def test_role_names() -> None:
     words = {LLMRole.PROMPT: "Prompt", LLMRole.DECODER: "Decoder", LLMRole.MIX: "Mix"}
     assert {role: LLMDataDist._role_to_str(role) for role in LLMRole} == words
     dist = LLMDataDist(LLMRole.PROMPT, 1)
     assert dist._role_to_str(LLMRole.MIX) == "Mix"
 
 
-# -- 14 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("20.14")
-def test_20_14_remap(ends: Ends) -> None:
-    near, _ = ends.pair()
-    remap = near.dist.cache_manager.remap_registered_memory
-    device, host = Memtype.MEM_TYPE_DEVICE, Memtype.MEM_TYPE_HOST
-    assert remap(MemInfo(device, 4096, 1)) is None
-    assert remap([MemInfo(device, 4096, 1)]) is None
-    assert remap([MemInfo(device, 4096, 1), MemInfo(device, 8192, 2)]) is None
-    for bad in (
-        "text", None, 5, (MemInfo(device, 4096, 1),), [MemInfo(device, 4096, 1), "text"], [],
-        MemInfo(host, 4096, 1), MemInfo(device, 0, 1), MemInfo(device, 4096, -1), MemInfo(device, 4096, 0),
-        [MemInfo(device, 4096, 1), MemInfo(host, 4096, 1)],
-    ):  # fmt: skip
-        with raising(LE):
-            remap(bad)
-    alone = MemInfo(device, 1, 2)
-    assert (alone.mem_type, alone.addr, alone.size) == (device, 1, 2)
-
-
-@pytest.mark.contract("20.14")
-def test_20_14_remap_without_a_link(manager: Any) -> None:
+def test_remap_registered_memory(ends: Ends) -> None:
+    one, two = (MemInfo(Memtype.MEM_TYPE_DEVICE, address, 1) for address in (4096, 8192))
+    near, far = ends.pair()
+    for infos in (one, [one], [one, two]):
+        assert near.dist.cache_manager.remap_registered_memory(infos) is None
+    near.unlink_clusters([far.at])
     with raising(NO_LINK):
-        manager.remap_registered_memory(MemInfo(Memtype.MEM_TYPE_DEVICE, 4096, 1))
+        near.dist.cache_manager.remap_registered_memory(one)
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "allocate_cache": (None,),
+    "allocate_blocks_cache": (None,),
+    "register_cache": (None, None),
+    "register_blocks_cache": (None, None),
+    "deallocate_cache": (None,),
+    "deallocate_blocks_cache": (None,),
+    "copy_cache": (None, None),
+    "copy_blocks": (None, None),
+    "pull_cache": (None, None),
+    "pull_blocks": (None, None),
+    "push_cache": (None, None),
+    "push_blocks": (None, None),
+    "unregister_cache": (None,),
+    "remove_cache_key": (None,),
+    "remap_registered_memory": (None,),
+    "swap_blocks": (None, None, None),
+    "transfer_cache_async": (None, None, None),
+    "tensor_views": (None,),
+    "stats": (),
+}
+
+
+@pytest.mark.contract("20.20")
+@pytest.mark.parametrize("again", [False, True])
+def test_an_expired_manager_reaches_no_engine(again: bool, start: Callable[..., LLMDataDist]) -> None:
+    dist = start()
+    manager = dist.cache_manager
+    cache = manager.allocate_cache(desc())
+    dist.finalize()
+    dist.finalize()
+    if again:
+        dist.init(options())
+        heir = dist.cache_manager.allocate_cache(desc())
+        written = fill(heir, 1)
+    for name, arguments in ARGUMENTS.items():
+        with raising(EXPIRED):
+            getattr(manager, name)(*arguments)
+    with raising(EXPIRED):
+        manager.deallocate_cache(cache)
+    with raising(EXPIRED):
+        manager.allocate_cache(desc())
+    if again:
+        assert dist.cache_manager is not manager
+        with raising(EXPIRED):
+            manager.copy_cache(heir, heir, 1, 0)
+        assert same(contents(heir), written)
+        assert dist.cache_manager.stats()["pools"]["device"]["used_bytes"] == 2 * PAGE
