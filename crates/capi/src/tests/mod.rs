@@ -1,6 +1,6 @@
 //! The C interface as C calls it: invalid handles and pointers, panics, forks, reserved words; and its header.
 //!
-//! Part of the crate, because Rust cannot link a library for C. Not for: what the calls do with bytes (`tests/test_cpp.py`).
+//! Part of the crate, because Rust cannot link a library for C. Not for: bytes that calls move (`tests/test_cpp.py`).
 
 mod handles;
 mod header;
