@@ -1,8 +1,5 @@
-//! How much memory a thread of the tests has taken at once, for claims that bytes from outside cannot make it grow; and
-//! allocations that fail when a test wants it.
-//!
-//! Not for: leaks, or memory outside the heap (`tests/memory.py`).
-#![allow(unsafe_code, reason = "an allocator that counts and hands on")]
+//! An allocator that counts the bytes each thread holds, to test limits on untrusted input, and that fails on request.
+#![allow(unsafe_code, reason = "a global allocator")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -39,33 +36,31 @@ fn count(bytes: isize) {
     });
 }
 
-// SAFETY: every call is handed on as it is.
+/// Allocates `size` bytes, `grown` of them in addition, unless this allocation is the one that fails.
+fn counted(size: usize, grown: isize, allocate: impl FnOnce() -> *mut u8) -> *mut u8 {
+    if fails(size) {
+        return std::ptr::null_mut();
+    }
+    count(grown);
+    allocate()
+}
+
+// SAFETY: every call passes its arguments to `System`.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if fails(layout.size()) {
-            return std::ptr::null_mut();
-        }
-        count(layout.size() as isize);
         // SAFETY: as promised by the caller.
-        unsafe { System.alloc(layout) }
+        counted(layout.size(), layout.size() as isize, || unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        if fails(layout.size()) {
-            return std::ptr::null_mut();
-        }
-        count(layout.size() as isize);
         // SAFETY: as promised by the caller.
-        unsafe { System.alloc_zeroed(layout) }
+        counted(layout.size(), layout.size() as isize, || unsafe { System.alloc_zeroed(layout) })
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if fails(size) {
-            return std::ptr::null_mut();
-        }
-        count(size as isize - layout.size() as isize);
+        let grown = size as isize - layout.size() as isize;
         // SAFETY: as promised by the caller.
-        unsafe { System.realloc(at, layout, size) }
+        counted(size, grown, || unsafe { System.realloc(at, layout, size) })
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
@@ -75,7 +70,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// What `work` returns, and the most bytes this thread held at once on top of what it held before.
+/// Runs `work`; returns its result and the most bytes that this thread held in addition at any time.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = TAKEN.with(|taken| {
         let (now, _) = taken.get();
@@ -86,8 +81,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, TAKEN.with(|taken| (taken.get().1 - before).max(0) as usize))
 }
 
-/// What `work` returns if the allocation of this thread after `nth` others of at least `least` bytes fails; and whether there
-/// was one.
+/// Runs `work` with one failing allocation: the one after `nth` others of at least `least` bytes. Returns whether it was
+/// reached, too.
 pub fn failing<T>(least: usize, nth: usize, work: impl FnOnce() -> T) -> (T, bool) {
     FAILING.set(Some((least, nth)));
     let result = work();

@@ -40,18 +40,17 @@ pub fn collect() {
 
 /// The texts since `collect` that hold all of `words`.
 pub fn texts(words: &[&str]) -> Vec<String> {
-    let all = lines();
-    let matching = all.iter().filter(|line| words.iter().all(|word| line.text.contains(word)));
-    matching.map(|line| line.text.clone()).collect()
+    texts_up_to(Level::TRACE, words)
 }
 
 /// The texts of errors since `collect` that hold all of `words`.
 pub fn errors(words: &[&str]) -> Vec<String> {
-    let all = lines();
-    let matching = all
-        .iter()
-        .filter(|line| line.level == Level::ERROR && words.iter().all(|word| line.text.contains(word)));
-    matching.map(|line| line.text.clone()).collect()
+    texts_up_to(Level::ERROR, words)
+}
+
+fn texts_up_to(level: Level, words: &[&str]) -> Vec<String> {
+    let matching = |line: &&Line| line.level <= level && words.iter().all(|word| line.text.contains(word));
+    lines().iter().filter(matching).map(|line| line.text.clone()).collect()
 }
 
 /// A subscriber as an application has one, which shares nothing with the engine's own: it keeps each event's level,

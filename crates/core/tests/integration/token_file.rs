@@ -1,6 +1,6 @@
-//! The token in a file: who may have written it, who may read it, what is in it, and that it never shows.
+//! Token files: owner, mode and content, and that no error shows the token.
 //!
-//! Not for: which variable or option names the file (`tests/test_token_file.py`, `check`).
+//! The options that name the file are tested in `tests/test_token_file.py` and `check`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -15,7 +15,7 @@ use crate::bed::{config, skipped};
 
 const TOKEN: &str = "sixteen letters and more";
 
-/// A folder that goes with the test.
+/// A folder that is removed after the test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -39,7 +39,7 @@ impl Drop for Folder {
     }
 }
 
-/// Refused as an argument, for that reason, without a word of what is in the file.
+/// Asserts the words of the refusal, and that it shows nothing of the content.
 fn refused(path: &Path, words: &[&str]) {
     let error = read(path).unwrap_err();
     let text = format!("{error} {error:?}");
@@ -76,7 +76,7 @@ fn content_is_the_token_without_one_line_break() {
 }
 
 #[test]
-fn content_that_is_no_token_is_refused() {
+fn invalid_content_is_refused() {
     let folder = Folder::new("no-token");
     refused(&folder.file("empty", "", 0o600), &["(0 characters, not shown)", "at least 16"]);
     refused(&folder.file("short", "sixteen letters\n", 0o600), &["(15 characters, not shown)"]);
@@ -86,7 +86,7 @@ fn content_that_is_no_token_is_refused() {
 }
 
 #[test]
-fn file_that_others_may_touch_is_refused() {
+fn file_open_to_others_is_refused() {
     let folder = Folder::new("modes");
     for mode in [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o610, 0o601, 0o777, 0o4644] {
         let path = folder.file("open", TOKEN, mode);
@@ -96,7 +96,7 @@ fn file_that_others_may_touch_is_refused() {
 }
 
 #[test]
-fn link_is_followed_and_what_it_leads_to_is_judged() {
+fn symbolic_link_is_followed_and_its_target_checked() {
     // As Kubernetes mounts a secret: the name is a link into a folder that is a link itself.
     let folder = Folder::new("links");
     fs::create_dir(folder.0.join("..data-1")).unwrap();
@@ -113,27 +113,23 @@ fn link_is_followed_and_what_it_leads_to_is_judged() {
 }
 
 #[test]
-fn what_is_no_regular_file_is_refused_at_once() {
+fn other_file_types_are_refused_without_waiting() {
     let folder = Folder::new("kinds");
     let pipe = folder.0.join("pipe");
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
     fs::set_permissions(&folder.0, fs::Permissions::from_mode(0o700)).unwrap();
-    let (said, heard) = mpsc::channel();
-    let folder_path = folder.0.clone();
-    // A pipe has nobody who writes: to wait for one would be for ever.
-    let asking = std::thread::spawn(move || {
-        for (path, words) in [
-            (pipe, "is not a regular file"),
-            (folder_path, "is not a regular file"),
-            ("/dev/null".into(), "null"),
-        ] {
-            refused(&path, &[words, "is not a regular file"]);
+    // Nobody writes to the pipe, so that a read would never return: `read` runs in a thread.
+    let (sender, receiver) = mpsc::channel();
+    let paths = [pipe, folder.0.clone(), "/dev/null".into()];
+    let reader = std::thread::spawn(move || {
+        for path in paths {
+            refused(&path, &["is not a regular file"]);
         }
-        said.send(()).unwrap();
+        sender.send(()).unwrap();
     });
-    heard.recv_timeout(Duration::from_secs(20)).expect("no waiting");
-    asking.join().unwrap();
+    receiver.recv_timeout(Duration::from_secs(20)).expect("read returns at once");
+    reader.join().unwrap();
 }
 
 #[test]
