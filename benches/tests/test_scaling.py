@@ -185,7 +185,7 @@ def test_the_work_that_is_counted():
         ("session/remote_cache.rs", "MOST_RECORDS: usize = 1 << 16;", "65,536 names"),
         ("session/stream_pool.rs", "MOST_CALLS: usize = 64;", "at most 64"),
         ("session/call_streams.rs", "IDLE_STREAMS: usize = 2;", "two are kept once idle"),
-        ("net/acceptor.rs", "BACKLOG: i32 = 1024;", "1,024 connections wait"),
+        ("net/mod.rs", "BACKLOG: u16 = 1024;", "1,024 connections wait"),
         ("session/member_search.rs", "Duration::from_millis(20)..=Duration::from_secs(1);", "from 20 ms to 1 s"),
         ("memory/generations.rs", "PLACES: u32 = 1 << 24;", "128 MiB of address space"),
     ],
