@@ -114,7 +114,7 @@ impl Cluster {
         if through_kernel
             && self.merger.lend(cache.id(), cache.tensors(), || self.still_registered(cache).is_ok())
         {
-            self.merger.look();
+            self.merger.check_for_work();
         }
     }
 

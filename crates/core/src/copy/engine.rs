@@ -140,7 +140,7 @@ impl CopyEngine {
         let bytes = plan.bytes();
         let source = match route {
             Route::Ring => Source::Ring,
-            Route::Direct if src.0.reach().foreign() => Source::Peer,
+            Route::Direct if src.0.reach().is_peer() => Source::Peer,
             Route::Direct => Source::Own,
         };
         let copy = super::run::Copying {
@@ -156,7 +156,7 @@ impl CopyEngine {
         let ended = match route {
             Route::Direct => match src.0.process() {
                 Some(process) => {
-                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.to_wait())
+                    copy.read(&self.readers, process.pid(), self.workers.count(), limit.deadline())
                 }
                 None => copy.direct(&self.workers, limit),
             },

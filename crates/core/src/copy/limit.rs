@@ -16,7 +16,7 @@ pub enum Limit {
 
 impl Limit {
     /// Deadline of the wait before the copy begins.
-    pub fn to_wait(self) -> Deadline {
+    pub fn deadline(self) -> Deadline {
         match self {
             Limit::Start(deadline) | Limit::Whole(deadline) => deadline,
         }
@@ -33,7 +33,7 @@ impl Limit {
 
     /// Checks the limit between two pieces of the work. Returns `Err(Timeout)` if the limit covers the whole
     /// work and has passed.
-    pub fn go_on(&self, doing: &str) -> Result<()> {
+    pub fn check(&self, doing: &str) -> Result<()> {
         match self {
             Limit::Start(_) => Ok(()),
             Limit::Whole(deadline) => deadline.check(doing),

@@ -24,7 +24,7 @@ const LOOK_BACK: usize = 16;
 /// Most ranges of rows that are reported.
 const MOST: usize = 1 << 20;
 /// Name of these lists in out-of-memory errors.
-const TOLD: &str = "what arrived of a transfer";
+const ARRIVED: &str = "what arrived of a transfer";
 
 /// Bytes of one transfer that are in place. Each position is reported once.
 #[derive(Debug, Default)]
@@ -84,7 +84,7 @@ impl Progress {
         }
         let gaps = self.gaps(plan.bytes())?;
         let row_bytes = row_bytes.max(1);
-        let mut planned = RangeList::new(TOLD);
+        let mut planned = RangeList::new(ARRIVED);
         for wave in plan.waves() {
             wave.pieces(0, wave.tensor_bytes())
                 .try_for_each(|piece| planned.add(rows_of(piece, row_bytes)))?;
@@ -97,7 +97,7 @@ impl Progress {
                 break;
             }
             if !rows.is_empty() {
-                fallible::push(TOLD, &mut arrived, Arrived { tensor, rows })?;
+                fallible::push(ARRIVED, &mut arrived, Arrived { tensor, rows })?;
             }
         }
         Ok(arrived)
@@ -106,7 +106,7 @@ impl Progress {
     /// Returns the positions below `total` that are not in place.
     fn gaps(&self, total: u64) -> Result<Vec<Range<u64>>> {
         let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all = RangeList::new(TOLD);
+        let mut all = RangeList::new(ARRIVED);
         done.iter().try_for_each(|range| all.add(range.clone()))?;
         drop(done);
         without(std::slice::from_ref(&(0..total)), &all.joined())
@@ -116,7 +116,7 @@ impl Progress {
 /// Returns the rows of the `index`-th tensor of `plan` with a planned byte in `gaps`, which are positions of
 /// the plan.
 fn missing(plan: &CopyPlan, index: u32, gaps: &[Range<u64>], row_bytes: u64) -> Result<Vec<Range<u64>>> {
-    let (mut missing, mut start) = (RangeList::new(TOLD), 0u64);
+    let (mut missing, mut start) = (RangeList::new(ARRIVED), 0u64);
     for wave in plan.waves() {
         let one = wave.tensor_bytes();
         let from = start + one * u64::from(index);
@@ -166,12 +166,12 @@ fn without(ranges: &[Range<u64>], holes: &[Range<u64>]) -> Result<Vec<Range<u64>
         }
         for hole in holes[first..].iter().take_while(|hole| hole.start < range.end) {
             if at < hole.start {
-                fallible::push(TOLD, &mut left, at..hole.start)?;
+                fallible::push(ARRIVED, &mut left, at..hole.start)?;
             }
             at = at.max(hole.end);
         }
         if at < range.end {
-            fallible::push(TOLD, &mut left, at..range.end)?;
+            fallible::push(ARRIVED, &mut left, at..range.end)?;
         }
     }
     Ok(left)

@@ -38,7 +38,7 @@ struct Shared {
     /// Notified when there is a ticket, or when the engine ends.
     work: Condvar,
     /// Notified when a ticket is finished.
-    room: Condvar,
+    freed: Condvar,
 }
 
 #[derive(Default)]
@@ -74,7 +74,7 @@ impl Readers {
             state: Mutex::default(),
             queued: AtomicUsize::new(0),
             work: Condvar::new(),
-            room: Condvar::new(),
+            freed: Condvar::new(),
         }))
     }
 
@@ -113,7 +113,7 @@ impl Drop for Readers {
         self.0.work.notify_all();
         // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
         while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
-            state = self.0.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.0.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         let mut lost: Vec<i32> = state.running.iter().map(|(_, ticket)| ticket.pid).collect();
         let running: Vec<u64> = state.running.iter().map(|&(id, _)| id).collect();
@@ -137,29 +137,29 @@ impl Drop for Readers {
 }
 
 impl Shared {
-    /// Queues up to `count` tickets, at least one, as soon as there is room, and wakes or starts threads for
+    /// Queues up to `count` tickets, at least one, as soon as the process may have them, and wakes or starts threads for
     /// them. Returns `Err` if the engine has ended, at the deadline, or if no thread can become free.
     fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
         let mut state = self.locked();
-        let room = loop {
+        let allowance = loop {
             if state.closed {
                 return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
             }
-            let room = state.room(ticket.pid, self.of_a_process);
-            if room.threads > 0 {
-                break room;
+            let allowance = state.allowance(ticket.pid, self.of_a_process);
+            if allowance.threads > 0 {
+                break allowance;
             }
-            if let Some(error) = room.none {
+            if let Some(error) = allowance.blocked {
                 return Err(error);
             }
             state.waiting += 1;
-            state = self.room.wait_timeout(state, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.freed.wait_timeout(state, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
             state.waiting -= 1;
             drop(state);
             deadline.waiting("waiting for a thread that reads the memory of the peer")?;
             state = self.locked();
         };
-        for _ in 0..count.min(room.threads) {
+        for _ in 0..count.min(allowance.threads) {
             state.queue.push_back(ticket.clone());
         }
         let mut wake = 0;
@@ -210,7 +210,7 @@ impl Shared {
                 state = self.locked();
                 state.running.retain(|&(running, _)| running != id);
                 if state.waiting > 0 || state.closed {
-                    self.room.notify_all();
+                    self.freed.notify_all();
                 }
                 continue;
             }
@@ -243,10 +243,10 @@ impl Shared {
 }
 
 /// How many more threads may read a process.
-struct Room {
+struct Allowance {
     threads: usize,
     /// Why no thread can become free, if so.
-    none: Option<Error>,
+    blocked: Option<Error>,
 }
 
 impl State {
@@ -262,7 +262,7 @@ impl State {
         called
     }
 
-    fn room(&self, pid: i32, of_a_process: usize) -> Room {
+    fn allowance(&self, pid: i32, of_a_process: usize) -> Allowance {
         let in_all = of_a_process * FACTOR_OF_ALL;
         let (mut own, mut own_lost, mut lost) = (0, 0, 0);
         for (_, ticket) in &self.running {
@@ -276,12 +276,12 @@ impl State {
         let threads = of_a_process.saturating_sub(own).min(in_all.saturating_sub(used));
         // A process that has cost a thread gets only one thread per call.
         let threads = if own_lost > 0 { threads.min(1) } else { threads };
-        let none = if own_lost >= of_a_process {
+        let blocked = if own_lost >= of_a_process {
             Some(all_lost(pid, own_lost))
         } else {
             (lost >= in_all).then(|| lost_to_others(lost))
         };
-        Room { threads, none }
+        Allowance { threads, blocked }
     }
 }
 

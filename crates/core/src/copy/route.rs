@@ -44,8 +44,8 @@ pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: Sw
     if !dst.0.reach().writable() {
         return Err(Error::new(ErrorKind::System, "memory of another process is read, never written"));
     }
-    if src.0.reach().foreign() {
-        return foreign(devices, src, dst);
+    if src.0.reach().is_peer() {
+        return from_peer(devices, src, dst);
     }
     if (src.1, dst.1) != (Placement::Host, Placement::Device) {
         return Ok(Route::Direct);
@@ -65,7 +65,7 @@ pub(super) fn choose(devices: &DeviceSet, src: End<'_>, dst: End<'_>, forced: Sw
 /// Memory of another process is copied directly or not at all. The ring is for swap-ins: its stages would
 /// copy the bytes a second time before it is known whether they are still current
 /// (`what_a_device_cannot_reach_is_refused_and_the_ring_is_never_used`).
-fn foreign(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
+fn from_peer(devices: &DeviceSet, src: End<'_>, dst: End<'_>) -> Result<Route> {
     let direct = device(devices, src, dst).host_reach() == HostReach::Direct;
     let here = dst.0.host_addressable();
     if here || (src.0.host_addressable() && direct) {

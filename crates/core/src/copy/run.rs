@@ -57,7 +57,7 @@ impl Copying {
                 workers.run(Arc::new(wave), units, limit)?;
             }
             if index + 1 < self.plan.waves().len() {
-                limit.go_on("copying")?;
+                limit.check("copying")?;
             }
         }
         Ok(())

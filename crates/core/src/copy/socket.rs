@@ -14,7 +14,7 @@ use super::run;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, Reach, Tensors, Window};
 use crate::model::Deadline;
-use crate::net::{STRETCH, Stream, leads};
+use crate::net::{LEAD_INTERVAL, Stream, leads};
 use crate::plan::{CopyPlan, Piece};
 
 /// Most windows in one call of the stream.
@@ -71,7 +71,7 @@ impl CopyEngine {
 }
 
 /// Cuts `range` into batches of windows, moves them one after the other, and reports each, so that a failure
-/// makes at most one batch doubtful. No batch crosses a multiple of [`STRETCH`] bytes, counted from the start
+/// makes at most one batch doubtful. No batch crosses a multiple of [`LEAD_INTERVAL`] bytes, counted from the start
 /// of `range`. `lead` is called at each such multiple that has a lead.
 fn in_batches<'a>(
     plan: &CopyPlan,
@@ -94,8 +94,8 @@ fn in_batches<'a>(
         batch.clear();
         let mut end = at;
         let into = at - range.start;
-        let stretch = STRETCH - into % STRETCH;
-        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(stretch))).take(WINDOWS) {
+        let interval = LEAD_INTERVAL - into % LEAD_INTERVAL;
+        for (index, piece) in plan.pieces(at, range.end.min(at.saturating_add(interval))).take(WINDOWS) {
             batch.push(window(index, piece)?);
             end += piece.len;
         }

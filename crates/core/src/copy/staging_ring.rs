@@ -54,7 +54,7 @@ impl RingOwner {
         if copying.plan.waves().is_empty() {
             return Ok(());
         }
-        let loan = self.borrow(device, block_bytes, limit.to_wait())?;
+        let loan = self.borrow(device, block_bytes, limit.deadline())?;
         limit.begin()?;
         let mut draining = Draining::start(copying, &loan, block_bytes);
         let fed = fill(copying, &loan.buffers, block_bytes, &draining, limit);
@@ -153,7 +153,7 @@ impl Draining {
     /// Returns the next free buffer. A limit on the whole copy is checked even if buffers return at once.
     fn free(&self, limit: Limit) -> Result<usize> {
         let doing = "copying through the swap-in ring";
-        limit.go_on(doing)?;
+        limit.check(doing)?;
         let free = match limit {
             Limit::Start(_) => self.free.recv().map_err(|_| ended_early()),
             Limit::Whole(deadline) => self.free.recv_timeout(deadline.left()).map_err(|end| match end {

@@ -131,7 +131,7 @@ impl<W: Work> Job<W> {
             }
             // The first unit runs even if the deadline is very short, so that a small transfer never times
             // out spuriously.
-            let in_time = if index == 0 { Ok(()) } else { self.limit.go_on("copying") };
+            let in_time = if index == 0 { Ok(()) } else { self.limit.check("copying") };
             if let Err(error) = in_time.and_then(|()| inside.unit(index)) {
                 inside.fail(error);
             }

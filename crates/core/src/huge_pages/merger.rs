@@ -126,13 +126,13 @@ impl Merger {
         let Some(shared) = &self.shared else { return };
         let before = shared.moved.fetch_add(bytes, Ordering::Relaxed);
         if before.saturating_add(bytes) >= CHECK_AFTER {
-            self.look();
+            self.check_for_work();
         }
     }
 
     /// Checks for work, and starts the thread if there is any. Never waits for merging to finish.
     #[cold]
-    pub fn look(&self) {
+    pub fn check_for_work(&self) {
         let Some(shared) = &self.shared else { return };
         shared.moved.store(0, Ordering::Relaxed);
         let mut state = shared.closing.locked();

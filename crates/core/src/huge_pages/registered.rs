@@ -69,7 +69,7 @@ impl Lending {
         if lent.contains_key(&cache) || !kept() {
             return false;
         }
-        let units = tensors.lent_units();
+        let units = tensors.whole_units();
         let some = !units.is_empty();
         // The cache is recorded even if it has no units, so that they need not be searched again.
         lent.insert(cache, Arc::new(Lent(Mutex::new(Some(units)))));

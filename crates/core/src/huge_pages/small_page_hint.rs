@@ -10,7 +10,7 @@ use crate::memory::{OwnPages, Tensors};
 use crate::model::CacheId;
 
 /// How often an engine checks. Memory that was not touched at the first check may be at a later one.
-const LOOKS: u32 = 64;
+const MOST_CHECKS: u32 = 64;
 /// Maximum number of units that are checked in a cache, spread over it. Each takes a system call.
 const SAMPLES: usize = 32;
 
@@ -18,7 +18,7 @@ const SAMPLES: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct Hint {
     given: AtomicBool,
-    looks: AtomicU32,
+    checks: AtomicU32,
 }
 
 impl Hint {
@@ -26,8 +26,8 @@ impl Hint {
     /// once, if most of the pages that are present are small. Logs nothing if the kernel does not report page
     /// sizes (before Linux 6.7).
     pub(super) fn described_to_peer(&self, cache: CacheId, tensors: &Tensors) {
-        let done = self.given.load(Ordering::Relaxed) || self.looks.load(Ordering::Relaxed) >= LOOKS;
-        if done || self.looks.fetch_add(1, Ordering::Relaxed) >= LOOKS {
+        let done = self.given.load(Ordering::Relaxed) || self.checks.load(Ordering::Relaxed) >= MOST_CHECKS;
+        if done || self.checks.fetch_add(1, Ordering::Relaxed) >= MOST_CHECKS {
             return;
         }
         if mostly_small(tensors) && !self.given.swap(true, Ordering::Relaxed) {
@@ -43,7 +43,7 @@ impl Hint {
 
 /// Returns whether most units of registered memory, of those that are present, lie in small pages.
 fn mostly_small(tensors: &Tensors) -> bool {
-    let units = tensors.lent_units();
+    let units = tensors.whole_units();
     let Some(pages) = OwnPages::open().filter(|_| !units.is_empty()) else { return false };
     let every = units.len().div_ceil(SAMPLES);
     let known: Vec<bool> = units.iter().step_by(every).filter_map(|&at| pages.huge(at)).collect();

@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 /// Defined here because the C library may be too old to define it.
 const MADV_COLLAPSE: libc::c_int = 25;
-/// Number of units of registered memory that are merged between two calls of `go_on`.
+/// Number of units of registered memory that are merged between two calls of `check`.
 const UNITS_AT_ONCE: usize = 32;
 
 /// Pages of a unit in the page map; [`OwnPages`] supports no other number.
@@ -89,9 +89,9 @@ impl Region {
         };
         // SAFETY: the unit lies in this region's mapping (`unit_at`), and `pages` has a byte for each of its
         // pages.
-        let told = unsafe { libc::mincore(at as *mut c_void, HUGE_PAGE, pages.as_mut_ptr().cast()) };
+        let status = unsafe { libc::mincore(at as *mut c_void, HUGE_PAGE, pages.as_mut_ptr().cast()) };
         let resident = pages.iter().filter(|&&page| page & 1 == 1).count();
-        if told == 0 { (resident * page_size()) as u64 } else { 0 }
+        if status == 0 { (resident * page_size()) as u64 } else { 0 }
     }
 
     /// Merges `unit` into one huge page, which commits all of it. Succeeds without effect if it already is
@@ -133,9 +133,9 @@ impl Adopted {
     /// Advises the kernel to use huge pages for these addresses, and merges what is present, unit by unit, as
     /// far as possible. Returns the bytes that now lie in huge pages.
     ///
-    /// Calls `go_on` before the first of every 32 units in a contiguous range, and returns its error if it
+    /// Calls `check` before the first of every 32 units in a contiguous range, and returns its error if it
     /// fails.
-    pub fn merge(&self, mut go_on: impl FnMut() -> Result<()>) -> Result<u64> {
+    pub fn merge(&self, mut check: impl FnMut() -> Result<()>) -> Result<u64> {
         let mut merged = 0;
         for (start, end) in units_within(stretches(self.addrs(), self.side().geometry.tensor_bytes())) {
             // SAFETY: the advice does not change any contents, and the kernel reports addresses that are not
@@ -143,7 +143,7 @@ impl Adopted {
             let _ = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_HUGEPAGE) };
             for (index, unit) in (start..end).step_by(HUGE_PAGE).enumerate() {
                 if index % UNITS_AT_ONCE == 0 {
-                    go_on()?;
+                    check()?;
                 }
                 merged += if merge(unit, HUGE_PAGE).is_ok() { HUGE_PAGE as u64 } else { 0 };
             }
@@ -155,7 +155,7 @@ impl Adopted {
 impl Tensors {
     /// Returns the addresses of all whole units inside the caller's memory; empty if the memory is not the
     /// caller's.
-    pub fn lent_units(&self) -> Vec<u64> {
+    pub fn whole_units(&self) -> Vec<u64> {
         let addrs = if self.adopted_here() { self.addrs() } else { &[] };
         let spans = units_within(stretches(addrs, self.tensor_bytes()));
         spans.flat_map(|(from, to)| (from..to).step_by(HUGE_PAGE)).map(|at| at as u64).collect()

@@ -23,6 +23,6 @@ pub fn page_faults() -> u64 {
     // SAFETY: zeros are a valid value of this struct of integers.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: the kernel writes to `usage`, which outlives the call.
-    let told = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-    if told == 0 { u64::try_from(usage.ru_minflt.saturating_add(usage.ru_majflt)).unwrap_or(0) } else { 0 }
+    let status = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
+    if status == 0 { u64::try_from(usage.ru_minflt.saturating_add(usage.ru_majflt)).unwrap_or(0) } else { 0 }
 }

@@ -34,7 +34,7 @@ impl Reach {
     }
 
     /// Returns whether this is memory of another process.
-    pub fn foreign(self) -> bool {
+    pub fn is_peer(self) -> bool {
         matches!(self, Reach::HostRead | Reach::Process)
     }
 

@@ -30,7 +30,7 @@ pub use inbox::{Arrival, Inbox};
 pub(crate) use interference::Interference;
 #[cfg(feature = "testing")]
 pub use payload::LEAD;
-pub use payload::{STRETCH, leads};
+pub use payload::{LEAD_INTERVAL, leads};
 #[cfg(feature = "testing")]
 pub(crate) use step::Way;
 #[cfg(feature = "testing")]
@@ -128,7 +128,7 @@ pub(crate) fn unreachable(address: &Address, doing: &str, errno: rustix::io::Err
 }
 
 /// Error for an address of another transport.
-pub(crate) fn foreign(transport: &dyn Transport, address: &Address) -> Error {
+pub(crate) fn unsupported_address(transport: &dyn Transport, address: &Address) -> Error {
     let text = format!("{} cannot reach {address}: an address of another transport", transport.name());
     Error::new(ErrorKind::LinkFailed, text)
 }

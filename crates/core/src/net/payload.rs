@@ -14,7 +14,7 @@ use crate::memory::{Window, socket_io};
 use crate::model::Deadline;
 use crate::protocol::MOST_AHEAD;
 
-/// Number of zero bytes before each [`STRETCH`] of a transfer (see [`leads`]), which is part of what
+/// Number of zero bytes before each [`LEAD_INTERVAL`] of a transfer (see [`leads`]), which is part of what
 /// [`VERSION`](crate::protocol::VERSION) stands for.
 ///
 /// The kernel copies the bytes into its own pages. Some processors do this at a fifth of their speed if the
@@ -22,11 +22,11 @@ use crate::protocol::MOST_AHEAD;
 /// zeros keeps page-aligned blocks out of this case, and moves blocks that have drifted into it out again.
 pub const LEAD: usize = 64;
 /// Bytes of a transfer from one [`LEAD`] to the next.
-pub const STRETCH: u64 = 4 << 20;
+pub const LEAD_INTERVAL: u64 = 4 << 20;
 
 /// Whether a [`LEAD`] precedes byte `into` of a transfer of which `left` bytes remain.
 pub fn leads(into: u64, left: u64) -> bool {
-    into.is_multiple_of(STRETCH) && left > MOST_AHEAD
+    into.is_multiple_of(LEAD_INTERVAL) && left > MOST_AHEAD
 }
 
 /// Most windows of one system call. The kernel takes no more, so the others need not be examined.
@@ -87,7 +87,7 @@ impl Stream {
     }
 
     /// Receives `bytes` bytes and discards them.
-    pub fn pass_over(&self, bytes: u64, deadline: Deadline) -> Result<()> {
+    pub fn discard_payload(&self, bytes: u64, deadline: Deadline) -> Result<()> {
         let mut transfer = Transfer::new(self, Way::In, deadline);
         let (mut scratch, mut done) = ([0; DISCARDED], 0);
         while done < bytes {

@@ -184,8 +184,8 @@ impl Stream {
 
     /// Error that the socket reported.
     pub(super) fn broken(&self, error: io::Error) -> Error {
-        let told = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
-        told.because(error)
+        let broken = self.over("the connection broke").with("errno", error.raw_os_error().unwrap_or(0));
+        broken.because(error)
     }
 
     /// Ends the stream, and returns the error for that: `how`, unless this side closed the stream before.

@@ -14,7 +14,7 @@ use rustix::net::{getpeername, getsockname};
 use super::acceptor::ListeningSocket;
 use super::step::timespec;
 use super::stream::About;
-use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use super::{Address, Listener, Stream, Transport, unavailable, unreachable, unsupported_address};
 use crate::error::{Error, Result};
 use crate::model::Deadline;
 
@@ -33,7 +33,7 @@ impl Transport for Tcp {
     }
 
     fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
-        let Address::Tcp(address) = to else { return Err(foreign(self, to)) };
+        let Address::Tcp(address) = to else { return Err(unsupported_address(self, to)) };
         let refused = |errno| unreachable(to, "connect to", errno);
         let socket = open(*address).map_err(refused)?;
         match connect(&socket, address) {
@@ -52,7 +52,7 @@ impl Transport for Tcp {
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
-        let Address::Tcp(address) = at else { return Err(foreign(self, at)) };
+        let Address::Tcp(address) = at else { return Err(unsupported_address(self, at)) };
         let bound = || {
             let socket = open(*address)?;
             // Allows a port on which old connections still linger, but not one that has a listener.

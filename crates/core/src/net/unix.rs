@@ -10,7 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use super::acceptor::ListeningSocket;
 use super::stream::About;
-use super::{Address, Listener, Stream, Transport, foreign, unavailable, unreachable};
+use super::{Address, Listener, Stream, Transport, unavailable, unreachable, unsupported_address};
 use crate::error::{Error, Result};
 use crate::memory::{peer_credentials, take_descriptors};
 use crate::model::Deadline;
@@ -25,7 +25,7 @@ impl Transport for Unix {
     }
 
     fn dial(&self, to: &Address, deadline: Deadline) -> Result<Stream> {
-        let Address::Unix(name) = to else { return Err(foreign(self, to)) };
+        let Address::Unix(name) = to else { return Err(unsupported_address(self, to)) };
         let refused = |errno| unreachable(to, "connect to", errno);
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(refused)?;
         let socket = open(SocketFlags::empty()).map_err(refused)?;
@@ -45,7 +45,7 @@ impl Transport for Unix {
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
-        let Address::Unix(name) = at else { return Err(foreign(self, at)) };
+        let Address::Unix(name) = at else { return Err(unsupported_address(self, at)) };
         let bound = || {
             let socket = open(SocketFlags::NONBLOCK)?;
             bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;

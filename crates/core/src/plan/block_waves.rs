@@ -45,17 +45,17 @@ fn apart(pairs: &[(u32, u32)], ends: Ends) -> Result<bool> {
     let Some(words) = usize::try_from(most / 64).ok().filter(|&words| words < pairs.len()) else {
         return Ok(false);
     };
-    let (mut bits, mut met) = (fallible::filled(PLAN, 0u64, words + 1)?, 0);
+    let (mut bits, mut overlap) = (fallible::filled(PLAN, 0u64, words + 1)?, 0);
     for &(_, dst) in pairs {
         // No block number exceeds `most`, so every one has its bit.
         if let Some(word) = bits.get_mut(dst as usize / 64) {
             let bit = 1 << (dst % 64);
-            met |= *word & bit;
+            overlap |= *word & bit;
             *word |= bit;
         }
     }
     let written = |src: u32| bits.get(src as usize / 64).is_some_and(|word| word >> (src % 64) & 1 != 0);
-    let clear = met == 0;
+    let clear = overlap == 0;
     Ok(clear && (ends == Ends::TwoCaches || !pairs.iter().fold(false, |any, &(src, _)| any | written(src))))
 }
 

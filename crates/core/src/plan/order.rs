@@ -40,7 +40,7 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
     if pairs.len() < 2 {
         return Ok(false);
     }
-    let mut written = Places::of(pairs)?;
+    let mut written = PlaceSet::of(pairs)?;
     if pairs.iter().any(|pair| !written.add(pair.ends().1)) {
         return Ok(true);
     }
@@ -48,14 +48,14 @@ pub(super) fn order_matters<T: Pair>(pairs: &[T], ends: Ends) -> Result<bool> {
 }
 
 /// A set of places: a bitmap if they are dense, as blocks of a cache are, else a hash set.
-enum Places {
+enum PlaceSet {
     Dense { unit: u32, bits: Vec<u64> },
     Sparse(HashSet<u64>),
 }
 
-impl Places {
+impl PlaceSet {
     /// Returns an empty set for the places that `pairs` may write.
-    fn of<T: Pair>(pairs: &[T]) -> Result<Places> {
+    fn of<T: Pair>(pairs: &[T]) -> Result<PlaceSet> {
         let (any, most) =
             pairs.iter().fold((0, 0), |(any, most), pair| (any | pair.ends().1, pair.ends().1.max(most)));
         let unit = any.trailing_zeros().min(63);
@@ -63,13 +63,13 @@ impl Places {
         let words = (most >> unit) / 64 + 1;
         Ok(match usize::try_from(words) {
             Ok(words) if words <= pairs.len() => {
-                Places::Dense { unit, bits: fallible::filled(PLAN, 0, words)? }
+                PlaceSet::Dense { unit, bits: fallible::filled(PLAN, 0, words)? }
             }
             _ => {
                 let mut set = HashSet::new();
                 let room = set.try_reserve(pairs.len());
                 room.map_err(|_| fallible::out_of_memory(PLAN, 2 * size_of_val(pairs)))?;
-                Places::Sparse(set)
+                PlaceSet::Sparse(set)
             }
         })
     }
@@ -77,8 +77,8 @@ impl Places {
     /// Adds a place. Returns `false` if the set already contains it.
     fn add(&mut self, place: u64) -> bool {
         match self {
-            Places::Sparse(set) => set.insert(place),
-            Places::Dense { unit, bits } => {
+            PlaceSet::Sparse(set) => set.insert(place),
+            PlaceSet::Dense { unit, bits } => {
                 let (word, bit) = Self::at(place, *unit);
                 let Some(word) = bits.get_mut(word) else { return true };
                 let new = *word & bit == 0;
@@ -90,8 +90,8 @@ impl Places {
 
     fn has(&self, place: u64) -> bool {
         match self {
-            Places::Sparse(set) => set.contains(&place),
-            Places::Dense { unit, bits } => {
+            PlaceSet::Sparse(set) => set.contains(&place),
+            PlaceSet::Dense { unit, bits } => {
                 let (word, bit) = Self::at(place, *unit);
                 // A place between two units was never added.
                 place.trailing_zeros() >= *unit && bits.get(word).is_some_and(|word| word & bit != 0)

@@ -127,8 +127,8 @@ impl Work {
         let Work { pending, stream, until, what } = self;
         match what {
             What::Take(attach, descriptors) => {
-                let (offered, told) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
-                stream.send_now(&protocol::encode(&told)?, &[])?;
+                let (offered, attached) = Reach::take(&shared.cluster, &attach, descriptors, &stream, until);
+                stream.send_now(&protocol::encode(&attached)?, &[])?;
                 let step = Step::Attached(pending, offered);
                 Ok(Next::Proven(PendingStream { stream, local: true, until, step }))
             }
@@ -249,9 +249,9 @@ fn enter(
     if let Kind::Communicator(id) = kind {
         shared.state.joined(id, cluster);
     }
-    let told = link.send_control_with(&first, &Control::Pong);
+    let sent = link.send_control_with(&first, &Control::Pong);
     drop(first);
-    told.inspect_err(|error| {
+    sent.inspect_err(|error| {
         shared.state.lost(&link, &error.to_string());
     })?;
     Ok(())

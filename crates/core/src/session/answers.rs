@@ -48,13 +48,13 @@ impl Answers {
         // a large one gets.
         let begun = Deadline::after(silence).named("the time limit of a request");
         let frame = stream.receive_admitted(MESSAGE_LIMIT, begun, |bytes| link.admit(bytes, silence));
-        let heard = frame.and_then(|frame| {
+        let received = frame.and_then(|frame| {
             let read =
                 |(kind, body, held): (_, Vec<u8>, _)| Ok((protocol::open::<Request>(kind, &body)?, held));
             frame.map(read).transpose()
         });
-        let (request, _held) = match heard {
-            Ok(Some(heard)) => heard,
+        let (request, _held) = match received {
+            Ok(Some(received)) => received,
             Ok(None) => return Ok(false),
             // The body was read completely, so the stream remains usable: report the error, and the next
             // request may fit.
@@ -133,8 +133,8 @@ impl Call<'_> {
             }
             Request::Unlink { limit_ms } => {
                 (self.unlinked)();
-                let told = self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
-                told.and(Err(Ended::Unlinked))
+                let answered = self.answer_with(self.limit(limit_ms), || Ok(Reply::Done { bytes: 0 }));
+                answered.and(Err(Ended::Unlinked))
             }
         }
     }
@@ -195,7 +195,7 @@ impl Call<'_> {
     fn locate(&self, addrs: &[u64]) -> Result<Reply> {
         let spots = self.cluster.table.locate(addrs)?;
         let spot = |(at, found): (usize, Option<cache::AddressLocation>)| {
-            let found = found.ok_or_else(|| nowhere(at, addrs[at]))?;
+            let found = found.ok_or_else(|| unknown_address(at, addrs[at]))?;
             Ok(AddressLocation { cache: found.cache.0, tensor: found.tensor, offset: found.offset })
         };
         let spots = fallible::try_collect("the places of addresses", spots.into_iter().enumerate().map(spot));
@@ -306,7 +306,7 @@ impl Call<'_> {
             Ok(None) => Reply::Stale,
             Err(error) => Reply::failed(&error),
         };
-        self.stream.pass_over(bytes, deadline).map_err(Ended::Broken)?;
+        self.stream.discard_payload(bytes, deadline).map_err(Ended::Broken)?;
         self.reply(&reply, deadline)?;
         Ok(None)
     }
@@ -407,7 +407,7 @@ fn ends(geometry: Geometry) -> (u32, u64) {
     (geometry.num_tensors(), geometry.tensor_bytes())
 }
 
-fn nowhere(at: usize, addr: u64) -> Error {
+fn unknown_address(at: usize, addr: u64) -> Error {
     let text = format!("dst_addrs[{at}] = {addr:#x} lies in no cache that peers may reach");
     Error::new(ErrorKind::InvalidArgument, text)
 }

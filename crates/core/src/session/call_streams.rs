@@ -64,9 +64,9 @@ impl Link {
                     calls.asked += 1;
                     drop(calls);
                     // Never waits: if the peer does not read its control stream, the link breaks.
-                    let told = self.send_control(&Control::Dial);
+                    let sent = self.send_control(&Control::Dial);
                     calls = self.locked();
-                    if let Err(error) = told {
+                    if let Err(error) = sent {
                         calls.asked = calls.asked.saturating_sub(1);
                         return (calls, Err(self.named(error)));
                     }

@@ -107,19 +107,19 @@ impl Link {
 
     /// Sends `request` on the stream of `lease`, and waits for the reply.
     pub(crate) fn exchange(&self, lease: &Lease<'_>, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let said = || message_io::send_message(lease.stream(), request, deadline);
-        self.heard(lease, deadline, said).map_err(|error| self.break_reason_or(error))
+        let send = || message_io::send_message(lease.stream(), request, deadline);
+        self.exchange_with(lease, deadline, send).map_err(|error| self.break_reason_or(error))
     }
 
-    /// Sends a message with `said` on the stream of `lease`, waits for the reply, and counts the request.
-    pub(crate) fn heard(
+    /// Sends a message with `send` on the stream of `lease`, waits for the reply, and counts the request.
+    pub(crate) fn exchange_with(
         &self,
         lease: &Lease<'_>,
         deadline: Deadline,
-        said: impl FnOnce() -> Result<()>,
+        send: impl FnOnce() -> Result<()>,
     ) -> Result<Reply> {
         let started = Instant::now();
-        let reply = said().and_then(|()| reply(lease, deadline));
+        let reply = send().and_then(|()| reply(lease, deadline));
         self.requests.count(started.elapsed(), reply.is_ok());
         if let Ok(Reply::Ready { bytes } | Reply::Done { bytes }) = reply {
             self.requests.moved(bytes);

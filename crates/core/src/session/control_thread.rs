@@ -50,7 +50,7 @@ fn run(control: &ControlPoller, weak: &Weak<Shared>, mut watch: Watch) {
                     watch.pending.take_back(&shared, &control.poller);
                 }
                 number if watch.pending.has(number) => {
-                    watch.pending.hear(&shared, &control.poller, number);
+                    watch.pending.read(&shared, &control.poller, number);
                 }
                 number if watch.links.contains_key(&number) => watch.attend(control, &shared, number),
                 number => accept(control, &shared, &mut watch, number),
@@ -141,7 +141,7 @@ impl Watch {
                     self.links.insert(number, Watched { link, inbox: Inbox::default() });
                 }
                 Err(error) => {
-                    member_search::died(shared, &link, &error.to_string());
+                    member_search::link_died(shared, &link, &error.to_string());
                     shared.server.release(link);
                 }
             }
@@ -158,13 +158,13 @@ impl Watch {
     fn attend(&mut self, control: &ControlPoller, shared: &Arc<Shared>, number: u64) {
         let Some(watched) = self.links.get_mut(&number) else { return };
         let link = watched.link.clone();
-        match watched.hear(shared) {
+        match watched.read(shared) {
             Ok(None) => {}
             // A peer that unlinked (`true`) is not searched for again. An engine that was finalized may be
             // started again.
             Ok(Some((goodbye, true))) => drop(shared.state.lost(&link, &goodbye)),
-            Ok(Some((goodbye, false))) => member_search::died(shared, &link, &goodbye),
-            Err(error) => member_search::died(shared, &link, &error.to_string()),
+            Ok(Some((goodbye, false))) => member_search::link_died(shared, &link, &goodbye),
+            Err(error) => member_search::link_died(shared, &link, &error.to_string()),
         }
         if !link.alive() {
             self.links.remove(&number);
@@ -180,7 +180,7 @@ impl Watch {
         self.pending.expire(shared, &control.poller);
         if self.beat.elapsed() >= config.heartbeat {
             self.beat = Instant::now();
-            self.links.values().for_each(|watched| look_after(shared, &watched.link));
+            self.links.values().for_each(|watched| check_silence(shared, &watched.link));
         }
         // Without links, no heartbeat is due.
         let beat = config.heartbeat.saturating_sub(self.beat.elapsed());
@@ -211,7 +211,7 @@ impl Watch {
 impl Watched {
     /// Reads one message if it is complete. If it is a goodbye, returns its reason and whether the peer
     /// unlinked.
-    fn hear(&mut self, shared: &Arc<Shared>) -> Result<Option<(String, bool)>> {
+    fn read(&mut self, shared: &Arc<Shared>) -> Result<Option<(String, bool)>> {
         let link = &self.link;
         let gone = || {
             Error::new(ErrorKind::NotLinked, "the peer closed the connection: it was unlinked there or ended")
@@ -239,7 +239,7 @@ impl Watched {
 
 /// Breaks a link that was silent for too long, pings the peer of one that was silent for half a heartbeat,
 /// and closes streams that were idle for long.
-fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
+fn check_silence(shared: &Arc<Shared>, link: &Arc<Link>) {
     let config = &shared.cluster.config.links;
     link.trim();
     let silent = link.silent();
@@ -249,10 +249,10 @@ fn look_after(shared: &Arc<Shared>, link: &Arc<Link>) {
             "the peer gave no sign of life for {} ms (llm.LinkSilence): it is stopped, or the way to it is cut",
             silent.as_millis()
         );
-        member_search::died(shared, link, &text);
+        member_search::link_died(shared, link, &text);
     } else if silent >= config.heartbeat / 2
         && let Err(error) = link.send_control(&Control::Ping)
     {
-        member_search::died(shared, link, &error.to_string());
+        member_search::link_died(shared, link, &error.to_string());
     }
 }

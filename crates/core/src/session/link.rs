@@ -72,7 +72,7 @@ pub struct Link {
     broken: OnceLock<(Instant, String)>,
     opened: Instant,
     /// Milliseconds between `opened` and the latest sign of life from the peer.
-    heard: AtomicU64,
+    last_sign_of_life: AtomicU64,
     /// Number of answered pings.
     pongs: AtomicU64,
     records: Mutex<HashMap<Name, Arc<Known>>>,
@@ -118,7 +118,7 @@ impl Link {
             serving: Mutex::default(),
             broken: OnceLock::new(),
             opened: Instant::now(),
-            heard: AtomicU64::new(0),
+            last_sign_of_life: AtomicU64::new(0),
             pongs: AtomicU64::new(0),
             records: Mutex::default(),
             pushes: PushesInFlight::default(),
@@ -204,8 +204,8 @@ impl Link {
     /// Whether the peer gave a sign of life within `patience`, or a message from it is waiting to be read.
     /// Each side sends something at least once per heartbeat, so this neither asks the peer nor waits.
     pub(super) fn works(&self, patience: Duration) -> bool {
-        let heard = || self.silent() < patience || self.control.readable_within(Duration::ZERO);
-        self.alive() && !self.control.abandoned() && heard()
+        let recent = || self.silent() < patience || self.control.readable_within(Duration::ZERO);
+        self.alive() && !self.control.abandoned() && recent()
     }
 
     /// Returns when and why the link broke.
@@ -288,12 +288,14 @@ impl Link {
     /// Records a sign of life.
     pub(super) fn record_sign_of_life(&self) {
         let now = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.heard.fetch_max(now, Ordering::Relaxed);
+        self.last_sign_of_life.fetch_max(now, Ordering::Relaxed);
     }
 
     /// Returns the time since the latest sign of life.
     pub(super) fn silent(&self) -> Duration {
-        self.opened.elapsed().saturating_sub(Duration::from_millis(self.heard.load(Ordering::Relaxed)))
+        self.opened
+            .elapsed()
+            .saturating_sub(Duration::from_millis(self.last_sign_of_life.load(Ordering::Relaxed)))
     }
 
     /// Opens another stream of this link with `dialer`. With `reverse` the peer will send requests on it.

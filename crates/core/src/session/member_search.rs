@@ -25,7 +25,7 @@ const LONG_REST: Duration = Duration::from_secs(5);
 
 /// Handles a peer that ended but may return: if its link belongs to a communicator and this side dials, it
 /// searches for the peer again.
-pub(super) fn died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
+pub(super) fn link_died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
     if !shared.state.lost(link, why) {
         return;
     }

@@ -120,18 +120,18 @@ impl Links {
             one_address(peer)?;
         }
         self.shared.state.forget_broken(peer.cluster);
-        let mut told = Ok(());
+        let mut result = Ok(());
         for link in self.shared.state.links_to(peer.cluster) {
             if let Kind::Communicator(_) = link.kind {
                 continue;
             }
             if !force {
                 let done = link.drain(deadline).and_then(|()| link.unlink(deadline));
-                told = told.and(done.or_else(|error| unlinked(&link, error, deadline)));
+                result = result.and(done.or_else(|error| unlinked(&link, error, deadline)));
             }
             self.shared.state.drop_link(&link, "it was unlinked here");
         }
-        told
+        result
     }
 
     /// Returns the link for calls to `cluster`, chosen as in `State::find`. Waits for a link that a

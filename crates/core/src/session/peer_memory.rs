@@ -57,8 +57,8 @@ impl Reach {
         let (offered, descriptors): (Attach, _) =
             message_io::receive_message_with(stream, HANDSHAKE_LIMIT, deadline)?;
         stream.expect_descriptors(false);
-        let (taken, told) = Reach::take(cluster, &offered, descriptors, stream, deadline);
-        message_io::send_message(stream, &told, deadline)?;
+        let (taken, attached) = Reach::take(cluster, &offered, descriptors, stream, deadline);
+        message_io::send_message(stream, &attached, deadline)?;
         let seen: Attached = message_io::receive_message(stream, HANDSHAKE_LIMIT, Duration::ZERO, deadline)?;
         Ok(Reach::complete(cluster, taken, seen))
     }
@@ -98,17 +98,17 @@ impl Reach {
         let (descriptors, others) = descriptors.into_iter().partition(|fd| fcntl_get_seals(fd).is_ok());
         discard(others);
         let taken = Offered::of(cluster, offered, descriptors, stream, deadline);
-        let told = Attached {
+        let attached = Attached {
             mapped: taken.unmapped.clone().map_or(Ok(()), Err),
             registered: taken.process.as_ref().map(|_| ()).map_err(Clone::clone),
         };
-        (taken, told)
+        (taken, attached)
     }
 
     /// Combines the memory taken with the peer's report.
     pub(crate) fn complete(cluster: &Cluster, taken: Offered, seen: Attached) -> Reach {
         // The peer has to map each touched page of a pool at its first read, so look for pages to merge now.
-        cluster.merger.look();
+        cluster.merger.check_for_work();
         Reach { taken, seen }
     }
 

@@ -135,7 +135,7 @@ impl PendingStreams {
     }
 
     /// Reads what has arrived on the connection `number`, and performs the next step.
-    pub(super) fn hear(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
+    pub(super) fn read(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64) {
         let Some(entry) = self.all.get_mut(&number) else { return };
         let Some((pending, mut inbox)) = entry.waiting.take() else { return };
         let next = match inbox.take(&entry.stream, HANDSHAKE_LIMIT, pending.expects_descriptors()) {
@@ -148,7 +148,7 @@ impl PendingStreams {
             Ok(Arrival::Frame(frame)) => pending.step(shared, frame),
             Err(error) => Err(Refusal::unreadable(error)),
         };
-        self.go_on(shared, poller, number, next);
+        self.apply(shared, poller, number, next);
     }
 
     /// Takes back the connections for which server threads have performed a step.
@@ -157,12 +157,12 @@ impl PendingStreams {
             std::mem::take(&mut *self.returned.steps.lock().unwrap_or_else(PoisonError::into_inner));
         for (number, next) in returned {
             if self.has(number) {
-                self.go_on(shared, poller, number, next);
+                self.apply(shared, poller, number, next);
             }
         }
     }
 
-    fn go_on(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
+    fn apply(&mut self, shared: &Arc<Shared>, poller: &Poller, number: u64, next: Result<Next, Refusal>) {
         match next {
             Ok(Next::Wait(pending)) => self.wait(shared, poller, number, pending),
             Ok(Next::Proven(pending)) => {

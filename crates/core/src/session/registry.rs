@@ -408,12 +408,16 @@ fn usable(all: &[Arc<Link>], patience: Duration) -> Option<&Arc<Link>> {
     if let [only] = all {
         return only.alive().then_some(only);
     }
-    let heard = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
-    let Some(oldest) = all.iter().find(heard) else { return all.iter().rev().find(|link| link.alive()) };
+    let responsive = |link: &&Arc<Link>| link.alive() && link.silent() < patience;
+    let Some(oldest) = all.iter().find(responsive) else { return all.iter().rev().find(|link| link.alive()) };
     // Among several communicators with one process, the latest is used (contract §6.5).
-    let again = |link: &&Arc<Link>| heard(link) && link.peer.instance == oldest.peer.instance;
+    let same_process = |link: &&Arc<Link>| responsive(link) && link.peer.instance == oldest.peer.instance;
     let ranked = |link: &&Arc<Link>| matches!(link.kind, Kind::Communicator(_));
-    if ranked(&oldest) { all.iter().rev().find(|link| ranked(link) && again(link)) } else { Some(oldest) }
+    if ranked(&oldest) {
+        all.iter().rev().find(|link| ranked(link) && same_process(link))
+    } else {
+        Some(oldest)
+    }
 }
 
 /// Whether `link` would replace `other`, a link to the same cluster.

@@ -15,7 +15,8 @@ use crate::error::Result;
 use crate::memory::peer_credentials;
 use crate::model::Deadline;
 use crate::net::{
-    About, Accepted, Address, BACKLOG, Listener, Stream, Transport, foreign, unavailable, unreachable,
+    About, Accepted, Address, BACKLOG, Listener, Stream, Transport, unavailable, unreachable,
+    unsupported_address,
 };
 
 /// Streams within one process. Clones share their listeners; a new value has none.
@@ -48,7 +49,7 @@ impl Transport for Local {
     }
 
     fn dial(&self, to: &Address, _: Deadline) -> Result<Stream> {
-        let Address::Local(name) = to else { return Err(foreign(self, to)) };
+        let Address::Local(name) = to else { return Err(unsupported_address(self, to)) };
         let refused = |errno| unreachable(to, "connect to", errno);
         let queue = lock(&self.listeners).get(name).and_then(Weak::upgrade);
         let queue = queue.ok_or_else(|| refused(Errno::CONNREFUSED))?;
@@ -76,7 +77,7 @@ impl Transport for Local {
     }
 
     fn listen(&self, at: &Address) -> Result<Box<dyn Listener>> {
-        let Address::Local(name) = at else { return Err(foreign(self, at)) };
+        let Address::Local(name) = at else { return Err(unsupported_address(self, at)) };
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
         let waiting = eventfd(0, flags).map_err(|errno| unavailable(at, "listen at", errno))?;
         let queue = Arc::new(Queue { arrived: Mutex::default(), waiting });

@@ -12,4 +12,4 @@ pub(crate) use call::{Call, Moved};
 pub(crate) use executor::Executor;
 pub(crate) use layerwise::{LayerPush, Refused};
 pub use task::{Carried, Outcome, Task};
-pub(crate) use task::{Carrier, Leg};
+pub(crate) use task::{Carrier, Delivery};

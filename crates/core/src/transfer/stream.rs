@@ -114,7 +114,7 @@ impl Streams {
             let said = || {
                 send_message_before(lease.stream(), &request, self.call.deadline).and_then(|()| moved(&lease))
             };
-            self.call.link.heard(&lease, self.call.deadline, said)
+            self.call.link.exchange_with(&lease, self.call.deadline, said)
         } else {
             if !self.ready(&mut lease, &request, bytes, moved)? {
                 return Ok(Moved::Stale);

@@ -28,7 +28,7 @@ pub(crate) trait Carrier: Send + Sync {
 }
 
 /// One destination of a task that is to start.
-pub(crate) struct Leg {
+pub(crate) struct Delivery {
     /// Cluster of the destination.
     pub(crate) cluster: ClusterId,
     /// Layers that it receives.
@@ -117,18 +117,18 @@ struct Slot {
 }
 
 impl Task {
-    /// Starts a transfer of the layers of each leg by its carrier. With `patience`, a destination fails if
+    /// Starts a transfer of the layers of each delivery by its carrier. With `patience`, a destination fails if
     /// the wait for its next layer takes longer. Returns `Err(System)` if there is no file descriptor left.
     pub(crate) fn start(
         lanes: ExecutorHandle,
-        legs: Vec<Leg>,
+        deliveries: Vec<Delivery>,
         patience: Option<Duration>,
     ) -> Result<Arc<Task>> {
         let ended = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
             Error::new(ErrorKind::System, "no descriptor for a transfer to say that it has ended")
                 .because(errno)
         })?;
-        let slot = |Leg { cluster, layers, carrier }| Slot {
+        let slot = |Delivery { cluster, layers, carrier }| Slot {
             carrier: Some(carrier),
             cluster,
             range: layers,
@@ -139,13 +139,13 @@ impl Task {
             outcome: None,
             bytes: 0,
         };
-        let slots: Vec<_> = legs.into_iter().map(slot).collect();
+        let slots: Vec<_> = deliveries.into_iter().map(slot).collect();
         let all = 0..slots.len();
         let state =
             State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
-        task.settle(task.locked());
+        task.finish_ended(task.locked());
         task.send(all);
         Ok(task)
     }
@@ -298,7 +298,7 @@ impl Task {
             slot.outcome = Some(Err(Arc::new(error().with("cluster", slot.cluster))));
             any = true;
         }
-        self.settle(state);
+        self.finish_ended(state);
         any
     }
 
@@ -306,8 +306,8 @@ impl Task {
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
             let place = self.locked().slots[index].cluster;
-            let trip = Trip { task: self.clone(), index, why: None, over: false };
-            self.lanes.carry(place, Box::new(trip));
+            let job = CarryJob { task: self.clone(), index, why: None, over: false };
+            self.lanes.carry(place, Box::new(job));
         }
     }
 
@@ -340,12 +340,12 @@ impl Task {
             let error = error.clone().with("cluster", slot.cluster).with("layer", layer);
             slot.outcome = Some(Err(Arc::new(error)));
         }
-        self.settle(state);
+        self.finish_ended(state);
     }
 
     /// Drops the carriers of destinations that have ended, and records the end of the transfer once all have
     /// ended.
-    fn settle(&self, mut state: MutexGuard<'_, State>) {
+    fn finish_ended(&self, mut state: MutexGuard<'_, State>) {
         let (over, ready) = (state.over, state.ready);
         // A queued destination with ready layers ends once they are pushed, or once it has failed.
         let waits = |slot: &Slot| slot.queued && slot.next < ready;
@@ -430,7 +430,7 @@ impl Slot {
 }
 
 /// The work of a lane for one destination: pushes what is ready.
-struct Trip {
+struct CarryJob {
     task: Arc<Task>,
     index: usize,
     /// Why the work was refused, if it was.
@@ -439,14 +439,14 @@ struct Trip {
     over: bool,
 }
 
-/// Next step of a trip.
+/// Next step of such a job.
 enum Step {
     Find(Arc<dyn Carrier>),
     Layer(Arc<dyn Carrier>, u32),
     Rest,
 }
 
-impl Job for Trip {
+impl Job for CarryJob {
     fn run(mut self: Box<Self>) {
         loop {
             let moved = match self.next() {
@@ -454,7 +454,7 @@ impl Job for Trip {
                 Step::Layer(carrier, layer) => carrier.layer(layer).map(Some),
                 Step::Rest => break,
             };
-            self.took(moved);
+            self.record(moved);
         }
         self.over = true;
     }
@@ -464,7 +464,7 @@ impl Job for Trip {
     }
 }
 
-impl Trip {
+impl CarryJob {
     fn next(&self) -> Step {
         let mut state = self.task.locked();
         let ready = state.ready;
@@ -475,11 +475,11 @@ impl Trip {
             (None, Some(carrier)) if slot.next < ready => return Step::Layer(carrier.clone(), slot.next),
             _ => slot.busy = false,
         }
-        self.task.settle(state);
+        self.task.finish_ended(state);
         Step::Rest
     }
 
-    fn took(&self, moved: Result<Option<u64>>) {
+    fn record(&self, moved: Result<Option<u64>>) {
         let mut state = self.task.locked();
         let slot = &mut state.slots[self.index];
         match moved {
@@ -499,7 +499,7 @@ impl Trip {
     }
 }
 
-impl Drop for Trip {
+impl Drop for CarryJob {
     fn drop(&mut self) {
         if self.over {
             return;
@@ -510,7 +510,7 @@ impl Drop for Trip {
         let slot = &mut state.slots[self.index];
         (slot.queued, slot.busy) = (false, false);
         slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));
-        self.task.settle(state);
+        self.task.finish_ended(state);
     }
 }
 

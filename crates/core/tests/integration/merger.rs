@@ -140,7 +140,7 @@ fn what_nobody_touched_stays_uncommitted() {
     assert_eq!(region.committed_bytes() as usize, 4 * UNIT + UNIT / 8 * 7 + few);
 
     let merger = Merger::new([region.clone()]);
-    merger.look();
+    merger.check_for_work();
     ended(&merger);
     let report = merger.merged(&region);
     assert_eq!(report.errno, None);
@@ -151,11 +151,11 @@ fn what_nobody_touched_stays_uncommitted() {
     assert!(read(&region, 0, 40 * UNIT) == before, "merging changed bytes");
 
     // Nothing is left to do: looking starts no thread.
-    merger.look();
+    merger.check_for_work();
     assert!(!merger.running());
     // The rest of the unit that lacked a page, and more.
     touch(&region, 1, 7 * UNIT + UNIT / 8 * 7 - PAGE..9 * UNIT);
-    merger.look();
+    merger.check_for_work();
     ended(&merger);
     assert_eq!(merger.merged(&region).bytes as usize, 7 * UNIT);
     assert_eq!(region.huge_bytes() as usize, 7 * UNIT);
@@ -199,18 +199,18 @@ fn the_merger_ends_when_there_is_nothing_left() {
     let large = region(24);
     touch(&large, 3, 0..24 * UNIT);
     let merger = Merger::new([large.clone(), region(2)]);
-    merger.look();
+    merger.check_for_work();
     assert!(merger.running());
     merger.close();
     let done = merger.merged(&large).bytes as usize;
     assert!(done < 24 * UNIT, "it was cut short: {done}");
-    merger.look();
+    merger.check_for_work();
     merger.moved(u64::MAX);
     assert!(merger.merged(&large).bytes as usize == done && large.huge_bytes() as usize == done);
     drop(merger);
     // A second one goes on where the first was closed.
     let merger = Merger::new([large.clone()]);
-    merger.look();
+    merger.check_for_work();
     ended(&merger);
     assert_eq!(merger.merged(&large).bytes as usize, 24 * UNIT);
     drop(merger);
@@ -290,7 +290,7 @@ fn nobody_sees_it_happen() {
             written
         });
         let stopping = Stopping(&stop);
-        merger.look();
+        merger.check_for_work();
         let written = writer.join().unwrap();
         ended(&merger);
         drop(stopping);

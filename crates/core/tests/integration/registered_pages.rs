@@ -123,7 +123,7 @@ impl Bench<'_> {
 
     /// Runs the merger until it is idle; returns the bytes that it has merged, and those in huge pages.
     fn run(&self) -> (usize, usize) {
-        self.0.look();
+        self.0.check_for_work();
         ended(&self.0);
         self.facts()
     }
@@ -158,7 +158,7 @@ fn registered_memory_is_merged_where_it_is_present_and_private() {
     }
     // What is left is not tried again at once, but when memory is registered.
     pages.write(2 * UNIT, 3 * UNIT);
-    bench.0.look();
+    bench.0.check_for_work();
     assert!(!bench.0.running());
     let more = Pages::new(1, None);
     more.write(0, UNIT);
@@ -183,7 +183,7 @@ fn unregistered_memory_is_left_alone() {
     assert_eq!(bench.run(), (0, 0));
     // At any moment of the work: what was merged by then, and nothing after.
     assert!(bench.register(1));
-    bench.0.look();
+    bench.0.check_for_work();
     bench.0.give_back(CacheId(1));
     let by_then = bench.facts();
     ended(&bench.0);
@@ -261,9 +261,9 @@ fn only_whole_units_are_merged() {
     ];
     for (addrs, bytes, units) in cases {
         let side = desc(Placement::Host, addrs.len() as u32, 1, bytes);
-        assert_eq!(Tensors::adopted(adopt(&side, CacheKind::Blocks, addrs)).lent_units(), units);
+        assert_eq!(Tensors::adopted(adopt(&side, CacheKind::Blocks, addrs)).whole_units(), units);
     }
     // The memory of pools is merged without being registered.
     let region = std::sync::Arc::new(Region::shared("test", 2 * unit).unwrap());
-    assert_eq!(Tensors::carved(region, [0], 2 * unit, Box::new(())).unwrap().lent_units(), [0; 0]);
+    assert_eq!(Tensors::carved(region, [0], 2 * unit, Box::new(())).unwrap().whole_units(), [0; 0]);
 }

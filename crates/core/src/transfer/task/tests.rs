@@ -111,14 +111,14 @@ impl Drop for Scripted {
 
 type To<'a> = (u32, u32, &'a Arc<Script>);
 
-fn leg(cluster: u64, &(first, end, script): &To<'_>) -> Leg {
+fn delivery(cluster: u64, &(first, end, script): &To<'_>) -> Delivery {
     let carrier = Arc::new(Scripted(script.clone()));
-    Leg { cluster: ClusterId(cluster), layers: LayerRange { first, end }, carrier }
+    Delivery { cluster: ClusterId(cluster), layers: LayerRange { first, end }, carrier }
 }
 
 fn start(lanes: &Executor, to: &[To<'_>], patience: Option<Duration>) -> Arc<Task> {
-    let legs = to.iter().map(|to| leg(2, to)).collect();
-    Task::start(lanes.handle().clone(), legs, patience).unwrap()
+    let deliveries = to.iter().map(|to| delivery(2, to)).collect();
+    Task::start(lanes.handle().clone(), deliveries, patience).unwrap()
 }
 
 /// The outcome of each destination, in short.
@@ -163,8 +163,8 @@ struct Stalled(Arc<Task>, Vec<Arc<Script>>);
 impl Stalled {
     fn new(lanes: &Executor, cluster: u64, count: usize) -> Stalled {
         let scripts: Vec<_> = (0..count).map(|_| Script::stalled()).collect();
-        let legs = scripts.iter().map(|script| leg(cluster, &(0, 1, script))).collect();
-        let task = Task::start(lanes.handle().clone(), legs, None).unwrap();
+        let deliveries = scripts.iter().map(|script| delivery(cluster, &(0, 1, script))).collect();
+        let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
         eventually("all to be found", || scripts.iter().all(|script| script.finds() == 1));
         task.ready(0);
         Stalled(task, scripts)
@@ -194,8 +194,8 @@ fn every_place_gets_a_lane_and_at_most_32() {
     all[16].arrived(1);
 
     let scripts = [Script::stalled(), Script::good(), Script::good(), Script::good()];
-    let legs = scripts.iter().map(|script| leg(200, &(0, 2, script))).collect();
-    let task = Task::start(lanes.handle().clone(), legs, None).unwrap();
+    let deliveries = scripts.iter().map(|script| delivery(200, &(0, 2, script))).collect();
+    let task = Task::start(lanes.handle().clone(), deliveries, None).unwrap();
     task.ready(1);
     // The lane stalls here. Then it has the others to do, which are queued behind all of the seventeenth.
     scripts[0].arrived();
@@ -531,7 +531,7 @@ fn an_executor_that_is_dropped_leaves_no_lane() {
     });
     ended_as(&task, &["Closed"; 4]);
     let late = Script::good();
-    let task = Task::start(handle.clone(), vec![leg(2, &(0, 1, &late))], Some(LONG)).unwrap();
+    let task = Task::start(handle.clone(), vec![delivery(2, &(0, 1, &late))], Some(LONG)).unwrap();
     ended_as(&task, &["Closed"]);
     assert!(late.dropped() && handle.threads() == 0);
 }

@@ -74,7 +74,7 @@ fn wrong_locations_from_a_peer_fail_the_transfer() {
         let serve = |stream: Stream| {
             while let Ok(request) = hear::<Request>(&stream) {
                 if let Request::Write { ahead: true, from, to, .. } = request {
-                    stream.pass_over(to - from, soon()).unwrap();
+                    stream.discard_payload(to - from, soon()).unwrap();
                 }
                 let reply = match request {
                     Request::Locate { .. } => Reply::Located(spots.clone()),

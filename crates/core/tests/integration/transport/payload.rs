@@ -190,14 +190,14 @@ fn skipped_bytes_are_not_taken_for_a_frame() {
         local.send_windows(&source.windows(), soon()).unwrap();
         local.send(&frame(b"behind"), soon()).unwrap();
         assert_eq!(body(&remote), b"before");
-        remote.pass_over(8192, soon()).unwrap();
+        remote.discard_payload(8192, soon()).unwrap();
         assert_eq!(body(&remote), b"behind");
-        remote.pass_over(0, soon()).unwrap();
-        assert_eq!(kind_of(remote.pass_over(1, short())), ErrorKind::Timeout);
+        remote.discard_payload(0, soon()).unwrap();
+        assert_eq!(kind_of(remote.discard_payload(1, short())), ErrorKind::Timeout);
         assert!(!remote.is_closed(), "nothing was read");
         raw(&local).write_all(&[5; 999]).unwrap();
         local.close();
-        stopped(remote.pass_over(1000, soon()), ErrorKind::NotLinked, 999);
+        stopped(remote.discard_payload(1000, soon()), ErrorKind::NotLinked, 999);
     });
 }
 
