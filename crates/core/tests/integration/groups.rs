@@ -3,9 +3,7 @@
 //! The tests make a group of their own, which takes root and a control group file system. Not for: reading the limits
 //! (`kv`), which is tested against folders.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use llm_datadist_core::testing::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
 use llm_datadist_core::{
@@ -13,6 +11,7 @@ use llm_datadist_core::{
 };
 
 use crate::bed::{config, desc, skipped};
+use crate::child_process::{self, report};
 use crate::heap;
 
 const MIB: u64 = 1 << 20;
@@ -52,13 +51,12 @@ impl Drop for Group {
 #[test]
 #[ignore = "started by the test below"]
 fn inside() {
-    let Some(group) = std::env::var_os("GROUPS_INSIDE") else { return };
+    let Some(group) = child_process::role() else { return };
     std::fs::write(Path::new(&group).join("cgroup.procs"), std::process::id().to_string()).unwrap();
-    let mut out = std::io::stdout();
     assert!(usable_bytes() <= LIMIT, "the group counts: {}", usable_bytes());
-    let mut say = |name: &str, result: Result<()>| {
+    let say = |name: &str, result: Result<()>| {
         let text = result.map_or_else(|error| format!("{:?} {error}", error.kind()), |()| "done".into());
-        writeln!(out, "\nINSIDE {name} {text}").unwrap();
+        report(format_args!("{name} {text}"));
     };
     let mut large = config(1 << 20);
     large.device_pool = Some(PoolConfig { memory_size: 2 * LIMIT, page_shift: 16 });
@@ -89,21 +87,15 @@ fn group_without_room_refuses_before_memory_is_touched() {
         Ok(group) => group,
         Err(why) => return skipped(&why),
     };
-    let run = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "groups::inside", "--ignored", "--nocapture"])
-        .env("GROUPS_INSIDE", &group.0)
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&run.stdout);
-    assert!(run.status.success(), "the process inside the group ended: {run:?}");
+    let reports = child_process::run("groups::inside", group.0.to_str().unwrap());
     for (name, start, fact) in [
         ("eager", "OutOfMemory ", "pool_bytes="),
         ("lazy", "done", ""),
         ("lists", "OutOfMemory ", "usable_bytes="),
         ("small", "done", ""),
     ] {
-        let head = format!("INSIDE {name} ");
-        let text = said.lines().find_map(|line| line.strip_prefix(&head)).unwrap_or("nothing");
+        let head = format!("{name} ");
+        let text = reports.iter().find_map(|report| report.strip_prefix(&head)).unwrap_or("nothing");
         assert!(text.starts_with(start) && text.contains(fact), "{name}: {text}");
     }
 }

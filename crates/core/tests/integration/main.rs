@@ -26,6 +26,8 @@ mod bed;
 #[cfg(not(loom))]
 mod cache_table;
 #[cfg(not(loom))]
+mod child_process;
+#[cfg(not(loom))]
 mod copy_deadlines;
 #[cfg(not(loom))]
 mod copy_faults;
@@ -33,8 +35,6 @@ mod copy_faults;
 mod cpp;
 #[cfg(not(loom))]
 mod errors;
-#[cfg(not(loom))]
-mod foreign;
 #[cfg(not(loom))]
 mod groups;
 #[cfg(not(loom))]
@@ -64,6 +64,8 @@ mod merger;
 #[cfg(not(loom))]
 mod options;
 #[cfg(not(loom))]
+mod peer_memory;
+#[cfg(not(loom))]
 mod plan;
 #[cfg(not(loom))]
 mod pool;
@@ -71,6 +73,8 @@ mod pool;
 mod progress;
 #[cfg(not(loom))]
 mod ranks;
+#[cfg(not(loom))]
+mod reader_threads;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
@@ -81,8 +85,6 @@ mod remote_table;
 mod row_pins;
 #[cfg(not(loom))]
 mod short;
-#[cfg(not(loom))]
-mod silent;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]

@@ -1,6 +1,6 @@
 //! What has arrived, after success and after failure; and stretches of plans through a stream.
 //!
-//! Judged by a twin that looks at every byte. Not for: sockets (`transport`) or other processes (`foreign`).
+//! Judged by a twin that looks at every byte. Not for: sockets (`transport`) or other processes (`peer_memory`).
 
 use std::collections::BTreeSet;
 use std::io::Read;

@@ -3,9 +3,7 @@
 //! Not for: splitting them (`pool`).
 
 use std::fs::File;
-use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::process::Command;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -17,6 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::bed::{Buffer, adopt, desc, pattern, skipped};
+use crate::child_process::{self, report};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
@@ -34,7 +33,7 @@ fn what_is_written_is_seen_through_the_descriptor() {
     let mut seen = vec![0; 5000];
     file.read_exact_at(&mut seen, 70_000).unwrap();
     assert_eq!(seen, source.read(0, 5000));
-    // Not back: that process cannot write, nor make it shorter or longer (`foreign` maps it).
+    // Not back: that process cannot write, nor make it shorter or longer (`peer_memory` maps it).
     assert!(file.write_all_at(&[0xA5; 100], 70_000).is_err());
     assert!(file.set_len(1 << 10).is_err());
     assert!(file.set_len(1 << 30).is_err());
@@ -105,7 +104,7 @@ fn the_number_of_this_process_is_the_kernels() {
 #[test]
 #[ignore = "started by the tests below"]
 fn limited() {
-    let Ok(limit) = std::env::var("REGION_LIMIT") else { return };
+    let Some(limit) = child_process::role() else { return };
     let mut open = Vec::new();
     let set =
         |resource, value| setrlimit(resource, Rlimit { current: Some(value), maximum: Some(value) }).unwrap();
@@ -124,28 +123,21 @@ fn limited() {
     let small = Region::shared("test pool", 1 << 20).map(drop);
     let generations = Generations::new().map(drop);
     drop(open);
-    let mut out = std::io::stdout();
     for (name, made) in [("large", region), ("small", small), ("generations", generations)] {
         let text = made.map_or_else(
             |error| format!("{:?} {} {error}", error.kind(), error.fact("errno").unwrap_or("none")),
             |()| "made".into(),
         );
-        writeln!(out, "\nLIMITED {name} {text}").unwrap();
+        report(format_args!("{name} {text}"));
     }
 }
 
+/// Returns what a process under `limit` reports of a large region, a small one, and generations.
 fn under(limit: &str) -> [String; 3] {
-    let run = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "region::limited", "--ignored", "--nocapture"])
-        .env("REGION_LIMIT", limit)
-        .output()
-        .unwrap();
-    assert!(run.status.success(), "{limit}: {run:?}");
-    let said = String::from_utf8_lossy(&run.stdout);
-    ["large", "small", "generations"].map(|name| {
-        let start = format!("LIMITED {name} ");
-        let line = said.lines().find_map(|line| line.strip_prefix(&start));
-        line.unwrap_or_else(|| panic!("{limit}, {name}: {said}")).to_owned()
+    let reports = child_process::run("region::limited", limit);
+    ["large ", "small ", "generations "].map(|name| {
+        let report = reports.iter().find_map(|report| report.strip_prefix(name));
+        report.unwrap_or_else(|| panic!("{limit}, {name}: {reports:?}")).to_owned()
     })
 }
 

@@ -1,9 +1,8 @@
 //! What a peer offers to be mapped: bounded for each link and for all, and no reason to refuse a link.
 //!
-//! Not for: whose memory is read (`foreign`), or memory that does not answer (`silent`).
+//! Not for: whose memory is read (`peer_memory`), or memory that does not answer (`reader_threads`).
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::Command;
 use std::time::Duration;
 
 use llm_datadist_core::testing::memory::{Generations, MapBudget};
@@ -19,6 +18,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 use super::fake::{Fake, hear, say, soon};
 use super::{Held, LONG, Pair, Ports, Way, config, eventually, link, of, open, row, unlink};
 use crate::bed::desc;
+use crate::child_process::{self, report};
 
 const MIB: u64 = 1 << 20;
 const TIB: u64 = 1 << 40;
@@ -132,7 +132,7 @@ fn offers_that_are_too_large_or_unsound_leave_the_link_to_sockets() {
 #[test]
 #[ignore = "started by the test below"]
 fn narrow() {
-    if std::env::var_os("OFFERS_NARROW").is_none() {
+    if child_process::role().is_none() {
         return;
     }
     let engine = engine(|config| config.links.remote_memory = Some(i64::MAX as u64));
@@ -148,20 +148,13 @@ fn narrow() {
     assert_eq!(link.pools, "stream");
     let own = vec![1_u8; 512 << 20];
     assert_eq!(std::hint::black_box(own).len(), 512 << 20);
-    use std::io::Write as _;
-    writeln!(std::io::stdout(), "\nNARROW done").unwrap();
+    report("done");
 }
 
 #[test]
 #[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn limited_address_space_is_not_filled_by_a_peer() {
-    let run = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "links::offers::narrow", "--ignored", "--nocapture"])
-        .env("OFFERS_NARROW", "1")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&run.stdout);
-    assert!(run.status.success() && said.contains("NARROW done"), "{run:?}");
+    assert_eq!(child_process::run("links::offers::narrow", ""), ["done"]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Pull and push between engines of which one has memory that does not answer the kernel.
 //!
-//! Not for: the threads that read (`silent`, one folder up).
+//! Not for: the threads that read (`reader_threads`).
 
 use std::time::Duration;
 

@@ -1,0 +1,462 @@
+//! Memory of another process: sealed, mapped for reading, read through the kernel, told apart, and never written.
+#![allow(unsafe_code, reason = "mappings")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Outcome, Progress, Staging};
+use llm_datadist_core::testing::device::sim::SimDevice;
+use llm_datadist_core::testing::device::{DeviceSet, HostReach};
+use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
+use llm_datadist_core::testing::memory::{
+    Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
+    allow_readers, own_probe, socket_io,
+};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
+
+use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::child_process::{self, Process, report};
+
+const TENSORS: usize = 3;
+const ROWS: usize = 40;
+const ROW: usize = 16 << 10;
+const TENSOR: usize = ROWS * ROW;
+const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
+
+/// Where tensor `tensor` starts in the region of the peer.
+fn offset(tensor: usize) -> usize {
+    4096 + tensor * (TENSOR + 4096)
+}
+
+/// Bytes of tensor `tensor` of the peer.
+fn source(tensor: usize, at: usize, len: usize) -> Vec<u8> {
+    (at..at + len).map(|at| pattern(9, tensor, at)).collect()
+}
+
+/// The peer: a region with patterns, and generations that rise at the places that it reads.
+#[test]
+#[ignore = "started by the tests below"]
+fn peer() {
+    if child_process::role().is_none() {
+        return;
+    }
+    allow_readers();
+    let region = Arc::new(Region::shared("peer", offset(TENSORS) as u64).unwrap());
+    let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
+    let tensors = Tensors::carved(region.clone(), offsets, TENSOR as u64, Box::new(())).unwrap();
+    for tensor in 0..TENSORS {
+        let bytes = Buffer::new(TENSOR, |at| pattern(9, tensor, at));
+        let from = Tensors::adopted(bytes.adopt(0, TENSOR));
+        let [src, dst] = [(&from, 0), (&tensors, tensor)]
+            .map(|(tensors, tensor)| tensors.window(tensor, 0, TENSOR as u64).unwrap());
+        copy(src, dst, Kernel::PLAIN).unwrap();
+    }
+    let generations = Generations::new().unwrap();
+    generations.bump(7);
+    let probe = own_probe().unwrap();
+    let fds = [region.descriptor(), generations.descriptor()].map(|fd| fd.unwrap().as_raw_fd());
+    let secret = u128::from_le_bytes(probe.secret);
+    report(format_args!("{} {} {} {} {secret}", fds[0], fds[1], region.base(), probe.address));
+    for line in io::stdin().lines() {
+        generations.bump(line.unwrap().parse().unwrap());
+        report("bumped");
+    }
+}
+
+/// The peer, as this process sees it.
+struct Peer {
+    process: Process,
+    fds: [String; 2],
+    base: u64,
+    probe: Probe,
+}
+
+impl Peer {
+    fn start() -> Peer {
+        let mut process = Process::start("peer_memory::peer", "peer");
+        let words = process.report();
+        let fds = [0, 1].map(|word| format!("/proc/{}/fd/{}", process.pid(), words[word]));
+        let secret = words[4].parse::<u128>().unwrap().to_le_bytes();
+        let probe = Probe { address: words[3].parse().unwrap(), secret };
+        Peer { process, fds, base: words[2].parse().unwrap(), probe }
+    }
+
+    /// The descriptor of its region (0) or of its generations (1), as if it had passed it over a socket.
+    fn descriptor(&self, which: usize) -> OwnedFd {
+        OpenOptions::new().read(true).write(true).open(&self.fds[which]).unwrap().into()
+    }
+
+    fn bump(&mut self, place: u32) {
+        self.process.send(place);
+        assert_eq!(self.process.report(), ["bumped"]);
+    }
+
+    fn mapping(&self) -> Arc<PeerMapping> {
+        PeerMapping::map(self.descriptor(0), offset(TENSORS) as u64, &budget(), soon()).unwrap()
+    }
+
+    fn mapped(&self) -> Arc<Tensors> {
+        let offsets = (0..TENSORS).map(|tensor| offset(tensor) as u64);
+        Arc::new(Tensors::mapped(self.mapping(), offsets, TENSOR as u64).unwrap())
+    }
+
+    fn memory(&self) -> Arc<PeerProcess> {
+        PeerProcess::open(self.process.pid(), self.probe).unwrap()
+    }
+
+    fn read(&self) -> Arc<Tensors> {
+        self.read_at((0..TENSORS).map(|tensor| self.base + offset(tensor) as u64).collect())
+    }
+
+    fn read_at(&self, addrs: Vec<u64>) -> Arc<Tensors> {
+        Arc::new(Tensors::of_process(self.memory(), addrs, TENSOR as u64).unwrap())
+    }
+}
+
+/// Tensors of this process over one buffer.
+fn local() -> (Arc<Buffer>, Arc<Tensors>) {
+    let buffer = Buffer::new(TENSORS * TENSOR, |_| 0xEE);
+    let addrs: Vec<u64> = (0..TENSORS).map(|tensor| buffer.addr() + (tensor * TENSOR) as u64).collect();
+    let adopted = adopt(&desc(Placement::Host, TENSORS as u32, ROWS, ROW), CacheKind::Blocks, &addrs);
+    (buffer, Arc::new(Tensors::adopted(adopted)))
+}
+
+/// A budget that every mapping of these tests fits.
+fn budget() -> Arc<MapBudget> {
+    MapBudget::new(None)
+}
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn engine(workers: usize) -> CopyEngine {
+    let config = Config { copy_workers: Some(workers), ..config(1 << 20) };
+    CopyEngine::new(&config, DeviceSet::host_only()).unwrap()
+}
+
+fn run(
+    engine: &CopyEngine,
+    pairs: &[(u64, u64)],
+    src: &Arc<Tensors>,
+    dst: &Arc<Tensors>,
+    progress: &Arc<Progress>,
+) -> Result<Outcome> {
+    // The peer calls its memory device memory; it is reached all the same.
+    let (src, dst) = ((src, Placement::Device), (dst, Placement::Host));
+    engine.run(plan(pairs), src, dst, STRAIGHT, soon(), progress)
+}
+
+fn plan(pairs: &[(u64, u64)]) -> CopyPlan {
+    let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
+    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
+}
+
+/// Pairs of blocks, some of them written twice, so that there are waves.
+fn pairs() -> Vec<(u64, u64)> {
+    let rows = ROWS as u64;
+    (0..rows - 3)
+        .map(|row| (row * 7 % rows, (row * 11 + 3) % rows))
+        .chain([(5, 3), (6, 3), (0, 14)])
+        .collect()
+}
+
+#[test]
+fn both_ways_of_reading_bring_the_bytes_of_the_peer() {
+    let peer = Peer::start();
+    let plan = plan(&pairs());
+    assert!(plan.waves().len() > 1);
+    for remote in [peer.mapped(), peer.read()] {
+        for workers in [1, 2, 4] {
+            let (buffer, tensors) = local();
+            let progress = Arc::new(Progress::default());
+            let outcome = run(&engine(workers), &pairs(), &remote, &tensors, &progress).unwrap();
+            assert_eq!((outcome.bytes, progress.bytes()), (plan.bytes(), plan.bytes()));
+            let mut expected = vec![0xEE; TENSORS * TENSOR];
+            for (src, dst) in pairs() {
+                for tensor in 0..TENSORS {
+                    let block = source(tensor, src as usize * ROW, ROW);
+                    expected[tensor * TENSOR + dst as usize * ROW..][..ROW].copy_from_slice(&block);
+                }
+            }
+            assert!(buffer.read(0, TENSORS * TENSOR) == expected, "{remote:?} with {workers} workers");
+        }
+    }
+}
+
+#[test]
+fn only_the_owner_maps_a_region_for_writing() {
+    let peer = Peer::start();
+    for descriptor in [peer.descriptor(0), peer.descriptor(1)] {
+        // SAFETY: no address is asked for.
+        let map = |rights| unsafe { mmap(null_mut(), 4096, rights, MapFlags::SHARED, &descriptor, 0) };
+        assert_eq!(map(ProtFlags::READ | ProtFlags::WRITE), Err(Errno::PERM));
+        let at = map(ProtFlags::READ).unwrap();
+        // The right to write cannot be had later either.
+        // SAFETY: the mapping just made, which nothing points into.
+        let more = unsafe { mprotect(at, 4096, MprotectFlags::READ | MprotectFlags::WRITE) };
+        assert_eq!(more, Err(Errno::ACCESS));
+    }
+}
+
+#[test]
+fn descriptors_that_could_kill_the_reader_are_refused() {
+    let (mib, two) = (1 << 20, 2 << 20);
+    let unsealed = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&unsealed, mib).unwrap();
+    let file = File::open(std::env::current_exe().unwrap()).unwrap();
+    let region = Region::shared("test", mib).unwrap();
+    let shared = || region.descriptor().unwrap().try_clone_to_owned().unwrap();
+    // Pools are made of whole huge pages.
+    for (descriptor, len, text) in [
+        (unsealed, mib, "not sealed"),
+        (file.into(), 4096, "not memory that can be sealed"),
+        (shared(), two + 1, "has_bytes=2097152"),
+        (shared(), 0, ""),
+        (shared(), u64::MAX, ""),
+    ] {
+        let error = PeerMapping::map(descriptor, len, &budget(), soon()).unwrap_err();
+        assert!(error.to_string().contains(text), "{len}: {error}");
+    }
+    assert_eq!(PeerMapping::map(shared(), mib, &budget(), soon()).unwrap().len(), mib);
+    assert!(PeerGenerations::map(shared(), &budget(), soon()).is_err());
+}
+
+#[test]
+fn tensors_of_a_peer_stay_inside_its_memory() {
+    let peer = Peer::start();
+    let region = peer.mapping();
+    for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
+        assert!(Tensors::mapped(region.clone(), [0, offset], bytes).is_err(), "{offset} + {bytes}");
+    }
+    let error = Tensors::of_process(peer.memory(), vec![4096, u64::MAX - 100], 4096).unwrap_err();
+    assert_eq!(error.fact("pid"), Some(peer.process.pid().to_string().as_str()));
+}
+
+#[test]
+fn memory_of_a_peer_is_never_a_destination() {
+    let peer = Peer::start();
+    let (buffer, own) = local();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    for remote in [peer.mapped(), peer.read()] {
+        assert!(!remote.reach().writable());
+        let error = run(&engine(2), &pairs(), &own, &remote, &Arc::default()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::System);
+        let (from, to) = (own.window(0, 0, 64).unwrap(), remote.window(0, 0, 64).unwrap());
+        assert!(copy(from, to, Kernel::PLAIN).is_err());
+        let error = socket_io::receive(socket.as_fd(), &[to], 0).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        assert!(peer.memory().read(&[(remote.window(0, 0, 64).unwrap(), to)]).is_err());
+    }
+    assert!(buffer.read(0, TENSORS * TENSOR).iter().all(|&byte| byte == 0xEE));
+}
+
+#[test]
+fn only_the_process_with_the_secret_is_read() {
+    let (peer, other) = (Peer::start(), Peer::start());
+    let (pid, probe) = (peer.process.pid(), peer.probe);
+    let own = std::process::id() as i32;
+    let mut wrong = probe;
+    wrong.secret[15] ^= 1;
+    for (pid, probe) in [
+        (pid, wrong),
+        (own, probe),
+        // Two runs of one program may have the same addresses, but never the same secret.
+        (other.process.pid(), Probe { secret: probe.secret, ..other.probe }),
+        (pid, Probe { address: 16, ..probe }),
+        (0, probe),
+        (-1, probe),
+        (i32::MIN, probe),
+        (i32::MAX, probe),
+    ] {
+        let error = PeerProcess::open(pid, probe).unwrap_err();
+        assert_eq!(error.fact("pid"), Some(pid.to_string().as_str()), "{error}");
+    }
+    assert_eq!(PeerProcess::open(pid, wrong).unwrap_err().kind(), ErrorKind::System);
+    assert_eq!(format!("{probe:?}"), format!("Probe({:#x}, …)", probe.address), "it shows no secret");
+    assert!(PeerProcess::open(own, own_probe().unwrap()).unwrap().alive());
+}
+
+/// A process of another user, which reports how it was refused to read its parent.
+#[test]
+#[ignore = "started by the test below"]
+fn stranger() {
+    let Some(parent) = child_process::role() else { return };
+    let error = PeerProcess::open(parent.parse().unwrap(), own_probe().unwrap()).unwrap_err();
+    report(format_args!("{:?} {:?}", error.kind(), error.fact("errno")));
+}
+
+#[test]
+fn a_refused_permission_is_told_apart() {
+    use std::os::unix::process::CommandExt;
+    // Root starts a process of the user nobody. For other users, process 1 belongs to another user.
+    let mut stranger = child_process::command("peer_memory::stranger", &std::process::id().to_string());
+    if let Ok(output) = stranger.current_dir("/").uid(65_534).gid(65_534).output() {
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(text.contains("NotEnabled Some(\"1\")"), "{text}");
+    } else if rustix::process::geteuid().is_root() {
+        skipped("nobody may not start this test binary, and root is refused nothing");
+    } else {
+        let error = PeerProcess::open(1, own_probe().unwrap()).unwrap_err();
+        assert_eq!((error.kind(), error.fact("errno")), (ErrorKind::NotEnabled, Some("1")), "{error}");
+    }
+}
+
+#[test]
+fn a_peer_that_is_killed_while_it_is_read_is_an_error_with_its_reason() {
+    let mut peer = Peer::start();
+    let (memory, remote) = (peer.memory(), peer.read());
+    assert!(memory.alive());
+    let reader = thread::spawn(move || {
+        let (_buffer, own) = local();
+        let engine = engine(2);
+        loop {
+            let progress = Arc::default();
+            if let Err(error) = run(&engine, &pairs(), &remote, &own, &progress) {
+                return (error, progress.bytes());
+            }
+        }
+    });
+    thread::sleep(Duration::from_millis(20));
+    peer.process.kill();
+    let (error, bytes) = reader.join().unwrap();
+    assert_eq!(error.kind(), ErrorKind::NotLinked, "{error}");
+    let facts = ["alive", "errno", "copied_bytes"].map(|name| error.fact(name));
+    assert_eq!(facts, [Some("false"), Some("3"), Some(bytes.to_string().as_str())], "{error}");
+    peer.process.wait();
+    assert!(!memory.alive());
+    assert!(PeerProcess::open(peer.process.pid(), peer.probe).is_err());
+}
+
+#[test]
+fn an_address_that_is_not_mapped_is_named_and_what_came_before_it_counts() {
+    let peer = Peer::start();
+    let remote = peer.read_at(vec![peer.base + offset(0) as u64, 4096, peer.base + offset(2) as u64]);
+    let (buffer, own) = local();
+    let progress = Arc::new(Progress::default());
+    let reversed: Vec<_> = (0..ROWS as u64).map(|row| (row, ROWS as u64 - 1 - row)).collect();
+    // One worker copies in the order of the plan.
+    let error = run(&engine(1), &reversed, &remote, &own, &progress).unwrap_err();
+    assert_eq!(["errno", "alive"].map(|name| error.fact(name)), [Some("14"), Some("true")], "{error}");
+    assert!(error.fact("address").is_some(), "{error}");
+    let arrived = progress.arrived(&plan(&reversed), ROW as u64).unwrap();
+    // Whole units only: perhaps not all rows of the first tensor, and nothing of the others.
+    let [Arrived { tensor: 0, rows }] = arrived.as_slice() else { panic!("{arrived:?}") };
+    let rows: Vec<usize> = rows.iter().cloned().flatten().map(|row| row as usize).collect();
+    assert!(!rows.is_empty());
+    for row in rows {
+        assert!(buffer.read(row * ROW, ROW) == source(0, (ROWS - 1 - row) * ROW, ROW), "row {row}");
+    }
+}
+
+#[test]
+fn odd_pieces_beyond_one_system_call_arrive() {
+    const LENS: [u64; 4] = [0, 1, 77, 199];
+    let peer = Peer::start();
+    let (remote, (buffer, own)) = (peer.read(), local());
+    let pair = |at: u64, len| (remote.window(1, at + 13, len).unwrap(), own.window(2, at, len).unwrap());
+    // Empty pieces among them, at the end as well.
+    let mut pairs: Vec<_> = (0..3000).map(|piece| pair(piece * 200, LENS[piece as usize % 4])).collect();
+    pairs.push(pair(0, 0));
+    peer.memory().read(&pairs).unwrap();
+    let mut expected = vec![0xEE; TENSOR];
+    for piece in 0..3000 {
+        let (at, len) = (piece * 200, LENS[piece % 4] as usize);
+        expected[at..at + len].copy_from_slice(&source(1, at + 13, len));
+    }
+    assert!(buffer.read(2 * TENSOR, TENSOR) == expected);
+    let unequal = (remote.window(0, 0, 8).unwrap(), own.window(0, 0, 9).unwrap());
+    assert!(peer.memory().read(&[unequal]).is_err());
+}
+
+#[test]
+fn generations_of_a_peer_are_seen_as_they_rise() {
+    let mut peer = Peer::start();
+    let seen = PeerGenerations::map(peer.descriptor(1), &budget(), soon()).unwrap();
+    assert!(seen.still(7, 1) && !seen.still(7, 0) && seen.still(8, 0));
+    peer.bump(7);
+    assert!(!seen.still(7, 1) && seen.still(7, 2) && seen.still(8, 0));
+    let last = (1 << 24) - 1;
+    peer.bump(last);
+    assert!(seen.still(last, 1));
+    // Places beyond the last one are never trusted, and break nothing.
+    for place in [1 << 24, u32::MAX] {
+        peer.bump(place);
+        assert!(!seen.still(place, u64::MAX));
+    }
+    let own = Generations::new().unwrap();
+    own.bump(3);
+    assert_eq!((own.of(3), own.of(4), own.of(u32::MAX)), (1, 0, u64::MAX));
+}
+
+#[test]
+fn memory_that_a_device_cannot_reach_is_refused_and_the_ring_is_not_used() {
+    let peer = Peer::start();
+    for reach in [HostReach::Direct, HostReach::Staged] {
+        let devices = DeviceSet::with_device(Arc::new(SimDevice::new(reach)));
+        let region = Arc::new(devices.at(Placement::Device).allocate("test", 1 << 21).unwrap());
+        let offsets = (0..TENSORS as u64).map(|tensor| tensor * TENSOR as u64);
+        let device = Arc::new(Tensors::carved(region, offsets, TENSOR as u64, Box::new(())).unwrap());
+        assert_eq!(device.reach(), Reach::Device);
+        let engine = CopyEngine::new(&config(1 << 20), devices).unwrap();
+        let forced = Staging { path: SwapInPath::Ring, ..STRAIGHT };
+        let direct = reach == HostReach::Direct;
+        for (remote, reached) in [(peer.mapped(), direct), (peer.read(), false)] {
+            let (src, dst) = ((&remote, Placement::Host), (&device, Placement::Device));
+            let ran = engine.run(plan(&pairs()), src, dst, forced, soon(), &Arc::default());
+            let refused = ran.err().map(|error| error.kind());
+            assert_eq!(refused, (!reached).then_some(ErrorKind::NotEnabled));
+            assert_eq!(engine.ring_bytes(), 0);
+        }
+        if direct {
+            let (buffer, own) = local();
+            run(&engine, &[(14, 0)], &device, &own, &Arc::default()).unwrap();
+            assert!(buffer.read(0, ROW) == source(0, 0, ROW));
+        }
+    }
+}
+
+#[test]
+fn windows_go_through_a_socket_in_order_and_in_parts() {
+    let (one, two) = UnixStream::pair().unwrap();
+    let peer = Peer::start();
+    let (mapped, (buffer, own)) = (peer.mapped(), local());
+    // More windows than one call takes, among them empty ones and one larger than the socket's buffer.
+    let lens = (0..1500).map(|piece| if piece == 700 { 300_000 } else { piece % 7 * 31 });
+    let (mut from, mut to, mut total) = (Vec::new(), Vec::new(), 0);
+    for len in lens {
+        from.push(mapped.window(1, total, len).unwrap());
+        to.push(own.window(0, total, len).unwrap());
+        total += len;
+    }
+    let receive_from = |skip| socket_io::receive(two.as_fd(), &to, skip);
+    let send_from = |skip| socket_io::send(one.as_fd(), &from, skip);
+    assert_eq!(receive_from(0).unwrap_err().kind(), io::ErrorKind::WouldBlock, "nothing has arrived yet");
+    let (mut sent, mut received) = (0, 0);
+    while received < total {
+        sent += send_from(sent).unwrap() as u64;
+        // Each call moves another amount, so that windows are cut.
+        received += receive_from(received).unwrap() as u64;
+    }
+    assert_eq!((sent, received), (total, total));
+    assert_eq!(send_from(total).unwrap(), 0);
+    assert!(buffer.read(0, total as usize) == source(1, 0, total as usize));
+    // With nothing left to ask for there is an error, because 0 is the end of the stream.
+    assert!(receive_from(total).is_err());
+    // Dropping it would not do: a process that another test is starting may hold it for a moment.
+    one.shutdown(std::net::Shutdown::Both).unwrap();
+    assert_eq!(receive_from(0).unwrap(), 0);
+    let broken = socket_io::send(two.as_fd(), &from, 0).unwrap_err();
+    assert_eq!(broken.kind(), io::ErrorKind::BrokenPipe);
+    // Memory that only the kernel reads cannot be sent.
+    assert!(socket_io::send(two.as_fd(), &[peer.read().window(0, 0, 8).unwrap()], 0).is_err());
+}
