@@ -12,12 +12,16 @@ if ! command -v valgrind > /dev/null; then
 fi
 tests=(
 	kernel::every kernel::a_batch kernel::overlapping kernel::pieces kernel::refuses kernel::tensors kernel::windows
-	pin::a_free pin::one_call pin::a_refused pin::rows pin::readers region::
-	--skip region::the_number_of_this_process --skip region::a_region_costs_nothing
+	row_pins:: region::
 )
+left_out=(row_pins::exclusion region::the_number_of_this_process region::a_region_costs_nothing)
 binary=$(cargo test --locked --no-run --message-format=json -p llm-datadist-core --test integration |
 	sed -n 's/.*"executable":"\([^"]*\/integration-[^"]*\)".*/\1/p' | tail -n 1)
 [ -x "$binary" ] || { echo "the test program was not built" >&2; exit 1; }
+list=$("$binary" --list)
+for name in "${tests[@]}" "${left_out[@]}"; do
+	grep -q "^[a-z_:]*$name" <<< "$list" || { echo "no test is named $name" >&2; exit 1; }
+done
 PROPTEST_CASES=${PROPTEST_CASES:-2} valgrind --quiet --error-exitcode=99 --num-callers=30 --fair-sched=yes \
-	"$binary" --test-threads=1 "${tests[@]}" "$@"
+	"$binary" --test-threads=1 "${tests[@]}" "${left_out[@]/#/--skip=}" "$@"
 echo "valgrind: no errors"
