@@ -1,6 +1,4 @@
-//! One function for each call of the class: checked values → the core.
-//!
-//! Not for: pointers (`abi`), or any rule (`core::validate::cpp`).
+//! The calls of the class, with checked values. Pointers are the matter of `abi`, rules that of `core::validate::cpp`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,30 +6,31 @@ use std::time::Duration;
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{Adopted, CacheId, DataDist, End, PeerAddress, Result, StatusCode};
 
-use crate::door::{self, Door, Open};
+use crate::failure;
+use crate::objects::{Object, Open};
 
 type Texts = BTreeMap<String, String>;
 
 /// `Initialize`.
-pub(crate) fn initialize(door: &Door, options: impl FnOnce() -> Result<Texts>) -> Result<()> {
-    door.open(|| {
-        let role = cpp::role(door.role())?;
-        let options = cpp::options(role, door.cluster, &options()?)?;
+pub(crate) fn initialize(object: &Object, options: impl FnOnce() -> Result<Texts>) -> Result<()> {
+    object.open(|| {
+        let role = cpp::role(object.role())?;
+        let options = cpp::options(role, object.cluster, &options()?)?;
         Ok(Open { engine: DataDist::open(options.config.clone())?, options })
     })
 }
 
 /// `SetRole`.
-pub(crate) fn set_role(door: &Door, role: i32, given: &Texts) -> Result<()> {
-    let open = door.engine()?;
+pub(crate) fn set_role(object: &Object, role: i32, options: &Texts) -> Result<()> {
+    let open = object.engine()?;
     let to = cpp::role(role)?;
-    let listen = cpp::set_role(&open.options, to, given, open.engine.listening())?;
+    let listen = cpp::set_role(&open.options, to, options, open.engine.listening())?;
     open.engine.switch_role(to, listen)?;
-    door.set_role(role);
+    object.set_role(role);
     Ok(())
 }
 
-/// `LinkLlmClusters`: the status of each, and that of the last that failed.
+/// `LinkLlmClusters`.
 pub(crate) fn link(open: &Open, peers: &[PeerAddress], timeout: Duration) -> Outcome {
     let engine = &open.engine;
     let linked = if open.options.one_local {
@@ -47,11 +46,11 @@ pub(crate) fn unlink(open: &Open, peers: &[PeerAddress], timeout: Duration, forc
     Outcome::new(open.engine.unlink_clusters(peers, timeout, force))
 }
 
-/// What became of each cluster of a call.
+/// The results of a call for several clusters.
 pub(crate) struct Outcome {
-    /// One status for each, in order.
+    /// The status of each cluster, in their order.
     pub(crate) statuses: Vec<u32>,
-    /// That of the last that failed.
+    /// The status of the last cluster that failed.
     pub(crate) whole: u32,
 }
 
@@ -59,29 +58,29 @@ impl Outcome {
     fn new(results: Vec<Result<()>>) -> Outcome {
         let (mut reasons, mut whole) = (Vec::new(), StatusCode::Success);
         let mut status = |result: Result<()>| match result {
-            Ok(()) => door::status(StatusCode::Success),
+            Ok(()) => failure::status(StatusCode::Success),
             Err(error) => {
                 reasons.push(error.to_string());
                 whole = StatusCode::of_cpp(error.kind());
-                door::status(whole)
+                failure::status(whole)
             }
         };
         let statuses = results.into_iter().map(&mut status).collect();
         if !reasons.is_empty() {
-            door::keep(&reasons.join("; "));
+            failure::keep(&reasons.join("; "));
         }
-        Outcome { statuses, whole: door::status(whole) }
+        Outcome { statuses, whole: failure::status(whole) }
     }
 }
 
-/// `RegisterKvCache`. Peers may reach it: the class has no other use for it.
+/// `RegisterKvCache`. Peers may reach the cache, because the class has no other use for it.
 pub(crate) fn register(engine: &DataDist, adopted: Adopted) -> Result<CacheId> {
     engine.register(adopted, &[], Some(true)).map(|cache| cache.id())
 }
 
-/// A cache that a structure names by its id, which must not say anything else of it.
-pub(crate) fn named(engine: &DataDist, id: i64, given: cpp::Stated<'_>) -> Result<End> {
+/// Returns the cache that a structure names by its id. What the structure states otherwise must agree with it.
+pub(crate) fn named(engine: &DataDist, id: i64, stated: cpp::Stated<'_>) -> Result<End> {
     let cache = engine.find(CacheId(id))?;
-    cpp::stated(cache.side(), cache.addrs(), given)?;
+    cpp::stated(cache.side(), cache.addrs(), stated)?;
     Ok(End::Loose(cache))
 }

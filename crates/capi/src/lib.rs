@@ -1,7 +1,8 @@
-//! `libllm_datadist`: the engine for C and C++. Convert, enter, call, keep the reason; nothing is decided here.
+//! `libllm_datadist`: the engine for C and C++.
 //!
-//! `include/llm_datadist/llm_datadist.h` is the C++ class over it, `llm_datadist_c.h` the generated C header. Not for:
-//! what arguments mean (`core::validate`), or names and defaults of the public class (the C++ header).
+//! Each function converts its arguments, finds the engine of its handle, makes one call, and keeps the reason of a failure.
+//! It decides nothing: `core::validate` has the rules. `include/llm_datadist/llm_datadist.h` is the C++ class, with its names
+//! and defaults, and `llm_datadist_c.h` is the generated C header.
 
 // Tests of the library may panic; the library may not.
 #![cfg_attr(
@@ -15,20 +16,20 @@
     )
 )]
 
-#[expect(unsafe_code, reason = "what C hands over, and the functions that C calls")]
+#[expect(unsafe_code, reason = "pointers from C, and the functions that C calls")]
 pub mod abi;
 mod calls;
-mod door;
+mod failure;
 mod log;
+mod objects;
 
 use llm_datadist_core::bindings::KeptLists;
 
-/// Memory of this library alone: the program's `malloc` is not touched.
+/// The allocator of this library alone. The program's `malloc` is not changed.
 #[global_allocator]
 static LISTS: KeptLists = KeptLists::new();
 
 #[cfg(test)]
-#[path = "../../../crates/capi/src/tests/mod.rs"]
 #[allow(
     unsafe_code,
     clippy::multiple_unsafe_ops_per_block,

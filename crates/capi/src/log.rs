@@ -1,7 +1,7 @@
-//! Where the engine's lines go: to the callback of the program, or errors to standard error.
+//! Sends the engine's log lines to the callback of the program, or errors to standard error.
 //!
-//! Silence would be a bad default for a library: a refused connection is one line, and the line says which setting would
-//! admit the peer. Not for: pointers (`abi::log`).
+//! Silence would be a bad default: the one line about a refused connection names the setting that would admit the
+//! peer. The C callback itself is in `abi::log`.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -9,33 +9,31 @@ use std::sync::{Once, PoisonError, RwLock};
 
 use llm_datadist_core::{Error, ErrorKind, Level, Line, Result, Sink, install_log};
 
-use crate::door::{GENERATIONS, generation};
-
-/// What the program gave: called with a level, a target and a text.
+/// A function of the program. It is called with a level, a target and a text.
 pub(crate) type Callback = Box<dyn Fn(i32, &str, &str) + Send + Sync>;
 
-/// A callback, and the least severe level that it wants.
-struct Given {
-    callback: Callback,
-    most: i32,
+/// A callback, and the least severe level that it receives.
+pub(crate) struct Recipient {
+    pub(crate) callback: Callback,
+    pub(crate) max_level: i32,
 }
 
-/// One for each generation of forked processes: in a child, the lock of its parent may be held for ever.
-static GIVEN: [RwLock<Option<Given>>; GENERATIONS] = [const { RwLock::new(None) }; GENERATIONS];
+/// Returns the place of the recipient in this process.
+type Place = fn() -> &'static RwLock<Option<Recipient>>;
 
 thread_local! {
-    /// Whether this thread is inside of the callback.
+    /// Whether this thread is inside the callback.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The numbers that C has for levels.
+/// The numbers of the levels in C.
 const LEVELS: [(i32, Level); 4] = [(1, Level::ERROR), (2, Level::WARN), (3, Level::INFO), (4, Level::DEBUG)];
 
-/// Sends the engine's lines here from now on.
-pub(crate) fn install() {
+/// Sends the engine's lines to the recipient at `place` from now on.
+pub(crate) fn install(place: Place) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        install_log(ToProgram { errors: shows_errors() });
+        install_log(ToProgram { place, shows_errors: shows_errors() });
     });
 }
 
@@ -44,31 +42,28 @@ fn shows_errors() -> bool {
     std::env::var_os("LLM_DATADIST_LOG").is_none_or(|value| value != "off")
 }
 
-/// Replaces the callback; afterwards the old one is neither running nor called again.
-pub(crate) fn set(callback: Option<Callback>, most: i32) -> Result<()> {
+/// Replaces the recipient at `place`. Afterwards the old callback is not running and is never called again.
+pub(crate) fn set(place: Place, recipient: Option<Recipient>) -> Result<()> {
     let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
     if INSIDE.get() {
         return refused("the log callback cannot be replaced from inside the callback".into());
     }
-    if callback.is_some() && !(1..=4).contains(&most) {
-        return refused(format!("max_level={most} is out of range (1 to 4)"));
+    if let Some(level) = recipient.as_ref().map(|to| to.max_level).filter(|level| !(1..=4).contains(level)) {
+        return refused(format!("max_level={level} is out of range (1 to 4)"));
     }
-    let Some(given) = GIVEN.get(generation()) else {
-        return refused("the process is the result of more than 64 forks within forks".into());
-    };
-    install();
-    let given_now = callback.map(|callback| Given { callback, most });
+    install(place);
     let before = {
-        let mut given = given.write().unwrap_or_else(PoisonError::into_inner);
-        std::mem::replace(&mut *given, given_now)
+        let mut current = place().write().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *current, recipient)
     };
     drop(before);
     Ok(())
 }
 
 struct ToProgram {
+    place: Place,
     /// Whether errors are shown while there is no callback.
-    errors: bool,
+    shows_errors: bool,
 }
 
 impl Sink for ToProgram {
@@ -78,21 +73,21 @@ impl Sink for ToProgram {
 
     fn take(&self, line: Line) {
         let level = LEVELS.iter().find(|&&(_, known)| known == line.level).map_or(4, |&(number, _)| number);
-        let Some(given) = GIVEN.get(generation()) else { return };
-        let given = given.read().unwrap_or_else(PoisonError::into_inner);
-        match given.as_ref() {
-            Some(given) if level <= given.most => {
+        let recipient = (self.place)().read().unwrap_or_else(PoisonError::into_inner);
+        match recipient.as_ref() {
+            Some(recipient) if level <= recipient.max_level => {
                 INSIDE.set(true);
-                (given.callback)(level, line.target, &line.text);
+                (recipient.callback)(level, line.target, &line.text);
                 INSIDE.set(false);
             }
-            None if self.errors && line.level == Level::ERROR => show(&line),
+            None if self.shows_errors && line.level == Level::ERROR => show(&line),
             _ => {}
         }
     }
 }
 
-/// One write for one line, so that lines of several threads do not mix. A closed standard error is not an error.
+/// Writes `line` to standard error with one call, so that lines of several threads do not mix. A closed standard
+/// error is not a failure.
 fn show(line: &Line) {
     let text = format!("[ERROR] {}: {}\n", line.target, line.text);
     let _ = std::io::stderr().write_all(text.as_bytes());

@@ -266,5 +266,5 @@ pub(crate) fn remote_accessible(value: &Any<'_>) -> PyResult<Option<bool>> {
 
 /// Reads a `str`. The error for one that is not UTF-8 does not show it, because it may be a secret.
 pub(crate) fn text(name: &str, value: &Bound<'_, PyString>) -> PyResult<String> {
-    value.extract().map_err(|_| PyValueError::new_err(format!("{name} is no UTF-8 text")))
+    value.extract().map_err(|_| PyValueError::new_err(format!("{name} is not valid UTF-8")))
 }

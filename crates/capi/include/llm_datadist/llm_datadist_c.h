@@ -8,41 +8,41 @@
 #include <stdint.h>
 
 /**
- * Levels of the log, the most severe first.
+ * Level of errors, the most severe one.
  */
 #define LLM_DATADIST_LOG_ERROR 1
 
 /**
- * Something that is likely to be a mistake.
+ * Level of warnings: something is probably wrong.
  */
 #define LLM_DATADIST_LOG_WARNING 2
 
 /**
- * What became of links.
+ * Level of information: links that were made or ended.
  */
 #define LLM_DATADIST_LOG_INFO 3
 
 /**
- * Details.
+ * Level of details.
  */
 #define LLM_DATADIST_LOG_DEBUG 4
 
 /**
- * The version of this interface. It grows when a function is added, or a reserved word comes into use; a library serves
- * programs of its own version and of all below. One that cannot has another name (`libllm_datadist.so.1`).
+ * The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
+ * its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
  */
 #define LLM_DATADIST_ABI_VERSION 2
 
 /**
- * One option: both texts end in a null byte.
+ * One option. Both texts end in a null byte.
  */
 typedef struct {
   /**
-   * Its key.
+   * Key.
    */
   const char *key;
   /**
-   * Its value.
+   * Value.
    */
   const char *value;
 } LlmDatadistOption;
@@ -52,7 +52,7 @@ typedef struct {
  */
 typedef struct {
   /**
-   * IPv4, in digits.
+   * Numeric IPv4 address.
    */
   const char *ip;
   /**
@@ -60,17 +60,17 @@ typedef struct {
    */
   uint16_t port;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistIp;
 
 /**
- * Where a peer is.
+ * A peer and its addresses.
  */
 typedef struct {
   /**
-   * Its cluster id.
+   * Cluster id of the peer.
    */
   uint64_t remote_cluster_id;
   /**
@@ -78,33 +78,33 @@ typedef struct {
    */
   const LlmDatadistIp *local;
   /**
-   * How many.
+   * Number of addresses in `local`.
    */
   size_t num_local;
   /**
-   * Its addresses.
+   * Addresses of the peer.
    */
   const LlmDatadistIp *remote;
   /**
-   * How many.
+   * Number of addresses in `remote`.
    */
   size_t num_remote;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistCluster;
 
 /**
- * What a cache looks like.
+ * The description of a cache.
  */
 typedef struct {
   /**
-   * 0 host, 1 device.
+   * 0 for host memory, 1 for device memory.
    */
   uint32_t placement;
   /**
-   * How many equal tensors.
+   * Number of tensors, which are all alike.
    */
   uint32_t num_tensors;
   /**
@@ -112,32 +112,32 @@ typedef struct {
    */
   int32_t data_type;
   /**
-   * How many dimensions `shape` has.
+   * Number of dimensions in `shape`.
    */
   uint32_t num_dims;
   /**
-   * Dimensions, outermost first.
+   * Dimensions, the outermost first.
    */
   const int64_t *shape;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistCacheDesc;
 
 /**
- * How memory is registered: nothing to say yet.
+ * How memory is registered. There are no settings yet.
  */
 typedef struct {
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[16];
 } LlmDatadistRegisterCfg;
 
 /**
- * Takes one line of the log: its level, which part of the engine it comes from, its text, and the `user_data` that was
- * given. The texts end in a null byte and are valid during the call.
+ * Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
+ * end in a null byte and are valid during the call.
  */
 typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const char *text, void *user_data);
 
@@ -146,75 +146,75 @@ typedef void (*LlmDatadistLogCallback)(int32_t level, const char *target, const 
  */
 typedef struct {
   /**
-   * Who owns it.
+   * Cluster id of its owner.
    */
   uint64_t cluster_id;
   /**
-   * Its id there.
+   * Id of the cache at its owner.
    */
   int64_t cache_id;
   /**
-   * The batch slot.
+   * Batch slot.
    */
   uint32_t batch_index;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistCacheIndex;
 
 /**
- * A cache: one of this engine by its id, or the caller's memory with id -1.
+ * A cache of this engine, named by its id, or memory of the caller, with the id -1.
  */
 typedef struct {
   /**
-   * Its id, or -1.
+   * Id of the cache, or -1.
    */
   int64_t cache_id;
   /**
-   * The address of every tensor.
+   * Address of every tensor.
    */
   const uint64_t *addrs;
   /**
-   * How many.
+   * Number of addresses.
    */
   size_t num_addrs;
   /**
-   * What it looks like.
+   * Description of the cache.
    */
   LlmDatadistCacheDesc desc;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistCache;
 
 /**
- * Layers read and written, both ends included; -1 and -1 for all.
+ * Layers to read and to write. Both ends of a range are included; -1 and -1 stand for all layers.
  */
 typedef struct {
   /**
-   * First layer read.
+   * First layer to read.
    */
   int32_t src_first;
   /**
-   * Last layer read.
+   * Last layer to read.
    */
   int32_t src_last;
   /**
-   * First layer written.
+   * First layer to write.
    */
   int32_t dst_first;
   /**
-   * Last layer written.
+   * Last layer to write.
    */
   int32_t dst_last;
   /**
-   * Tensors of one layer.
+   * Number of tensors of one layer.
    */
   uint8_t tensor_num_per_layer;
   /**
-   * 0.
+   * Must be 0.
    */
   uint64_t reserved[4];
 } LlmDatadistExtParam;
@@ -224,11 +224,11 @@ typedef struct {
  */
 typedef struct {
   /**
-   * The blocks.
+   * Blocks.
    */
   const uint64_t *blocks;
   /**
-   * How many.
+   * Number of blocks.
    */
   size_t count;
 } LlmDatadistBlocks;
@@ -238,43 +238,46 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The `LLM_DATADIST_ABI_VERSION` that the library was built with: a program compiled with a higher one must not go on.
+ * Returns the `LLM_DATADIST_ABI_VERSION` of the library. A program that was compiled with a higher version must not use
+ * the library.
  */
 uint32_t llm_datadist_abi_version(void);
 
 /**
- * A new object, not yet initialised: its handle, never used again; 0 if there is none.
+ * Creates an object, which is not initialized yet. Returns its handle, or 0 on failure. A handle is never used again.
  */
-uint64_t llm_datadist_new(uint64_t cluster_id, int32_t role);
+uint64_t llm_datadist_new(uint64_t cluster_id,
+                          int32_t role);
 
 /**
- * Ends an object, and its engine if it is open.
+ * Frees an object, and closes its engine if it is open.
  */
 uint32_t llm_datadist_free(uint64_t handle);
 
 /**
- * Why the last call of this thread that failed did: text that stays valid until its next call that fails.
+ * Returns the reason of the last call of this thread that failed. The text is valid until the next call of this thread
+ * that fails.
  */
 const char *llm_datadist_last_error(void);
 
 /**
- * Opens the engine; without effect while it is open.
+ * Opens the engine. Has no effect while it is open.
  *
  * # Safety
- * `num_options` options lie at `options`.
+ * `options` points to `num_options` options.
  */
 uint32_t llm_datadist_initialize(uint64_t handle, const LlmDatadistOption *options, size_t num_options);
 
 /**
- * Closes the engine; without effect when it is not open.
+ * Closes the engine. Has no effect unless it is open.
  */
 uint32_t llm_datadist_finalize(uint64_t handle);
 
 /**
- * Takes another role, and listens as `options` say.
+ * Changes the role, and listens at the address that `options` name.
  *
  * # Safety
- * `num_options` options lie at `options`.
+ * `options` points to `num_options` options.
  */
 uint32_t llm_datadist_set_role(uint64_t handle,
                                int32_t role,
@@ -282,16 +285,17 @@ uint32_t llm_datadist_set_role(uint64_t handle,
                                size_t num_options);
 
 /**
- * The port peers are listened for at, or 0. Never a failure: the reason of the last one stays.
+ * Returns the port at which the engine listens for peers, or 0. It never fails, so the reason of the last failure stays.
  */
 uint16_t llm_datadist_listening(uint64_t handle);
 
 /**
- * Links to every cluster. The status of each goes to `rets`; the reasons of all that failed are one text. Arguments
- * without meaning fail the whole call, and nothing is written: then `num_rets` is 0, else `num_clusters`.
+ * Links to every cluster. Writes the status of each to `rets`; the reasons of all failures are joined in one text. Invalid
+ * arguments fail the whole call. Then `num_rets` is set to 0 and no status is written; otherwise it is set to
+ * `num_clusters`.
  *
  * # Safety
- * `num_clusters` clusters lie at `clusters`, and as many statuses may be written at `rets`.
+ * `clusters` points to `num_clusters` clusters, and `rets` to space for as many statuses.
  */
 uint32_t llm_datadist_link_clusters(uint64_t handle,
                                     const LlmDatadistCluster *clusters,
@@ -301,10 +305,11 @@ uint32_t llm_datadist_link_clusters(uint64_t handle,
                                     size_t *num_rets);
 
 /**
- * Ends the links to every cluster; with `force` only this side's half. Statuses as for linking.
+ * Ends the links to every cluster. With `force`, only this side ends them. Writes statuses like
+ * `llm_datadist_link_clusters`.
  *
  * # Safety
- * As `llm_datadist_link_clusters`.
+ * See `llm_datadist_link_clusters`.
  */
 uint32_t llm_datadist_unlink_clusters(uint64_t handle,
                                       const LlmDatadistCluster *clusters,
@@ -315,11 +320,11 @@ uint32_t llm_datadist_unlink_clusters(uint64_t handle,
                                       size_t *num_rets);
 
 /**
- * Takes device memory for a cache. Its id goes to `cache_id`, the address of every tensor to `addrs`, which
- * has room for `num_tensors` at least.
+ * Allocates a cache in device memory. Writes its id to `cache_id`, and the address of every tensor to `addrs`, which has
+ * space for at least `num_tensors`.
  *
  * # Safety
- * `desc` is whole; an id may be written at `cache_id`, and `num_addrs` addresses at `addrs`.
+ * `desc` points to a valid structure, `cache_id` to space for an id, and `addrs` to space for `num_addrs` addresses.
  */
 uint32_t llm_datadist_allocate_cache(uint64_t handle,
                                      const LlmDatadistCacheDesc *desc,
@@ -328,16 +333,16 @@ uint32_t llm_datadist_allocate_cache(uint64_t handle,
                                      size_t num_addrs);
 
 /**
- * Lets go of an allocated cache. One that is not there is no failure.
+ * Deallocates an allocated cache. Succeeds if there is no such cache.
  */
 uint32_t llm_datadist_deallocate_cache(uint64_t handle, int64_t cache_id);
 
 /**
- * Enters the caller's memory as a cache. Its id goes to `cache_id`.
+ * Registers memory of the caller as a cache. Writes its id to `cache_id`.
  *
  * # Safety
- * `desc` is whole, `cfg` too or null for the defaults, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
- * and writable until the cache is unregistered.
+ * `desc` points to a valid structure, and so does `cfg`, unless it is null for the defaults. `addrs` points to `num_addrs`
+ * addresses. At each of them, one tensor of `desc` stays readable and writable until the cache is unregistered.
  */
 uint32_t llm_datadist_register_cache(uint64_t handle,
                                      const LlmDatadistCacheDesc *desc,
@@ -347,23 +352,23 @@ uint32_t llm_datadist_register_cache(uint64_t handle,
                                      int64_t *cache_id);
 
 /**
- * Removes a registered cache, once nothing of this process uses it. One that is not there is no failure. After
- * `LLM_TIMEOUT` no new call finds it, and its memory may still be in use: the same call waits again.
+ * Unregisters a cache, once nothing in this process uses it. Succeeds if there is no such cache. After `LLM_TIMEOUT`, no
+ * new call finds the cache, but its memory may still be in use; call the function again to wait again.
  */
 uint32_t llm_datadist_unregister_cache(uint64_t handle,
                                        int64_t cache_id);
 
 /**
- * Sends lines of `max_level` and more severe ones to `callback`; null removes it. There is one callback in a process,
- * for all objects.
+ * Sends lines of `max_level` and more severe ones to `callback`. Null removes the callback. A process has one callback for
+ * all objects.
  *
  * The callback runs on the thread that caused the line, which may be a thread of the engine, and on several threads at a
- * time. It must return soon, must not throw or jump out, and must not call this library: a line that it causes is
- * dropped, and this function fails. When this function returns, the old callback is not running and is never called
- * again, so its `user_data` may go; whoever calls this must therefore hold no lock that the callback takes.
+ * time. It must return soon, must not throw an exception or jump out, and must not call this library: inside the callback,
+ * log lines are dropped and this function fails. When this function returns, the old callback is not running and is never
+ * called again, so its `user_data` may be freed. Therefore the caller must not hold a lock that the callback takes.
  *
  * Without a callback, errors go to standard error, unless the environment variable `LLM_DATADIST_LOG` is `off` when the
- * first object is made. A forked child starts without a callback.
+ * first object is created. A forked child starts without a callback.
  *
  * # Safety
  * `callback` may be called with `user_data` on any thread until it is replaced.
@@ -373,10 +378,10 @@ uint32_t llm_datadist_set_log_callback(LlmDatadistLogCallback callback,
                                        int32_t max_level);
 
 /**
- * Brings one batch slot of a peer here.
+ * Pulls one batch slot of a peer.
  *
  * # Safety
- * The structures are whole.
+ * The pointers lead to valid structures.
  */
 uint32_t llm_datadist_pull_cache(uint64_t handle,
                                  const LlmDatadistCacheIndex *src,
@@ -386,10 +391,10 @@ uint32_t llm_datadist_pull_cache(uint64_t handle,
                                  const LlmDatadistExtParam *ext_param);
 
 /**
- * Brings blocks of a peer here, pair by pair.
+ * Pulls blocks of a peer, pair by pair.
  *
  * # Safety
- * The structures and lists are whole.
+ * The pointers lead to valid structures and lists.
  */
 uint32_t llm_datadist_pull_blocks(uint64_t handle,
                                   const LlmDatadistCacheIndex *src,
@@ -399,10 +404,10 @@ uint32_t llm_datadist_pull_blocks(uint64_t handle,
                                   const LlmDatadistExtParam *ext_param);
 
 /**
- * Brings one batch slot to a peer.
+ * Pushes one batch slot to a peer.
  *
  * # Safety
- * The structures are whole.
+ * The pointers lead to valid structures.
  */
 uint32_t llm_datadist_push_cache(uint64_t handle,
                                  const LlmDatadistCache *src,
@@ -412,10 +417,10 @@ uint32_t llm_datadist_push_cache(uint64_t handle,
                                  const LlmDatadistExtParam *ext_param);
 
 /**
- * Brings blocks to a peer, pair by pair.
+ * Pushes blocks to a peer, pair by pair.
  *
  * # Safety
- * The structures and lists are whole.
+ * The pointers lead to valid structures and lists.
  */
 uint32_t llm_datadist_push_blocks(uint64_t handle,
                                   const LlmDatadistCache *src,
@@ -425,11 +430,11 @@ uint32_t llm_datadist_push_blocks(uint64_t handle,
                                   const LlmDatadistExtParam *ext_param);
 
 /**
- * Copies one range of one batch slot, the same in every tensor: device to device, or device to host.
+ * Copies one range of one batch slot, the same in every tensor, from device to device or from device to host.
  *
  * # Safety
- * The structures are whole; where their id is -1, from each address on one tensor is readable and writable
- * during the call.
+ * The pointers lead to valid structures. Where the id of a structure is -1, one tensor is readable and writable at each
+ * address during the call.
  */
 uint32_t llm_datadist_copy_cache(uint64_t handle,
                                  const LlmDatadistCache *src,
@@ -440,10 +445,10 @@ uint32_t llm_datadist_copy_cache(uint64_t handle,
                                  int64_t size);
 
 /**
- * Copies every block of `src_blocks` to its place in each of the lists.
+ * Copies every block of `src_blocks` to the block at the same position of each list.
  *
  * # Safety
- * As `llm_datadist_copy_cache`; the lists are whole.
+ * See `llm_datadist_copy_cache`. The lists are valid.
  */
 uint32_t llm_datadist_copy_blocks(uint64_t handle,
                                   const LlmDatadistCache *src,

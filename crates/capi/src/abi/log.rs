@@ -1,34 +1,34 @@
-//! The log callback of C.
-//!
-//! Not for: when it is called (`crate::log`).
+//! The log callback of C. `crate::log` decides when it is called.
 
 use std::ffi::{CString, c_char, c_void};
+use std::sync::RwLock;
 
-use crate::door::guarded;
-use crate::log;
+use super::process;
+use crate::failure::guarded;
+use crate::log::{self, Recipient};
 
-/// Levels of the log, the most severe first.
+/// Level of errors, the most severe one.
 pub const LLM_DATADIST_LOG_ERROR: i32 = 1;
-/// Something that is likely to be a mistake.
+/// Level of warnings: something is probably wrong.
 pub const LLM_DATADIST_LOG_WARNING: i32 = 2;
-/// What became of links.
+/// Level of information: links that were made or ended.
 pub const LLM_DATADIST_LOG_INFO: i32 = 3;
-/// Details.
+/// Level of details.
 pub const LLM_DATADIST_LOG_DEBUG: i32 = 4;
 
-/// Takes one line of the log: its level, which part of the engine it comes from, its text, and the `user_data` that was
-/// given. The texts end in a null byte and are valid during the call.
+/// Receives one line of the log: its level, the part of the engine that it comes from, its text, and `user_data`. The texts
+/// end in a null byte and are valid during the call.
 pub type LlmDatadistLogCallback = Option<
     unsafe extern "C" fn(level: i32, target: *const c_char, text: *const c_char, user_data: *mut c_void),
 >;
 
-/// What the program gave.
+/// A callback and its `user_data`.
 struct Given {
     callback: unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void),
     user_data: *mut c_void,
 }
 
-// SAFETY: the pointer is only handed back, and the caller of `llm_datadist_set_log_callback` promised that the callback
+// SAFETY: the pointer is only passed back, and the caller of `llm_datadist_set_log_callback` promised that the callback
 // may use it on any thread.
 unsafe impl Send for Given {}
 // SAFETY: as above; the promise includes several threads at a time.
@@ -44,16 +44,16 @@ impl Given {
     }
 }
 
-/// Sends lines of `max_level` and more severe ones to `callback`; null removes it. There is one callback in a process,
-/// for all objects.
+/// Sends lines of `max_level` and more severe ones to `callback`. Null removes the callback. A process has one callback for
+/// all objects.
 ///
 /// The callback runs on the thread that caused the line, which may be a thread of the engine, and on several threads at a
-/// time. It must return soon, must not throw or jump out, and must not call this library: a line that it causes is
-/// dropped, and this function fails. When this function returns, the old callback is not running and is never called
-/// again, so its `user_data` may go; whoever calls this must therefore hold no lock that the callback takes.
+/// time. It must return soon, must not throw an exception or jump out, and must not call this library: inside the callback,
+/// log lines are dropped and this function fails. When this function returns, the old callback is not running and is never
+/// called again, so its `user_data` may be freed. Therefore the caller must not hold a lock that the callback takes.
 ///
 /// Without a callback, errors go to standard error, unless the environment variable `LLM_DATADIST_LOG` is `off` when the
-/// first object is made. A forked child starts without a callback.
+/// first object is created. A forked child starts without a callback.
 ///
 /// # Safety
 /// `callback` may be called with `user_data` on any thread until it is replaced.
@@ -64,11 +64,16 @@ pub unsafe extern "C" fn llm_datadist_set_log_callback(
     max_level: i32,
 ) -> u32 {
     guarded(|| {
-        super::watch_forks();
         let given = callback.map(|callback| Given { callback, user_data });
-        let given = given.map(|given| -> log::Callback {
-            Box::new(move |level, target, text| given.call(level, target, text))
+        let recipient = given.map(|given| Recipient {
+            callback: Box::new(move |level, target, text| given.call(level, target, text)),
+            max_level,
         });
-        log::set(given, max_level)
+        log::set(place, recipient)
     })
+}
+
+/// Returns the place of the recipient in this process.
+pub(super) fn place() -> &'static RwLock<Option<Recipient>> {
+    &process::current().log
 }

@@ -1,17 +1,19 @@
-//! Unsafe room 4: the functions C calls. Each converts, enters through the door, and writes what it was asked for.
+//! The functions that C calls. Each converts its arguments, makes one call, and writes the results.
 //!
-//! Every function that returns a number gives a status (`LLM_SUCCESS` is 0). After any other, the calling thread may ask
-//! `llm_datadist_last_error` for the reason. Null where a value is needed, handles that were freed, and panics are
-//! statuses too, never a crash; pointers that are neither null nor valid are the caller's business, as everywhere in C.
-//! Not for: pointers (`raw`), layouts (`types`), calls that move bytes (`transfers`), the log (`log`), or any decision.
+//! Every function that returns `uint32_t` returns a status (`LLM_SUCCESS` is 0). After any other status, the calling thread
+//! can get the reason from `llm_datadist_last_error`. A null pointer for a required argument, a handle that was freed, and
+//! a panic are statuses as well, never a crash. A pointer that is neither null nor valid is undefined behaviour, as
+//! everywhere in C.
+//!
+//! Pointers are converted in `raw`; `types` has the structures, `transfers` the calls that move bytes, and `log` the log.
 
 mod log;
+pub(crate) mod process;
 mod raw;
 mod transfers;
 mod types;
 
 use std::ffi::c_char;
-use std::sync::Once;
 
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CacheId, CacheKind, ClusterId, Result, StatusCode};
@@ -31,57 +33,45 @@ pub use types::{
 };
 
 use crate::calls;
-use crate::door::{self, Open, caught, enter, guarded, guarded_as};
+use crate::failure::{self, caught, guarded, guarded_as};
+use crate::objects::Open;
 
-/// Registers what a forked child does first, once in the life of the process.
-fn watch_forks() {
-    static WATCHED: Once = Once::new();
-    extern "C" fn child() {
-        door::forked();
-    }
-    WATCHED.call_once(|| {
-        // SAFETY: the handler lives for ever, and does in a child of several threads only what is allowed there: an
-        // atomic addition, and the closing of descriptors under a lock that is tried and never waited for.
-        let registered = unsafe { libc::pthread_atfork(None, None, Some(child)) };
-        debug_assert_eq!(registered, 0, "only a lack of memory is refused");
-    });
-}
-
-/// The `LLM_DATADIST_ABI_VERSION` that the library was built with: a program compiled with a higher one must not go on.
+/// Returns the `LLM_DATADIST_ABI_VERSION` of the library. A program that was compiled with a higher version must not use
+/// the library.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_abi_version() -> u32 {
     LLM_DATADIST_ABI_VERSION
 }
 
-/// A new object, not yet initialised: its handle, never used again; 0 if there is none.
+/// Creates an object, which is not initialized yet. Returns its handle, or 0 on failure. A handle is never used again.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_new(cluster_id: u64, role: i32) -> u64 {
     let mut handle = 0;
     guarded(|| {
-        watch_forks();
-        crate::log::install();
-        handle = door::make(ClusterId(cluster_id), role)?;
+        crate::log::install(log::place);
+        handle = process::current().objects.create(ClusterId(cluster_id), role);
         Ok(())
     });
     handle
 }
 
-/// Ends an object, and its engine if it is open.
+/// Frees an object, and closes its engine if it is open.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_free(handle: u64) -> u32 {
-    guarded(|| door::free(handle))
+    guarded(|| process::current().objects.free(handle))
 }
 
-/// Why the last call of this thread that failed did: text that stays valid until its next call that fails.
+/// Returns the reason of the last call of this thread that failed. The text is valid until the next call of this thread
+/// that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_last_error() -> *const c_char {
-    door::reason()
+    failure::reason()
 }
 
-/// Opens the engine; without effect while it is open.
+/// Opens the engine. Has no effect while it is open.
 ///
 /// # Safety
-/// `num_options` options lie at `options`.
+/// `options` points to `num_options` options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_initialize(
     handle: u64,
@@ -90,23 +80,25 @@ pub unsafe extern "C" fn llm_datadist_initialize(
 ) -> u32 {
     guarded_as(StatusCode::of_cpp_open, || {
         // SAFETY: the caller's promise.
-        calls::initialize(&*door::door(handle)?, || unsafe { raw::options(options, num_options) })
+        calls::initialize(&*process::current().objects.get(handle)?, || unsafe {
+            raw::options(options, num_options)
+        })
     })
 }
 
-/// Closes the engine; without effect when it is not open.
+/// Closes the engine. Has no effect unless it is open.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_finalize(handle: u64) -> u32 {
     guarded(|| {
-        door::door(handle)?.close();
+        process::current().objects.get(handle)?.close();
         Ok(())
     })
 }
 
-/// Takes another role, and listens as `options` say.
+/// Changes the role, and listens at the address that `options` name.
 ///
 /// # Safety
-/// `num_options` options lie at `options`.
+/// `options` points to `num_options` options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_set_role(
     handle: u64,
@@ -115,26 +107,27 @@ pub unsafe extern "C" fn llm_datadist_set_role(
     num_options: usize,
 ) -> u32 {
     guarded(|| {
-        let door = door::door(handle)?;
-        door.engine()?;
+        let object = process::current().objects.get(handle)?;
+        object.engine()?;
         // SAFETY: the caller's promise.
         let given = unsafe { raw::options(options, num_options) }?;
-        calls::set_role(&door, role, &given)
+        calls::set_role(&object, role, &given)
     })
 }
 
-/// The port peers are listened for at, or 0. Never a failure: the reason of the last one stays.
+/// Returns the port at which the engine listens for peers, or 0. It never fails, so the reason of the last failure stays.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_listening(handle: u64) -> u16 {
     let listening = caught(|| enter(handle, |open| Ok(open.engine.listening())));
     listening.ok().flatten().map_or(0, |address| address.port())
 }
 
-/// Links to every cluster. The status of each goes to `rets`; the reasons of all that failed are one text. Arguments
-/// without meaning fail the whole call, and nothing is written: then `num_rets` is 0, else `num_clusters`.
+/// Links to every cluster. Writes the status of each to `rets`; the reasons of all failures are joined in one text. Invalid
+/// arguments fail the whole call. Then `num_rets` is set to 0 and no status is written; otherwise it is set to
+/// `num_clusters`.
 ///
 /// # Safety
-/// `num_clusters` clusters lie at `clusters`, and as many statuses may be written at `rets`.
+/// `clusters` points to `num_clusters` clusters, and `rets` to space for as many statuses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_link_clusters(
     handle: u64,
@@ -149,10 +142,11 @@ pub unsafe extern "C" fn llm_datadist_link_clusters(
     unsafe { each_cluster(handle, given, calls::link) }
 }
 
-/// Ends the links to every cluster; with `force` only this side's half. Statuses as for linking.
+/// Ends the links to every cluster. With `force`, only this side ends them. Writes statuses like
+/// `llm_datadist_link_clusters`.
 ///
 /// # Safety
-/// As `llm_datadist_link_clusters`.
+/// See `llm_datadist_link_clusters`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_unlink_clusters(
     handle: u64,
@@ -168,11 +162,11 @@ pub unsafe extern "C" fn llm_datadist_unlink_clusters(
     unsafe { each_cluster(handle, given, |open, peers, limit| calls::unlink(open, peers, limit, force)) }
 }
 
-/// The arguments of both, in their order.
+/// The arguments that both calls share, in their order.
 type Clusters = (*const LlmDatadistCluster, usize, i32, *mut u32, *mut usize);
 
 /// # Safety
-/// As `llm_datadist_link_clusters`.
+/// See `llm_datadist_link_clusters`.
 unsafe fn each_cluster(
     handle: u64,
     (clusters, count, millis, rets, num_rets): Clusters,
@@ -199,11 +193,11 @@ unsafe fn each_cluster(
     whole.unwrap_or(status)
 }
 
-/// Takes device memory for a cache. Its id goes to `cache_id`, the address of every tensor to `addrs`, which
-/// has room for `num_tensors` at least.
+/// Allocates a cache in device memory. Writes its id to `cache_id`, and the address of every tensor to `addrs`, which has
+/// space for at least `num_tensors`.
 ///
 /// # Safety
-/// `desc` is whole; an id may be written at `cache_id`, and `num_addrs` addresses at `addrs`.
+/// `desc` points to a valid structure, `cache_id` to space for an id, and `addrs` to space for `num_addrs` addresses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_allocate_cache(
     handle: u64,
@@ -229,17 +223,17 @@ pub unsafe extern "C" fn llm_datadist_allocate_cache(
     })
 }
 
-/// Lets go of an allocated cache. One that is not there is no failure.
+/// Deallocates an allocated cache. Succeeds if there is no such cache.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_deallocate_cache(handle: u64, cache_id: i64) -> u32 {
     entered(handle, |open| open.engine.deallocate(CacheId(cache_id)))
 }
 
-/// Enters the caller's memory as a cache. Its id goes to `cache_id`.
+/// Registers memory of the caller as a cache. Writes its id to `cache_id`.
 ///
 /// # Safety
-/// `desc` is whole, `cfg` too or null for the defaults, `num_addrs` addresses lie at `addrs`, and from each of them on one tensor of `desc` stays readable
-/// and writable until the cache is unregistered.
+/// `desc` points to a valid structure, and so does `cfg`, unless it is null for the defaults. `addrs` points to `num_addrs`
+/// addresses. At each of them, one tensor of `desc` stays readable and writable until the cache is unregistered.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_register_cache(
     handle: u64,
@@ -267,13 +261,19 @@ pub unsafe extern "C" fn llm_datadist_register_cache(
     })
 }
 
-/// Removes a registered cache, once nothing of this process uses it. One that is not there is no failure. After
-/// `LLM_TIMEOUT` no new call finds it, and its memory may still be in use: the same call waits again.
+/// Unregisters a cache, once nothing in this process uses it. Succeeds if there is no such cache. After `LLM_TIMEOUT`, no
+/// new call finds the cache, but its memory may still be in use; call the function again to wait again.
 #[unsafe(no_mangle)]
 pub extern "C" fn llm_datadist_unregister_cache(handle: u64, cache_id: i64) -> u32 {
     entered(handle, |open| open.engine.unregister(CacheId(cache_id)))
 }
 
+/// Runs `call` on the engine of `handle`.
+fn enter<T>(handle: u64, call: impl FnOnce(&Open) -> Result<T>) -> Result<T> {
+    call(&*process::current().objects.get(handle)?.engine()?)
+}
+
+/// Runs `call` on the engine of `handle`, and returns its status.
 fn entered(handle: u64, call: impl FnOnce(&Open) -> Result<()>) -> u32 {
     guarded(|| enter(handle, call))
 }

@@ -1,6 +1,4 @@
-//! Pointers of C → Rust values. The only place of the crate that dereferences what C hands over.
-//!
-//! Not for: what the values mean.
+//! Converts pointers of C to Rust values. Nothing else in the crate dereferences a pointer that C passes.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char};
@@ -23,7 +21,7 @@ fn refused(name: &str, what: &str) -> Error {
     Error::new(ErrorKind::InvalidArgument, format!("{name} is {what}"))
 }
 
-/// `Err` for what no list of `count` can lie behind.
+/// Returns `Err` if no list of `count` values can be at `first`.
 fn readable<T>(name: &str, first: *const T, count: usize) -> Result<()> {
     if first.is_null() {
         return Err(refused(name, "null"));
@@ -35,10 +33,10 @@ fn readable<T>(name: &str, first: *const T, count: usize) -> Result<()> {
     bytes.map(|_| ()).ok_or_else(|| refused(name, "too long to be a list"))
 }
 
-/// The list of `count` from `first` on; null is the empty list.
+/// Returns the list of `count` values at `first`. Null is the empty list.
 ///
 /// # Safety
-/// `first` is null, or `count` values lie there and stay as they are for `'a`.
+/// `first` is null, or points to `count` values that do not change during `'a`.
 pub(super) unsafe fn list<'a, T: Copy>(name: &str, first: *const T, count: usize) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
@@ -48,20 +46,20 @@ pub(super) unsafe fn list<'a, T: Copy>(name: &str, first: *const T, count: usize
     Ok(unsafe { slice::from_raw_parts(first, count) })
 }
 
-/// The value at `at`, copied.
+/// Returns a copy of the value at `at`.
 ///
 /// # Safety
-/// `at` is null, or a value lies there.
+/// `at` is null, or points to a value.
 pub(super) unsafe fn value<T: Copy>(name: &str, at: *const T) -> Result<T> {
     readable(name, at, 1)?;
     // SAFETY: not null and aligned, checked above; the rest is the caller's promise.
     Ok(unsafe { at.read() })
 }
 
-/// The structure at `at`, copied, if it says nothing that only a later version of the library knows.
+/// Returns a copy of the structure at `at`, if it uses nothing that only a later version of the library knows.
 ///
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn whole<T: Copy + Reserved>(name: &str, at: *const T) -> Result<T> {
     // SAFETY: the caller's promise.
     let structure = unsafe { value(name, at) }?;
@@ -76,46 +74,46 @@ fn known(name: &str, structure: &impl Reserved) -> Result<()> {
     Err(refused(name, "of a later version of the interface: its reserved words are not 0"))
 }
 
-/// A text that ends in a null byte.
+/// Returns a text that ends in a null byte.
 ///
 /// # Safety
-/// `text` is null, or such a text that stays as it is for `'a`.
+/// `text` is null, or such a text that does not change during `'a`.
 unsafe fn text<'a>(name: &str, text: *const c_char) -> Result<&'a str> {
     readable(name, text, 1)?;
     // SAFETY: not null, checked above; that it ends is the caller's promise.
     let text = unsafe { CStr::from_ptr(text) };
-    text.to_str().map_err(|_| refused(name, "no UTF-8 text"))
+    text.to_str().map_err(|_| refused(name, "not valid UTF-8"))
 }
 
-/// Somewhere to write `count` values.
+/// Space for `count` values.
 pub(super) struct Out<T> {
     first: *mut T,
     count: usize,
 }
 
 impl<T: Copy> Out<T> {
-    /// Room for `count` values from `first` on, which is not looked at yet.
+    /// Takes the space for `count` values at `first`, without accessing it yet.
     ///
     /// # Safety
-    /// `first` is null, or `count` values may be written there, by nobody else, as long as this lives.
+    /// `first` is null, or points to space for `count` values that nothing else accesses while this exists.
     pub(super) unsafe fn new(name: &str, first: *mut T, count: usize) -> Result<Self> {
         readable(name, first.cast_const(), count)?;
         Ok(Out { first, count })
     }
 
-    /// Writes as many of `values` as there is room for.
+    /// Writes as many of `values` as fit.
     pub(super) fn put(&self, values: &[T]) {
         let count = self.count.min(values.len());
-        // SAFETY: `count` values fit from `first` on, which is not null and aligned: checked and promised when this was
-        // made. The two do not overlap: nobody else has the room.
+        // SAFETY: `first` is not null, is aligned, and has space for `count` values: `new` has checked this, and its caller
+        // has promised it. The two do not overlap, because nothing else accesses the space.
         unsafe { self.first.copy_from_nonoverlapping(values.as_ptr(), count) };
     }
 }
 
-/// Option texts by key.
+/// Returns the texts of options, by key.
 ///
 /// # Safety
-/// As [`list`], and every text as [`text`].
+/// See [`list`], and [`text`] for each text.
 pub(super) unsafe fn options(
     first: *const LlmDatadistOption,
     count: usize,
@@ -134,7 +132,7 @@ pub(super) unsafe fn options(
 }
 
 /// # Safety
-/// The list of dimensions as for [`list`].
+/// See [`list`] for the dimensions.
 pub(super) unsafe fn desc(of: &LlmDatadistCacheDesc) -> Result<CacheDesc> {
     known("cache_desc", of)?;
     // SAFETY: the caller's promise.
@@ -142,11 +140,11 @@ pub(super) unsafe fn desc(of: &LlmDatadistCacheDesc) -> Result<CacheDesc> {
     cpp::desc(of.placement, of.num_tensors, of.data_type, shape)
 }
 
-/// The cache that a structure names by id, or whose addresses it gives.
+/// Returns the cache that a structure names by its id, or by addresses.
 ///
 /// # Safety
-/// `at` is null or a structure whose lists are as for [`list`]. With the id -1, `addrs` are tensors of `desc`
-/// that stay readable and writable as long as the result is used.
+/// `at` is null, or a structure whose lists are valid (see [`list`]). With the id -1, a tensor of `desc` is at each of
+/// `addrs`, and stays readable and writable while the result is used.
 pub(super) unsafe fn end(engine: &DataDist, name: &str, at: *const LlmDatadistCache) -> Result<End> {
     // SAFETY: the caller's promise.
     let cache = unsafe { self::cache(name, at) }?;
@@ -172,17 +170,17 @@ pub(super) unsafe fn end(engine: &DataDist, name: &str, at: *const LlmDatadistCa
 }
 
 /// # Safety
-/// From every address on, one tensor of `desc` stays readable and writable as long as the result is used: the contract
-/// of `RegisterKvCache`, and of structures with `cache_id` -1.
+/// At each address, one tensor of `desc` stays readable and writable while the result is used. The callers of
+/// `RegisterKvCache`, and of calls with `cache_id` -1, promise this.
 pub(super) unsafe fn adopt(desc: &CacheDesc, addrs: &[u64]) -> Result<Adopted> {
-    // SAFETY: the caller's promise; numbers alone are checked by `new`.
+    // SAFETY: the caller's promise. `new` checks the numbers.
     unsafe { Adopted::new(desc, CacheKind::Batch, addrs) }
 }
 
-/// A cache as it was given, its lists not looked at.
+/// Returns a copy of the structure of a cache, without accessing its lists.
 ///
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn cache(name: &str, at: *const LlmDatadistCache) -> Result<LlmDatadistCache> {
     // SAFETY: the caller's promise.
     let cache = unsafe { whole(name, at) }?;
@@ -190,19 +188,19 @@ pub(super) unsafe fn cache(name: &str, at: *const LlmDatadistCache) -> Result<Ll
     Ok(cache)
 }
 
-/// The id of a structure that is asked for nothing else.
+/// Returns the id in the structure of a cache, of which nothing else is used.
 ///
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn id(name: &str, at: *const LlmDatadistCache) -> Result<CacheId> {
     // SAFETY: the caller's promise.
     unsafe { cache(name, at) }.map(|cache| CacheId(cache.cache_id))
 }
 
-/// The id of the source of a push, which must not say that it is in host memory.
+/// Returns the id of the source of a push, which must not be in host memory.
 ///
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn pushed(at: *const LlmDatadistCache) -> Result<CacheId> {
     // SAFETY: the caller's promise.
     let cache = unsafe { cache("src_cache", at) }?;
@@ -210,17 +208,17 @@ pub(super) unsafe fn pushed(at: *const LlmDatadistCache) -> Result<CacheId> {
     Ok(CacheId(cache.cache_id))
 }
 
-/// Null for the defaults.
+/// Checks the settings of a registration. Null stands for the defaults.
 ///
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn register_cfg(at: *const LlmDatadistRegisterCfg) -> Result<()> {
     // SAFETY: the caller's promise.
     if at.is_null() { Ok(()) } else { unsafe { whole("cfg", at) }.map(|_| ()) }
 }
 
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Result<CacheIndex> {
     // SAFETY: the caller's promise.
     let index = unsafe { whole(name, at) }?;
@@ -232,7 +230,7 @@ pub(super) unsafe fn index(name: &str, at: *const LlmDatadistCacheIndex) -> Resu
 }
 
 /// # Safety
-/// As [`value`].
+/// See [`value`].
 pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtParam> {
     // SAFETY: the caller's promise.
     let ext = unsafe { whole("ext_param", at) }?;
@@ -241,7 +239,7 @@ pub(super) unsafe fn ext_param(at: *const LlmDatadistExtParam) -> Result<ExtPara
 }
 
 /// # Safety
-/// As [`list`], every address list as well, and every text as [`text`].
+/// See [`list`], also for every list of addresses, and [`text`] for each text.
 pub(super) unsafe fn peers(first: *const LlmDatadistCluster, count: usize) -> Result<Vec<PeerAddress>> {
     // SAFETY: the caller's promise.
     let given = unsafe { list("clusters", first, count) }?;
@@ -260,7 +258,7 @@ pub(super) unsafe fn peers(first: *const LlmDatadistCluster, count: usize) -> Re
 }
 
 /// # Safety
-/// As [`list`], every text as [`text`].
+/// See [`list`], and [`text`] for each text.
 unsafe fn addresses(
     name: &str,
     first: *const LlmDatadistIp,
@@ -278,7 +276,7 @@ unsafe fn addresses(
 }
 
 /// # Safety
-/// Both as [`list`].
+/// See [`list`] for both.
 pub(super) unsafe fn two_lists<'a>(
     src: LlmDatadistBlocks,
     dst: LlmDatadistBlocks,
@@ -291,7 +289,7 @@ pub(super) unsafe fn two_lists<'a>(
 }
 
 /// # Safety
-/// As [`list`], and every list of blocks as well.
+/// See [`list`], also for every list of blocks.
 pub(super) unsafe fn block_lists<'a>(
     first: *const LlmDatadistBlocks,
     count: usize,

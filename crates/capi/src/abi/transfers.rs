@@ -1,6 +1,4 @@
-//! The functions that move bytes: pulls, pushes, copies.
-//!
-//! Not for: links and caches (the file above), or which bytes those are (the core).
+//! The functions that move bytes: pulls, pushes and copies.
 
 use llm_datadist_core::bindings::cpp;
 use llm_datadist_core::{CopyArgs, ErrorKind};
@@ -8,10 +6,10 @@ use llm_datadist_core::{CopyArgs, ErrorKind};
 use super::types::{LlmDatadistBlocks, LlmDatadistCache, LlmDatadistCacheIndex, LlmDatadistExtParam};
 use super::{entered, raw};
 
-/// Brings one batch slot of a peer here.
+/// Pulls one batch slot of a peer.
 ///
 /// # Safety
-/// The structures are whole.
+/// The pointers lead to valid structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_pull_cache(
     handle: u64,
@@ -32,10 +30,10 @@ pub unsafe extern "C" fn llm_datadist_pull_cache(
     })
 }
 
-/// Brings blocks of a peer here, pair by pair.
+/// Pulls blocks of a peer, pair by pair.
 ///
 /// # Safety
-/// The structures and lists are whole.
+/// The pointers lead to valid structures and lists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_pull_blocks(
     handle: u64,
@@ -58,10 +56,10 @@ pub unsafe extern "C" fn llm_datadist_pull_blocks(
     })
 }
 
-/// Brings one batch slot to a peer.
+/// Pushes one batch slot to a peer.
 ///
 /// # Safety
-/// The structures are whole.
+/// The pointers lead to valid structures.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_push_cache(
     handle: u64,
@@ -82,10 +80,10 @@ pub unsafe extern "C" fn llm_datadist_push_cache(
     })
 }
 
-/// Brings blocks to a peer, pair by pair.
+/// Pushes blocks to a peer, pair by pair.
 ///
 /// # Safety
-/// The structures and lists are whole.
+/// The pointers lead to valid structures and lists.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_push_blocks(
     handle: u64,
@@ -108,11 +106,11 @@ pub unsafe extern "C" fn llm_datadist_push_blocks(
     })
 }
 
-/// Copies one range of one batch slot, the same in every tensor: device to device, or device to host.
+/// Copies one range of one batch slot, the same in every tensor, from device to device or from device to host.
 ///
 /// # Safety
-/// The structures are whole; where their id is -1, from each address on one tensor is readable and writable
-/// during the call.
+/// The pointers lead to valid structures. Where the id of a structure is -1, one tensor is readable and writable at each
+/// address during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_copy_cache(
     handle: u64,
@@ -136,10 +134,10 @@ pub unsafe extern "C" fn llm_datadist_copy_cache(
     })
 }
 
-/// Copies every block of `src_blocks` to its place in each of the lists.
+/// Copies every block of `src_blocks` to the block at the same position of each list.
 ///
 /// # Safety
-/// As `llm_datadist_copy_cache`; the lists are whole.
+/// See `llm_datadist_copy_cache`. The lists are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llm_datadist_copy_blocks(
     handle: u64,
@@ -158,7 +156,7 @@ pub unsafe extern "C" fn llm_datadist_copy_blocks(
         let end = |name, at| unsafe { raw::end(&open.engine, name, at) };
         let ends = end("src_cache", src).and_then(|from| Ok((from, end("dst_cache", dst)?)));
         let (from, to) = ends.or_else(|error| match error.kind() {
-            // Lists that no cache makes right are judged before a cache is looked for.
+            // Lists that are invalid with any cache are refused before the caches are searched.
             ErrorKind::CacheNotFound => cpp::block_lists(sources, &lists).and(Err(error)),
             _ => Err(error),
         })?;

@@ -1,21 +1,21 @@
-//! The structures of the C interface. Lists are a pointer and a count; a null pointer is an empty list.
+//! The structures of the C interface. A list is a pointer and a count; a null pointer is an empty list.
 //!
-//! Structures end in reserved words, so that what they will say in later versions changes neither their size nor the
-//! stride of a list of them. The words are 0 in this version; others are refused, because whoever set them asks for
-//! something that this library does not know (`crates/capi/src/tests/layout.rs`). An option and a list of blocks are all they
-//! can be, and have none.
+//! Structures end in reserved words, so that a later version can add fields without changing the size of a structure or the
+//! stride of a list. The words are 0 in this version. Other values are refused, because they ask for something that this
+//! library does not know (`crates/capi/src/tests/layout.rs`). Options and lists of blocks will not grow, and have no such
+//! words.
 //!
-//! Not for: the public C++ structures, which these are views of (`llm_datadist.h`).
+//! The public C++ structures, which these are views of, are in `llm_datadist.h`.
 
 use std::ffi::c_char;
 
-/// The version of this interface. It grows when a function is added, or a reserved word comes into use; a library serves
-/// programs of its own version and of all below. One that cannot has another name (`libllm_datadist.so.1`).
+/// The version of this interface. It grows when a function is added or a reserved word is used. A library serves programs of
+/// its own version and of all lower ones. A library that cannot do so has another name (`libllm_datadist.so.1`).
 pub const LLM_DATADIST_ABI_VERSION: u32 = 2;
 
-/// A structure that may say more one day.
+/// A structure that a later version may extend.
 pub(super) trait Reserved {
-    /// What is 0 in this version.
+    /// Returns the words that are 0 in this version.
     fn reserved(&self) -> &[u64];
 }
 
@@ -39,47 +39,47 @@ reserved!(
     LlmDatadistCluster
 );
 
-/// One option: both texts end in a null byte.
+/// One option. Both texts end in a null byte.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistOption {
-    /// Its key.
+    /// Key.
     pub key: *const c_char,
-    /// Its value.
+    /// Value.
     pub value: *const c_char,
 }
 
-/// What a cache looks like.
+/// The description of a cache.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistCacheDesc {
-    /// 0 host, 1 device.
+    /// 0 for host memory, 1 for device memory.
     pub placement: u32,
-    /// How many equal tensors.
+    /// Number of tensors, which are all alike.
     pub num_tensors: u32,
     /// Element type.
     pub data_type: i32,
-    /// How many dimensions `shape` has.
+    /// Number of dimensions in `shape`.
     pub num_dims: u32,
-    /// Dimensions, outermost first.
+    /// Dimensions, the outermost first.
     pub shape: *const i64,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
-/// A cache: one of this engine by its id, or the caller's memory with id -1.
+/// A cache of this engine, named by its id, or memory of the caller, with the id -1.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistCache {
-    /// Its id, or -1.
+    /// Id of the cache, or -1.
     pub cache_id: i64,
-    /// The address of every tensor.
+    /// Address of every tensor.
     pub addrs: *const u64,
-    /// How many.
+    /// Number of addresses.
     pub num_addrs: usize,
-    /// What it looks like.
+    /// Description of the cache.
     pub desc: LlmDatadistCacheDesc,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
@@ -87,39 +87,39 @@ pub struct LlmDatadistCache {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistCacheIndex {
-    /// Who owns it.
+    /// Cluster id of its owner.
     pub cluster_id: u64,
-    /// Its id there.
+    /// Id of the cache at its owner.
     pub cache_id: i64,
-    /// The batch slot.
+    /// Batch slot.
     pub batch_index: u32,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
-/// Layers read and written, both ends included; -1 and -1 for all.
+/// Layers to read and to write. Both ends of a range are included; -1 and -1 stand for all layers.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistExtParam {
-    /// First layer read.
+    /// First layer to read.
     pub src_first: i32,
-    /// Last layer read.
+    /// Last layer to read.
     pub src_last: i32,
-    /// First layer written.
+    /// First layer to write.
     pub dst_first: i32,
-    /// Last layer written.
+    /// Last layer to write.
     pub dst_last: i32,
-    /// Tensors of one layer.
+    /// Number of tensors of one layer.
     pub tensor_num_per_layer: u8,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
-/// How memory is registered: nothing to say yet.
+/// How memory is registered. There are no settings yet.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistRegisterCfg {
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 16],
 }
 
@@ -127,29 +127,29 @@ pub struct LlmDatadistRegisterCfg {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistIp {
-    /// IPv4, in digits.
+    /// Numeric IPv4 address.
     pub ip: *const c_char,
     /// Port.
     pub port: u16,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
-/// Where a peer is.
+/// A peer and its addresses.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistCluster {
-    /// Its cluster id.
+    /// Cluster id of the peer.
     pub remote_cluster_id: u64,
     /// Addresses of this side.
     pub local: *const LlmDatadistIp,
-    /// How many.
+    /// Number of addresses in `local`.
     pub num_local: usize,
-    /// Its addresses.
+    /// Addresses of the peer.
     pub remote: *const LlmDatadistIp,
-    /// How many.
+    /// Number of addresses in `remote`.
     pub num_remote: usize,
-    /// 0.
+    /// Must be 0.
     pub reserved: [u64; 4],
 }
 
@@ -157,8 +157,8 @@ pub struct LlmDatadistCluster {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct LlmDatadistBlocks {
-    /// The blocks.
+    /// Blocks.
     pub blocks: *const u64,
-    /// How many.
+    /// Number of blocks.
     pub count: usize,
 }

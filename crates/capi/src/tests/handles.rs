@@ -7,6 +7,7 @@ use std::ptr::null;
 use llm_datadist_core::{Error, ErrorKind, StatusCode};
 
 use super::{ALL, Engine, INDEX, SMALL, cache, desc, failed, initialize, reason};
+use crate::abi::process;
 use crate::abi::{
     LlmDatadistBlocks, llm_datadist_allocate_cache, llm_datadist_copy_blocks, llm_datadist_copy_cache,
     llm_datadist_deallocate_cache, llm_datadist_finalize, llm_datadist_free, llm_datadist_last_error,
@@ -14,7 +15,7 @@ use crate::abi::{
     llm_datadist_pull_cache, llm_datadist_push_blocks, llm_datadist_push_cache, llm_datadist_register_cache,
     llm_datadist_set_role, llm_datadist_unlink_clusters, llm_datadist_unregister_cache,
 };
-use crate::door;
+use crate::failure;
 
 /// The status of every call but `initialize` on `handle`, with valid arguments.
 fn every_call(handle: u64) -> [u32; 13] {
@@ -45,11 +46,11 @@ fn every_call(handle: u64) -> [u32; 13] {
 }
 
 fn every_call_fails(handle: u64) -> bool {
-    every_call(handle) == [door::status(StatusCode::Failed); 13]
+    every_call(handle) == [failure::status(StatusCode::Failed); 13]
 }
 
 fn no_call_fails(handle: u64) -> bool {
-    !every_call(handle).contains(&door::status(StatusCode::Failed))
+    !every_call(handle).contains(&failure::status(StatusCode::Failed))
 }
 
 #[test]
@@ -105,19 +106,19 @@ fn no_panic_leaves_the_library() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let statuses = [
-        door::guarded(|| panic!("a reason {}", 7)),
-        door::guarded(|| panic!("plain")),
-        door::guarded(|| std::panic::resume_unwind(Box::new(PanicsOnDrop))),
-        door::guarded(|| std::panic::panic_any(7_u8)),
+        failure::guarded(|| panic!("a reason {}", 7)),
+        failure::guarded(|| panic!("plain")),
+        failure::guarded(|| std::panic::resume_unwind(Box::new(PanicsOnDrop))),
+        failure::guarded(|| std::panic::panic_any(7_u8)),
     ];
     std::panic::set_hook(before);
-    assert_eq!(statuses, [door::status(StatusCode::Failed); 4]);
+    assert_eq!(statuses, [failure::status(StatusCode::Failed); 4]);
     assert_eq!(reason(), "the engine panicked: no reason given");
 }
 
 #[test]
 fn reason_belongs_to_its_thread_and_outlives_successes() {
-    let fail = |text: &'static str| door::guarded(|| Err(Error::new(ErrorKind::NotLinked, text)));
+    let fail = |text: &'static str| failure::guarded(|| Err(Error::new(ErrorKind::NotLinked, text)));
     failed(fail("one\0two"), StatusCode::NotYetLink, &["one\u{fffd}two"]);
     let kept = llm_datadist_last_error();
     std::thread::spawn(move || {
@@ -126,7 +127,7 @@ fn reason_belongs_to_its_thread_and_outlives_successes() {
     })
     .join()
     .unwrap();
-    assert_eq!(door::guarded(|| Ok(())), 0);
+    assert_eq!(failure::guarded(|| Ok(())), 0);
     // SAFETY: nothing has failed in this thread since.
     assert_eq!(unsafe { CStr::from_ptr(kept) }.to_str().unwrap(), "one\u{fffd}two");
 }
@@ -153,28 +154,23 @@ fn child_has_no_handles_of_its_parent_and_may_create_its_own() {
         let refused = every_call_fails(engine.0) && reason().contains("forked");
         let own = llm_datadist_new(1, 1);
         let works = initialize(own, &SMALL) == 0 && own != engine.0;
-        let freed = llm_datadist_free(engine.0) == door::status(StatusCode::Failed);
+        let freed = llm_datadist_free(engine.0) == failure::status(StatusCode::Failed);
         refused && works && freed && llm_datadist_free(own) == 0
     });
     assert!(no_call_fails(engine.0), "{}", reason());
 }
 
-/// A process never uses state that an ancestor may have left inconsistent.
+/// Every process of a chain of forks has handles of its own.
 #[test]
-fn every_call_fails_after_too_many_forks() {
+fn forks_within_forks_do_not_run_out() {
     let engine = Engine::new();
     in_a_child(|| {
-        // The handler ran once for the fork itself.
-        (0..62).for_each(|_| door::forked());
-        let last = llm_datadist_new(1, 1);
-        let refused = |handle| {
-            every_call_fails(handle) && llm_datadist_free(handle) == door::status(StatusCode::Failed)
-        };
-        initialize(last, &SMALL) == 0
-            && (0..70).all(|_| {
-                door::forked();
-                let limit = llm_datadist_new(1, 1) == 0 && reason().contains("64 generations");
-                limit && refused(last) && refused(engine.0)
-            })
+        (0..70).all(|_| {
+            let own = llm_datadist_new(1, 1);
+            let works = initialize(own, &SMALL) == 0 && no_call_fails(own);
+            process::forked();
+            works && every_call_fails(own) && every_call_fails(engine.0) && reason().contains("forked")
+        })
     });
+    assert!(no_call_fails(engine.0), "{}", reason());
 }

@@ -17,7 +17,7 @@ use crate::abi::{
     LlmDatadistIp, LlmDatadistOption, llm_datadist_free, llm_datadist_initialize, llm_datadist_last_error,
     llm_datadist_new,
 };
-use crate::door;
+use crate::failure;
 
 /// Why the last call of this thread failed.
 fn reason() -> String {
@@ -28,7 +28,7 @@ fn reason() -> String {
 /// Checks that a call failed with this code, and that its reason contains `facts`.
 #[track_caller]
 fn failed(status: u32, code: StatusCode, facts: &[&str]) {
-    assert_eq!(status, door::status(code), "{}", reason());
+    assert_eq!(status, failure::status(code), "{}", reason());
     assert!(facts.iter().all(|fact| reason().contains(fact)), "{:?} lacks one of {facts:?}", reason());
 }
 

@@ -12,7 +12,7 @@ use crate::abi::{
     llm_datadist_initialize, llm_datadist_link_clusters, llm_datadist_new, llm_datadist_pull_blocks,
     llm_datadist_pull_cache, llm_datadist_push_cache, llm_datadist_register_cache,
 };
-use crate::door;
+use crate::failure;
 
 #[test]
 fn invalid_pointers_to_options_are_refused() {
@@ -27,7 +27,7 @@ fn invalid_pointers_to_options_are_refused() {
         let option = |key, value| list(&LlmDatadistOption { key, value }, 1);
         refused(option(null(), c"0".as_ptr()), &["key of an option is null"]);
         refused(option(key, null()), &["llm.DeviceId is null"]);
-        refused(option(key, latin.as_ptr()), &["llm.DeviceId is no UTF-8"]);
+        refused(option(key, latin.as_ptr()), &["llm.DeviceId is not valid UTF-8"]);
         refused(list(null(), 0), &["llm.DeviceId is missing"]);
     }
     llm_datadist_free(handle);
@@ -161,6 +161,6 @@ fn each_cluster_has_its_own_status_and_the_reason_names_all() {
     };
     refused(status, &["cluster=5", "cluster=6", "cluster=7", "cluster=8"]);
     refused(status, &["local_ip_infos", "remote_ip_info_list"]);
-    let [failed, wrong] = [StatusCode::LinkFailed, StatusCode::ParamInvalid].map(door::status);
+    let [failed, wrong] = [StatusCode::LinkFailed, StatusCode::ParamInvalid].map(failure::status);
     assert_eq!((count, rets), (4, [failed, wrong, wrong, wrong]));
 }

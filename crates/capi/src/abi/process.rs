@@ -1,0 +1,64 @@
+//! What belongs to one process: its objects and its log callback. A forked child starts with none.
+//!
+//! The threads of the parent do not exist in the child, so a lock that one of them held is never released there.
+//! Therefore the child leaves the parent's state alone, and makes its own when it first needs it
+//! (`child_has_no_handles_of_its_parent_and_may_create_its_own`).
+
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Once, RwLock};
+
+use crate::log::Recipient;
+use crate::objects::{self, Objects};
+
+/// The state of one process.
+#[derive(Default)]
+pub(crate) struct Process {
+    pub(crate) objects: Objects,
+    pub(crate) log: RwLock<Option<Recipient>>,
+}
+
+/// Null until this process needs it.
+static CURRENT: AtomicPtr<Process> = AtomicPtr::new(null_mut());
+
+/// Returns the state of this process.
+pub(crate) fn current() -> &'static Process {
+    let found = CURRENT.load(Ordering::Acquire);
+    if !found.is_null() {
+        // SAFETY: a box that was leaked below. It is changed only behind its locks, and never freed.
+        return unsafe { &*found };
+    }
+    watch_forks();
+    let made = Box::into_raw(Box::<Process>::default());
+    match CURRENT.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: as above.
+        Ok(_) => unsafe { &*made },
+        Err(other) => {
+            // SAFETY: the box made above, which nothing else has seen.
+            drop(unsafe { Box::from_raw(made) });
+            // SAFETY: as above, leaked by another thread.
+            unsafe { &*other }
+        }
+    }
+}
+
+/// Runs in a forked child before anything else.
+pub(crate) fn forked() {
+    CURRENT.store(null_mut(), Ordering::Release);
+    objects::forked();
+    llm_datadist_core::bindings::abandon_sockets();
+}
+
+/// Registers [`forked`], once in the life of the process.
+fn watch_forks() {
+    static WATCHED: Once = Once::new();
+    extern "C" fn child() {
+        forked();
+    }
+    WATCHED.call_once(|| {
+        // SAFETY: the handler lives forever. In a child of several threads it does only what is allowed there: it
+        // stores to atomics, and closes descriptors under a lock that it tries and never waits for.
+        let registered = unsafe { libc::pthread_atfork(None, None, Some(child)) };
+        debug_assert_eq!(registered, 0, "it fails only without memory");
+    });
+}
