@@ -1,7 +1,8 @@
-// The C++ class LlmDataDist, its structures, options and status values, over the C interface of libllm_datadist.
+// The C++ class LlmDataDist, its structures, options and status values, over the C interface of
+// libllm_datadist.
 //
-// C++14, no exceptions of its own, nothing to link but -lllm_datadist. Structures end in reserved bytes, so that they can
-// grow without changing their layout. Not for: decisions; every rule is the library's.
+// It needs C++14, throws no exceptions, and links with -lllm_datadist alone. Structures end in reserved
+// bytes, so that they can grow without changing their layout. All rules are in the library.
 #ifndef LLM_DATADIST_LLM_DATADIST_H_
 #define LLM_DATADIST_LLM_DATADIST_H_
 
@@ -19,7 +20,7 @@
 
 namespace llm_datadist {
 
-// What every call returns. The reason of a failure: LastErrorMessage().
+// The status that every call returns. LastErrorMessage() returns the reason of a failure.
 using Status = uint32_t;
 
 constexpr Status LLM_SUCCESS = 0x0U;
@@ -41,7 +42,7 @@ constexpr Status LLM_TIMEOUT = 0x5010B01AU;
 constexpr Status LLM_LINK_BUSY = 0x5010B01BU;
 constexpr Status LLM_OUT_OF_MEMORY = 0x5010B01CU;
 
-// Keys of the options of Initialize and SetRole; keys and values are texts.
+// Keys of the options of Initialize and SetRole. Keys and values are texts.
 constexpr const char *OPTION_LISTEN_IP_INFO = "llm.ListenIpInfo";
 constexpr const char *OPTION_DEVICE_ID = "llm.DeviceId";
 constexpr const char *OPTION_SYNC_CACHE_WAIT_TIME = "llm.SyncKvCacheWaitTime";
@@ -51,13 +52,13 @@ constexpr const char *OPTION_LOCAL_COMM_RES = "llm.LocalCommRes";
 constexpr const char *OPTION_TRANSFER_BACKEND = "llm.TransferBackend";
 constexpr const char *OPTION_GLOBAL_RESOURCE_CONFIG = "llm.GlobalResourceConfig";
 
-// What a cluster does for others.
+// The role of a cluster.
 enum class LlmRole : int32_t { kPrompt = 1, kDecoder = 2, kMix = 3, kEnd };
 
-// Where the memory of a cache is.
+// The kind of memory of a cache.
 enum class CachePlacement : uint32_t { kHost = 0, kDevice = 1 };
 
-// Element types. Those whose elements are no whole bytes cannot be sized here and are refused.
+// Element types. Types whose elements are not whole bytes are refused.
 enum DataType : int32_t {
   DT_FLOAT = 0,
   DT_FLOAT16 = 1,
@@ -98,7 +99,7 @@ enum DataType : int32_t {
   DT_FLOAT4_E1M2 = 41
 };
 
-// What a cache looks like: equal tensors, of which dimension 0 counts batch slots, or blocks.
+// The description of a cache: its tensors are all alike, and their dimension 0 counts batch slots or blocks.
 struct CacheDesc {
   CachePlacement placement = CachePlacement::kDevice;
   uint32_t num_tensors = 0U;
@@ -107,7 +108,7 @@ struct CacheDesc {
   uint8_t reserved[128] = {};
 };
 
-// A cache of this engine, or, with cache_id -1, memory of the caller.
+// A cache of this engine, or memory of the caller, with cache_id -1.
 struct Cache {
   int64_t cache_id = -1;
   std::vector<uintptr_t> tensor_addrs;
@@ -123,7 +124,7 @@ struct CacheIndex {
   uint8_t reserved[128] = {};
 };
 
-// Which layers go where: both ends of a range belong to it, (-1, -1) is all layers.
+// Layers to read and to write. Both ends of a range are included; (-1, -1) stands for all layers.
 struct KvCacheExtParam {
   std::pair<int32_t, int32_t> src_layer_range = {-1, -1};
   std::pair<int32_t, int32_t> dst_layer_range = {-1, -1};
@@ -131,19 +132,19 @@ struct KvCacheExtParam {
   uint8_t reserved[127] = {};
 };
 
-// How memory is registered: nothing to say yet.
+// How memory is registered. There are no settings yet.
 struct RegisterCfg {
   uint8_t reserved[128] = {};
 };
 
-// An address: IPv4, in digits.
+// A numeric IPv4 address and a port.
 struct IpInfo {
   std::string ip;
   uint16_t port = 0U;
   uint8_t reserved[128] = {};
 };
 
-// Where a peer is.
+// A peer and its addresses.
 struct ClusterInfo {
   uint64_t remote_cluster_id = 0U;
   int32_t remote_role_type = 0;  // 0 prompt, 1 decoder
@@ -152,7 +153,7 @@ struct ClusterInfo {
   uint8_t reserved[128] = {};
 };
 
-// Levels of the log, the most severe first.
+// Levels of the log, from the most severe one.
 enum class LogLevel : int32_t {
   kError = LLM_DATADIST_LOG_ERROR,
   kWarning = LLM_DATADIST_LOG_WARNING,
@@ -160,10 +161,10 @@ enum class LogLevel : int32_t {
   kDebug = LLM_DATADIST_LOG_DEBUG
 };
 
-// Takes one line of the log: its level, which part of the engine it comes from, and its text.
+// Receives one line of the log: its level, the part of the engine that it comes from, and its text.
 using LogCallback = std::function<void(LogLevel level, const char *target, const char *text)>;
 
-// Layouts that programs and libraries of different ages share.
+// Layouts that programs and libraries of different versions share.
 namespace layout {
 constexpr size_t Rounded(size_t bytes, size_t align) { return (bytes + align - 1U) / align * align; }
 constexpr size_t kList = sizeof(std::vector<int64_t>);
@@ -177,10 +178,12 @@ static_assert(sizeof(IpInfo) == Rounded(sizeof(std::string) + 2U + 128U, 8U), "l
 static_assert(sizeof(ClusterInfo) == 16U + 2U * kList + 128U, "layout of ClusterInfo");
 }  // namespace layout
 
-// Structures as the C interface takes them: views, valid as long as what they were made of stays as it is.
+// Structures of the C interface. They are views, valid while the structures that they were made of do not
+// change.
 namespace view {
 
-// Whether the library knows all that this header may say. If not, no object is made, and every call is LLM_FAILED.
+// Whether the library knows everything that this header uses. If not, no object is created, and every call
+// returns LLM_FAILED.
 inline bool Understood() { return llm_datadist_abi_version() >= LLM_DATADIST_ABI_VERSION; }
 
 inline LlmDatadistCacheDesc Of(const CacheDesc &desc) {
@@ -223,12 +226,12 @@ inline std::vector<LlmDatadistIp> Of(const std::vector<IpInfo> &infos) {
   return list;
 }
 
-// What the library calls for every line. An exception of the callback ends the program.
+// The library calls it for every line. An exception of the callback ends the program.
 inline void Log(int32_t level, const char *target, const char *text, void *callback) noexcept {
   (*static_cast<const LogCallback *>(callback))(static_cast<LogLevel>(level), target, text);
 }
 
-// Clusters and the lists they point into.
+// Clusters, and the lists that they point into.
 class Clusters {
  public:
   explicit Clusters(const std::vector<ClusterInfo> &clusters) {
@@ -252,7 +255,8 @@ class Clusters {
 
 }  // namespace view
 
-// Why the last call of this thread that failed did: which argument, its value, what is allowed; or what went wrong.
+// Returns the reason of the last call of this thread that failed. For an argument it names the argument, its
+// value and the allowed values.
 inline std::string LastErrorMessage() {
   if (!view::Understood()) {
     return "the program was compiled for version " + std::to_string(LLM_DATADIST_ABI_VERSION) +
@@ -261,24 +265,25 @@ inline std::string LastErrorMessage() {
   return llm_datadist_last_error();
 }
 
-// One cluster: its caches, its links, its transfers. Every call but the first and the last may come from any thread, and
-// returns LLM_FAILED before Initialize has succeeded.
+// One cluster with its caches, links and transfers. Any thread may call it; Finalize and the destructor must run
+// alone. Calls return LLM_FAILED before Initialize has succeeded.
 class LlmDataDist {
  public:
-  // cluster_id names it among all it links with.
+  // cluster_id is unique among the clusters that link with each other.
   LlmDataDist(uint64_t cluster_id, LlmRole role)
       : handle_(view::Understood() ? llm_datadist_new(cluster_id, static_cast<int32_t>(role)) : 0U) {}
 
-  // Finalizes, if nobody has.
+  // Calls Finalize, unless it was called.
   ~LlmDataDist() { (void)llm_datadist_free(handle_); }
 
   LlmDataDist(const LlmDataDist &) = delete;
   LlmDataDist &operator=(const LlmDataDist &) = delete;
 
-  // Sends lines of max_level and more severe ones to callback, for all objects of the process; an empty one removes it.
-  // It is called on threads of the engine too, and on several at a time. It must return soon, must not throw, and must not
-  // call this library. When this call returns, the callback before is not running and is not called again. Without a
-  // callback, errors go to standard error, unless the environment variable LLM_DATADIST_LOG is "off".
+  // Sends lines of max_level and more severe ones to callback, for all objects of the process. An empty
+  // callback removes it. The callback also runs on threads of the engine, and on several threads at a time.
+  // It must return soon, must not throw an exception, and must not call this library. When this call returns,
+  // the previous callback is not running and is not called again. Without a callback, errors go to standard
+  // error, unless the environment variable LLM_DATADIST_LOG is "off".
   static Status SetLogCallback(LogCallback callback, LogLevel max_level = LogLevel::kInfo) {
     if (!view::Understood()) {
       return LLM_FAILED;
@@ -296,22 +301,24 @@ class LlmDataDist {
     return status;
   }
 
-  // Opens the engine. OPTION_DEVICE_ID is mandatory. LLM_SUCCESS, and nothing else, while it is open.
+  // Opens the engine. OPTION_DEVICE_ID is required. While the engine is open, the call returns LLM_SUCCESS
+  // and does nothing.
   Status Initialize(const std::map<std::string, std::string> &options) {
     const auto list = view::Of(options);
     return llm_datadist_initialize(handle_, list.data(), list.size());
   }
 
-  // Closes the engine, not while other calls are under way.
+  // Closes the engine. Do not call it while other calls are running.
   void Finalize() { (void)llm_datadist_finalize(handle_); }
 
-  // Takes another role; OPTION_LISTEN_IP_INFO says where to listen from now on: a prompt must. Not while links exist.
+  // Changes the role. OPTION_LISTEN_IP_INFO names the address to listen at, and is required for the role
+  // prompt. Fails while links exist.
   Status SetRole(LlmRole role, const std::map<std::string, std::string> &options = {}) {
     const auto list = view::Of(options);
     return llm_datadist_set_role(handle_, static_cast<int32_t>(role), list.data(), list.size());
   }
 
-  // Links to peers that listen; rets gets one status for each.
+  // Links to peers that listen. rets receives one status for each.
   Status LinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets,
                          int32_t timeout_in_millis = 1000) {
     const view::Clusters list(clusters);
@@ -324,7 +331,7 @@ class LlmDataDist {
     return status;
   }
 
-  // Ends links; with force_flag only this side's half, without asking the peer.
+  // Ends links. With force_flag, only this side ends them, without asking the peers.
   Status UnlinkLlmClusters(const std::vector<ClusterInfo> &clusters, std::vector<Status> &rets,
                            int32_t timeout_in_millis = 1000, bool force_flag = false) {
     const view::Clusters list(clusters);
@@ -337,7 +344,7 @@ class LlmDataDist {
     return status;
   }
 
-  // Takes device memory for a cache, and fills its id, addresses and descriptor.
+  // Allocates a cache in device memory, and sets its id, addresses and description.
   Status AllocateCache(const CacheDesc &cache_desc, Cache &cache) {
     Cache made;
     made.cache_desc = cache_desc;
@@ -355,10 +362,10 @@ class LlmDataDist {
     return status;
   }
 
-  // Lets go of an allocated cache; LLM_SUCCESS for an id that is not there.
+  // Deallocates an allocated cache. Returns LLM_SUCCESS if there is no cache with this id.
   Status DeallocateCache(int64_t cache_id) { return llm_datadist_deallocate_cache(handle_, cache_id); }
 
-  // Enters memory of the caller as a cache: one address for each tensor.
+  // Registers memory of the caller as a cache, with one address for each tensor.
   Status RegisterKvCache(const CacheDesc &cache_desc, const std::vector<uint64_t> &addrs, const RegisterCfg &cfg,
                          int64_t &cache_id) {
     const auto desc = view::Of(cache_desc);
@@ -366,11 +373,11 @@ class LlmDataDist {
     return llm_datadist_register_cache(handle_, &desc, addrs.data(), addrs.size(), &how, &cache_id);
   }
 
-  // Removes a registered cache, and waits until nothing of this process uses it; LLM_SUCCESS for an id that is not there.
-  // After LLM_TIMEOUT the memory may still be in use: call it again.
+  // Unregisters a cache, and waits until nothing in this process uses it. Returns LLM_SUCCESS if there is no
+  // cache with this id. After LLM_TIMEOUT the memory may still be in use; call it again.
   Status UnregisterKvCache(int64_t cache_id) { return llm_datadist_unregister_cache(handle_, cache_id); }
 
-  // Brings one batch slot of a peer here. Of dst_cache only the id matters.
+  // Pulls one batch slot of a peer. Of dst_cache, only the id is used.
   Status PullKvCache(const CacheIndex &src_cache_index, const Cache &dst_cache, uint32_t batch_index = 0U,
                      int64_t size = -1, const KvCacheExtParam &ext_param = {}) {
     const auto src = view::Of(src_cache_index);
@@ -379,7 +386,7 @@ class LlmDataDist {
     return llm_datadist_pull_cache(handle_, &src, &dst, batch_index, size, &ext);
   }
 
-  // Brings blocks of a peer here: src_blocks[i] to dst_blocks[i].
+  // Pulls blocks of a peer: src_blocks[i] to dst_blocks[i].
   Status PullKvBlocks(const CacheIndex &src_cache_index, const Cache &dst_cache,
                       const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
                       const KvCacheExtParam &ext_param = {}) {
@@ -389,7 +396,7 @@ class LlmDataDist {
     return llm_datadist_pull_blocks(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext);
   }
 
-  // Copies a range of one batch slot, the same in every tensor: device to device, or device to host.
+  // Copies a range of one batch slot, the same in every tensor, from device to device or from device to host.
   Status CopyKvCache(const Cache &src_cache, const Cache &dst_cache, uint32_t src_batch_index = 0U,
                      uint32_t dst_batch_index = 0U, uint64_t offset = 0U, int64_t size = -1) {
     const auto src = view::Of(src_cache);
@@ -397,7 +404,7 @@ class LlmDataDist {
     return llm_datadist_copy_cache(handle_, &src, &dst, src_batch_index, dst_batch_index, offset, size);
   }
 
-  // Copies src_blocks[i] to list[i] of every list; not from host to host.
+  // Copies src_blocks[i] to list[i] of every list. Fails from host to host.
   Status CopyKvBlocks(const Cache &src_cache, const Cache &dst_cache, const std::vector<uint64_t> &src_blocks,
                       const std::vector<std::vector<uint64_t>> &dst_blocks_list) {
     std::vector<LlmDatadistBlocks> lists;
@@ -410,8 +417,8 @@ class LlmDataDist {
     return llm_datadist_copy_blocks(handle_, &src, &dst, view::Of(src_blocks), lists.data(), lists.size());
   }
 
-  // Brings one whole batch slot to a peer; not for the role decoder, nor from host memory. Of the rest of src_cache only the
-  // id matters.
+  // Pushes one whole batch slot to a peer. Fails with the role decoder, and from host memory. Of src_cache,
+  // only the id and the placement are used.
   Status PushKvCache(const Cache &src_cache, const CacheIndex &dst_cache_index, uint32_t src_batch_index = 0U,
                      int64_t size = -1, const KvCacheExtParam &ext_param = {}) {
     const auto src = view::Of(src_cache);
@@ -420,7 +427,7 @@ class LlmDataDist {
     return llm_datadist_push_cache(handle_, &src, &dst, src_batch_index, size, &ext);
   }
 
-  // Brings blocks to a peer: src_blocks[i] to dst_blocks[i]; not for the role decoder.
+  // Pushes blocks to a peer: src_blocks[i] to dst_blocks[i]. Fails with the role decoder.
   Status PushKvBlocks(const Cache &src_cache, const CacheIndex &dst_cache_index,
                       const std::vector<uint64_t> &src_blocks, const std::vector<uint64_t> &dst_blocks,
                       const KvCacheExtParam &ext_param = {}) {
@@ -430,11 +437,12 @@ class LlmDataDist {
     return llm_datadist_push_blocks(handle_, &src, &dst, view::Of(src_blocks), view::Of(dst_blocks), &ext);
   }
 
-  // Own addition: the port peers are listened for at, also where port 0 asked for any; 0 without a listener.
+  // An addition to the original: returns the port at which the engine listens for peers, also if port 0 asked
+  // for any port. Returns 0 without a listener.
   uint16_t ListeningPort() const { return llm_datadist_listening(handle_); }
 
  private:
-  // More tensors are refused, so their addresses need no room.
+  // Larger numbers of tensors are refused, so their addresses need no space.
   static constexpr uint32_t kMostTensors = 1U << 24U;
 
   const uint64_t handle_;
