@@ -1,7 +1,7 @@
 """Tokens on either side of a link, and a listener under garbage, incomplete frames, silence and floods.
 
 Raw sockets play unauthenticated clients; a real peer must link and pull meanwhile. Not for: the frames themselves
-(`crates/core/tests/integration/wire.rs`).
+(`crates/core/tests/integration/protocol.rs`).
 """
 
 from __future__ import annotations

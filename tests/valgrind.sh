@@ -11,7 +11,7 @@ if ! command -v valgrind > /dev/null; then
 	exit 1
 fi
 tests=(
-	kernel::every kernel::a_batch kernel::overlapping kernel::pieces kernel::refuses kernel::tensors kernel::windows
+	kernels::every kernels::a_batch kernels::overlapping kernels::pieces kernels::refuses kernels::tensors kernels::windows
 	row_pins:: region::
 )
 left_out=(row_pins::exclusion region::the_number_of_this_process region::a_region_costs_nothing)

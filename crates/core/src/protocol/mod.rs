@@ -4,7 +4,7 @@
 //! A frame is a header of 8 bytes (`L`, `D`, version, kind, and the length in little endian) and a body. The
 //! body of a message is encoded by postcard. The body of a refusal has its own layout, which no version may
 //! change. So two incompatible versions can still report why they do not connect
-//! (`a_refusal_crosses_versions`). `tests/integration/wire.rs` pins the bytes of every message. `net` has the
+//! (`a_refusal_crosses_versions`). `tests/integration/protocol.rs` pins the bytes of every message. `net` has the
 //! sockets; `session` and `transfer` act on the messages.
 
 mod convert;

@@ -16,7 +16,7 @@ use llm_datadist_core::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Gated, Own, adopt, config, desc, engine_on, proptest_cases};
+use crate::fixtures::{Gated, Own, adopt, config, desc, engine_on, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 

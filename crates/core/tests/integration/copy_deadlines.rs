@@ -14,7 +14,7 @@ use llm_datadist_core::testing::memory::{Region, Tensors};
 use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement, SwapInPath};
 
-use crate::bed::{config, contents, copied_bytes, desc, end, engine_on, fill, patterned, same_rows};
+use crate::fixtures::{config, contents, copied_bytes, desc, end, engine_on, fill, patterned, same_rows};
 use CacheKind::Blocks;
 use HostReach::{Direct, Staged};
 use Placement::{Device, Host};

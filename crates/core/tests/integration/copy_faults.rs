@@ -11,7 +11,7 @@ use llm_datadist_core::testing::device::HostReach;
 use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::{CacheKind, DataDist, End, Error, ErrorKind, Placement, Snapshot, SwapInPath};
 
-use crate::bed::{Gated, Own, config, copied_bytes, desc, end, engine_on, same_rows};
+use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, same_rows};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 

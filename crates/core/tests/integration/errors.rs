@@ -12,8 +12,8 @@ use llm_datadist_core::{
     LayerRange, LayerwiseArgs, Outcome, PeerAddress, Placement, Role, StatusCode, SwapInPath, Target,
 };
 
-use crate::bed::{Own, config, desc, engine_on};
-use crate::links::fake::Fake;
+use crate::fixtures::{Own, config, desc, engine_on};
+use crate::links::fake_peer::Fake;
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 

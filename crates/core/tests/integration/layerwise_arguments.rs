@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 
 use crate::arguments::side;
-use crate::bed::proptest_cases;
+use crate::fixtures::proptest_cases;
 
 /// A row of the table, whether the arguments break it, and the start of the message if they do.
 type Rule = (&'static str, bool, String);

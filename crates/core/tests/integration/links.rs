@@ -1,23 +1,23 @@
-//! Two engines of one process, linked over every transport: the bed of the files below, which judge links, pull and push.
+//! Two engines of one process, linked over every transport, for the tests of links, pulls and pushes below.
 //!
 //! Not for: real processes that die (`tests/test_peer_faults.py`).
 
-mod broken;
+mod broken_streams;
 mod communicators;
 mod deadlines;
-pub mod fake;
+pub mod fake_peer;
 mod identity;
 mod layerwise;
 mod layerwise_addresses;
 mod layerwise_faults;
 mod link_ends;
 mod linking;
-mod offers;
+mod memory_offers;
 mod pull;
 mod push;
 mod push_ahead;
 mod races;
-mod silent;
+mod silent_memory;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -33,7 +33,7 @@ use llm_datadist_core::{
     PeerAddress, Placement, PoolConfig, PullRows, PushRows, RemoteName, Result, Role, TransportChoice,
 };
 
-use crate::bed::{self, Gated, Own};
+use crate::fixtures::{self, Gated, Own};
 use crate::log;
 
 /// Long enough for anything that works on a machine that is busy, short enough for a test that hangs.
@@ -189,7 +189,7 @@ fn row(cache: &Held, row: u32) -> Name {
 }
 
 fn device(tensors: u32, rows: usize, row_bytes: usize) -> CacheDesc {
-    bed::desc(Placement::Device, tensors, rows, row_bytes)
+    fixtures::desc(Placement::Device, tensors, rows, row_bytes)
 }
 
 /// Pulls a whole slot into slot 0 of `into`.
@@ -252,14 +252,15 @@ impl Held {
     fn write(&self, tensors: &[Vec<u8>]) {
         match &self.own {
             Some(own) => own.write(tensors),
-            None => bed::fill(&self.cache, tensors),
+            None => fixtures::fill(&self.cache, tensors),
         }
     }
 
     /// Fills it with bytes that differ everywhere, and returns them.
     fn fill(&self, seed: u8) -> Vec<Vec<u8>> {
         let geometry = self.cache.geometry();
-        let bytes = bed::patterned(seed, geometry.num_tensors() as usize, geometry.tensor_bytes() as usize);
+        let bytes =
+            fixtures::patterned(seed, geometry.num_tensors() as usize, geometry.tensor_bytes() as usize);
         self.write(&bytes);
         bytes
     }
@@ -270,7 +271,7 @@ impl Held {
                 own.outside_untouched();
                 own.read()
             }
-            None => bed::contents(&self.cache),
+            None => fixtures::contents(&self.cache),
         }
     }
 }
@@ -286,7 +287,7 @@ fn eventually(what: &str, mut there: impl FnMut() -> bool) {
 
 /// How often a loop that digs is run: `PROPTEST_CASES` digs deeper.
 fn times(default: u32) -> u32 {
-    bed::proptest_cases(default).cases
+    fixtures::proptest_cases(default).cases
 }
 
 /// A set-up of both ends.

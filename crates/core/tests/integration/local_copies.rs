@@ -1,7 +1,7 @@
 //! Copies between caches of one engine, on every device, path, number of workers and kernel, and by the naive twin.
 //!
 //! After each case every byte of every cache is read, and so are the bytes around the caller's memory and the
-//! neighbouring caches. Refused calls are covered by `check.rs`, failures and limits by `faults.rs`.
+//! neighbouring caches. Refused calls are covered by `arguments.rs`, failures by `copy_faults.rs`, and limits by `copy_deadlines.rs`.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use llm_datadist_core::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Own, adopt, config, desc, engine_on, pattern, patterned, proptest_cases};
+use crate::fixtures::{Own, adopt, config, desc, engine_on, pattern, patterned, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 

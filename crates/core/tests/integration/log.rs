@@ -12,7 +12,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-use crate::bed::{Own, config, desc};
+use crate::fixtures::{Own, config, desc};
 
 static LINES: Mutex<Vec<Line>> = Mutex::new(Vec::new());
 

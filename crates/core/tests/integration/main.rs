@@ -1,4 +1,4 @@
-//! The integration tests of the core, one binary. `bed` holds memory and devices for all of them.
+//! The integration tests of the core, one binary. `fixtures` holds memory and devices for all of them.
 //!
 //! `cargo test -p llm-datadist-core --test integration`; `PROPTEST_CASES=5000` runs more cases. With `RUSTFLAGS="--cfg loom"` only
 //! the loom model is built, in its own target folder.
@@ -20,9 +20,9 @@
 #![allow(unreachable_pub, reason = "one binary")]
 
 #[cfg(not(loom))]
-mod arguments;
+mod allocation_failures;
 #[cfg(not(loom))]
-mod bed;
+mod arguments;
 #[cfg(not(loom))]
 mod cache_table;
 #[cfg(not(loom))]
@@ -32,33 +32,33 @@ mod copy_deadlines;
 #[cfg(not(loom))]
 mod copy_faults;
 #[cfg(not(loom))]
+mod counting_allocator;
+#[cfg(not(loom))]
 mod cpp;
 #[cfg(not(loom))]
 mod errors;
 #[cfg(not(loom))]
-mod groups;
+mod fixtures;
 #[cfg(not(loom))]
-mod heap;
+mod kernels;
 #[cfg(not(loom))]
-mod hint;
+mod kv_cache_manager;
 #[cfg(not(loom))]
-mod kept;
-#[cfg(not(loom))]
-mod kernel;
-#[cfg(not(loom))]
-mod kv;
-#[cfg(not(loom))]
-mod landing;
+mod layer_destination;
 #[cfg(not(loom))]
 mod layerwise_arguments;
 #[cfg(not(loom))]
 mod links;
+#[cfg(not(loom))]
+mod list_allocator;
 #[cfg(not(loom))]
 mod local_copies;
 #[cfg(not(loom))]
 mod log;
 #[cfg(loom)]
 mod loom_pin;
+#[cfg(not(loom))]
+mod memory_limits;
 #[cfg(not(loom))]
 mod merger;
 #[cfg(not(loom))]
@@ -72,7 +72,9 @@ mod pool;
 #[cfg(not(loom))]
 mod progress;
 #[cfg(not(loom))]
-mod ranks;
+mod protocol;
+#[cfg(not(loom))]
+mod rank_table;
 #[cfg(not(loom))]
 mod reader_threads;
 #[cfg(not(loom))]
@@ -84,7 +86,7 @@ mod remote_table;
 #[cfg(not(loom))]
 mod row_pins;
 #[cfg(not(loom))]
-mod short;
+mod small_page_hint;
 #[cfg(not(loom))]
 mod stats;
 #[cfg(not(loom))]
@@ -97,5 +99,3 @@ mod transfer;
 mod transport;
 #[cfg(not(loom))]
 mod tuner;
-#[cfg(not(loom))]
-mod wire;

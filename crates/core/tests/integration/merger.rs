@@ -24,7 +24,7 @@ use llm_datadist_core::testing::tensors;
 use llm_datadist_core::{CacheKind, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
 use Placement::{Device, Host};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;

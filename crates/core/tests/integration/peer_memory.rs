@@ -23,8 +23,8 @@ use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Resul
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
-use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
 use crate::child_process::{self, Process, report};
+use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
 
 const TENSORS: usize = 3;
 const ROWS: usize = 40;

@@ -10,7 +10,7 @@ use llm_datadist_core::testing::plan::{
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::proptest_cases;
+use crate::fixtures::proptest_cases;
 
 type Pairs = Vec<(u64, u64)>;
 

@@ -16,7 +16,7 @@ use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{Buffer, accepted, adopt, desc, pattern, proptest_cases};
+use crate::fixtures::{Buffer, accepted, adopt, desc, pattern, proptest_cases};
 
 fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
     CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)

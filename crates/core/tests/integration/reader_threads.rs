@@ -17,8 +17,8 @@ use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, allow_read
 use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
 
-use crate::bed::{Buffer, adopt, config, desc, pattern, skipped};
 use crate::child_process::{self, Process, report};
+use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 /// Threads that one process can cost, by default.

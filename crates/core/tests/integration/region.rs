@@ -14,8 +14,8 @@ use llm_datadist_core::{CacheKind, ErrorKind, Placement};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
-use crate::bed::{Buffer, adopt, desc, pattern, skipped};
 use crate::child_process::{self, report};
+use crate::fixtures::{Buffer, adopt, desc, pattern, skipped};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()

@@ -13,7 +13,7 @@ use llm_datadist_core::testing::memory::{OwnPages, Region, Tensors};
 use llm_datadist_core::{CacheId, CacheKind, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::bed::{adopt, desc, pattern, skipped};
+use crate::fixtures::{adopt, desc, pattern, skipped};
 use crate::merger::{ended, merges};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;

@@ -13,7 +13,7 @@ use llm_datadist_core::{Cache, CacheId, CacheKey, CacheKind, ErrorKind, Geometry
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{adopt, desc, proptest_cases};
+use crate::fixtures::{adopt, desc, proptest_cases};
 use CacheKind::{Batch, Blocks};
 
 type Keys = Vec<Option<CacheKey>>;

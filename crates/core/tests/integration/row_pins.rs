@@ -9,7 +9,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::cache::{Pin, pin, pin_reads_for, pin_writes};
 use llm_datadist_core::{Cache, CacheKind, Deadline, Error, ErrorKind, Placement};
 
-use crate::bed::{adopt, desc};
+use crate::fixtures::{adopt, desc};
 
 /// A cache whose memory no test touches.
 fn cache(rows: usize) -> Arc<Cache> {

@@ -10,7 +10,7 @@ use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, CopyArgs, DataDist, End, KernelChoice, OpState, Placement, SwapInPath,
 };
 
-use crate::bed::{Own, adopt, config, desc, engine_on};
+use crate::fixtures::{Own, adopt, config, desc, engine_on};
 use CacheKind::{Batch, Blocks};
 use Placement::{Device, Host};
 

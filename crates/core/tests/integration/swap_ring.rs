@@ -11,7 +11,7 @@ use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
 use llm_datadist_core::{CacheKind, DataDist, End, Error, ErrorKind, Placement};
 
-use crate::bed::{Gated, Own, config, copied_bytes, desc, end, engine_on, patterned, same_rows};
+use crate::fixtures::{Gated, Own, config, copied_bytes, desc, end, engine_on, patterned, same_rows};
 use CacheKind::Blocks;
 use Placement::{Device, Host};
 

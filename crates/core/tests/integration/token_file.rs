@@ -1,6 +1,6 @@
 //! Token files: owner, mode and content, and that no error shows the token.
 //!
-//! The options that name the file are tested in `tests/test_token_file.py` and `check`.
+//! The options that name the file are tested in `tests/test_token_file.py` and `options`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::token_file::{read, token};
 use llm_datadist_core::{DataDist, ErrorKind, LinkConfig, Token};
 
-use crate::bed::{config, skipped};
+use crate::fixtures::{config, skipped};
 
 const TOKEN: &str = "sixteen letters and more";
 

@@ -16,7 +16,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::bed::{desc, proptest_cases};
+use crate::fixtures::{desc, proptest_cases};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::{CacheNotFound, InvalidArgument};
 use Placement::{Device, Host};

@@ -1,6 +1,6 @@
 //! The cases that every transport must pass: TCP, local sockets, and socket pairs inside the process.
 //!
-//! The content of the frames is tested in `wire`.
+//! The content of the frames is tested in `protocol`.
 
 mod descriptors;
 mod payload;
@@ -17,8 +17,8 @@ use llm_datadist_core::testing::net::{
 use llm_datadist_core::testing::protocol::{self, HANDSHAKE_LIMIT, HEADER, MESSAGE, MESSAGE_LIMIT, REFUSAL};
 use llm_datadist_core::{Deadline, Error, ErrorKind, Result};
 
-use crate::bed::{accepted, pattern, skipped};
-use crate::heap;
+use crate::counting_allocator;
+use crate::fixtures::{accepted, pattern, skipped};
 use payload::Cut;
 
 /// Long enough for anything that works, short enough for a test that hangs.
@@ -209,7 +209,7 @@ fn claimed_length_allocates_no_memory() {
         header.extend((63u32 << 20).to_le_bytes());
         header.extend([0; 100]);
         raw(&local).write_all(&header).unwrap();
-        let (result, peak) = heap::peak(|| receive_by(&remote, short()));
+        let (result, peak) = counting_allocator::peak(|| receive_by(&remote, short()));
         assert_eq!(kind_of(result), ErrorKind::Timeout);
         assert!(remote.is_closed());
         assert!((100..1 << 20).contains(&peak), "{peak} bytes");

@@ -6,7 +6,7 @@
 //! page. So the kernels of `avx2` prefetch the next piece, or process four pages at once.
 //!
 //! The copy engine chooses the kernel (`copy::kernel_choice`). Each kernel is tested against a byte-by-byte
-//! twin in `tests/integration/kernel.rs`.
+//! twin in `tests/integration/kernels.rs`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -10,12 +10,12 @@ use llm_datadist_core::{
     Result,
 };
 
-use super::fake::Fake;
+use super::fake_peer::Fake;
 use super::layerwise_faults::Slow;
 use super::{
     Held, LONG, Pair, WAYS, Way, config, eventually, link, of, open, pull_slot, request, row, times,
 };
-use crate::bed::{adopt, desc};
+use crate::fixtures::{adopt, desc};
 
 use CacheKind::{Batch, Blocks};
 

@@ -13,7 +13,7 @@ use llm_datadist_core::testing::protocol::{
 };
 use llm_datadist_core::{CacheKind, ClusterId, Config, ErrorKind, Mode, Token};
 
-use super::fake::{Fake, hear, say, soon, welcome_mac};
+use super::fake_peer::{Fake, hear, say, soon, welcome_mac};
 use super::{
     Held, LONG, Way, check_pull, config, device, eventually, link, of, open, pull_slot, row, unlink,
 };
@@ -103,7 +103,7 @@ fn the_local_socket_takes_no_descriptor_of_a_stranger() {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let version: Vec<u32> = release.split(['.', '-']).map_while(|part| part.parse().ok()).take(2).collect();
     if version < vec![6, 16] {
-        return crate::bed::skipped("the kernel is older than 6.16");
+        return crate::fixtures::skipped("the kernel is older than 6.16");
     }
     let engine = open(strict(1, Way::Shm), Way::Shm);
     let name = Fake::new(9, 1).local_of(&engine, host()).unwrap();

@@ -10,7 +10,7 @@ use llm_datadist_core::{
 };
 
 use super::{Held, LONG, Pair, WAYS, device, each, row};
-use crate::bed::desc;
+use crate::fixtures::desc;
 
 use CacheKind::Batch;
 

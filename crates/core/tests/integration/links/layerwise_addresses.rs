@@ -8,11 +8,11 @@ use llm_datadist_core::testing::protocol::{self, AddressLocation, MAX_ADDRS, Pla
 use llm_datadist_core::testing::validate::Side;
 use llm_datadist_core::{CacheDesc, CacheId, CacheKind, ErrorKind, Geometry, Placement, Target};
 
-use super::fake::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, hear, say, soon};
 use super::layerwise::{SLOTS, failure, finish, is_done, start, to};
 use super::{Held, LONG, Pair, WAYS, Way, config, device, open};
-use crate::bed::{Buffer, adopt};
-use crate::heap;
+use crate::counting_allocator;
+use crate::fixtures::{Buffer, adopt};
 
 use CacheKind::{Batch, Blocks};
 
@@ -105,12 +105,14 @@ fn too_many_addresses_take_bounded_memory() {
     for count in [MAX_ADDRS, MAX_ADDRS + 1, 20 * MAX_ADDRS] {
         let request = Request::Locate { addrs: vec![1; count], limit_ms: 0 };
         let request = protocol::encode(&request).unwrap();
-        let (ok, peak) = heap::peak(|| protocol::decode::<Request>(&request[protocol::HEADER..]).is_ok());
+        let (ok, peak) =
+            counting_allocator::peak(|| protocol::decode::<Request>(&request[protocol::HEADER..]).is_ok());
         assert_eq!(ok, count == MAX_ADDRS);
         assert!(peak <= 32 * MAX_ADDRS, "{peak} for {count}");
         let spot = AddressLocation { cache: 1, tensor: 1, offset: 1 };
         let reply = protocol::encode(&Reply::Located(vec![spot; count])).unwrap();
-        let (ok, peak) = heap::peak(|| protocol::decode::<Reply>(&reply[protocol::HEADER..]).is_ok());
+        let (ok, peak) =
+            counting_allocator::peak(|| protocol::decode::<Reply>(&reply[protocol::HEADER..]).is_ok());
         assert_eq!(ok, count == MAX_ADDRS);
         assert!(peak <= 96 * MAX_ADDRS, "{peak} for {count}");
     }

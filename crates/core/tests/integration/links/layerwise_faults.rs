@@ -22,7 +22,7 @@ use super::{
     Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, open_gated, push_slot,
     request, row, times, unlink,
 };
-use crate::bed::{Gated, desc};
+use crate::fixtures::{Gated, desc};
 
 use CacheKind::{Batch, Blocks};
 

@@ -8,7 +8,7 @@ use llm_datadist_core::testing::protocol::{Control, Purpose, Request, encode};
 use llm_datadist_core::{ClusterId, ErrorKind};
 use rustix::net::{Shutdown, shutdown};
 
-use super::fake::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, hear, say, soon};
 use super::{LONG, Way, config, eventually, link, open};
 
 /// An engine may end before its control thread has heard of a link.

@@ -1,6 +1,6 @@
 //! How links are made, refused and ended, and connections of unauthenticated peers.
 //!
-//! `tests/test_links.py` and `tests/test_link_security.py` cover what `link_clusters` answers. Not for: faults (`broken`).
+//! `tests/test_links.py` and `tests/test_link_security.py` cover what `link_clusters` answers. Not for: faults (`broken_streams`).
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use llm_datadist_core::testing::protocol::{Control, Purpose, Reply, Request, WireName};
 use llm_datadist_core::{CacheKind, ClusterId, DataDist, ErrorKind, PeerAddress, Result, Role, Token};
 
-use super::fake::{Fake, hear, say};
+use super::fake_peer::{Fake, hear, say};
 use super::{
     Held, LONG, Pair, WAYS, Way, address, check_pull, config, device, eventually, link, of, open, pull_slot,
     row, times, unlink,

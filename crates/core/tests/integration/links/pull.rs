@@ -1,13 +1,13 @@
 //! Pulls: which bytes arrive, over every transport, in both modes, between all kinds of memory.
 //!
-//! `tests/test_pull.py` covers every layout. Not for: what goes wrong (`broken`, `races`).
+//! `tests/test_pull.py` covers every layout. Not for: what goes wrong (`broken_streams`, `races`).
 
 use llm_datadist_core::{
     CacheId, CacheKey, CacheKind, End, ErrorKind, LayerRange, Layers, Name, Placement, PullRows,
 };
 
 use super::{Held, Pair, WAYS, Way, device, each, of, request, row};
-use crate::bed::{Own, desc};
+use crate::fixtures::{Own, desc};
 
 use CacheKind::{Batch, Blocks};
 

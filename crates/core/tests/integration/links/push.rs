@@ -10,7 +10,7 @@ use llm_datadist_core::{
 };
 
 use super::{Held, Pair, WAYS, Way, config, device, each, of, open, push_slot, request, row};
-use crate::bed::desc;
+use crate::fixtures::desc;
 
 use CacheKind::{Batch, Blocks};
 

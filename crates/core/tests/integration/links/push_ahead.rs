@@ -1,6 +1,6 @@
 //! Small pushes send their bytes right behind the request: when they do, and that wrong ones cost only the call.
 //!
-//! Not for: streams that break (`broken`), stopped processes (`tests/test_peer_faults.py`).
+//! Not for: streams that break (`broken_streams`), stopped processes (`tests/test_peer_faults.py`).
 
 use std::thread;
 
@@ -15,9 +15,9 @@ use llm_datadist_core::{
     CacheId, CacheKind, DataDist, Error, ErrorKind, Geometry, Layers, Name, Placement, PushRows,
 };
 
-use super::fake::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, hear, say, soon};
 use super::{Held, LONG, Ports, Way, config, device, eventually, of, open};
-use crate::bed::{Buffer, pattern};
+use crate::fixtures::{Buffer, pattern};
 
 const BLOCK: u64 = 4096;
 const TENSORS: u32 = 2;
@@ -134,7 +134,7 @@ fn bytes_behind_a_refused_request_are_skipped() {
     use ErrorKind::{InvalidArgument as Wrong, NotLinked};
     each(|owner| {
         let before = owner.into.fill(1);
-        let closed = crate::bed::Own::new(
+        let closed = crate::fixtures::Own::new(
             &device(TENSORS, BLOCKS as usize, BLOCK as usize),
             CacheKind::Blocks,
             |adopted| owner.engine.register(adopted, &[], Some(false)).unwrap(),

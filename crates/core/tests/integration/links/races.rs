@@ -1,6 +1,6 @@
 //! Pulls, pushes, layers, releases and links at the same time, on both sides.
 //!
-//! Not for: broken peers (`broken`), races for one key (`tests/test_keys_remote.py`).
+//! Not for: broken peers (`broken_streams`), races for one key (`tests/test_keys_remote.py`).
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::thread;
@@ -16,7 +16,7 @@ use super::{
     Held, LONG, Pair, WAYS, Way, address, config, device, eventually, link, of, open, open_gated, pull_slot,
     push_slot, request, row, times, unlink,
 };
-use crate::bed::{self, Buffer, Gated, adopt};
+use crate::fixtures::{self, Buffer, Gated, adopt};
 
 use CacheKind::Batch;
 
@@ -362,7 +362,7 @@ fn endless_readers_let_a_copy_in() {
 #[test]
 fn push_pull_and_copy_do_not_deadlock() {
     const BYTES: usize = 512 << 10;
-    let rows = bed::patterned(5, 2, BYTES).iter().map(|row| row.repeat(2)).collect::<Vec<_>>();
+    let rows = fixtures::patterned(5, 2, BYTES).iter().map(|row| row.repeat(2)).collect::<Vec<_>>();
     for way in WAYS {
         let pair = Pair::with(way, |config: &mut Config| {
             (config.remote_accessible, config.sync_timeout) = (true, Duration::from_secs(5));

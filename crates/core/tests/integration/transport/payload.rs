@@ -11,7 +11,7 @@ use llm_datadist_core::testing::net::{Address, LEAD, Stream};
 use llm_datadist_core::{Deadline, ErrorKind};
 
 use super::{body, each, frame, interrupted, kind_of, raw, short, soon, stopped};
-use crate::bed::{Buffer, pattern};
+use crate::fixtures::{Buffer, pattern};
 
 /// Memory of the test in windows of the given sizes, one after the other, with a gap of `gap` bytes between them.
 pub struct Cut {

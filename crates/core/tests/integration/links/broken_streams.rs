@@ -1,7 +1,7 @@
 //! Streams that are cut, stall or garble at every byte of a greeting and of every call: a call ends within its limit, what
 //! it reports as done is done, both sides forget the rest, and linking again works.
 //!
-//! Not for: peers that misbehave on purpose (`linking`, `fake`).
+//! Not for: peers that misbehave on purpose (`linking`, `fake_peer`).
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use llm_datadist_core::{
 };
 
 use super::{Held, LONG, Way, address, config, eventually, link, of, open, request, times};
-use crate::bed::desc;
+use crate::fixtures::desc;
 
 use CacheKind::{Batch, Blocks};
 

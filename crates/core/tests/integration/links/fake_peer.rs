@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::LONG;
-use crate::bed::accepted;
+use crate::fixtures::accepted;
 
 pub fn soon() -> Deadline {
     Deadline::after(LONG)

@@ -1,7 +1,7 @@
 //! Want of memory: each allocation of a call fails in turn, and the call says so, and nothing has changed.
 //!
 //! Only lists are made to fail: allocations of `LEAST` bytes and more. One that is not made fallibly ends the process, which is
-//! how these tests fail. Not for: how much memory there is to be (`wire`), or limits of the system
+//! how these tests fail. Not for: how much memory there is to be (`protocol`), or limits of the system
 //! (`tests/test_out_of_memory.py`).
 
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use llm_datadist_core::{
     PoolConfig, PullRows, PushRows, Result,
 };
 
-use crate::bed::{Own, config, desc, patterned, try_adopt};
-use crate::heap;
+use crate::counting_allocator;
+use crate::fixtures::{Own, config, desc, patterned, try_adopt};
 
 /// What the lists of these tests have at least, and what is always of one size has not.
 const LEAST: usize = 16 << 10;
@@ -33,7 +33,7 @@ const MANY: u64 = 5000;
 /// Has each allocation of `work` fail in turn; `after` looks at what is left each time. How many there were.
 fn each_fails<T>(work: impl Fn() -> Result<T>, after: impl Fn()) -> usize {
     for nth in 0.. {
-        let (result, failed) = heap::failing(LEAST, nth, &work);
+        let (result, failed) = counting_allocator::failing(LEAST, nth, &work);
         if !failed {
             assert!(result.is_ok(), "{:?}", result.err());
             return nth;
@@ -89,7 +89,7 @@ fn planning_fails_whole() {
         let pieces: Vec<Piece> = request.pairs.iter().map(piece).collect();
         for nth in 0.. {
             let mut moves = Moves { pieces: pieces.clone().into(), num_tensors: 1, ..Moves::default() };
-            let (plan, failed) = heap::failing(LEAST, nth, || CopyPlan::moves(&mut moves));
+            let (plan, failed) = counting_allocator::failing(LEAST, nth, || CopyPlan::moves(&mut moves));
             if let Err(error) = plan {
                 assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{name}");
             } else {
@@ -220,7 +220,8 @@ fn caches_are_entered_whole_or_not_at_all() {
     for nth in 0.. {
         let engine = engine();
         let before = state(&engine);
-        let (made, failed) = heap::failing(LEAST, nth, || engine.allocate(&batch, CacheKind::Batch, &keys));
+        let (made, failed) =
+            counting_allocator::failing(LEAST, nth, || engine.allocate(&batch, CacheKind::Batch, &keys));
         assert_eq!(made.is_err(), failed, "{nth}");
         if let Err(error) = made {
             assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
@@ -314,7 +315,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
     let listener = transport.listen(&at).unwrap();
     let local = transport.dial(&at, soon()).unwrap();
-    let remote = crate::bed::accepted(&*listener).unwrap();
+    let remote = crate::fixtures::accepted(&*listener).unwrap();
     let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
     let hear = || remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon());
@@ -325,7 +326,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
                 local.send(&large, soon()).unwrap();
                 local.send(&small, soon()).unwrap();
             });
-            let (heard, failed) = heap::failing(LEAST, nth, hear);
+            let (heard, failed) = counting_allocator::failing(LEAST, nth, hear);
             match heard {
                 Err(error) => assert_eq!((error.kind(), failed), (ErrorKind::OutOfMemory, true), "{error}"),
                 Ok(frame) => assert!(!failed && frame.unwrap().1 == large[HEADER..]),
@@ -342,7 +343,7 @@ fn a_frame_that_gets_no_memory_is_read_away() {
     // Behind a short one bytes of a cache may follow, which nobody knows of: it is the last.
     let short = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 4000], limit_ms: 1 }).unwrap();
     local.send(&short, soon()).unwrap();
-    let (heard, failed) = heap::failing(LEAST, 0, hear);
+    let (heard, failed) = counting_allocator::failing(LEAST, 0, hear);
     assert_eq!((heard.unwrap_err().kind(), failed), (ErrorKind::OutOfMemory, true));
     assert!(remote.is_closed());
 }
@@ -359,7 +360,7 @@ fn pins_fail_whole() {
     let soon = || Deadline::after(Duration::from_millis(5));
     for nth in 0.. {
         let list = all();
-        let (pin, failed) = heap::failing(LEAST, nth, || pin_writes(&own.cache, list, soon()));
+        let (pin, failed) = counting_allocator::failing(LEAST, nth, || pin_writes(&own.cache, list, soon()));
         let error = pin.unwrap_err();
         let kind = if failed { ErrorKind::OutOfMemory } else { ErrorKind::Timeout };
         assert_eq!(error.kind(), kind, "{nth}");

@@ -1,7 +1,7 @@
 //! Inside a memory control group, where allocations do not fail: what does not fit is refused before memory is touched.
 //!
 //! The tests make a group of their own, which takes root and a control group file system. Not for: reading the limits
-//! (`kv`), which is tested against folders.
+//! (`kv_cache_manager`), which is tested against folders.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,9 @@ use llm_datadist_core::{
     CacheKind, Config, DataDist, End, Error, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
 };
 
-use crate::bed::{config, desc, skipped};
 use crate::child_process::{self, report};
-use crate::heap;
+use crate::counting_allocator;
+use crate::fixtures::{config, desc, skipped};
 
 const MIB: u64 = 1 << 20;
 const LIMIT: u64 = 256 * MIB;
@@ -87,7 +87,7 @@ fn group_without_room_refuses_before_memory_is_touched() {
         Ok(group) => group,
         Err(why) => return skipped(&why),
     };
-    let reports = child_process::run("groups::inside", group.0.to_str().unwrap());
+    let reports = child_process::run("memory_limits::inside", group.0.to_str().unwrap());
     for (name, start, fact) in [
         ("eager", "OutOfMemory ", "pool_bytes="),
         ("lazy", "done", ""),
@@ -108,7 +108,7 @@ fn lists_of_a_call_take_what_is_asked_for() {
     let pairs: Vec<(i64, i64)> = (0..count).map(|at| (at % 512, 512 + at % 512)).collect();
     let copy = || engine.copy_blocks(&End::Managed(cache.id()), &pairs).unwrap();
     copy();
-    let ((), peak) = heap::peak(copy);
+    let ((), peak) = counting_allocator::peak(copy);
     let each = peak / pairs.len();
     assert!((8..=128).contains(&each), "{each} bytes for each block");
 }

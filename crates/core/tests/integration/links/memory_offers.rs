@@ -15,10 +15,10 @@ use llm_datadist_core::{
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
-use super::fake::{Fake, hear, say, soon};
+use super::fake_peer::{Fake, hear, say, soon};
 use super::{Held, LONG, Pair, Ports, Way, config, eventually, link, of, open, row, unlink};
-use crate::bed::desc;
 use crate::child_process::{self, report};
+use crate::fixtures::desc;
 
 const MIB: u64 = 1 << 20;
 const TIB: u64 = 1 << 40;
@@ -154,7 +154,7 @@ fn narrow() {
 #[test]
 #[cfg_attr(sanitized, ignore = "the sanitizer has its own allocator and needs address space")]
 fn limited_address_space_is_not_filled_by_a_peer() {
-    assert_eq!(child_process::run("links::offers::narrow", ""), ["done"]);
+    assert_eq!(child_process::run("links::memory_offers::narrow", ""), ["done"]);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use llm_datadist_core::{
     Mode, Name, PeerAddress, Placement, PoolConfig, PullRows, RemoteName, Role, Share,
 };
 
-use crate::bed::{self, Own, desc};
+use crate::fixtures::{self, Own, desc};
 use CacheKind::{Batch, Blocks};
 use ErrorKind::{CacheNotFound, InvalidArgument, NotLinked, OutOfMemory};
 use Placement::{Device, Host};
@@ -186,7 +186,7 @@ fn a_pool_unasked() {
             assert_eq!(report.committed_bytes, 0);
         }
         let cache = engine.allocate(&desc(Device, 2, 4, 64), Batch, &[]).unwrap();
-        bed::fill(&cache, &bed::patterned(1, 2, 256));
+        fixtures::fill(&cache, &fixtures::patterned(1, 2, 256));
         assert!(engine.stats().host_pool.is_none());
     }
     // No room is not no pool: it is a pool that has none, which may be waited for.
@@ -236,9 +236,9 @@ fn copies_follow_the_mode() {
         let device = engine.allocate(&desc(Device, 2, 4, 64), Batch, &[]).unwrap();
         let host = engine.allocate(&desc(Host, 2, 4, 64), Batch, &[]).unwrap();
         let own = Own::loose(&desc(Host, 2, 4, 64), Blocks);
-        let bytes = bed::patterned(3, 2, 256);
-        bed::fill(&device, &bytes);
-        bed::fill(&host, &bytes);
+        let bytes = fixtures::patterned(3, 2, 256);
+        fixtures::fill(&device, &bytes);
+        fixtures::fill(&host, &bytes);
         let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
         let end = |cache: &llm_datadist_core::Cache| End::Managed(cache.id());
         let first = mode == Mode::KvCacheManager;
@@ -257,7 +257,7 @@ fn copies_follow_the_mode() {
                 all[192..].copy_from_slice(&bytes[tensor][64..128]);
             }
         }
-        assert!(bed::contents(&device) == expected, "{mode:?}");
+        assert!(fixtures::contents(&device) == expected, "{mode:?}");
         if first {
             for (tensor, all) in own.read().iter().enumerate() {
                 assert_eq!(all[64..128], bytes[tensor][128..192]);
@@ -274,8 +274,8 @@ fn two_engines_of_one_id() {
         let key = CacheKey::Request { model: 0, id: 5 };
         let theirs = remote.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
         let ours = local.allocate(&desc(Device, 2, 2, 64), Batch, &[]).unwrap();
-        let bytes = bed::patterned(9, 2, 128);
-        bed::fill(&theirs, &bytes);
+        let bytes = fixtures::patterned(9, 2, 128);
+        fixtures::fill(&theirs, &bytes);
         let pull = |engine: &DataDist, rows: &PullRows| {
             let from = RemoteName { cluster: ClusterId(0), name: Name::Key(key) };
             engine.pull(from, &End::Managed(ours.id()), rows, Layers::ALL)
@@ -289,7 +289,7 @@ fn two_engines_of_one_id() {
             continue;
         }
         pull(&local, &PullRows::Part { local: 1, remote_offset: 10, local_offset: 30, size: 20 }).unwrap();
-        let got = bed::contents(&ours);
+        let got = fixtures::contents(&ours);
         for tensor in 0..2 {
             assert_eq!(got[tensor][94..114], bytes[tensor][10..30]);
             assert_eq!(got[tensor][..94], [0; 94]);
@@ -298,12 +298,12 @@ fn two_engines_of_one_id() {
         // That was a pull of the key, and the link is one of both sides.
         assert_eq!(pull(&local, &slot).unwrap_err().kind(), CacheNotFound);
         let mine = local.allocate(&desc(Device, 2, 2, 64), Batch, &[Some(key)]).unwrap();
-        let bytes = bed::patterned(4, 2, 128);
-        bed::fill(&mine, &bytes);
+        let bytes = fixtures::patterned(4, 2, 128);
+        fixtures::fill(&mine, &bytes);
         let from = RemoteName { cluster: ClusterId(0), name: Name::Row { cache: mine.id(), row: 0 } };
         let whole = PullRows::Slot { local: 0, size: -1 };
         remote.pull(from, &End::Managed(theirs.id()), &whole, Layers::ALL).unwrap();
-        assert_eq!(bed::contents(&theirs)[1][..64], bytes[1][..64]);
+        assert_eq!(fixtures::contents(&theirs)[1][..64], bytes[1][..64]);
     }
 }
 

@@ -9,7 +9,7 @@ use llm_datadist_core::testing::validate::rank_table::{RankEnd, ends, members};
 use llm_datadist_core::{ClusterId, ErrorKind, Result};
 use proptest::prelude::*;
 
-use crate::bed::proptest_cases;
+use crate::fixtures::proptest_cases;
 
 const TWO: [(ClusterId, u32); 2] = [(ClusterId(5), 0), (ClusterId(21), 1)];
 

@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::heap;
+use crate::counting_allocator;
 
 fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: &T, bytes: &str) {
     let frame = protocol::encode(message).unwrap();
@@ -494,7 +494,7 @@ fn runs_of_many_tensors_are_short() {
     }
     // A count is not believed, however large.
     let huge = [Run { start: 0, step: 1, count: u32::MAX }; 3];
-    let (error, peak) = heap::peak(|| Run::unpack(&huge[..1], u32::MAX).map(drop).unwrap_err());
+    let (error, peak) = counting_allocator::peak(|| Run::unpack(&huge[..1], u32::MAX).map(drop).unwrap_err());
     assert_eq!(error.kind(), ErrorKind::NotLinked);
     assert!(peak < 4096);
     assert!(Run::unpack(&huge, 80).is_err());
@@ -578,7 +578,7 @@ fn a_plan_takes_a_bounded_multiple_of_its_bytes() {
             plan.check_ends(Some((8, 1 << 48)), Some((8, 1 << 48)))?;
             Ok((plan.src_rows(ROW)?.len(), plan.dst_rows(ROW)?.len(), plan))
         };
-        let (result, peak): (Result<_, Error>, usize) = heap::peak(work);
+        let (result, peak): (Result<_, Error>, usize) = counting_allocator::peak(work);
         assert_eq!(result.is_ok(), taken, "{name}: {result:?}");
         assert!(peak > frame.len() && peak <= 3 * frame.len(), "{name}: {peak} for {}", frame.len());
     }
@@ -598,7 +598,7 @@ fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
             let plan = CopyPlan::try_from(plan).unwrap();
             [plan.src_rows(ROW).unwrap(), plan.dst_rows(ROW).unwrap()]
         };
-        let ([read, written], peak) = heap::peak(work);
+        let ([read, written], peak) = counting_allocator::peak(work);
         let rows = |first: u64, number: fn(&(u32, u32)) -> u32| -> Vec<u64> {
             let starts = many.iter().map(|pair| first + len * u64::from(number(pair)));
             let rows =
@@ -616,7 +616,7 @@ fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
     let spans = (0..16).map(|k| Span { src: k, dst: k + 2 * ROW * (count - 1), ..span });
     let plan = CopyPlan::from_parts(1, 0, 0, spans.map(|span| vec![span]).collect()).unwrap();
     for rows in [CopyPlan::src_rows, CopyPlan::dst_rows] {
-        let (rows, peak) = heap::peak(|| rows(&plan, ROW).unwrap());
+        let (rows, peak) = counting_allocator::peak(|| rows(&plan, ROW).unwrap());
         assert!(rows.iter().copied().eq((0..count).map(|k| 2 * k)));
         assert!(peak < 128 * rows.len(), "{peak} for {} rows", rows.len());
     }
@@ -625,7 +625,7 @@ fn the_rows_of_a_plan_take_a_bounded_multiple_of_its_bytes() {
 /// Every decoder there is; what it makes of the bytes does not matter, only that it comes back and what it took.
 fn all_decoders(body: &[u8]) {
     fn one<T: DeserializeOwned>(body: &[u8]) {
-        let (result, peak) = heap::peak(|| protocol::decode::<T>(body).map(drop));
+        let (result, peak) = counting_allocator::peak(|| protocol::decode::<T>(body).map(drop));
         // A count that is not followed by as much reserves at most a megabyte, on each of two levels.
         assert!(peak < 64 * body.len() + (3 << 20), "{peak} bytes for {}", body.len());
         if let Err(error) = result {

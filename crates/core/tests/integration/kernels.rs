@@ -7,7 +7,7 @@ use llm_datadist_core::ErrorKind;
 use llm_datadist_core::testing::memory::kernels::{Copy, Kernel, copy, copy_all};
 use llm_datadist_core::testing::memory::{Region, Tensors};
 
-use crate::bed::Buffer;
+use crate::fixtures::Buffer;
 
 /// Those of this CPU. At least the plain one; the CI machine has all.
 fn kernels() -> &'static [Kernel] {

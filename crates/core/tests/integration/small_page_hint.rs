@@ -19,7 +19,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-use crate::bed::{adopt, desc, skipped};
+use crate::fixtures::{adopt, desc, skipped};
 use crate::registered_pages::{PAGE, Pages, asked};
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
@@ -185,7 +185,7 @@ fn an_engine_hints_where_it_leaves_registered_memory_alone() {
         return;
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let name = "hint::an_engine_hints_where_it_leaves_registered_memory_alone";
+    let name = "small_page_hint::an_engine_hints_where_it_leaves_registered_memory_alone";
     child.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(CHILD, "1");
     let done = child.output().unwrap();
     let said = String::from_utf8_lossy(&done.stdout).into_owned();

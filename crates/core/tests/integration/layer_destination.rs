@@ -10,7 +10,7 @@ use llm_datadist_core::testing::validate::{
 use llm_datadist_core::{CacheKind, ErrorKind, Geometry, Placement, Result};
 use proptest::prelude::*;
 
-use crate::bed::{desc, patterned};
+use crate::fixtures::{desc, patterned};
 
 fn side(kind: CacheKind, tensors: u32, rows: usize, row_bytes: usize) -> Side {
     let geometry = Geometry::new(&desc(Placement::Device, tensors, rows, row_bytes)).unwrap();
@@ -164,7 +164,7 @@ fn judge(case: &Case, done: &mut [u32; 2]) {
 
 #[test]
 fn a_layer_lands_as_by_hand() {
-    let mut runner = proptest::test_runner::TestRunner::new(crate::bed::proptest_cases(3000));
+    let mut runner = proptest::test_runner::TestRunner::new(crate::fixtures::proptest_cases(3000));
     let done = std::cell::RefCell::new([0; 2]);
     let ran = runner.run(&case(), |case| {
         judge(&case, &mut done.borrow_mut());

@@ -11,7 +11,7 @@ use llm_datadist_core::{
 };
 
 use super::{Held, Pair, Way, eventually, of, row};
-use crate::bed::desc;
+use crate::fixtures::desc;
 
 const ROWS: usize = 4;
 const ROW: usize = 4096;
