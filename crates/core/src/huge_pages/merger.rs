@@ -8,7 +8,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 use super::commit::{Commit, UNITS_OF_A_PART};
-use super::pace::{Closing, Merged, Pace, Walk};
+use super::pace::{Closing, Merged, Pace};
 use super::pool_merge::Merging;
 use super::registered::Lending;
 use super::small_page_hint::Hint;
@@ -19,8 +19,7 @@ use crate::model::{CacheId, Deadline};
 
 /// Bytes moved or allocated after which the merger checks for work.
 const CHECK_AFTER: u64 = 64 << 20;
-/// Pause before units whose pages were in use are tried again.
-const BETWEEN_TRIES: Duration = Duration::from_millis(100);
+
 /// Merges the regions of one engine into huge pages; the default one merges nothing. Dropping it ends its
 /// thread.
 #[derive(Debug, Default)]
@@ -32,7 +31,7 @@ pub struct Merger {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+struct Shared {
     regions: Vec<Arc<Merging>>,
     /// `None` if registered memory is left alone.
     lending: Option<Lending>,
@@ -52,12 +51,12 @@ impl Merger {
     /// Creates a merger of `regions` and of the registered memory that is lent to it.
     #[must_use]
     pub fn with_registered(regions: impl IntoIterator<Item = Arc<Region>>) -> Self {
-        Self::over(regions, Some(Lending::new()))
+        Self::over(regions, Some(Lending::default()))
     }
 
     fn over(regions: impl IntoIterator<Item = Arc<Region>>, lending: Option<Lending>) -> Self {
         let regions = regions.into_iter().map(|region| Arc::new(Merging::new(region))).collect();
-        Merger { shared: Some(Arc::new(Shared::of(regions, lending))), hint: None }
+        Merger { shared: Some(Arc::new(Shared { regions, lending, ..Shared::default() })), hint: None }
     }
 
     /// Returns the same merger, which also logs one hint if registered memory that peers read through the
@@ -184,24 +183,12 @@ impl Drop for Merger {
 }
 
 impl Shared {
-    pub(super) fn of(regions: Vec<Arc<Merging>>, lending: Option<Lending>) -> Self {
-        Shared { regions, lending, ..Shared::default() }
-    }
-
-    /// Runs on the thread: merges until nothing is left or the merger is closed.
-    pub(super) fn work(&self) {
+    /// Runs on the thread: merges until nothing more is due or the merger is closed.
+    fn work(&self) {
         let mut pace = Pace::new(&self.closing);
         loop {
-            let mut left = false;
-            for region in self.regions.iter().filter(|region| region.able() && region.rested()) {
-                left |= region.walk(&mut pace) == Walk::Busy;
-            }
-            if let Some(lending) = &self.lending {
-                left |= lending.walk(&mut pace) == Walk::Busy;
-            }
-            if left && self.closing.sleep(BETWEEN_TRIES) {
-                continue;
-            }
+            self.regions.iter().filter(|region| region.due()).for_each(|region| region.walk(&mut pace));
+            self.lending.iter().filter(|lending| lending.due()).for_each(|lending| lending.walk(&mut pace));
             // Under the lock, a concurrent check for work either sees the thread running, or starts another
             // one.
             let mut state = self.closing.locked();

@@ -9,10 +9,8 @@ use std::time::{Duration, Instant};
 const PAUSES: u32 = 9;
 /// Shorter periods of work are added up before a pause.
 const WORTH_A_PAUSE: Duration = Duration::from_micros(200);
-/// Number of attempts for a unit whose pages are in use.
-pub(super) const TRIES: u8 = 8;
-/// How long a region is left alone after no huge page was free, memory was short, or pages stayed in use.
-pub(super) const REST: Duration = Duration::from_secs(60);
+/// How long units are left alone that could not be merged, because their pages were in use or memory was short.
+const REST: Duration = Duration::from_secs(10);
 /// Bytes that must be free; otherwise nothing is merged.
 pub(super) const SPARE: u64 = 256 << 20;
 /// Number of units that are merged between two checks of the free memory.
@@ -27,15 +25,32 @@ pub struct Merged {
     pub errno: Option<i32>,
 }
 
-/// How one pass over a region ended.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Walk {
-    /// Nothing is left for now.
-    Whole,
-    /// At least one unit was in use.
-    Busy,
-    /// The merger was closed.
-    Closed,
+/// When the units that the last pass left are tried again; `None` if it left none.
+#[derive(Debug, Default)]
+pub(super) struct Again(Mutex<Option<Instant>>);
+
+impl Again {
+    pub(super) fn due(&self) -> bool {
+        self.locked().is_some_and(|at| at <= Instant::now())
+    }
+
+    pub(super) fn at_once(&self) {
+        *self.locked() = Some(Instant::now());
+    }
+
+    /// Records that a pass begins.
+    pub(super) fn begin(&self) {
+        *self.locked() = None;
+    }
+
+    /// Records that a pass left units.
+    pub(super) fn later(&self) {
+        self.locked().get_or_insert(Instant::now() + REST);
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The thread of a merger, and whether it must stop.

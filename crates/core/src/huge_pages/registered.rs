@@ -11,26 +11,19 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::pace::{Pace, REST, SPARE, TRIES, UNITS_PER_CHECK, Walk};
+use super::pace::{Again, Pace, SPARE, UNITS_PER_CHECK};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
 
-/// Value of `next` if there is nothing to do until more memory is lent.
-const NEVER: u64 = u64::MAX;
-
 /// The registered memory that is lent to one merger.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Lending {
     lent: Mutex<HashMap<CacheId, Arc<Lent>>>,
-    made: Instant,
-    /// Milliseconds after `made` before which there is nothing to do.
-    next: AtomicU64,
-    /// Number of consecutive passes that met pages in use.
-    tries: AtomicU8,
+    again: Again,
     merged: AtomicU64,
 }
 
@@ -39,26 +32,7 @@ pub(super) struct Lending {
 #[derive(Debug)]
 struct Lent(Mutex<Option<Vec<u64>>>);
 
-/// What a pass left behind.
-#[derive(Default)]
-struct Left {
-    units: usize,
-    busy: bool,
-    /// The whole pass must stop: memory is short, or the merger was closed.
-    stopped: bool,
-}
-
 impl Lending {
-    pub(super) fn new() -> Self {
-        Lending {
-            lent: Mutex::default(),
-            made: Instant::now(),
-            next: AtomicU64::new(NEVER),
-            tries: AtomicU8::new(0),
-            merged: AtomicU64::new(0),
-        }
-    }
-
     /// Lends the memory of `cache`, unless it is lent already or `kept` returns `false`. Returns whether
     /// there is something to merge.
     ///
@@ -74,8 +48,7 @@ impl Lending {
         // The cache is recorded even if it has no units, so that they need not be searched again.
         lent.insert(cache, Arc::new(Lent(Mutex::new(Some(units)))));
         if some {
-            self.tries.store(0, Ordering::Relaxed);
-            self.next.store(0, Ordering::Relaxed);
+            self.again.at_once();
         }
         some
     }
@@ -89,8 +62,7 @@ impl Lending {
     }
 
     pub(super) fn due(&self) -> bool {
-        let next = self.next.load(Ordering::Relaxed);
-        next != NEVER && self.made.elapsed() >= Duration::from_millis(next)
+        self.again.due()
     }
 
     /// Returns the bytes that were merged, or already lay in huge pages, including memory that was given back
@@ -99,36 +71,20 @@ impl Lending {
         self.merged.load(Ordering::Relaxed)
     }
 
-    /// Merges what is present. What is left is tried again later, and soon if its pages were in use.
-    pub(super) fn walk(&self, pace: &mut Pace<'_>) -> Walk {
-        if !self.due() {
-            return Walk::Whole;
-        }
-        // Memory that is lent from here on sets `next` itself.
-        self.next.store(NEVER, Ordering::Relaxed);
+    /// Merges what is present. What is left is tried again later.
+    pub(super) fn walk(&self, pace: &mut Pace<'_>) {
+        // Before the list is read, because memory that is lent from here on sets the time again.
+        self.again.begin();
         let all: Vec<_> = locked(&self.lent).values().cloned().collect();
-        let Some(pages) = OwnPages::open() else { return Walk::Whole };
-        let mut left = Left::default();
-        for lent in &all {
-            self.walk_over(lent, &pages, pace, &mut left);
-            if left.stopped {
-                break;
-            }
+        let Some(pages) = OwnPages::open() else { return };
+        let whole = all.iter().all(|lent| self.walk_over(lent, &pages, pace));
+        if !whole || all.iter().any(|lent| lent.left()) {
+            self.again.later();
         }
-        let soon = left.busy && !left.stopped && self.tries.fetch_add(1, Ordering::Relaxed) + 1 < TRIES;
-        if soon {
-            self.next.store(0, Ordering::Relaxed);
-            return Walk::Busy;
-        }
-        self.tries.store(0, Ordering::Relaxed);
-        if left.units > 0 {
-            let rested = u64::try_from((self.made.elapsed() + REST).as_millis()).unwrap_or(NEVER - 1);
-            self.next.fetch_min(rested, Ordering::Relaxed);
-        }
-        Walk::Whole
     }
 
-    fn walk_over(&self, lent: &Lent, pages: &OwnPages, pace: &mut Pace<'_>, rest: &mut Left) {
+    /// Returns `false` if the pass must stop: memory is short, or the merger was closed.
+    fn walk_over(&self, lent: &Lent, pages: &OwnPages, pace: &mut Pace<'_>) -> bool {
         let (mut index, mut looked) = (0, 0);
         loop {
             let since = Instant::now();
@@ -136,22 +92,11 @@ impl Lending {
             looked += 1;
             {
                 let mut units = locked(&lent.0);
-                let Some(units) = units.as_mut() else { return };
-                let Some(&at) = units.get(index) else {
-                    rest.units += units.len();
-                    return;
-                };
+                let Some(units) = units.as_mut() else { return true };
+                let Some(&at) = units.get(index) else { return true };
                 match if short { Some(Err(Refusal::NoMemory)) } else { pages.merge(at) } {
-                    None => index += 1,
-                    Some(Err(Refusal::Busy)) => {
-                        rest.busy = true;
-                        index += 1;
-                    }
-                    Some(Err(Refusal::NoMemory)) => {
-                        rest.units += units.len();
-                        rest.stopped = true;
-                        return;
-                    }
+                    None | Some(Err(Refusal::Busy)) => index += 1,
+                    Some(Err(Refusal::NoMemory)) => return false,
                     Some(Err(Refusal::Unable(_))) => {
                         units.swap_remove(index);
                     }
@@ -162,10 +107,16 @@ impl Lending {
                 }
             }
             if !pace.keep(since) {
-                rest.stopped = true;
-                return;
+                return false;
             }
         }
+    }
+}
+
+impl Lent {
+    /// Returns whether units are left that may be merged later.
+    fn left(&self) -> bool {
+        locked(&self.0).as_ref().is_some_and(|units| !units.is_empty())
     }
 }
 
