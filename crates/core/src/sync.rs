@@ -1,18 +1,71 @@
-//! Locks, counters and threads of the code that loom models run (`tests/integration/loom_pin.rs`,
-//! `copy/workers/loom_tests.rs`, `transfer/task/loom_tests.rs`): loom's with `--cfg loom`, else those of the
-//! standard library. Other code takes them from `std` directly.
+//! The locks of the engine. They differ from those of the standard library in one point: a panic does not poison
+//! them.
+//!
+//! Code that holds a lock changes a few fields or map entries and calls nothing that can panic half-way, so what
+//! a panicking thread leaves behind is consistent.
+//!
+//! With `--cfg loom` they are loom's, for the models in `tests/integration/loom_pin.rs`,
+//! `copy/workers/loom_tests.rs` and `transfer/task/loom_tests.rs`. Locks in statics are taken from `std` directly,
+//! because loom has none.
 
 #[cfg(loom)]
-pub(crate) use loom::sync::{
-    Condvar, Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
-};
+use loom::sync as imp;
+#[cfg(not(loom))]
+use std::sync as imp;
+
+use std::sync::PoisonError;
+use std::time::Duration;
+
 #[cfg(loom)]
 pub(crate) use loom::thread::Builder;
 #[cfg(not(loom))]
-pub(crate) use std::sync::{
-    Condvar, Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
-};
-#[cfg(not(loom))]
 pub(crate) use std::thread::Builder;
+
+pub(crate) use imp::MutexGuard;
+pub(crate) use imp::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// A mutual exclusion lock that a panic does not poison.
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(imp::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Mutex(imp::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A condition variable for [`Mutex`].
+#[derive(Debug, Default)]
+pub(crate) struct Condvar(imp::Condvar);
+
+impl Condvar {
+    pub(crate) fn new() -> Self {
+        Condvar(imp::Condvar::new())
+    }
+
+    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+        self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the lock, and whether `limit` has passed without a notification.
+    pub(crate) fn wait_timeout<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        limit: Duration,
+    ) -> (MutexGuard<'a, T>, bool) {
+        let (guard, waited) = self.0.wait_timeout(guard, limit).unwrap_or_else(PoisonError::into_inner);
+        (guard, waited.timed_out())
+    }
+
+    pub(crate) fn notify_one(&self) {
+        self.0.notify_one();
+    }
+
+    pub(crate) fn notify_all(&self) {
+        self.0.notify_all();
+    }
+}

@@ -51,7 +51,7 @@ pub fn pin(
 /// Waits until no call uses any row of `cache`.
 pub fn unpinned(cache: &Arc<Cache>, deadline: Deadline) -> Result<()> {
     let (count, step) = {
-        let rows = cache.pins.locked();
+        let rows = cache.pins.rows.lock();
         if rows.held.is_empty() {
             return Ok(());
         }
@@ -92,7 +92,7 @@ pub fn pin_writes(cache: &Arc<Cache>, writes: Vec<u64>, deadline: Deadline) -> R
 
 fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> {
     let pins = &cache.pins;
-    let mut rows = pins.locked();
+    let mut rows = pins.rows.lock();
     if rows.held.is_empty() {
         rows.prepare(cache.geometry().rows())?;
     }
@@ -113,7 +113,7 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
         // cache.
         drop(pins.freed.wait_timeout(rows, deadline.nap()));
         let interrupted = deadline.interruption("waiting for blocks that another call is copying");
-        rows = pins.locked();
+        rows = pins.rows.lock();
         if let Err(error) = interrupted {
             break Err(error.with("cache_id", cache.id()).with("row", row));
         }
@@ -136,7 +136,7 @@ fn pin_one(cache: &Arc<Cache>, used: RowUse, deadline: Deadline) -> Result<Pin> 
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        let mut rows = self.cache.pins.locked();
+        let mut rows = self.cache.pins.rows.lock();
         rows.give_back(&self.used);
         let waiting = !rows.claims.is_empty();
         drop(rows);

@@ -1,12 +1,10 @@
 //! The pinned rows of one cache: which are read, which are written, and which calls wait, in order.
 
-use std::sync::PoisonError;
-
 use hashbrown::HashSet;
 
 use crate::error::Result;
 use crate::fallible;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex};
 
 /// Marks a row that a writer holds; any other number counts its readers.
 const WRITER: u32 = u32::MAX;
@@ -21,7 +19,7 @@ pub(super) const MAX_COUNTERS: u64 = 1 << 20;
 /// The pinned rows of one cache.
 #[derive(Debug, Default)]
 pub(super) struct Pins {
-    rows: Mutex<Rows>,
+    pub(super) rows: Mutex<Rows>,
     pub(super) freed: Condvar,
 }
 
@@ -51,12 +49,6 @@ pub struct RowUse {
     pub writes: Vec<u64>,
     /// Whether reads pass writers that are only waiting.
     pub ahead: bool,
-}
-
-impl Pins {
-    pub(super) fn locked(&self) -> MutexGuard<'_, Rows> {
-        self.rows.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Rows {

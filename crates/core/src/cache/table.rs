@@ -10,7 +10,7 @@ mod remote;
 pub use remote::AddressLocation;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use hashbrown::HashMap;
 
@@ -21,6 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::fallible;
 use crate::memory::{Adopted, Generations, Tensors};
 use crate::model::{CacheDesc, CacheId, CacheKey, CacheKind};
+use crate::sync::Mutex;
 use crate::validate::Side;
 
 /// What to do with a key that already names a cache.
@@ -166,7 +167,7 @@ impl Table {
         // Declared before the lock, so that caches released by a replaced key drop after the lock is
         // released.
         let mut released: Vec<Slot> = Vec::new();
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         if on_bound_key == OnBoundKey::Refuse
             && let Some((key, other)) = keys.iter().find_map(|(_, key)| Some((key, state.named(*key)?.0)))
         {
@@ -200,14 +201,14 @@ impl Table {
 
     /// Returns the cache with this id, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find(&self, id: CacheId) -> Result<Arc<Cache>> {
-        let state = self.locked();
+        let state = self.state.lock();
         let found = state.ids.get(&id).and_then(|&place| state.slot(place));
         found.map(|slot| slot.cache.clone()).ok_or_else(|| no_cache(id))
     }
 
     /// Returns the cache and row that a key names, or `Err` of kind [`ErrorKind::CacheNotFound`].
     pub fn find_key(&self, key: CacheKey) -> Result<(Arc<Cache>, u32)> {
-        let state = self.locked();
+        let state = self.state.lock();
         let found = state.named(key).map(|(slot, row)| (slot.cache.clone(), row));
         found.ok_or_else(|| no_key(key))
     }
@@ -216,7 +217,7 @@ impl Table {
     /// is removed at once, with its key. Has no effect on unknown ids and registered caches (contract §7.2,
     /// §7.4).
     pub fn deallocate(&self, id: CacheId) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let Some(&place) = state.ids.get(&id) else { return };
         let Some(slot) = state.slot_mut(place).filter(|slot| slot.cache.origin() == Origin::Allocated) else {
             return;
@@ -233,7 +234,7 @@ impl Table {
     /// Removes a key of an allocated cache, and releases the cache if that was its last reference. Has no
     /// effect on unknown keys and keys of registered caches (contract §7.5).
     pub fn remove_key(&self, key: CacheKey) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let allocated = state.named(key).is_some_and(|(slot, _)| slot.cache.origin() == Origin::Allocated);
         let released = if allocated { state.unbind(key) } else { None };
         drop(state);
@@ -243,7 +244,7 @@ impl Table {
     /// Raises the generations of all caches, so that peers no longer accept what they know about them. Called
     /// when the engine closes, before its memory is released.
     pub fn retire(&self) {
-        let state = self.locked();
+        let state = self.state.lock();
         for place in state.ids.values() {
             state.generations.bump(*place);
         }
@@ -253,7 +254,7 @@ impl Table {
     /// long as it is in use and [`forget_unregistered`](Self::forget_unregistered) was not called. Returns
     /// `None` for unknown and allocated ids (contract §7.8).
     pub fn unregister(&self, id: CacheId) -> Result<Option<Arc<Cache>>> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let Some(&place) = state.ids.get(&id) else {
             // A pin keeps its cache alive, so a cache that is already dropped is not in use.
             return Ok(state.leaving.get(&id).and_then(Weak::upgrade));
@@ -272,17 +273,12 @@ impl Table {
 
     /// Forgets a cache that was unregistered and is no longer in use.
     pub fn forget_unregistered(&self, id: CacheId) {
-        self.locked().leaving.remove(&id);
+        self.state.lock().leaving.remove(&id);
     }
 
     pub fn state(&self) -> TableState {
-        let state = self.locked();
+        let state = self.state.lock();
         TableState { caches: state.ids.len() as u64, keys: state.keys.len() as u64 }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        // A poisoned lock is harmless: every change is a few map operations that cannot panic half-way.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Copies, swaps, pulls, pushes and layers are plans. `plan` decides which bytes move, `cache` pins the rows,
 //! and `validate` checks the request. This module only moves the bytes.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use super::kernel_choice::{Source, Tuner};
 use super::limit::Limit;
@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Access, PeerProcess, Probe};
 use crate::model::Deadline;
 use crate::plan::CopyPlan;
+use crate::sync::Mutex;
 
 /// Result of a copy that succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +98,7 @@ impl CopyEngine {
     pub fn open_process(&self, pid: i32, probe: Probe, deadline: Deadline) -> Result<Arc<PeerProcess>> {
         let opening = Arc::new(Opening { pid, probe, opened: Mutex::default() });
         self.readers.run(pid, opening.clone(), 1, 1, (deadline, None))?;
-        let opened = opening.opened.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let opened = opening.opened.lock().take();
         opened.unwrap_or_else(|| Err(Error::new(ErrorKind::System, "the peer's process was not opened")))
     }
 
@@ -180,7 +181,7 @@ struct Opening {
 impl Work for Opening {
     fn unit(&self, _: usize) -> Result<()> {
         let opened = PeerProcess::open(self.pid, self.probe);
-        *self.opened.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        *self.opened.lock() = Some(opened);
         Ok(())
     }
 }

@@ -2,14 +2,15 @@
 //! has left it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
 
 /// Name of the fact in an error after which the kernel may still write to the destination rows. Its value is
 /// the id of the process that is read.
@@ -88,18 +89,18 @@ impl<W: Work> Job<W> {
     /// the error carries [`STILL_READING`].
     pub(super) fn wait(&self, pid: i32, deadline: Deadline, silence: Option<Duration>) -> Result<()> {
         poll(|| self.over());
-        let mut inner = self.locked();
+        let mut inner = self.inner.lock();
         inner.asleep = true;
         let mut ended = Ok(());
         let mut last = (self.ended.load(Ordering::Relaxed), Instant::now());
         while !self.over() && ended.is_ok() {
             let nap = deadline.nap().min(silence.unwrap_or(Duration::MAX));
-            inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
+            inner = self.left.wait_timeout(inner, nap).0;
             if !self.over() {
                 // Without the lock, because a signal handler may use the engine.
                 drop(inner);
                 ended = deadline.waiting(DOING).and_then(|()| self.moves(&mut last, silence));
-                inner = self.locked();
+                inner = self.inner.lock();
             }
         }
         // From here on, no thread can enter.
@@ -114,7 +115,7 @@ impl<W: Work> Job<W> {
                 break;
             }
             let nap = left.max(Duration::from_millis(1));
-            inner = self.left.wait_timeout(inner, nap).unwrap_or_else(PoisonError::into_inner).0;
+            inner = self.left.wait_timeout(inner, nap).0;
         }
         let (failure, inside) = (inner.failure.take(), inner.threads);
         drop(inner);
@@ -143,16 +144,10 @@ impl<W: Work> Job<W> {
     }
 }
 
-impl<W> Job<W> {
-    fn locked(&self) -> MutexGuard<'_, Inside<W>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl<W: Work> Task for Job<W> {
     fn help(&self) {
         let work = {
-            let mut inner = self.locked();
+            let mut inner = self.inner.lock();
             let Some(work) = inner.work.clone() else { return };
             inner.threads += 1;
             work
@@ -162,7 +157,7 @@ impl<W: Work> Task for Job<W> {
             done.unwrap_or_else(|_| Err(Error::new(ErrorKind::System, "a thread that reads panicked")));
         // Before leaving: once no thread is inside, none of them holds the work.
         drop(work);
-        let mut inner = self.locked();
+        let mut inner = self.inner.lock();
         inner.threads -= 1;
         if let Err(error) = done {
             self.stop.store(true, Ordering::Relaxed);

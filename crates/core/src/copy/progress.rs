@@ -8,12 +8,12 @@
 use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::fallible;
 use crate::plan::{CopyPlan, Piece, RangeList};
+use crate::sync::Mutex;
 
 /// Tensors, and ranges of rows of each, that the text of an error lists.
 const SHOWN: usize = 8;
@@ -57,7 +57,7 @@ impl Progress {
         if from >= to {
             return;
         }
-        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = self.done.lock();
         let recent = done.len().saturating_sub(LOOK_BACK);
         match done[recent..].iter_mut().rev().find(|range| range.end == from) {
             Some(range) => range.end = to,
@@ -105,7 +105,7 @@ impl Progress {
 
     /// Returns the positions below `total` that are not in place.
     fn gaps(&self, total: u64) -> Result<Vec<Range<u64>>> {
-        let done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = self.done.lock();
         let mut all = RangeList::new(ARRIVED);
         done.iter().try_for_each(|range| all.add(range.clone()))?;
         drop(done);

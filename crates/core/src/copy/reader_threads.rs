@@ -7,8 +7,8 @@
 //! cost only a limited number of threads. Threads start on demand and end when idle.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use super::peer_read::{Job, Task, poll};
 use super::workers::Work;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
 
 /// Threads that may read one process at the same time, and so be lost to it: minimum and maximum.
 const THREADS_OF_ONE: (usize, usize) = (8, 32);
@@ -100,7 +101,7 @@ impl Readers {
 
 impl std::fmt::Debug for Readers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Readers").field("threads", &self.0.locked().threads.len()).finish_non_exhaustive()
+        f.debug_struct("Readers").field("threads", &self.0.state.lock().threads.len()).finish_non_exhaustive()
     }
 }
 
@@ -108,12 +109,12 @@ impl Drop for Readers {
     /// Ends the threads, except those that are lost in the kernel. The memory that they write to stays mapped
     /// as long as they exist.
     fn drop(&mut self) {
-        let mut state = self.0.locked();
+        let mut state = self.0.state.lock();
         state.closed = true;
         self.0.work.notify_all();
         // Every job has ended or was abandoned, and a job that was not abandoned ends by itself.
         while state.running.iter().any(|(_, ticket)| !ticket.job.abandoned()) {
-            state = self.0.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.0.freed.wait(state);
         }
         let mut lost: Vec<i32> = state.running.iter().map(|(_, ticket)| ticket.pid).collect();
         let running: Vec<u64> = state.running.iter().map(|&(id, _)| id).collect();
@@ -140,7 +141,7 @@ impl Shared {
     /// Queues up to `count` tickets, at least one, as soon as the process may have them, and wakes or starts threads for
     /// them. Returns `Err` if the engine has ended, at the deadline, or if no thread can become free.
     fn submit(self: &Arc<Self>, ticket: &Ticket, count: usize, deadline: Deadline) -> Result<()> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let allowance = loop {
             if state.closed {
                 return Err(Error::new(ErrorKind::Closed, "the engine was finalized"));
@@ -153,11 +154,11 @@ impl Shared {
                 return Err(error);
             }
             state.waiting += 1;
-            state = self.freed.wait_timeout(state, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.freed.wait_timeout(state, deadline.nap()).0;
             state.waiting -= 1;
             drop(state);
             deadline.waiting("waiting for a thread that reads the memory of the peer")?;
-            state = self.locked();
+            state = self.state.lock();
         };
         for _ in 0..count.min(allowance.threads) {
             state.queue.push_back(ticket.clone());
@@ -199,7 +200,7 @@ impl Shared {
 
     /// Body of reader `id`, until it is idle or the engine ends.
     fn serve(&self, id: u64) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.arrived();
         loop {
             if let Some(ticket) = state.queue.pop_front() {
@@ -207,7 +208,7 @@ impl Shared {
                 state.running.push((id, ticket.clone()));
                 drop(state);
                 ticket.job.help();
-                state = self.locked();
+                state = self.state.lock();
                 state.running.retain(|&(running, _)| running != id);
                 if state.waiting > 0 || state.closed {
                     self.freed.notify_all();
@@ -220,25 +221,21 @@ impl Shared {
             state.polling += 1;
             drop(state);
             poll(|| self.queued.load(Ordering::Acquire) > 0);
-            state = self.locked();
+            state = self.state.lock();
             state.polling -= 1;
             if !state.queue.is_empty() || state.closed {
                 continue;
             }
             state.sleeping += 1;
-            let (woken, slept) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            let (woken, slept) = self.work.wait_timeout(state, IDLE);
             state = woken;
             let called = state.arrived();
-            if slept.timed_out() && !called && state.queue.is_empty() && !state.closed {
+            if slept && !called && state.queue.is_empty() && !state.closed {
                 // Nobody waits for this thread, so it drops its own handle.
                 state.threads.remove(&id);
                 return;
             }
         }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -300,6 +297,8 @@ fn lost_to_others(threads: usize) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Condvar, Mutex};
+
     use super::*;
     use crate::copy::STILL_READING;
 

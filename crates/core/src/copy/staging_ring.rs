@@ -5,8 +5,8 @@
 //! buffers and the thread creates them; later ones reuse them. Swap-ins that share the ring take turns.
 //! Pieces leave the ring in the order in which they entered it, so the waves of a plan need no barrier.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::Limit;
@@ -17,6 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Tensors;
 use crate::model::Deadline;
 use crate::plan::Piece;
+use crate::sync::{Condvar, Mutex};
 
 /// Number of buffers in the ring.
 const BUFFERS: usize = 4;
@@ -40,7 +41,7 @@ struct State {
 impl RingOwner {
     /// Bytes of device memory that the ring holds.
     pub(super) fn bytes(&self) -> u64 {
-        self.locked().bytes
+        self.state.lock().bytes
     }
 
     /// Moves a copy through the ring, in pieces of at most `block_bytes` bytes.
@@ -67,13 +68,13 @@ impl RingOwner {
     }
 
     fn borrow(&self, device: &dyn Device, block_bytes: u64, deadline: Deadline) -> Result<Loan<'_>> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         while state.lent {
             let left = deadline.left();
             if left.is_zero() {
                 return Err(deadline.error("waiting for the swap-in ring"));
             }
-            (state, _) = self.returned.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+            (state, _) = self.returned.wait_timeout(state, left);
         }
         let buffers = match &state.kept {
             Some(kept) if kept.tensor_bytes() >= block_bytes => kept.clone(),
@@ -93,10 +94,6 @@ impl RingOwner {
         state.lent = true;
         Ok(Loan { owner: self, buffers, drainer })
     }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// The ring, lent to one swap-in; returned on drop.
@@ -108,7 +105,7 @@ struct Loan<'a> {
 
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
-        self.owner.locked().lent = false;
+        self.owner.state.lock().lent = false;
         self.owner.returned.notify_one();
     }
 }

@@ -4,7 +4,7 @@
 //! and blocks of any size keep all workers busy. A call never waits for a worker that has not started: the
 //! calling thread works too, closes the job when no unit is left, and then waits only for the workers inside.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::thread::{Builder, JoinHandle, current};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -12,7 +12,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use super::Limit;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicBool, AtomicUsize, Condvar, Mutex, Ordering};
 
 /// Work that is cut into units, which may run in any order and at the same time.
 pub trait Work: Send + Sync + 'static {
@@ -143,20 +143,16 @@ impl<W: Work> Job<W> {
 impl<W> Job<W> {
     /// Lets no further worker in, and waits for those inside.
     fn close(&self) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.work = None;
         while state.inside > 0 {
-            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.left.wait(state);
         }
     }
 
     /// Returns the first failure, if there is one.
     fn outcome(&self) -> Result<()> {
-        self.locked().failure.take().map_or(Ok(()), Err)
-    }
-
-    fn locked(&self) -> MutexGuard<'_, State<W>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().failure.take().map_or(Ok(()), Err)
     }
 }
 
@@ -178,7 +174,7 @@ struct Inside<'a, W> {
 
 impl<'a, W: Work> Inside<'a, W> {
     fn enter(job: &'a Job<W>) -> Option<Self> {
-        let mut state = job.locked();
+        let mut state = job.state.lock();
         let work = state.work.clone()?;
         state.inside += 1;
         drop(state);
@@ -193,7 +189,7 @@ impl<'a, W: Work> Inside<'a, W> {
 impl<W> Inside<'_, W> {
     fn fail(&self, error: Error) {
         self.job.stop.store(true, Ordering::Relaxed);
-        self.job.locked().failure.get_or_insert(error);
+        self.job.state.lock().failure.get_or_insert(error);
     }
 }
 
@@ -204,7 +200,7 @@ impl<W> Drop for Inside<'_, W> {
         }
         // Before leaving: once no worker is inside, none of them holds the work.
         self.work = None;
-        let mut state = self.job.locked();
+        let mut state = self.job.state.lock();
         state.inside -= 1;
         if state.inside == 0 {
             self.job.left.notify_all();

@@ -3,7 +3,7 @@
 //! `transfer::layerwise` pushes the layers to their destinations, and the [`Task`] records which layers are
 //! ready.
 
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::{DataDist, End};
@@ -57,7 +57,7 @@ impl DataDist {
         };
         let task =
             Task::start(self.lanes.handle().clone(), to.into_iter().map(with_layers).collect(), patience)?;
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.tasks.lock();
         tasks.retain(|task| task.strong_count() > 0);
         tasks.push(Arc::downgrade(&task));
         Ok(task)
@@ -65,7 +65,7 @@ impl DataDist {
 
     /// Ends the transfers in progress.
     pub(super) fn close_tasks(&self) {
-        let tasks = std::mem::take(&mut *self.tasks.lock().unwrap_or_else(PoisonError::into_inner));
+        let tasks = std::mem::take(&mut *self.tasks.lock());
         for task in tasks.iter().filter_map(Weak::upgrade) {
             task.close();
         }

@@ -2,9 +2,9 @@
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, PoisonError};
 use std::thread::Builder;
 use std::time::Duration;
 
@@ -63,14 +63,14 @@ impl DataDist {
 
     /// Returns the current role of this engine.
     pub fn role(&self) -> Role {
-        *self.role.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.role.lock()
     }
 
     /// Takes another role, and from now on listens at `listen`, or nowhere (contract §6.9). Returns
     /// `Err(LinksExist)` if there is a link, or if one is being made.
     pub fn switch_role(&self, role: Role, listen: Option<SocketAddr>) -> Result<()> {
         self.links.listen(listen)?;
-        *self.role.lock().unwrap_or_else(PoisonError::into_inner) = role;
+        *self.role.lock() = role;
         Ok(())
     }
 

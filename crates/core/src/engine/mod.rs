@@ -10,7 +10,7 @@ mod transfer;
 
 pub use transfer::{CacheIndex, RemoteName};
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 
 use crate::cache::{Cache, pin, unpinned};
 use crate::cluster::Cluster;
@@ -25,6 +25,7 @@ use crate::plan::{CopyPlan, CopyRange, Ends};
 use crate::pool::Arena;
 use crate::session::{Links, Transports};
 use crate::stats::{Op, PoolReport, Snapshot};
+use crate::sync::Mutex;
 use crate::token_file;
 use crate::transfer::{Executor, Task};
 use crate::validate::{self, CopyArgs, Pools};

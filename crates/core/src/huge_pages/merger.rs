@@ -134,7 +134,7 @@ impl Merger {
     pub fn check_for_work(&self) {
         let Some(shared) = &self.shared else { return };
         shared.moved.store(0, Ordering::Relaxed);
-        let mut state = shared.closing.locked();
+        let mut state = shared.closing.state.lock();
         if state.closed || state.running || !shared.due() {
             return;
         }
@@ -158,14 +158,14 @@ impl Merger {
     /// Returns whether the thread is running.
     #[cfg(feature = "testing")]
     pub fn running(&self) -> bool {
-        self.shared.as_ref().is_some_and(|shared| shared.closing.locked().running)
+        self.shared.as_ref().is_some_and(|shared| shared.closing.state.lock().running)
     }
 
     /// Ends the thread and prevents another one from starting.
     pub fn close(&self) {
         let Some(shared) = &self.shared else { return };
         let thread = {
-            let mut state = shared.closing.locked();
+            let mut state = shared.closing.state.lock();
             state.closed = true;
             state.thread.take()
         };
@@ -191,7 +191,7 @@ impl Shared {
             self.lending.iter().filter(|lending| lending.due()).for_each(|lending| lending.walk(&mut pace));
             // Under the lock, a concurrent check for work either sees the thread running, or starts another
             // one.
-            let mut state = self.closing.locked();
+            let mut state = self.closing.state.lock();
             if state.closed || !self.due() {
                 state.running = false;
                 return;

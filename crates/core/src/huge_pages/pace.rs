@@ -1,8 +1,9 @@
 //! Controls how fast the merger works, when it rests, and when it stops.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex};
 
 /// Pause after each period of work, as a multiple of it. So the merger uses a tenth of a core and seldom
 /// delays a copy.
@@ -31,32 +32,28 @@ pub(super) struct Again(Mutex<Option<Instant>>);
 
 impl Again {
     pub(super) fn due(&self) -> bool {
-        self.locked().is_some_and(|at| at <= Instant::now())
+        self.0.lock().is_some_and(|at| at <= Instant::now())
     }
 
     pub(super) fn at_once(&self) {
-        *self.locked() = Some(Instant::now());
+        *self.0.lock() = Some(Instant::now());
     }
 
     /// Records that a pass begins.
     pub(super) fn begin(&self) {
-        *self.locked() = None;
+        *self.0.lock() = None;
     }
 
     /// Records that a pass left units.
     pub(super) fn later(&self) {
-        self.locked().get_or_insert(Instant::now() + REST);
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().get_or_insert(Instant::now() + REST);
     }
 }
 
 /// The thread of a merger, and whether it must stop.
 #[derive(Debug, Default)]
 pub(super) struct Closing {
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     signal: Condvar,
 }
 
@@ -71,18 +68,14 @@ impl Closing {
     /// Sleeps for `time`, or until the merger is closed. Returns `false` if it was closed.
     pub(super) fn sleep(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if state.closed || left.is_zero() {
                 return !state.closed;
             }
-            state = self.signal.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.signal.wait_timeout(state, left).0;
         }
-    }
-
-    pub(super) fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wakes the thread after `closed` was set.

@@ -4,11 +4,12 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::pace::{Again, Merged, Pace, SPARE, UNITS_PER_CHECK};
 use crate::memory::{Refusal, Region, usable_under};
+use crate::sync::Mutex;
 
 /// Bytes of a unit that must be touched before it is merged. Merging commits the rest of the unit, so it adds
 /// at most a seventh of what is in use.
@@ -46,9 +47,9 @@ impl Merging {
     pub(super) fn walk(&self, pace: &mut Pace<'_>) {
         self.again.begin();
         self.seen.store(self.region.committed_bytes(), Ordering::Relaxed);
-        let mut units = std::mem::take(&mut *self.locked());
+        let mut units = std::mem::take(&mut *self.units.lock());
         let left = self.walk_over(&mut units, pace);
-        *self.locked() = units;
+        *self.units.lock() = units;
         if left {
             self.again.later();
         }
@@ -101,7 +102,7 @@ impl Merging {
     /// Records that all of `unit` was committed in one huge page.
     pub(super) fn committed(&self, unit: u64) {
         let index = usize::try_from(unit).unwrap_or(usize::MAX);
-        let mut units = self.locked();
+        let mut units = self.units.lock();
         if units.len() <= index {
             units.resize(index + 1, false);
         }
@@ -133,10 +134,6 @@ impl Merging {
                 None => next = units.len(),
             }
         }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Vec<bool>> {
-        self.units.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -11,13 +11,14 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::pace::{Again, Pace, SPARE, UNITS_PER_CHECK};
 use crate::memory::{OwnPages, Refusal, Region, Tensors, usable_under};
 use crate::model::CacheId;
+use crate::sync::Mutex;
 
 /// The registered memory that is lent to one merger.
 #[derive(Debug, Default)]
@@ -39,7 +40,7 @@ impl Lending {
     /// `kept` is called under the lock that [`give_back`](Self::give_back) takes. So if a call first removes
     /// the cache and then gives its memory back, none of it stays here.
     pub(super) fn lend(&self, cache: CacheId, tensors: &Tensors, kept: impl FnOnce() -> bool) -> bool {
-        let mut lent = locked(&self.lent);
+        let mut lent = self.lent.lock();
         if lent.contains_key(&cache) || !kept() {
             return false;
         }
@@ -55,9 +56,9 @@ impl Lending {
 
     /// Takes the memory of `cache` back. Once this returns, nothing here touches it.
     pub(super) fn give_back(&self, cache: CacheId) {
-        let lent = locked(&self.lent).remove(&cache);
+        let lent = self.lent.lock().remove(&cache);
         if let Some(lent) = lent {
-            *locked(&lent.0) = None;
+            *lent.0.lock() = None;
         }
     }
 
@@ -75,7 +76,7 @@ impl Lending {
     pub(super) fn walk(&self, pace: &mut Pace<'_>) {
         // Before the list is read, because memory that is lent from here on sets the time again.
         self.again.begin();
-        let all: Vec<_> = locked(&self.lent).values().cloned().collect();
+        let all: Vec<_> = self.lent.lock().values().cloned().collect();
         let Some(pages) = OwnPages::open() else { return };
         let whole = all.iter().all(|lent| self.walk_over(lent, &pages, pace));
         if !whole || all.iter().any(|lent| lent.left()) {
@@ -91,7 +92,7 @@ impl Lending {
             let short = looked % UNITS_PER_CHECK == 0 && usable_under(Path::new("/")) < SPARE;
             looked += 1;
             {
-                let mut units = locked(&lent.0);
+                let mut units = lent.0.lock();
                 let Some(units) = units.as_mut() else { return true };
                 let Some(&at) = units.get(index) else { return true };
                 match if short { Some(Err(Refusal::NoMemory)) } else { pages.merge(at) } {
@@ -116,10 +117,6 @@ impl Lending {
 impl Lent {
     /// Returns whether units are left that may be merged later.
     fn left(&self) -> bool {
-        locked(&self.0).as_ref().is_some_and(|units| !units.is_empty())
+        self.0.lock().as_ref().is_some_and(|units| !units.is_empty())
     }
-}
-
-fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,14 +3,15 @@
 //! A peer chooses how much memory it offers. Without a limit, one offer could take all addresses of this
 //! process, and its next allocation would then abort it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Resource, getrlimit};
 
 use super::limits;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
 
 /// Default limit, as a multiple of the memory of the machine.
 const TIMES_RAM: u64 = 4;
@@ -54,7 +55,7 @@ impl MapBudget {
     /// Returns the bytes that are reserved now.
     #[cfg(feature = "testing")]
     pub fn used(&self) -> u64 {
-        self.locked().reserved
+        self.counts.lock().reserved
     }
 
     /// Reserves `bytes` bytes.
@@ -64,14 +65,13 @@ impl MapBudget {
     /// limited address space is filled by half at most: a larger request is also refused, because this
     /// process could then allocate little more itself.
     pub fn reserve(self: &Arc<Self>, bytes: u64, deadline: Deadline) -> Result<Reserved> {
-        let mut counts = self.locked();
+        let mut counts = self.counts.lock();
         loop {
             let Err(refused) = self.fits(bytes, counts.reserved) else { break };
             if counts.releasing == 0 || deadline.passed() {
                 return Err(refused);
             }
-            counts =
-                self.returned.wait_timeout(counts, deadline.nap()).unwrap_or_else(PoisonError::into_inner).0;
+            counts = self.returned.wait_timeout(counts, deadline.nap()).0;
         }
         counts.reserved += bytes;
         Ok(Reserved { budget: self.clone(), bytes, releasing: AtomicBool::new(false) })
@@ -96,10 +96,6 @@ impl MapBudget {
             _ => Ok(()),
         }
     }
-
-    fn locked(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Reserved {
@@ -107,14 +103,14 @@ impl Reserved {
     /// wait for it.
     pub fn release_soon(&self) {
         if !self.releasing.swap(true, Ordering::Relaxed) {
-            self.budget.locked().releasing += self.bytes;
+            self.budget.counts.lock().releasing += self.bytes;
         }
     }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        let mut counts = self.budget.locked();
+        let mut counts = self.budget.counts.lock();
         counts.reserved -= self.bytes;
         if *self.releasing.get_mut() {
             counts.releasing -= self.bytes;
@@ -153,6 +149,6 @@ mod tests {
         let hour = Deadline::after(Duration::from_secs(3600));
         assert_eq!(budget.reserve(41, hour).unwrap_err().fact("mapped_bytes"), Some("60"));
         drop(kept);
-        assert_eq!((budget.used(), budget.locked().releasing), (0, 0));
+        assert_eq!((budget.used(), budget.counts.lock().releasing), (0, 0));
     }
 }

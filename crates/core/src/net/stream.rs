@@ -7,7 +7,6 @@ use std::borrow::Cow;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -19,6 +18,7 @@ use super::pace::Pace;
 use super::step::{Moved, Way, timespec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Credentials, Kept, take_descriptors};
+use crate::sync::Mutex;
 
 const OPEN: u8 = 0;
 const BROKEN: u8 = 1;
@@ -101,12 +101,12 @@ impl Stream {
     /// From now on, a peer that moves less than [`Pace::LEAST`], or less than what remains, within `limit`
     /// ends the stream.
     pub fn demand_pace(&self, limit: Duration) {
-        *self.pace.lock().unwrap_or_else(PoisonError::into_inner) = Some(Pace::new(limit));
+        *self.pace.lock() = Some(Pace::new(limit));
     }
 
     /// Gives the peer its full time again, because it did not cause the delay before.
     pub fn restart_pace(&self) {
-        if let Some(pace) = self.pace.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        if let Some(pace) = self.pace.lock().as_mut() {
             pace.begin();
         }
     }

@@ -1,7 +1,6 @@
 //! Moves one frame or one list of windows through a socket: tries, waits and gives up.
 
 use std::io;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -111,7 +110,7 @@ impl<'a> Transfer<'a> {
 
     /// Returns how long the peer may still pause. Returns `Err(NotLinked)` if the peer has been too slow.
     fn paced(&mut self) -> Result<Duration> {
-        let mut pace = self.stream.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pace = self.stream.pace.lock();
         let Some(pace) = pace.as_mut() else { return Ok(Duration::MAX) };
         pace.moved(std::mem::take(&mut self.unpaced));
         let left = pace.left();

@@ -2,7 +2,7 @@
 //!
 //! The pool is only numbers and the region is memory; they meet in this type alone.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::{Extent, Pool, PoolState};
 use crate::config::PoolConfig;
@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::fallible;
 use crate::memory::{Region, Tensors};
 use crate::model::{Geometry, Placement};
+use crate::sync::Mutex;
 
 /// The memory of one placement.
 #[derive(Debug)]
@@ -34,7 +35,7 @@ impl Arena {
     pub fn allocate(self: &Arc<Self>, geometry: &Geometry) -> Result<Tensors> {
         let bytes = geometry.tensor_bytes();
         let (extents, rounded) = {
-            let mut pool = self.locked();
+            let mut pool = self.pool.lock();
             let extents = pool.allocate_tensors(bytes, geometry.num_tensors());
             (
                 extents.map_err(|error| error.with("pool", self.placement))?,
@@ -63,13 +64,7 @@ impl Arena {
     }
 
     pub fn state(&self) -> PoolState {
-        self.locked().state()
-    }
-
-    fn locked(&self) -> std::sync::MutexGuard<'_, Pool> {
-        // A poisoned lock is harmless: no code that holds it can panic half-way through a change that affects
-        // more than the counters.
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pool.lock().state()
     }
 }
 
@@ -81,7 +76,7 @@ struct Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut pool = self.arena.locked();
+        let mut pool = self.arena.pool.lock();
         for extent in &self.extents {
             let freed = pool.free(*extent);
             debug_assert!(freed, "an extent is freed once, by its only lease");

@@ -244,7 +244,7 @@ fn enter(
     // The first control message confirms that this side has entered the link. The right to send is held until
     // then, so that a thread that finds the link cannot send before it; the peer uses the link only after
     // this message (`members_meet_in_either_order_and_calls_wait_for_it`).
-    let first = link.sending();
+    let first = link.sending.lock();
     shared.enroll(&link)?;
     if let Kind::Communicator(id) = kind {
         shared.state.joined(id, cluster);

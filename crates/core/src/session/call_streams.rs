@@ -4,7 +4,7 @@
 //! A call has its stream to itself and returns it afterwards. If a call ends early, its stream is closed, so
 //! that no reply can be mistaken for the reply to another call.
 
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::dial::Dialer;
@@ -14,6 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::Stream;
 use crate::protocol::Control;
+use crate::sync::MutexGuard;
 
 /// Most idle streams kept for later calls.
 const KEPT_STREAMS: usize = 32;
@@ -35,7 +36,7 @@ impl Link {
     /// Returns a stream for one call, idle or new. Waits for its turn until `deadline`. Returns `Err` if the
     /// link has broken, the deadline passes or the caller is interrupted.
     pub(crate) fn lease(&self, deadline: Deadline) -> Result<Lease<'_>> {
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         calls.waiting += 1;
         let (mut calls, turn) = self.queue(calls, deadline);
         calls.waiting -= 1;
@@ -65,7 +66,7 @@ impl Link {
                     drop(calls);
                     // Never waits: if the peer does not read its control stream, the link breaks.
                     let sent = self.send_control(&Control::Dial);
-                    calls = self.locked();
+                    calls = self.calls.lock();
                     if let Err(error) = sent {
                         calls.asked = calls.asked.saturating_sub(1);
                         return (calls, Err(self.named(error)));
@@ -75,7 +76,7 @@ impl Link {
             }
             drop(self.changed.wait_timeout(calls, deadline.nap()));
             let late = deadline.waiting("waiting for a stream to the peer");
-            calls = self.locked();
+            calls = self.calls.lock();
             // A stream that arrived at the last moment is still used. An interruption is returned in any
             // case, because it is reported only once.
             if let Err(error) = late
@@ -90,7 +91,7 @@ impl Link {
 
     fn dial(&self, dialer: &Dialer, deadline: Deadline) -> Result<Lease<'_>> {
         let opened = self.open_call_stream(dialer, false, deadline).map(Arc::new);
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         calls.opening -= 1;
         if let Ok(stream) = &opened {
             calls.busy.push(stream.clone());
@@ -112,7 +113,7 @@ impl Link {
 
     /// Adds a stream that the peer has opened for calls of this side.
     pub(super) fn lend(&self, stream: &Arc<Stream>) {
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         // Streams beyond the requested number are closed; peers of this version open none.
         let asked = calls.asked > 0;
         calls.asked = calls.asked.saturating_sub(1);
@@ -129,7 +130,7 @@ impl Link {
 
     /// Closes the streams that have been idle for long, except the few most recently used.
     pub(super) fn trim(&self) {
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         let spare = calls.idle.len().saturating_sub(IDLE_STREAMS);
         // Calls take the most recently used stream, so the streams at the front have been idle longest.
         let old = calls.idle[..spare].iter().take_while(|(_, since)| since.elapsed() > IDLE_TIME).count();
@@ -150,7 +151,7 @@ impl Lease<'_> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        let mut calls = self.link.locked();
+        let mut calls = self.link.calls.lock();
         calls.busy.retain(|stream| !Arc::ptr_eq(stream, &self.stream));
         let kept = self.whole && self.link.alive() && calls.idle.len() < KEPT_STREAMS;
         if kept {

@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::net::SocketAddr;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit, Mac};
@@ -18,6 +17,7 @@ use crate::error::{Error, ErrorKind};
 use crate::model::ClusterId;
 use crate::net::Address;
 use crate::protocol::Comm;
+use crate::sync::{Condvar, Mutex};
 use crate::validate::rank_table::RankEnd;
 
 /// The progress of a communicator. `Ready` and `Failed` are final.
@@ -89,13 +89,13 @@ impl Communicator {
 
     /// Records that a member is listening, and ends the pause of the search.
     pub(super) fn member_listens(&self) {
-        self.locked().member_listens = true;
+        self.progress.lock().member_listens = true;
         self.changed.notify_all();
     }
 
     /// Marks the communicator as failed because a member can never be linked.
     pub(super) fn fail(&self, cluster: ClusterId, why: &str) {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         // The peer that was refused may not be a member, or may have been linked before.
         if progress.status != CommStatus::Preparing || !progress.missing.contains(&cluster) {
             return;
@@ -120,7 +120,7 @@ impl Communicator {
     }
 
     pub(super) fn status(&self) -> CommStatus {
-        self.locked().status
+        self.progress.lock().status
     }
 
     /// Whether members have not been linked for the first time yet.
@@ -130,7 +130,7 @@ impl Communicator {
 
     /// Whether it may still make a link to `cluster`.
     pub(super) fn prepares(&self, cluster: ClusterId) -> bool {
-        self.preparing() && self.locked().missing.contains(&cluster)
+        self.preparing() && self.progress.lock().missing.contains(&cluster)
     }
 
     /// Adds the state of the communicator to the timeout `error` of a call that waited for it. Returns other
@@ -141,14 +141,14 @@ impl Communicator {
         }
         let text =
             format!("the link to cluster {cluster} by link({:?}) is still being prepared", self.comm.name);
-        let why =
-            self.locked().why.get(&cluster).cloned().unwrap_or_else(|| "the member has not connected".into());
+        let why = self.progress.lock().why.get(&cluster).cloned();
+        let why = why.unwrap_or_else(|| "the member has not connected".into());
         Error::new(ErrorKind::NotLinked, text).with("comm_id", self.id).with("because", why)
     }
 
     /// Marks the communicator as left, and returns the addresses at which this side listened.
     pub(super) fn abandon(&self) -> Vec<Address> {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         progress.left = true;
         let listening_at = std::mem::take(&mut progress.listening_at);
         drop(progress);
@@ -158,7 +158,7 @@ impl Communicator {
 
     /// Records that a member was linked.
     pub(super) fn join(&self, cluster: ClusterId) {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         progress.missing.retain(|&missing| missing != cluster);
         if !progress.linked_before.contains(&cluster) {
             progress.linked_before.push(cluster);
@@ -172,7 +172,7 @@ impl Communicator {
 
     /// Records that a linked member is gone.
     pub(super) fn miss(&self, cluster: ClusterId) {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         if !progress.missing.contains(&cluster) {
             progress.missing.push(cluster);
         }
@@ -202,9 +202,5 @@ impl Communicator {
             let _ = write!(name, "{byte:02x}");
         }
         Address::Unix(name)
-    }
-
-    pub(super) fn locked(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

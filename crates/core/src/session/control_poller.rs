@@ -1,13 +1,14 @@
 //! The descriptors on which the control thread waits. Other threads add and remove listeners here.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hashbrown::HashMap;
 
 use super::poller::{Bell, Poller, Watching};
 use crate::error::Result;
 use crate::net::Listener;
+use crate::sync::Mutex;
 
 /// Poller number of the bell. Other descriptors have higher numbers.
 pub(super) const BELL: u64 = 0;
@@ -17,7 +18,7 @@ pub(super) struct ControlPoller {
     /// Rung when links have changed, a handshake step is done, or the engine closes.
     bell: Arc<Bell>,
     numbers: AtomicU64,
-    listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
+    pub(super) listeners: Mutex<HashMap<u64, Arc<dyn Listener>>>,
     /// Whether the thread has been started.
     started: Mutex<bool>,
 }
@@ -36,7 +37,7 @@ impl ControlPoller {
 
     /// Calls `spawn`, which starts the control thread, unless an earlier call has succeeded.
     pub(super) fn start(self: &Arc<Self>, spawn: impl FnOnce(Arc<Self>) -> Result<()>) -> Result<()> {
-        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut started = self.started.lock();
         if !*started {
             spawn(self.clone())?;
             *started = true;
@@ -48,14 +49,14 @@ impl ControlPoller {
     pub(super) fn listen(&self, listener: Arc<dyn Listener>) -> Result<u64> {
         let number = self.number();
         self.poller.add("a listener", listener.readiness(), number, Watching::Always)?;
-        self.listeners().insert(number, listener);
+        self.listeners.lock().insert(number, listener);
         Ok(number)
     }
 
     /// Closes a listener. Its address is free when this returns.
     pub(super) fn leave(&self, number: u64) {
         // The control thread accepts only under this lock, so no other reference to the listener remains.
-        let Some(listener) = self.listeners().remove(&number) else { return };
+        let Some(listener) = self.listeners.lock().remove(&number) else { return };
         self.poller.remove(listener.readiness());
         listener.close();
     }
@@ -63,9 +64,5 @@ impl ControlPoller {
     /// Returns a poller number that was not used before.
     pub(super) fn number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
-    pub(super) fn listeners(&self) -> MutexGuard<'_, HashMap<u64, Arc<dyn Listener>>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -73,7 +73,7 @@ fn accept(control: &ControlPoller, shared: &Arc<Shared>, watch: &mut Watch, numb
             return watch.rest(control, wait);
         }
         // Under the lock that `leave` takes; accepting does not wait.
-        let (accepted, local) = match control.listeners().get(&number) {
+        let (accepted, local) = match control.listeners.lock().get(&number) {
             Some(listener) => (listener.accept(), matches!(listener.address(), Address::Unix(_))),
             None => return,
         };
@@ -196,12 +196,12 @@ impl Watch {
     /// Pauses all listeners for `limit`.
     fn rest(&mut self, control: &ControlPoller, limit: Duration) {
         self.resting = Some(Instant::now() + limit);
-        control.listeners().values().for_each(|listener| control.poller.remove(listener.readiness()));
+        control.listeners.lock().values().for_each(|listener| control.poller.remove(listener.readiness()));
     }
 
     fn wake(&mut self, control: &ControlPoller) {
         self.resting = None;
-        for (&number, listener) in &*control.listeners() {
+        for (&number, listener) in &*control.listeners.lock() {
             // A listener that was added during the pause is watched already, so this may fail.
             let _ = control.poller.add("a listener", listener.readiness(), number, Watching::Always);
         }

@@ -3,13 +3,14 @@
 //! The limits on connections follow from the number of descriptors that the process may open. The numbers are
 //! published in docs/security.md (`tests/test_hostile_*.py` check them).
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
+use crate::sync::{Condvar, Mutex};
 
 /// Largest request, in bytes, that needs no budget. The number of serving threads bounds the memory of such
 /// requests.
@@ -109,11 +110,11 @@ impl PeerBudget {
         }
         let class = usize::from(bytes > MEDIUM.of_one);
         let Bounds { of_one, of_all } = CLASSES[class];
-        let mut all = locked(&self.all.used);
+        let mut all = self.all.used.lock();
         // Both counts change only under the lock of the first one.
-        while all[class] + bytes > of_all || locked(&self.used)[class] + bytes > of_one {
+        while all[class] + bytes > of_all || self.used.lock()[class] + bytes > of_one {
             if until.passed() {
-                let used = locked(&self.used)[class];
+                let used = self.used.lock()[class];
                 let text = "the peer, or all peers together, have too many unfinished requests";
                 return Err(Error::new(ErrorKind::OutOfMemory, text)
                     .with("bytes", bytes)
@@ -121,10 +122,10 @@ impl PeerBudget {
                     .with("limit_of_peer", of_one)
                     .with("limit_of_all", of_all));
             }
-            all = self.all.freed.wait_timeout(all, until.left()).unwrap_or_else(PoisonError::into_inner).0;
+            all = self.all.freed.wait_timeout(all, until.left()).0;
         }
         all[class] += bytes;
-        locked(&self.used)[class] += bytes;
+        self.used.lock()[class] += bytes;
         drop(all);
         Ok((Held { of: Some((self.clone(), class, bytes)) }, until))
     }
@@ -133,16 +134,12 @@ impl PeerBudget {
 impl Drop for Held {
     fn drop(&mut self) {
         let Some((peer, class, bytes)) = self.of.take() else { return };
-        let mut all = locked(&peer.all.used);
+        let mut all = peer.all.used.lock();
         all[class] -= bytes;
-        locked(&peer.used)[class] -= bytes;
+        peer.used.lock()[class] -= bytes;
         drop(all);
         peer.all.freed.notify_all();
     }
-}
-
-fn locked(counts: &Mutex<[u64; 2]>) -> MutexGuard<'_, [u64; 2]> {
-    counts.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -171,7 +168,7 @@ mod tests {
         let now = Duration::ZERO;
         assert!(peers[0].admit(64 << 10, now).unwrap().0.of.is_none(), "small requests are free");
         let large: Vec<_> = peers[..3].iter().map(|peer| peer.admit(60 * MIB, now).unwrap()).collect();
-        assert_eq!(*locked(&all.used), [0, 180 << 20]);
+        assert_eq!(*all.used.lock(), [0, 180 << 20]);
         // A medium request does not wait for large ones, but a peer may have only one medium request of this
         // size at a time.
         let medium = peers[0].admit(MIB, now).unwrap();
@@ -181,6 +178,6 @@ mod tests {
         let _again = peers[0].admit(MIB, now).unwrap();
         drop(large);
         let (_whole, _) = peers[3].admit(64 * MIB, now).unwrap();
-        assert_eq!(*locked(&all.used), [3 << 19, 64 << 20]);
+        assert_eq!(*all.used.lock(), [3 << 19, 64 << 20]);
     }
 }

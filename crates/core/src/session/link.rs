@@ -4,7 +4,7 @@
 //! `call_streams` manages the streams of calls.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
@@ -20,6 +20,7 @@ use crate::model::{ClusterId, Deadline, Name};
 use crate::net::Stream;
 use crate::protocol::{self, Control, Purpose};
 use crate::stats::{Counters, LinkState};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Most streams on which one peer may send requests. A peer uses at most [`MOST_CALLS`]; the rest allows for
 /// streams that it has closed and this side has not noticed yet (`the_streams_of_one_peer_are_bounded`).
@@ -61,7 +62,7 @@ pub struct Link {
     pub(super) control: Arc<Stream>,
     /// Guards sending on the control stream. Held during socket I/O, which never waits: a short message is
     /// sent at once or not at all.
-    sending: Mutex<()>,
+    pub(super) sending: Mutex<()>,
     /// Opens call streams. `None` if only the peer can dial; then this side asks the peer to open one.
     pub(super) dialer: Option<Dialer>,
     pub(super) calls: Mutex<Calls>,
@@ -158,13 +159,13 @@ impl Link {
     /// the caller is interrupted.
     pub(super) fn drain(&self, deadline: Deadline) -> Result<()> {
         self.unlinking.store(true, Ordering::SeqCst);
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         while self.active.load(Ordering::SeqCst) > 0 && self.alive() {
             drop(self.changed.wait_timeout(calls, deadline.nap()));
             deadline
                 .waiting("waiting for transfers over the link to end")
                 .map_err(|error| self.named(error))?;
-            calls = self.locked();
+            calls = self.calls.lock();
         }
         Ok(())
     }
@@ -221,8 +222,8 @@ impl Link {
         }
         self.reach.iter().for_each(Reach::release_soon);
         self.control.close();
-        let served = self.served().streams.clone();
-        for stream in self.locked().end().iter().chain(&served) {
+        let served = self.serving.lock().streams.clone();
+        for stream in self.calls.lock().end().iter().chain(&served) {
             stream.close();
         }
         self.changed.notify_all();
@@ -236,12 +237,7 @@ impl Link {
 
     /// Sends one control message. The link breaks if the peer does not read its control stream.
     pub(super) fn send_control(&self, message: &Control) -> Result<()> {
-        self.send_control_with(&self.sending(), message)
-    }
-
-    /// Returns the right to send on the control stream. Other senders wait until it is dropped.
-    pub(super) fn sending(&self) -> MutexGuard<'_, ()> {
-        self.sending.lock().unwrap_or_else(PoisonError::into_inner)
+        self.send_control_with(&self.sending.lock(), message)
     }
 
     /// Sends one control message with the right to send, which the caller already holds.
@@ -260,9 +256,9 @@ impl Link {
         if self.send_control(&Control::Ping).is_err() {
             return false;
         }
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         while self.alive() && self.pongs.load(Ordering::SeqCst) == before && !limit.passed() {
-            calls = self.changed.wait_timeout(calls, limit.left()).unwrap_or_else(PoisonError::into_inner).0;
+            calls = self.changed.wait_timeout(calls, limit.left()).0;
         }
         drop(calls);
         self.alive() && self.pongs.load(Ordering::SeqCst) != before
@@ -270,9 +266,9 @@ impl Link {
 
     /// Waits until the link has ended or `limit` has passed.
     pub(super) fn ends(&self, limit: Deadline) {
-        let mut calls = self.locked();
+        let mut calls = self.calls.lock();
         while self.alive() && !limit.passed() {
-            calls = self.changed.wait_timeout(calls, limit.left()).unwrap_or_else(PoisonError::into_inner).0;
+            calls = self.changed.wait_timeout(calls, limit.left()).0;
         }
     }
 
@@ -281,7 +277,7 @@ impl Link {
         self.pongs.fetch_add(1, Ordering::SeqCst);
         // Taking the lock ensures that a waiting thread either sees the new count or receives the
         // notification.
-        drop(self.locked());
+        drop(self.calls.lock());
         self.changed.notify_all();
     }
 
@@ -327,7 +323,7 @@ impl Link {
     /// Registers a stream on which requests of the peer are answered, so that breaking the link closes it.
     /// Refuses more than [`MOST_SERVED`] streams.
     pub(super) fn serve_on(&self, stream: &Arc<Stream>) -> Result<()> {
-        let mut served = self.served();
+        let mut served = self.serving.lock();
         if served.streams.len() >= MOST_SERVED {
             return Err(self.named(stream_pool::too_many(MOST_SERVED)));
         }
@@ -341,18 +337,18 @@ impl Link {
 
     /// Returns the number of streams on which requests of the peer are answered.
     pub(super) fn serves(&self) -> usize {
-        self.served().streams.len()
+        self.serving.lock().streams.len()
     }
 
     /// Removes a stream that has ended.
     pub(super) fn stop_serving(&self, stream: &Arc<Stream>) {
-        self.served().streams.retain(|known| !Arc::ptr_eq(known, stream));
+        self.serving.lock().streams.retain(|known| !Arc::ptr_eq(known, stream));
     }
 
     /// Reserves a place for one more stream for requests of the peer. Returns `false` if there is none. Each
     /// success is paired with a call of [`opened`](Self::opened).
     pub(super) fn may_open(&self) -> bool {
-        let mut served = self.served();
+        let mut served = self.serving.lock();
         let room = served.streams.len() + served.opening < MOST_SERVED;
         served.opening += usize::from(room);
         room
@@ -360,42 +356,29 @@ impl Link {
 
     /// Returns the reservation of [`may_open`](Self::may_open).
     pub(super) fn opened(&self) {
-        self.served().opening -= 1;
+        self.serving.lock().opening -= 1;
     }
 
     /// Returns the stored description of a remote cache.
     pub(crate) fn record(&self, name: &Name) -> Option<Arc<Known>> {
-        self.recorded().get(name).cloned()
+        self.records.lock().get(name).cloned()
     }
 
     /// Stores the description of a remote cache.
     pub(crate) fn remember(&self, name: Name, known: Arc<Known>) {
-        let mut records = self.recorded();
+        let mut records = self.records.lock();
         remote_cache::make_room(&mut records);
         records.insert(name, known);
     }
 
     /// Removes the description of a remote cache.
     pub(crate) fn forget(&self, name: &Name) {
-        self.recorded().remove(name);
+        self.records.lock().remove(name);
     }
 
     /// Returns `error` with the cluster id and the address of the peer.
     pub(crate) fn named(&self, error: Error) -> Error {
         error.with("cluster", self.peer.cluster).with("peer", &self.peer.address)
-    }
-
-    /// Locks the call streams.
-    pub(super) fn locked(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn served(&self) -> MutexGuard<'_, Serving> {
-        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn recorded(&self) -> MutexGuard<'_, HashMap<Name, Arc<Known>>> {
-        self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -406,7 +389,7 @@ impl Drop for Active<'_> {
     fn drop(&mut self) {
         let last = self.0.active.fetch_sub(1, Ordering::SeqCst) == 1;
         if last && self.0.unlinking.load(Ordering::SeqCst) {
-            drop(self.0.locked());
+            drop(self.0.calls.lock());
             self.0.changed.notify_all();
         }
     }

@@ -6,7 +6,7 @@
 //! under it.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use hashbrown::HashMap;
 
@@ -16,6 +16,7 @@ use crate::cluster::Cluster;
 use crate::config::TransportChoice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Address, Listener};
+use crate::sync::{Mutex, MutexGuard};
 
 /// The listeners of one engine.
 pub(super) struct Listeners {
@@ -65,12 +66,12 @@ impl Listeners {
 
     /// Returns the address of the main listener, if there is one.
     pub(super) fn listening(&self) -> Option<SocketAddr> {
-        self.locked().main.as_ref()?.port()
+        self.open.lock().main.as_ref()?.port()
     }
 
     /// Returns the abstract name of the local socket.
     pub(super) fn local_name(&self) -> Option<String> {
-        self.locked().local.as_ref().map(|(name, _)| name.clone())
+        self.open.lock().local.as_ref().map(|(name, _)| name.clone())
     }
 
     /// Moves the main listener to `asked`, or closes it. If the new address is not available, returns `Err`
@@ -159,7 +160,7 @@ impl Listeners {
 
     /// Ends the use of a listener by a communicator. The last one closes it.
     pub(super) fn leave(&self, asked: &Address) {
-        let mut open = self.locked();
+        let mut open = self.open.lock();
         let Some((_, users)) = open.others.get_mut(asked) else { return };
         *users -= 1;
         if *users == 0
@@ -171,7 +172,7 @@ impl Listeners {
 
     /// Closes all listeners, and opens no new ones.
     pub(super) fn close(&self) {
-        let mut open = self.locked();
+        let mut open = self.open.lock();
         open.closed = true;
         let Open { main, local, others, .. } = &mut *open;
         let local = local.take().map(|(_, listener)| listener);
@@ -190,12 +191,8 @@ impl Listeners {
     }
 
     fn unclosed(&self) -> Result<MutexGuard<'_, Open>> {
-        let open = self.locked();
+        let open = self.open.lock();
         if open.closed { Err(Error::new(ErrorKind::Closed, "the engine was finalized")) } else { Ok(open) }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Open> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Logs who is admitted if no token is set.

@@ -4,7 +4,7 @@
 //! linked before and is gone is searched for without a time limit, with longer pauses.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::communicator::{CommStatus, Communicator, Progress};
@@ -43,7 +43,7 @@ pub(super) fn link_died(shared: &Arc<Shared>, link: &Arc<Link>, why: &str) {
 
 /// Starts the search thread, or wakes it if it is running.
 pub(super) fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Result<()> {
-    if std::mem::replace(&mut comm.locked().searching, true) {
+    if std::mem::replace(&mut comm.progress.lock().searching, true) {
         comm.changed.notify_all();
         return Ok(());
     }
@@ -70,7 +70,7 @@ pub(super) fn start_search(shared: &Arc<Shared>, comm: &Arc<Communicator>) -> Re
     });
     // Callers that asked meanwhile assumed that a search was running. None is, so the next caller tries again
     // and gets the error.
-    started.inspect_err(|_| comm.locked().searching = false)
+    started.inspect_err(|_| comm.progress.lock().searching = false)
 }
 
 impl Communicator {
@@ -97,7 +97,7 @@ impl Communicator {
 
     /// Tries each missing member that this side dials.
     fn round(&self, shared: &Arc<Shared>, deadline: Deadline) {
-        let missing = self.locked().missing.clone();
+        let missing = self.progress.lock().missing.clone();
         for end in self.ends.iter().filter(|end| missing.contains(&end.cluster) && self.dials(end.cluster)) {
             match self.reach(shared, end, deadline) {
                 Ok(link) => {
@@ -113,7 +113,7 @@ impl Communicator {
                     self.fail(end.cluster, &error.to_string());
                     shared.state.announce();
                 }
-                Err(error) => drop(self.locked().why.insert(end.cluster, error.to_string())),
+                Err(error) => drop(self.progress.lock().why.insert(end.cluster, error.to_string())),
             }
         }
     }
@@ -122,7 +122,7 @@ impl Communicator {
     /// members that were never linked are given up, and the others are searched for without a time limit
     /// (`a_member_that_stays_away_for_long_is_met_again`).
     fn goes_on(&self, shared: &Arc<Shared>, deadline: Deadline, reported: &mut bool) -> bool {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         let late = deadline.passed() && !progress.left && !progress.missing.is_empty() && !*reported;
         let note = late.then(|| self.report(&progress));
         if late {
@@ -151,7 +151,7 @@ impl Communicator {
         let comm = self.at(end);
         let mut first = None;
         for address in local.into_iter().chain(end.host.iter().map(|&at| Address::Tcp(at))) {
-            if self.locked().left {
+            if self.progress.lock().left {
                 break;
             }
             // Half of the remaining time, so that one unresponsive process leaves time for the next port.
@@ -177,13 +177,12 @@ impl Communicator {
 
     /// Pauses for `rest`. Returns whether the pause was ended early.
     fn rest(&self, rest: Duration) -> bool {
-        let mut progress = self.locked();
+        let mut progress = self.progress.lock();
         if progress.left || std::mem::take(&mut progress.member_listens) {
             return true;
         }
-        let waited = self.changed.wait_timeout(progress, rest);
-        let (mut progress, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut progress.member_listens) || !waited.timed_out()
+        let (mut progress, rested) = self.changed.wait_timeout(progress, rest);
+        std::mem::take(&mut progress.member_listens) || !rested
     }
 
     /// Returns the result of the search, for the log.
@@ -212,10 +211,9 @@ impl Communicator {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Condvar, Mutex};
-
     use super::*;
     use crate::protocol::Comm;
+    use crate::sync::{Condvar, Mutex};
 
     #[test]
     fn announcement_ends_the_pause() {

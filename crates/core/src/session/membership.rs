@@ -1,7 +1,7 @@
 //! Entering and leaving a communicator: its listeners, its search and its links.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::communicator::{Communicator, Progress};
@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 use crate::net::Address;
 use crate::protocol::Comm;
+use crate::sync::{Condvar, Mutex};
 use crate::validate::rank_table::{RankEnd, any};
 
 /// Longest time of one attempt to reach one address. It is shorter if `link_retry_count` attempts would not
@@ -117,7 +118,7 @@ fn open(
     places: impl IntoIterator<Item = Address>,
 ) -> Result<()> {
     shared.listeners.join(asked, places)?;
-    let mut progress = comm.locked();
+    let mut progress = comm.progress.lock();
     if !progress.left {
         progress.listening_at.push(asked.clone());
         return Ok(());

@@ -5,7 +5,7 @@
 //! (`strangers_keep_no_peer_out`).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::accept::{Next, PendingStream, Work};
@@ -17,6 +17,7 @@ use crate::error::{Error, ErrorKind};
 use crate::model::Deadline;
 use crate::net::{Arrival, Inbox, Stream};
 use crate::protocol::{self, HANDSHAKE_LIMIT};
+use crate::sync::Mutex;
 
 /// How long a connection may take for its handshake before it may be dropped to make room for another.
 const LEAST_TIME: Duration = Duration::from_millis(100);
@@ -51,7 +52,7 @@ struct Returned {
 
 impl Returned {
     fn push(&self, number: u64, next: Result<Next, Refusal>) {
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner).push((number, next));
+        self.steps.lock().push((number, next));
         self.bell.ring();
     }
 }
@@ -153,8 +154,7 @@ impl PendingStreams {
 
     /// Takes back the connections for which server threads have performed a step.
     pub(super) fn take_back(&mut self, shared: &Arc<Shared>, poller: &Poller) {
-        let returned =
-            std::mem::take(&mut *self.returned.steps.lock().unwrap_or_else(PoisonError::into_inner));
+        let returned = std::mem::take(&mut *self.returned.steps.lock());
         for (number, next) in returned {
             if self.has(number) {
                 self.apply(shared, poller, number, next);

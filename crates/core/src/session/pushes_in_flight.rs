@@ -7,12 +7,12 @@
 //! tracked; docs/links.md states what is guaranteed for those.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
 use crate::model::CacheId;
+use crate::sync::Mutex;
 
 /// Most remembered caches. Beyond that, caches that are not being written are forgotten.
 const MOST: usize = 1 << 10;
@@ -52,7 +52,7 @@ impl CachePushes {
 impl PushesInFlight {
     /// Records a push to `cache` of the peer, in progress until the guard is dropped.
     pub(crate) fn begin(&self, cache: CacheId) -> PushInFlight<'_> {
-        let mut caches = self.locked();
+        let mut caches = self.caches.lock();
         let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
         if caches.written.len() >= MOST {
             caches.written.retain(|_, written| written.now());
@@ -77,7 +77,7 @@ impl PushesInFlight {
         if begun == 0 {
             return Some(0); // most links only ever pull
         }
-        let caches = self.locked();
+        let caches = self.caches.lock();
         let written = caches.written.get(&cache).is_some_and(CachePushes::now);
         (!written).then_some(begun)
     }
@@ -87,7 +87,7 @@ impl PushesInFlight {
         if self.begun.load(Ordering::SeqCst) == before {
             return true;
         }
-        let caches = self.locked();
+        let caches = self.caches.lock();
         caches.written.get(&cache).map_or(caches.forgotten <= before, |written| written.last <= before)
     }
 }
@@ -101,7 +101,7 @@ pub(crate) struct PushInFlight<'a> {
 impl PushInFlight<'_> {
     /// Records that the peer did not confirm the push, and may execute it for `limit` more.
     pub(crate) fn unanswered(self, limit: Duration) {
-        if let Some(written) = self.pushes.locked().written.get_mut(&self.cache) {
+        if let Some(written) = self.pushes.caches.lock().written.get_mut(&self.cache) {
             let until = Instant::now() + limit;
             written.until = Some(written.until.map_or(until, |known| known.max(until)));
         }
@@ -111,14 +111,8 @@ impl PushInFlight<'_> {
 impl Drop for PushInFlight<'_> {
     fn drop(&mut self) {
         self.pushes.under_way.fetch_sub(1, Ordering::SeqCst);
-        if let Some(written) = self.pushes.locked().written.get_mut(&self.cache) {
+        if let Some(written) = self.pushes.caches.lock().written.get_mut(&self.cache) {
             written.under_way -= 1;
         }
-    }
-}
-
-impl PushesInFlight {
-    fn locked(&self) -> MutexGuard<'_, Caches> {
-        self.caches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

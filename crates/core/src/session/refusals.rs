@@ -3,10 +3,10 @@
 //! The lines have the level error, because the default level hides all others. An operator who sees no link
 //! must learn which setting would admit the peer.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
+use crate::sync::Mutex;
 
 /// The reason for a refusal. The rate of log lines is limited for each reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +108,7 @@ impl Refusals {
 
     /// Returns the line for `reason` if it may be logged at `now`. Otherwise counts it.
     fn turn(&self, reason: Reason, line: String, now: Instant) -> Option<String> {
-        let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.last.lock();
         let last = &mut all[reason as usize];
         match last {
             Some(last) if last.more > 0 || now.saturating_duration_since(last.when) < INTERVAL => {
@@ -124,7 +124,7 @@ impl Refusals {
 
     /// Returns the lines for counted refusals that are due, and the time until the next is due.
     fn due(&self, now: Instant) -> (Vec<String>, Option<Duration>) {
-        let mut all = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.last.lock();
         let (mut lines, mut next) = (Vec::new(), None::<Duration>);
         for last in all.iter_mut().flatten().filter(|last| last.more > 0) {
             let left = INTERVAL.saturating_sub(now.saturating_duration_since(last.when));

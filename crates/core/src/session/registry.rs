@@ -3,7 +3,7 @@
 //! One lock guards it and is held for look-ups only. Links to be closed or notified are returned to the
 //! caller, which does that without the lock.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::{HashMap, HashSet};
@@ -17,6 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::model::{ClusterId, Deadline};
 use crate::protocol::{Comm, Control};
 use crate::stats::LinkState;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The error fact that marks a conflict with a working link of the same cluster. Retrying over another
 /// transport cannot help then.
@@ -60,7 +61,7 @@ pub(super) struct TurnToLink<'a> {
 
 impl Drop for TurnToLink<'_> {
     fn drop(&mut self) {
-        self.state.locked().linking.remove(&self.cluster);
+        self.state.entries.lock().linking.remove(&self.cluster);
         self.state.changed.notify_all();
     }
 }
@@ -70,7 +71,7 @@ pub(super) struct Quiet<'a>(&'a State);
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        self.0.locked().quiet = false;
+        self.0.entries.lock().quiet = false;
     }
 }
 
@@ -82,7 +83,7 @@ impl State {
     /// Refuses a link from a peer if peers have made too many. Links of the same `cluster` do not count,
     /// because the new link replaces them.
     pub(super) fn room_for_incoming(&self, cluster: ClusterId) -> Result<(), Refusal> {
-        let entries = self.locked();
+        let entries = self.entries.lock();
         if entries.incoming(cluster) < self.limits.incoming {
             return Ok(());
         }
@@ -98,7 +99,7 @@ impl State {
     /// Refuses new links until the returned guard is dropped. Returns `Err` with `LinksExist` if a link
     /// exists or is being made.
     pub(super) fn quiet(&self) -> Result<Quiet<'_>> {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         entries.open()?;
         if entries.any() {
             let text = "there are links; unlink them before the role is switched";
@@ -111,7 +112,7 @@ impl State {
     /// Waits until no other caller links `cluster`, and returns the right to do so. Returns `Err` if the
     /// deadline passes or the engine closes.
     pub(super) fn turn_to_link(&self, cluster: ClusterId, deadline: Deadline) -> Result<TurnToLink<'_>> {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         loop {
             entries.open()?;
             if entries.linking.insert(cluster) {
@@ -126,7 +127,7 @@ impl State {
     /// (`nothing_is_left_of_a_communicator_that_was_left_at_once`). Also refuses a link that would replace
     /// one that [works](Link::works): the cluster id and instance number in a handshake prove nothing.
     pub(super) fn enroll(&self, link: &Arc<Link>, patience: Duration) -> Result<Vec<Arc<Link>>> {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         entries.open()?;
         if let Kind::Communicator(id) = link.kind
             && !entries.comms.contains_key(&id)
@@ -161,7 +162,7 @@ impl State {
     /// Removes a link that has ended, and records why it broke. Returns `false` if the link was not
     /// registered any more.
     pub(super) fn remove(&self, link: &Arc<Link>) -> bool {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         let cluster = link.peer.cluster;
         let Some(all) = entries.links.get_mut(&cluster) else { return false };
         let before = all.len();
@@ -206,12 +207,12 @@ impl State {
     /// Discards the record of a broken link to `cluster`: it was unlinked on purpose, which needs no
     /// explanation.
     pub(super) fn forget_broken(&self, cluster: ClusterId) {
-        self.locked().broken.remove(&cluster);
+        self.entries.lock().broken.remove(&cluster);
     }
 
     /// Returns the links to `cluster`.
     pub(super) fn links_to(&self, cluster: ClusterId) -> Vec<Arc<Link>> {
-        self.locked().links.get(&cluster).cloned().unwrap_or_default()
+        self.entries.lock().links.get(&cluster).cloned().unwrap_or_default()
     }
 
     /// Returns the link that calls to `cluster` use: the oldest whose peer gave a sign of life within
@@ -225,7 +226,7 @@ impl State {
         patience: Duration,
         deadline: Deadline,
     ) -> Result<Arc<Link>> {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         loop {
             if let Some(link) = entries.links.get(&cluster).and_then(|all| usable(all, patience)) {
                 return Ok(link.clone());
@@ -239,32 +240,32 @@ impl State {
 
     /// Returns the link to which a peer's stream belongs.
     pub(super) fn by_id(&self, cluster: ClusterId, instance: u64, id: u64) -> Option<Arc<Link>> {
-        let entries = self.locked();
+        let entries = self.entries.lock();
         let all = entries.links.get(&cluster)?;
         all.iter().find(|link| link.id == id && link.peer.instance == instance && link.alive()).cloned()
     }
 
     /// Returns all links, for the control thread. `None` once the engine is closed.
     pub(super) fn all(&self) -> Option<Vec<Arc<Link>>> {
-        let entries = self.locked();
+        let entries = self.entries.lock();
         (!entries.closed).then(|| entries.links.values().flatten().cloned().collect())
     }
 
     /// Whether a link exists or is being made.
     pub(super) fn any(&self) -> bool {
-        self.locked().any()
+        self.entries.lock().any()
     }
 
     /// Whether a communicator was ever entered.
     pub(super) fn ranked(&self) -> bool {
-        self.locked().last_comm > 0
+        self.entries.lock().last_comm > 0
     }
 
     /// Registers a new communicator, which `make` creates for a given id. Ids count from 1 and skip the
     /// values of status codes, because callers compare the two. Returns `Err` with `InvalidArgument` if there
     /// are too many communicators.
     pub(super) fn enter(&self, make: impl FnOnce(u64) -> Communicator) -> Result<Arc<Communicator>> {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         entries.open()?;
         if entries.comms.len() >= MOST_COMMS {
             let error = Error::new(ErrorKind::InvalidArgument, "too many communicators; unlink some");
@@ -284,25 +285,25 @@ impl State {
 
     /// Removes a communicator. Returns `Err` with `NotLinked` if the id is unknown.
     pub(super) fn leave(&self, id: u64) -> Result<Arc<Communicator>> {
-        let comm = self.locked().comms.remove(&id);
+        let comm = self.entries.lock().comms.remove(&id);
         self.changed.notify_all();
         comm.ok_or_else(|| unknown_comm(id))
     }
 
     /// Returns the progress of a communicator. Returns `Err` with `NotLinked` if the id is unknown.
     pub(super) fn comm_status(&self, id: u64) -> Result<CommStatus> {
-        self.locked().comms.get(&id).map(|comm| comm.status()).ok_or_else(|| unknown_comm(id))
+        self.entries.lock().comms.get(&id).map(|comm| comm.status()).ok_or_else(|| unknown_comm(id))
     }
 
     /// Returns the latest communicator that matches `comm`.
     pub(super) fn comm(&self, comm: &Comm) -> Option<Arc<Communicator>> {
-        let entries = self.locked();
+        let entries = self.entries.lock();
         entries.comms.values().filter(|known| known.is(comm)).max_by_key(|known| known.id).cloned()
     }
 
     /// Returns the communicator with the id `id`.
     pub(super) fn comm_by_id(&self, id: u64) -> Option<Arc<Communicator>> {
-        self.locked().comms.get(&id).cloned()
+        self.entries.lock().comms.get(&id).cloned()
     }
 
     /// Records that a member of a communicator was linked, whichever side dialed.
@@ -315,13 +316,13 @@ impl State {
 
     /// Wakes the threads that wait for a link, after a communicator has made progress or failed.
     pub(super) fn announce(&self) {
-        drop(self.locked());
+        drop(self.entries.lock());
         self.changed.notify_all();
     }
 
     /// Ends the pauses of all communicators with the members of `comm`: one of the members is now listening.
     pub(super) fn member_listens(&self, comm: &Comm) {
-        let entries = self.locked();
+        let entries = self.entries.lock();
         let known = entries.comms.values().filter(|known| known.same_members(comm)).cloned();
         let known: Vec<_> = known.collect();
         drop(entries);
@@ -332,7 +333,7 @@ impl State {
 
     /// Ends all links and communicators, and refuses new ones.
     pub(super) fn close(&self) {
-        let mut entries = self.locked();
+        let mut entries = self.entries.lock();
         entries.closed = true;
         let links: Vec<_> = entries.links.drain().flat_map(|(_, all)| all).collect();
         let comms: Vec<_> = entries.comms.drain().map(|(_, comm)| comm).collect();
@@ -350,7 +351,7 @@ impl State {
 
     /// Returns the state of every link.
     pub(super) fn states(&self) -> Vec<LinkState> {
-        self.locked().links.values().flatten().map(|link| link.state()).collect()
+        self.entries.lock().links.values().flatten().map(|link| link.state()).collect()
     }
 
     /// Sleeps until the registry changes. Releases the lock before it checks whether the caller was
@@ -363,11 +364,7 @@ impl State {
     ) -> Result<MutexGuard<'a, Entries>> {
         drop(self.changed.wait_timeout(entries, deadline.nap()));
         deadline.waiting(doing)?;
-        Ok(self.locked())
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Entries> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        Ok(self.entries.lock())
     }
 }
 

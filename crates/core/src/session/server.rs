@@ -6,7 +6,7 @@
 //! `call_slots` limits how many threads answer one peer at a time.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use hashbrown::HashMap;
@@ -23,6 +23,7 @@ use super::threads::Threads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::Deadline;
 use crate::net::{POLL_TIME, Stream};
+use crate::sync::Mutex;
 
 /// Most handshake steps in progress at a time.
 const STEPS: usize = 8;
@@ -118,7 +119,7 @@ impl Server {
     /// [`watch`](Self::watch) must follow.
     pub(super) fn admit(&self, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<(), Refusal> {
         let full = |error| Refusal::new(Reason::Full, error);
-        if self.locked().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
+        if self.state.lock().calls.len() >= self.limits.calls && link.serves() >= Connections::OF_EACH {
             let error = Error::new(
                 ErrorKind::NotLinked,
                 "there are too many call streams; a higher limit of open files (ulimit -n) makes room for more",
@@ -131,7 +132,7 @@ impl Server {
     /// Answers the requests on `stream`, which `link` knows, until the stream ends.
     pub(super) fn watch(self: &Arc<Self>, link: &Arc<Link>, stream: &Arc<Stream>) -> Result<()> {
         stream.demand_pace(self.answers.silence());
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.last = state.last.max(FIRST) + 1;
         let number = state.last;
         state.calls.insert(number, Call { link: link.clone(), stream: stream.clone() });
@@ -140,7 +141,7 @@ impl Server {
         // the poller reports that too.
         let watched = self.poller.add("a call stream", &**stream, number, Watching::Once);
         watched.and_then(|()| self.keep_one()).inspect_err(|_| {
-            self.locked().calls.remove(&number);
+            self.state.lock().calls.remove(&number);
             self.poller.remove(&**stream);
             link.stop_serving(stream);
         })
@@ -148,7 +149,7 @@ impl Server {
 
     /// Has a thread open a stream on which the peer of `link` may send requests.
     pub(super) fn dial(self: &Arc<Self>, link: &Arc<Link>) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let turn = Turn::Dial(link.clone());
         let Some(turn) = state.slots.enter(link.key(), turn) else { return };
         state.ready.push_back(turn);
@@ -161,14 +162,14 @@ impl Server {
 
     /// Has a thread perform a handshake step. Returns `Err` with `System` if no thread can be started for it.
     pub(super) fn work(self: &Arc<Self>, step: Step) -> Result<()> {
-        self.locked().work.push_back(step);
+        self.state.lock().work.push_back(step);
         self.work.ring();
         self.keep_one()
     }
 
     /// Has a thread drop a link that has ended: unmapping the memory of a peer may take long.
     pub(super) fn release(self: &Arc<Self>, link: Arc<Link>) {
-        self.locked().ended.push(link);
+        self.state.lock().ended.push(link);
         self.work.ring();
         // If no thread can be started, the link is dropped with the next piece of work.
         let _ = self.keep_one();
@@ -176,7 +177,7 @@ impl Server {
 
     /// Closes all streams and ends the threads that wait.
     pub(super) fn close(&self) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.is_closed = true;
         let calls = std::mem::take(&mut state.calls);
         let waiting = (
@@ -196,7 +197,7 @@ impl Server {
 
     /// Ensures that a thread waits for work. Returns `Err` with `System` if none can be started.
     fn keep_one(self: &Arc<Self>) -> Result<()> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         if state.idle > 0 || state.is_closed {
             return Ok(());
         }
@@ -205,7 +206,7 @@ impl Server {
         drop(state);
         let server = self.clone();
         let begun = self.threads.spawn("llm-serve", move || server.run());
-        begun.inspect_err(|_| self.locked().idle -= 1)
+        begun.inspect_err(|_| self.state.lock().idle -= 1)
     }
 
     /// The body of a thread: waits for requests and work as long as the thread is needed.
@@ -214,7 +215,7 @@ impl Server {
         loop {
             ready.clear();
             let waited = self.poller.wait(&mut ready, 1, limit);
-            let mut state = self.locked();
+            let mut state = self.state.lock();
             // One thread always stays to wait. If waiting fails, the thread ends, and the next stream starts
             // another.
             if state.is_closed || waited.is_err() || (ready.is_empty() && state.idle > 1) {
@@ -236,7 +237,7 @@ impl Server {
                 WORK => self.take_work(),
                 number => self.answer(number),
             }
-            self.locked().idle += 1;
+            self.state.lock().idle += 1;
         }
     }
 
@@ -244,7 +245,7 @@ impl Server {
     fn take_work(self: &Arc<Self>) {
         self.work.silence();
         loop {
-            let mut state = self.locked();
+            let mut state = self.state.lock();
             if let Some((turn, slot)) = state.ready.pop_front() {
                 drop(state);
                 self.take_turns(turn, slot);
@@ -259,13 +260,13 @@ impl Server {
             state.working += 1;
             drop(state);
             step();
-            self.locked().working -= 1;
+            self.state.lock().working -= 1;
         }
     }
 
     /// Answers the requests on the stream `number`, or queues it until a slot is free.
     fn answer(self: &Arc<Self>, number: u64) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let Some(call) = state.calls.get(&number).cloned() else { return };
         let link = call.link.key();
         let Some((turn, slot)) = state.slots.enter(link, Turn::Answer(number, call)) else { return };
@@ -282,7 +283,7 @@ impl Server {
                 Turn::Answer(number, call) => self.take_call(number, &call, slot),
                 Turn::Dial(link) => self.take_dial(&link),
             }
-            next = self.locked().slots.leave(link.key(), slot);
+            next = self.state.lock().slots.leave(link.key(), slot);
         }
     }
 
@@ -296,7 +297,7 @@ impl Server {
             }
             // Stop if another turn waits for this slot, or if no request follows at once. The next request of
             // the same call often arrives within microseconds.
-            if self.locked().slots.wanted(link.key(), slot) || !stream.readable_within(POLL_TIME) {
+            if self.state.lock().slots.wanted(link.key(), slot) || !stream.readable_within(POLL_TIME) {
                 break true;
             }
         };
@@ -304,7 +305,7 @@ impl Server {
             return;
         }
         self.poller.remove(&**stream);
-        self.locked().calls.remove(&number);
+        self.state.lock().calls.remove(&number);
         stream.close();
         link.stop_serving(stream);
     }
@@ -342,9 +343,5 @@ impl Server {
             let cluster = link.peer.cluster;
             tracing::warn!(target: "llm_datadist::links", "cannot open a call stream for cluster {cluster}: {error}");
         }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,12 +1,13 @@
 //! Starts the threads of an engine's links by name, counts them, and waits for them to end.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{Builder, ThreadId};
 use std::time::{Duration, Instant};
 
 use hashbrown::HashSet;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{Condvar, Mutex};
 
 /// Stack size in bytes. Requests and their plans are on the heap.
 pub(crate) const STACK: usize = 512 << 10;
@@ -28,7 +29,7 @@ struct Running {
 impl Threads {
     /// Runs `work` on a new thread. Returns `Err` with `System` if it cannot be started.
     pub(super) fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        self.locked().count += 1;
+        self.running.lock().count += 1;
         let mut leaving = Leaving(self.clone(), None);
         let started = Builder::new().name(name.into()).stack_size(STACK).spawn(move || {
             leaving.begin();
@@ -44,19 +45,15 @@ impl Threads {
     /// for itself.
     pub(super) fn wait(&self, limit: Duration) {
         let until = Instant::now() + limit;
-        let mut running = self.locked();
+        let mut running = self.running.lock();
         let own = usize::from(running.ids.contains(&std::thread::current().id()));
         while running.count > own {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            running = self.ended.wait_timeout(running, left).unwrap_or_else(PoisonError::into_inner).0;
+            running = self.ended.wait_timeout(running, left).0;
         }
-    }
-
-    fn locked(&self) -> MutexGuard<'_, Running> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -66,14 +63,14 @@ struct Leaving(Arc<Threads>, Option<ThreadId>);
 impl Leaving {
     fn begin(&mut self) {
         let id = std::thread::current().id();
-        self.0.locked().ids.insert(id);
+        self.0.running.lock().ids.insert(id);
         self.1 = Some(id);
     }
 }
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        let mut running = self.0.locked();
+        let mut running = self.0.running.lock();
         running.count -= 1;
         self.1.map(|id| running.ids.remove(&id));
         drop(running);

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -18,6 +18,7 @@ use crate::net::{
     About, Accepted, Address, BACKLOG, Listener, Stream, Transport, unavailable, unreachable,
     unsupported_address,
 };
+use crate::sync::{Mutex, MutexGuard};
 
 /// Streams within one process. Clones share their listeners; a new value has none.
 #[derive(Clone, Default)]
@@ -128,7 +129,7 @@ impl Drop for Queued {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl fmt::Debug for Local {

@@ -5,14 +5,15 @@
 //! device does not model the speed of any hardware. Its memory stays until the device drops. So a late copy
 //! after the end of a call writes to memory that still exists, where the test that checks for it can see it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::device::{Copier, Copy, Device, HostReach};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::kernels::{self, Kernel};
 use crate::memory::{Region, Tensors, Window};
+use crate::sync::Mutex;
 
 /// Not canonical on any 64-bit machine, so an access faults.
 const BASE: u64 = 0xDEAD_0000_0000_0000;
@@ -83,7 +84,7 @@ impl SimDevice {
         if window.host_addressable() {
             return None;
         }
-        let memory = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let memory = self.memory.lock();
         let inside = |backing: &&Backing| {
             (backing.base..backing.base + backing.bytes.tensor_bytes()).contains(&window.addr())
         };
@@ -102,7 +103,7 @@ impl Device for SimDevice {
     fn allocate(&self, name: &str, len: u64) -> Result<Region> {
         let real = Arc::new(Region::shared(name, len)?);
         let bytes = Arc::new(Tensors::carved(real, [0], len, Box::new(()))?);
-        let mut memory = self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut memory = self.memory.lock();
         let base = memory.last().map_or(BASE, |last| last.base + last.bytes.tensor_bytes() + 4096);
         memory.push(Backing { base, bytes });
         Ok(Region::opaque(base, len))

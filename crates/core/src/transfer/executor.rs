@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
@@ -17,7 +17,7 @@ use hashbrown::HashMap;
 use crate::error::{Error, ErrorKind, Result};
 use crate::model::ClusterId;
 use crate::session::THREAD_STACK;
-use crate::sync::{Builder, Condvar, Mutex, MutexGuard};
+use crate::sync::{Builder, Condvar, Mutex};
 
 /// How long an idle lane is kept.
 const KEEP: Duration = Duration::from_secs(30);
@@ -134,7 +134,7 @@ impl ExecutorHandle {
     /// started, the existing lanes run the job; without any lane, it is refused
     /// (`a_lane_that_cannot_be_started`).
     pub(crate) fn carry(&self, place: ClusterId, job: Box<dyn Job>) {
-        let mut state = self.0.locked();
+        let mut state = self.0.state.lock();
         if state.closed {
             drop(state);
             return job.refused(closed());
@@ -174,7 +174,7 @@ impl ExecutorHandle {
     /// Runs `job` at `when`. The job must be short. It is dropped if it is [forgotten](Self::forget) before,
     /// or if the engine closes. Returns `Err` if the engine has closed or no thread can be started.
     pub(crate) fn at(&self, when: Instant, job: Box<dyn Job>) -> Result<Alarm> {
-        let mut state = self.0.locked();
+        let mut state = self.0.state.lock();
         if state.closed {
             return Err(closed());
         }
@@ -192,7 +192,7 @@ impl ExecutorHandle {
 
     /// Takes back the job of an alarm that has not run yet.
     pub(crate) fn forget(&self, alarm: Alarm) {
-        let forgotten = self.0.locked().alarms.remove(&alarm);
+        let forgotten = self.0.state.lock().alarms.remove(&alarm);
         drop(forgotten);
         // The clock then sleeps until the next alarm, or ends if there is none for a while.
         self.0.alarms_changed.notify_one();
@@ -201,14 +201,14 @@ impl ExecutorHandle {
     /// Number of threads.
     #[cfg(test)]
     pub(crate) fn threads(&self) -> usize {
-        let state = self.0.locked();
+        let state = self.0.state.lock();
         state.lanes + usize::from(state.clock)
     }
 
     /// Number of alarms that are set.
     #[cfg(test)]
     pub(crate) fn alarms(&self) -> usize {
-        self.0.locked().alarms.len()
+        self.0.state.lock().alarms.len()
     }
 
     /// Starts a thread that runs `body`.
@@ -225,7 +225,7 @@ impl ExecutorHandle {
 impl Drop for Executor {
     fn drop(&mut self) {
         let shared = &self.handle.0;
-        let mut state = shared.locked();
+        let mut state = shared.state.lock();
         state.closed = true;
         let (jobs, alarms) = (state.all(), std::mem::take(&mut state.alarms));
         drop(state);
@@ -237,13 +237,13 @@ impl Drop for Executor {
         }
         drop(alarms);
         let until = Instant::now() + CLOSE_WAIT;
-        let mut state = shared.locked();
+        let mut state = shared.state.lock();
         while state.lanes > 0 || state.clock {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = shared.changed.wait_timeout(state, left).0;
         }
     }
 }
@@ -251,25 +251,24 @@ impl Drop for Executor {
 impl Shared {
     /// Body of a lane: runs jobs until there has been none for a while.
     fn work(&self) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.idle -= 1;
         let mut last = None;
         loop {
             if let Some((place, job)) = state.next(last.take()) {
                 drop(state);
                 run(job);
-                state = self.locked();
+                state = self.state.lock();
                 state.over(place);
                 last = Some(place);
             } else if state.closed {
                 break;
             } else {
                 state.idle += 1;
-                let (woken, waited) =
-                    self.changed.wait_timeout(state, KEEP).unwrap_or_else(PoisonError::into_inner);
+                let (woken, waited) = self.changed.wait_timeout(state, KEEP);
                 state = woken;
                 state.idle -= 1;
-                if waited.timed_out() && state.jobs.is_empty() {
+                if waited && state.jobs.is_empty() {
                     break;
                 }
             }
@@ -282,7 +281,7 @@ impl Shared {
 
     /// Body of the clock: runs jobs at their time, until there has been none for a while.
     fn run_alarms(&self) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         while !state.closed {
             let next = state.alarms.first_key_value().map(|(&(when, _), _)| when);
             let left = next.map(|when| when.saturating_duration_since(Instant::now()));
@@ -292,25 +291,18 @@ impl Shared {
                 if let Some((_, job)) = due {
                     run(job);
                 }
-                state = self.locked();
+                state = self.state.lock();
                 continue;
             }
-            let (woken, waited) = self
-                .alarms_changed
-                .wait_timeout(state, left.unwrap_or(KEEP))
-                .unwrap_or_else(PoisonError::into_inner);
+            let (woken, waited) = self.alarms_changed.wait_timeout(state, left.unwrap_or(KEEP));
             state = woken;
-            if waited.timed_out() && left.is_none() && state.alarms.is_empty() {
+            if waited && left.is_none() && state.alarms.is_empty() {
                 break;
             }
         }
         state.clock = false;
         drop(state);
         self.changed.notify_all();
-    }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -331,7 +323,7 @@ fn no_thread(error: &io::Error) -> Error {
 
 impl std::fmt::Debug for ExecutorHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let state = self.0.locked();
+        let state = self.0.state.lock();
         f.debug_struct("ExecutorHandle")
             .field("lanes", &state.lanes)
             .field("jobs", &state.jobs.len())

@@ -3,7 +3,7 @@
 //! A layer is an ordinary push of the same plan in other tensors. It is planned once and resolved once. After
 //! that the remote cache is named by its id, so a transfer never spreads over two caches.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use super::call::Call;
 use super::task::Carrier;
@@ -16,6 +16,7 @@ use crate::plan::CopyPlan;
 use crate::protocol::AddressLocation;
 use crate::session::{Finder, Known, Link};
 use crate::stats::Op;
+use crate::sync::Mutex;
 use crate::validate::{self, Destination, LayerDestination, LayerRows, RemoteCache, Target};
 
 /// Name of these lists in out-of-memory errors.
@@ -32,7 +33,7 @@ impl Refused {
 
 impl Carrier for Refused {
     fn find(&self) -> Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+        self.0.lock().take().map_or(Ok(()), Err)
     }
 
     fn layer(&self, _: u32) -> Result<u64> {

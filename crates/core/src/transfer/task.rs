@@ -7,7 +7,7 @@
 //! pushes the layers.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -145,14 +145,14 @@ impl Task {
             State { ready: 0, over: false, awaited: None, alarm: None, slots, dropping: 0, ended: false };
         let task =
             Arc::new(Task { lanes, patience, state: Mutex::new(state), changed: Condvar::new(), ended });
-        task.finish_ended(task.locked());
+        task.finish_ended(task.state.lock());
         task.send(all);
         Ok(task)
     }
 
     /// Returns the layers that any destination needs, ascending.
     pub fn layers(&self) -> Vec<u32> {
-        let state = self.locked();
+        let state = self.state.lock();
         let needed = state.slots.iter().flat_map(|slot| slot.range.first..slot.range.end);
         needed.collect::<std::collections::BTreeSet<_>>().into_iter().collect()
     }
@@ -160,7 +160,7 @@ impl Task {
     /// Returns whether a destination that has not ended needs `layer`. If so, and if `layer` is not ready,
     /// the wait for it starts now.
     pub fn wanted(self: &Arc<Self>, layer: u32) -> bool {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let wanted = !state.over && state.slots.iter().any(|slot| slot.awaits(layer));
         let patience = self.patience.map(|limit| Deadline::after(limit).named("timeout_in_millis"));
         let awaited = Awaited { layer, since: Instant::now(), patience };
@@ -171,7 +171,7 @@ impl Task {
 
     /// Reports that `layer` and all layers before it may be pushed. Returns at once.
     pub fn ready(self: &Arc<Self>, layer: u32) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         if state.over {
             return;
         }
@@ -193,7 +193,7 @@ impl Task {
     /// ready. Destinations that need one of those up to `layer` fail with `error`. Destinations that begin
     /// after `layer` are never reached. Destinations whose layers are all ready continue.
     pub fn refuse(&self, layer: u32, error: &Error) {
-        self.refused(self.locked(), layer, error);
+        self.refused(self.state.lock(), layer, error);
     }
 
     /// [Refuses](Self::refuse) a layer because the code that computes it reports that it will not be ready
@@ -223,17 +223,17 @@ impl Task {
 
     /// Whether the transfer has ended: nothing of it moves, or ever will.
     pub fn done(&self) -> bool {
-        self.locked().ended
+        self.state.lock().ended
     }
 
     /// Waits until the transfer is [`done`](Self::done). Returns `Ok(false)` once `deadline` has passed, and
     /// `Err` only if interrupted.
     pub fn wait(&self, deadline: Deadline) -> Result<bool> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         while !state.ended {
             drop(self.changed.wait_timeout(state, deadline.nap()));
             deadline.interruption("waiting for a transfer")?;
-            state = self.locked();
+            state = self.state.lock();
             if deadline.passed() {
                 break;
             }
@@ -243,7 +243,7 @@ impl Task {
 
     /// Returns the outcome of each destination.
     pub fn outcomes(&self) -> Vec<Outcome> {
-        let state = self.locked();
+        let state = self.state.lock();
         let outcome = |slot: &Slot| match &slot.outcome {
             Some(Ok(())) => Outcome::Done,
             Some(Err(error)) => Outcome::Failed(error.clone()),
@@ -256,7 +256,7 @@ impl Task {
     /// Returns why each destination is not done: why it failed, or what it waits for. `None` for destinations
     /// that are done, and for those that were never reached.
     pub fn reasons(&self) -> Vec<Option<Arc<Error>>> {
-        let state = self.locked();
+        let state = self.state.lock();
         let reason = |slot: &Slot| match &slot.outcome {
             Some(Err(error)) => Some(error.clone()),
             None if slot.carrier.is_some() => Some(Arc::new(slot.unfinished(state.awaited, state.ready))),
@@ -277,7 +277,7 @@ impl Task {
             of_layers: slot.range.end.saturating_sub(slot.range.first),
             bytes: slot.bytes,
         };
-        self.locked().slots.iter().map(carried).collect()
+        self.state.lock().slots.iter().map(carried).collect()
     }
 
     /// Returns a new descriptor that is readable once the transfer is [`done`](Self::done). The caller owns
@@ -289,7 +289,7 @@ impl Task {
     }
 
     fn end(&self, error: impl Fn() -> Error) -> bool {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let mut any = false;
         state.over = true;
         // A destination that idles after a refusal has ended too: it was never reached.
@@ -305,7 +305,7 @@ impl Task {
     /// Hands the destinations at `indices`, which are marked as queued, to lanes.
     fn send(self: &Arc<Self>, indices: impl IntoIterator<Item = usize>) {
         for index in indices {
-            let place = self.locked().slots[index].cluster;
+            let place = self.state.lock().slots[index].cluster;
             let job = CarryJob { task: self.clone(), index, why: None, over: false };
             self.lanes.carry(place, Box::new(job));
         }
@@ -357,7 +357,7 @@ impl Task {
         // A carrier may be the last owner of a cache, whose memory returns to a pool. So it is dropped
         // without the lock, and before anything reports that the transfer has ended.
         drop(gone);
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         state.dropping -= 1;
         if state.ended || state.dropping > 0 || state.slots.iter().any(|slot| slot.carrier.is_some()) {
             return;
@@ -372,15 +372,11 @@ impl Task {
             self.lanes.forget(alarm);
         }
     }
-
-    fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for Task {
     fn drop(&mut self) {
-        let alarm = self.locked().alarm.take();
+        let alarm = self.state.lock().alarm.take();
         if let Some(alarm) = alarm {
             self.lanes.forget(alarm);
         }
@@ -393,7 +389,7 @@ struct Late(Weak<Task>);
 impl Job for Late {
     fn run(self: Box<Self>) {
         let Some(task) = self.0.upgrade() else { return };
-        let mut state = task.locked();
+        let mut state = task.state.lock();
         state.alarm = None;
         task.watch(state);
     }
@@ -466,7 +462,7 @@ impl Job for CarryJob {
 
 impl CarryJob {
     fn next(&self) -> Step {
-        let mut state = self.task.locked();
+        let mut state = self.task.state.lock();
         let ready = state.ready;
         let slot = &mut state.slots[self.index];
         (slot.queued, slot.busy) = (false, true);
@@ -480,7 +476,7 @@ impl CarryJob {
     }
 
     fn record(&self, moved: Result<Option<u64>>) {
-        let mut state = self.task.locked();
+        let mut state = self.task.state.lock();
         let slot = &mut state.slots[self.index];
         match moved {
             Ok(None) => slot.found = true,
@@ -506,7 +502,7 @@ impl Drop for CarryJob {
         }
         let text = "the lane of a transfer ended without a result";
         let why = self.why.take().unwrap_or_else(|| Error::new(ErrorKind::System, text));
-        let mut state = self.task.locked();
+        let mut state = self.task.state.lock();
         let slot = &mut state.slots[self.index];
         (slot.queued, slot.busy) = (false, false);
         slot.outcome.get_or_insert_with(|| Err(Arc::new(why)));

@@ -41,7 +41,7 @@ impl Table {
     /// Resolves a name that a peer sent to a cache and a row. Returns `Err` of kind
     /// [`ErrorKind::CacheNotFound`] if there is no such cache, key or row.
     pub fn describe(&self, name: Name) -> Result<Resolved> {
-        let state = self.locked();
+        let state = self.state.lock();
         let (place, slot, row) = state.lookup(name)?;
         let cache = slot.cache.clone();
         Ok(Resolved { cache, place, generation: state.generations.of(place), row })
@@ -49,7 +49,7 @@ impl Table {
 
     /// Returns the cache `id` if `name` still resolves to it.
     pub fn reached(&self, name: Name, id: CacheId) -> Option<Arc<Cache>> {
-        let state = self.locked();
+        let state = self.state.lock();
         let (_, slot, _) = state.lookup(name).ok()?;
         (slot.cache.id() == id).then(|| slot.cache.clone())
     }
@@ -74,7 +74,7 @@ impl Table {
             next.is_some_and(|next| next <= ends.1 || next - ends.1 < cache.geometry().tensor_bytes())
         };
         for first in (0..).step_by(AT_ONCE) {
-            let state = self.locked();
+            let state = self.state.lock();
             let Some(slots) = state.slots.get(first..) else { break };
             let some = slots.iter().take(AT_ONCE).flatten();
             let some =
@@ -108,7 +108,7 @@ impl Table {
     /// Returns `Err` of kind [`ErrorKind::CacheNotFound`] if `name` no longer resolves to that cache; it is
     /// then unknown whether the pulled bytes belonged to it.
     pub fn consume(&self, name: Name, cache: CacheId, first: u32, count: u32) -> Result<()> {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let released = state.consume(name, cache, first, count)?;
         drop(state);
         drop(released);
@@ -118,7 +118,7 @@ impl Table {
     /// Removes the request key of a batch slot of an allocated cache, if it has one, because all its tensors
     /// were pushed to a peer (contract §17).
     pub fn release_row(&self, cache: CacheId, row: u32) {
-        let mut state = self.locked();
+        let mut state = self.state.lock();
         let place = state.ids.get(&cache).copied();
         let key = place.and_then(|place| state.consumable(place, row));
         let released = key.and_then(|key| state.unbind(key));
