@@ -1,9 +1,4 @@
-"""What the tests of layer-wise transfers share: synchronizers a test can hold back, and destinations with a numpy twin.
-
-A `Steps` answers layer by layer as the test allows. A `Far` is a cache of a peer that knows its config in either mode
-(by address or by key) and what bytes it must hold. Nothing here reads the engine to say what is right. Not for:
-judging results (that is the tests').
-"""
+"""For tests of layer-wise transfers: a synchronizer that the test controls, and destinations with a numpy twin."""
 
 from __future__ import annotations
 
@@ -20,11 +15,10 @@ from llm_datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,
     LayerSynchronizer,
-    LLMException,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from peers import INVALID, LIMIT, by_blocks, equal, eventually, options, pattern
+from peers import LIMIT, OK, by_blocks, equal, eventually, linked, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,11 +34,11 @@ WAIT = int(LIMIT * 1000)  # milliseconds: the limit of a task that must end
 
 
 class Steps(LayerSynchronizer):
-    """Notes what it is asked; answers `answers[layer]` (an exception is raised), True for others, once allowed."""
+    """Records its calls. Once a layer is allowed, it returns or raises `answers[layer]`, or returns True."""
 
     def __init__(self, allowed: int = FOREVER, answers: Optional[dict[int, Any]] = None, **attributes: Any) -> None:
         self.asked: list[tuple[int, Any]] = []
-        self.threads: set[int] = set()
+        self.threads: set[threading.Thread] = set()
         self.answers = answers or {}
         self._allowed = allowed
         self._changed = threading.Condition()
@@ -54,9 +48,9 @@ class Steps(LayerSynchronizer):
     def synchronize_layer(self, layer_index: int, timeout_in_millis: Optional[int]) -> bool:
         with self._changed:
             self.asked.append((layer_index, timeout_in_millis))
-            self.threads.add(threading.get_ident())
+            self.threads.add(threading.current_thread())
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._allowed > layer_index, 2 * LIMIT), "the test left it waiting"
+            assert self._changed.wait_for(lambda: self._allowed > layer_index, 2 * LIMIT), "the test did not allow it"
         answer = self.answers.get(layer_index, True)
         if isinstance(answer, BaseException):
             raise answer
@@ -92,13 +86,8 @@ def results(task: Any, limit: Optional[int] = WAIT) -> list[Optional[str]]:
     return [None if code is None else code.name for code in task.get_results(limit)]
 
 
-def send(near: End, name: str, to: Sequence[Any], steps: Any = None, **kwargs: Any) -> list[Optional[str]]:
-    """`launch`, and the results."""
-    return results(launch(near, name, to, steps, **kwargs))
-
-
 class Far:
-    """A cache of a peer that layers are sent to, and the bytes it must hold."""
+    """A cache of a peer, and the bytes that it must hold."""
 
     def __init__(
         self,
@@ -139,38 +128,87 @@ class Far:
         return zip(source[src.start * self.per :][:count], self.twin[dst * self.per :][:count])
 
     def slot(self, source: Sequence[np.ndarray], src: range, dst: int = 0, *, row: int = 0, slot: int = 0) -> None:
-        """Slot `row` of the source comes to lie in slot `slot`."""
+        """Expect slot `row` of the source in slot `slot`."""
         for tensor, mine in self._pairs(source, src, dst):
             mine[slot, : tensor.shape[1]] = tensor[row]
 
     def blocks(self, source: Sequence[np.ndarray], src: range, dst: int, pairs: Any) -> None:
-        """Blocks of the source come to lie in blocks here."""
+        """Expect blocks of the source in blocks, by pairs."""
         for tensor, mine in self._pairs(source, src, dst):
             for left, right in pairs:
                 mine[right] = tensor[left]
 
     def pieces(self, source: Sequence[np.ndarray], src: range, dst: int, row: int, to: Sequence[int]) -> None:
-        """Slot `row` of the source, cut, comes to lie in blocks here; the last piece may be short."""
+        """Expect slot `row` of the source in the blocks `to`, piece by piece; the last piece may be short."""
         for tensor, mine in self._pairs(source, src, dst):
             for number, block in enumerate(to):
                 piece = tensor[row][number * self.row_bytes : (number + 1) * self.row_bytes]
                 mine[block, : len(piece)] = piece
 
     def check(self, why: Any = "") -> None:
-        """Every byte of the peer's cache is what it must be."""
+        """Compare every byte."""
         got = self.peer.read(self.name)
         if not equal(got, self.twin):
             wrong = [(n, (a != b).any(axis=1).nonzero()[0].tolist()) for n, (a, b) in enumerate(zip(got, self.twin))]
             raise AssertionError(f"{why}: wrong rows by tensor: {[each for each in wrong if each[1]][:20]}")
 
 
-def refused(near: End, name: str, to: list[Any], **kwargs: Any) -> bool:
-    """Whether a transfer is PARAM_INVALID, at once or as the result of every config: the contract allows both."""
-    try:
-        task = launch(near, name, to, **kwargs)
-    except LLMException as error:
-        return error.status_code.name == INVALID
-    return results(task) == [INVALID] * len(to)
+class Transfer:
+    """A filled cache "n" of this process, and a cache of the same shape at each of some linked peers."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        way: Optional[dict[str, Any]] = None,
+        rows: int = 1,
+        row_bytes: int = 64,
+        layers: int = 4,
+        *,
+        blocks: bool = False,
+        peers: int = 1,
+        **settings: Any,
+    ) -> None:
+        way = way or {"accessible": False}
+        self.given = options(**way, **settings)
+        self.peers = [ends.peer(self.given, 2 + number) for number in range(peers)]
+        self.near = ends.near(self.given)
+        linked(self.near, *self.peers)
+        self.accessible, self.shape, self.layers = way["accessible"], (rows, row_bytes, layers), layers
+        self.near.allocate("n", rows, row_bytes, 2 * layers, blocks=blocks, seed=1)
+        self.source = pattern(1, 2 * layers, rows, row_bytes)
+        self.all = [self.far("f", peer, blocks=blocks) for peer in self.peers]
+        self.peer, self.to = self.peers[0], self.all[0]
+
+    def far(self, name: str, peer: Optional[Peer] = None, shape: tuple[int, ...] = (), **how: Any) -> Far:
+        """Another destination, of the same shape unless one is given."""
+        return Far(peer or self.peer, self.accessible, name, *(shape or self.shape), **{"seed": 2, **how})
+
+    def start(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> Any:
+        """Start a transfer: of all layers to every peer, unless configs are given."""
+        every = [far.to(range(self.layers)) for far in self.all]
+        return launch(self.near, "n", every if to is None else to, steps, **lists)
+
+    def send(self, steps: Any = None, to: Optional[Sequence[Any]] = None, **lists: Any) -> list[Optional[str]]:
+        """`start`, and the results."""
+        return results(self.start(steps, to, **lists))
+
+    def begun(self, layers: int, to: Optional[Sequence[Any]] = None, **lists: Any) -> tuple[Steps, Any]:
+        """Start a transfer whose synchronizer waits after these layers, which have arrived."""
+        steps = Steps(allowed=layers)
+        task = self.start(steps, to, **lists)
+        eventually(lambda: set(layers_done(task)) == {layers}, what=f"{layers} layers")
+        return steps, task
+
+    def arrived(self, layers: Optional[int] = None, why: Any = "", at: Sequence[Far] = ()) -> None:
+        """Slot 0 of these layers, or of all, is in every destination, which is otherwise unchanged."""
+        for far in at or self.all:
+            far.slot(self.source, range(self.layers if layers is None else layers))
+            far.check(why)
+
+    def again(self) -> None:
+        """Another transfer succeeds."""
+        assert set(self.send()) == {OK}
+        self.arrived()
 
 
 def names(error: Any, **facts: int) -> bool:
@@ -178,14 +216,19 @@ def names(error: Any, **facts: int) -> bool:
     return all(re.search(rf"{what}[ =]{value}\b", str(error)) for what, value in facts.items())
 
 
-def ended(near: End, cluster: int) -> None:
-    """Wait until the link is no more."""
+def unlinked(near: End, cluster: int) -> None:
+    """Wait until the link has ended."""
     eventually(lambda: cluster not in {link["cluster"] for link in near.links()}, what="the end of the link")
 
 
 def layers_done(task: Any) -> list[int]:
-    """How many layers each config has behind it."""
+    """The number of layers of each config that have arrived."""
     return [one.layers_done for one in task.progress()]
+
+
+def walkers() -> list[threading.Thread]:
+    """The threads of this process that call synchronizers."""
+    return [thread for thread in threading.enumerate() if thread.name == "llm-layers"]
 
 
 PROGRAM = """
@@ -219,47 +262,46 @@ def go(steps):
 
 
 class Decoder:
-    """This process as a decoder, for prefill programs that come to their end."""
+    """This process as a decoder, and prefill programs in processes of their own."""
 
-    def __init__(self, ends: Ends, way: dict[str, Any]) -> None:
-        """Open it; further options count for this end alone."""
-        self.way = way
-        self.near = ends.near(options(listen="127.0.0.1:0", **way))
+    def __init__(self, ends: Ends, way: Optional[dict[str, Any]] = None, **settings: Any) -> None:
+        self.way = way or {"accessible": False, "llm__LinkTransport": "auto"}
+        self.near = ends.near(options(listen="127.0.0.1:0", **self.way, **settings))
         self.cache = self.near.allocate("f", 1, 6400, 20, seed=2)
         self.good = pattern(1, 20, 1, 6400)
 
-    def start(self, text: str) -> subprocess.Popen[str]:
-        """Start a program."""
+    def start(self, text: str, *, until: str = "") -> subprocess.Popen[str]:
+        """Start a program, and wait until it prints the line `until`."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
-        given = [self.near.listening(), str(self.way["accessible"]), self.way["llm__LinkTransport"], str(self.cache)]
-        return subprocess.Popen(  # noqa: S603
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-c",
-                PROGRAM + textwrap.dedent(text),
-                *given,
-                *map(str, self.near.addresses("f")),
-            ],
+        given = [self.near.listening(), self.way["accessible"], self.way["llm__LinkTransport"], self.cache]
+        program = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-W", "error", "-c", PROGRAM + textwrap.dedent(text)]
+            + [str(each) for each in (*given, *self.near.addresses("f"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**clean, "PYTHONPATH": str(Path(__file__).parent)},
         )
+        assert program.stdout is not None
+        assert not until or program.stdout.readline() == f"{until}\n"
+        return program
 
     def run(self, text: str) -> tuple[int, str, str]:
-        """Run a program to its end, which must come in time; status, output, errors."""
-        program = self.start(text)
-        try:
-            out, err = program.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            program.kill()
-            out, err = program.communicate()
-            raise AssertionError(f"the program never ended\n{out}\n{err}") from None
-        return program.returncode, out, err
+        """Run a program to its end: status, output, errors."""
+        return finish(self.start(text))
 
     def whole(self) -> bool:
-        """Whether every byte of the transfer is here."""
+        """Whether every byte of the transfer has arrived."""
         return equal(self.near.read("f"), self.good)
+
+
+def finish(program: subprocess.Popen[str], line: Optional[str] = None) -> tuple[int, str, str]:
+    """Write a line to a program and wait for its end, which must come in time: status, output, errors."""
+    try:
+        out, err = program.communicate(line, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        out, err = program.communicate()
+        raise AssertionError(f"the program does not end\n{out}\n{err}") from None
+    return program.returncode, out, err

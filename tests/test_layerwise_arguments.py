@@ -1,8 +1,6 @@
-"""Every argument of `transfer_cache_async` given wrongly, and which of two mistakes is named first; its value classes.
+"""Arguments of `transfer_cache_async`: what each mistake raises, and which of two mistakes is reported (contract §8.1).
 
-No peer is needed: whatever passes all checks is a task that ends for want of a link. Each table lists one mistake a
-row, in the order of the contract (python-api.md §8.1); of every two rows the first must be reported. Not for: what
-moves (`test_cache_task.py` and beyond).
+No peer is needed: a call that passes all checks ends for want of a link. Not for: what moves (`test_layerwise.py`).
 """
 
 from __future__ import annotations
@@ -21,18 +19,16 @@ from llm_datadist import (
     DataType,
     KvCache,
     LayerSynchronizer,
-    LLMException,
     LLMStatusCode,
     Placement,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from memory import LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, desc, raising
-from test_transfer_arguments import Row
+from memory import LE, TE, UINT32_MAX, UINT64_MAX, VE, UserTensors, desc, raising
+from mistakes import Row, check, coded, fails
 
 FAR = 2
 UNLINKED = LLMStatusCode.LLM_NOT_YET_LINK
-FINALIZED = Expected("ENGINE_FINALIZED", (LLMException,), (LLMStatusCode.LLM_ENGINE_FINALIZED,))
 LAYERS = 4
 KV = {"llm.listenIpInfo": "127.0.0.1:0", "llm.MemPoolConfig": pool()}
 
@@ -64,77 +60,50 @@ def keyed(src: Optional[range] = range(LAYERS), dst: Optional[range] = range(LAY
 class Bench:
     """One of everything, on an engine without links."""
 
-    def __init__(self, dist: Any, config: Callable[..., Any]) -> None:
-        self.manager = dist.cache_manager
-        self.config = config
-        self.cache_class = "Cache"
+    def __init__(self, dist: Any, config: Callable[..., Any] = addressed, *, kv: bool = False) -> None:
+        manager = dist.kv_cache_manager if kv else dist.cache_manager
+        self.call, self.config = manager.transfer_cache_async, config
+        self.cache_class = "KvCache" if kv else "Cache"
         tensors = 2 * LAYERS
-        self.stranger: Any = KvCache(1, desc(4, 256, tensors), [[1] * tensors], None)
-        self.batch = self.manager.allocate_cache(desc(4, 256, tensors))
-        self.blocks = self.manager.allocate_blocks_cache(desc(4, 256, tensors), BlocksCacheKey(1))
-        self.odd = self.manager.allocate_cache(desc(4, 256, 3))
-        self.host = self.manager.allocate_cache(desc(4, 256, tensors, Placement.HOST))
-        self.sideways = self.manager.allocate_cache(CacheDesc(tensors, [4, 256], DataType.DT_INT8, batch_dim_index=1))
-        self.gone = self.manager.allocate_cache(desc(4, 256, tensors))
-        self.manager.deallocate_cache(self.gone)
-        self.cpu: Any = UserTensors(4, 256, tensors).cpu_cache()
-
-    def good(self) -> dict[str, Any]:
-        """Arguments that pass."""
-        return {
-            "src_cache": self.batch,
-            "layer_synchronizer": Ready(),
-            "transfer_configs": [self.config()],
-            "src_block_indices": None,
-            "dst_block_indices": None,
-            "dst_block_memory_size": None,
-        }
-
-    def call(self, **given: Any) -> Callable[[], Any]:
-        """The call with its good arguments, but for those given."""
-        return lambda: self.manager.transfer_cache_async(**{**self.good(), **given})
-
-    def ends(self, *codes: Optional[LLMStatusCode], **given: Any) -> None:
-        """The call must pass every check, and its configs end with these codes."""
-        assert self.call(**given)().get_results(10_000) == list(codes)
-
-    def check(self, rows: list[Row]) -> None:
-        """Every row alone, and every two rows together: the first is reported."""
-        for row in rows:
-            row.judge(self.call(**row.wrong), row.wrong)
-        pairs = 0
-        for first, second in itertools.combinations(rows, 2):
-            if first.wrong.keys() & second.wrong.keys():
-                continue
-            wrong = {**second.wrong, **first.wrong}
-            first.judge(self.call(**wrong), f"{wrong}, {first.expected} before {second.expected}")
-            pairs += 1
-        assert pairs > len(rows), "next to no pairs"
-
-
-class KvBench(Bench):
-    """The same on an engine of the `KvCacheManager`."""
-
-    def __init__(self, dist: Any) -> None:
-        self.manager = manager = dist.kv_cache_manager
-        self.config = addressed
-        self.cache_class = "KvCache"
-        tensors = 2 * LAYERS
-        self.stranger = Cache(1, desc(4, 256, tensors), [1] * tensors, None, False, False)
         self.batch = manager.allocate_cache(desc(4, 256, tensors))
         self.blocks = manager.allocate_blocks_cache(desc(4, 256, tensors))
+        self.three = manager.allocate_cache(desc(4, 256, 6))
         self.odd = manager.allocate_cache(desc(4, 256, 3))
         self.sideways = manager.allocate_cache(CacheDesc(tensors, [4, 256], DataType.DT_INT8, batch_dim_index=1))
         self.gone = manager.allocate_cache(desc(4, 256, tensors))
         manager.deallocate_cache(self.gone)
         self.user = UserTensors(4, 256, tensors)
-        self.host = self.cpu = KvCache.create_cpu_cache(self.user.describe(), self.user.addrs)
+        self.stranger: Any
+        self.host: list[Any]
+        if kv:
+            self.stranger = Cache(1, desc(4, 256, tensors), [1] * tensors, None, False, False)
+            self.host = [KvCache.create_cpu_cache(self.user.describe(), self.user.addrs)]
+        else:
+            self.stranger = KvCache(1, desc(4, 256, tensors), [[1] * tensors], None)
+            self.host = [manager.allocate_cache(desc(4, 256, tensors, Placement.HOST)), self.user.cpu_cache()]
+        self.good = {"src_cache": self.batch, "layer_synchronizer": Ready(), "transfer_configs": [config()]}
+
+    def start(self, **given: Any) -> Any:
+        """The call with its good arguments, except those given."""
+        return self.call(**{**self.good, **given})
+
+    def refuses(self, text: str, **given: Any) -> None:
+        """The call fails with this text."""
+        fails(lambda: self.start(**given), LE, text, text)
+
+    def ends(self, *codes: Optional[LLMStatusCode], **given: Any) -> None:
+        """The call passes every check, and its configs end with these codes."""
+        assert self.start(**given).get_results(10_000) == list(codes)
+
+    def check(self, rows: list[Row]) -> None:
+        """Every row alone, and every two rows together: the first is reported."""
+        check(self.call, self.good, rows)
 
 
 @pytest.fixture
 def bench(start: Any) -> Bench:
     """Destinations by address."""
-    return Bench(start(), addressed)
+    return Bench(start())
 
 
 @pytest.fixture
@@ -156,7 +125,7 @@ def index_rows(name: str) -> list[Row]:
 
 
 def synchronizer_rows() -> list[Row]:
-    """Rows of the synchronizer, and of what it says of layers."""
+    """Rows of the synchronizer and its attributes."""
     name, per_layer, limit = "layer_synchronizer", "tensor_num_per_layer", "timeout_in_millis"
     return [
         *[Row({name: bad}, TE, name) for bad in (None, "x", object(), Ready, print)],
@@ -180,7 +149,7 @@ def rows_of(bench: Bench, other: Callable[..., Any]) -> list[Row]:
             Row({"src_cache": bad}, TE, f"src_cache only support ['{bench.cache_class}']")
             for bad in (None, "cache", 1, bench.batch.cache_desc, bench.stranger)
         ],
-        *[Row({"src_cache": bad}, LE, "host memory") for bad in (bench.host, bench.cpu)],
+        *[Row({"src_cache": bad}, LE, "host memory") for bad in bench.host],
         *index_rows(dst),
         *index_rows(src),
         *[Row({size: bad}, TE, size) for bad in ("1", 1.0, True, [1])],
@@ -230,15 +199,14 @@ def source_rows(bench: Bench) -> list[Row]:
 @pytest.mark.parametrize("mode", ["CacheManager", "KvCacheManager"])
 def test_every_mistake_is_named_in_order(start: Any, mode: str) -> None:
     kv = mode == "KvCacheManager"
-    bench = KvBench(start({"ge.exec.deviceId": "0", **KV})) if kv else Bench(start(), addressed)
+    bench = Bench(start({"ge.exec.deviceId": "0", **KV} if kv else None), kv=kv)
     addresses = [
         Row({"transfer_configs": [addressed(count=count)]}, LE, f"len(dst_addrs)={count} must be 8, for 4")
         for count in (7, 9, 16, 4)
     ]
-    none = TransferConfig(FAR, [])
+    none = Row({"transfer_configs": [TransferConfig(FAR, [])]}, LE, "len(dst_addrs)=0")
     rows = source_rows(bench)
-    middle = [*addresses, Row({"transfer_configs": [none]}, LE, "len(dst_addrs)=0")]
-    bench.check([*rows_of(bench, keyed), *rows[:6], *middle, *rows[6:]])
+    bench.check([*rows_of(bench, keyed), *rows[:6], *addresses, none, *rows[6:]])
 
 
 def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
@@ -251,40 +219,28 @@ def test_every_mistake_is_named_in_order_with_keys(one_sided: Bench) -> None:
     one_sided.check([*rows_of(one_sided, addressed), *source_rows(one_sided), *lengths])
 
 
-def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench) -> None:
-    """It passes every check with index 0 on both sides, by either kind of key; any other index is refused at once."""
-    blocks = {"src_cache": one_sided.blocks}
-    layers = range(LAYERS)
-    for none in (None, [], ()):
-        for key in (CacheKeyByIdAndIndex(FAR, 1), CacheKeyByIdAndIndex(FAR, 1, 0), BlocksCacheKey(FAR, 1)):
-            config = TransferWithCacheKeyConfig(key, layers, layers)
-            one_sided.ends(
-                UNLINKED, **blocks, src_block_indices=none, dst_block_indices=none, transfer_configs=[config]
-            )
-    for index in (1, 3, UINT32_MAX):
-        key = CacheKeyByIdAndIndex(FAR, 1, index)
-        wrong = {**blocks, "transfer_configs": [TransferWithCacheKeyConfig(key, layers, layers)]}
-        Row(wrong, LE, f"batch_index={index} of cache_key must be 0").judge(one_sided.call(**wrong), index)
-
-
-def test_of_two_mistakes_in_one_config_the_first_is_named(bench: Bench) -> None:
-    def named(config: Any, text: str, **given: Any) -> None:
-        Row({}, LE, text).judge(bench.call(transfer_configs=[config], **given), text)
-
+def test_of_two_mistakes_in_configs_the_first_is_named(bench: Bench) -> None:
     blocks = {"src_cache": bench.blocks, "src_block_indices": [3], "dst_block_indices": [9]}
-    named(addressed(range(9), 1, 1), "while src is blocks", **blocks)
-    named(addressed(range(9), 9, 1), "src_layer_range")
-    named(addressed(row=9, count=1), "len(dst_addrs)")
-    assert addressed(row=3).src_batch_index == 3
-    bench.ends(UNLINKED, transfer_configs=[addressed(row=3)])  # the last slot is one
+    bench.refuses("while src is blocks", transfer_configs=[addressed(range(9), 1, 1)], **blocks)
+    bench.refuses("src_layer_range", transfer_configs=[addressed(range(9), 9, 1)])
+    bench.refuses("len(dst_addrs)", transfer_configs=[addressed(row=9, count=1)])
+    bad = {"src_layer_range": addressed(range(9)), "len(dst_addrs)": addressed(count=1), "range": addressed(row=4)}
+    for first, second in itertools.permutations(bad, 2):
+        bench.refuses(first, transfer_configs=[addressed(), bad[first], bad[second]])
 
 
-def test_of_two_configs_the_first_is_named(bench: Bench) -> None:
-    bad = [addressed(range(9)), addressed(count=1), addressed(row=4)]
-    texts = ["src_layer_range", "len(dst_addrs)", "out of range"]
-    for first, second in itertools.permutations(range(3), 2):
-        given = [addressed(), bad[first], bad[second]]
-        Row({}, LE, texts[first]).judge(bench.call(transfer_configs=given), (first, second))
+def test_a_blocks_cache_without_lists_is_one_slot_of_one_block(one_sided: Bench) -> None:
+    """It passes every check with index 0 on both sides, by either kind of key; another index is refused."""
+    blocks, layers = one_sided.blocks, range(LAYERS)
+    for none in (None, [], ()):
+        for key in (CacheKeyByIdAndIndex(FAR, 1, 0), BlocksCacheKey(FAR, 1)):
+            configs = [TransferWithCacheKeyConfig(key, layers, layers)]
+            lists = {"src_block_indices": none, "dst_block_indices": none}
+            one_sided.ends(UNLINKED, src_cache=blocks, transfer_configs=configs, **lists)
+    for index in (1, UINT32_MAX):
+        configs = [TransferWithCacheKeyConfig(CacheKeyByIdAndIndex(FAR, 1, index), layers, layers)]
+        text = f"batch_index={index} of cache_key must be 0"
+        one_sided.refuses(text, src_cache=blocks, transfer_configs=configs)
 
 
 def test_a_range_that_was_not_given_is_set_to_all_layers(bench: Bench) -> None:
@@ -292,11 +248,11 @@ def test_a_range_that_was_not_given_is_set_to_all_layers(bench: Bench) -> None:
     bench.ends(UNLINKED, UNLINKED, UNLINKED, transfer_configs=configs)
     assert [config.src_layer_range for config in configs] == [range(4), range(1, 3), range(4)]
     before, after = TransferConfig(FAR, [1]), addressed()
-    with raising(LE):
-        bench.call(transfer_configs=[before, after])()
+    bench.refuses("len(dst_addrs)", transfer_configs=[before, after])
     assert before.src_layer_range == range(4), "set before its other checks"
     assert after.src_layer_range is None, "a later config was touched"
-    single = TransferConfig(FAR, list(range(1, 9)))
+    single = addressed(range(8), per_layer=1)
+    single.src_layer_range = None
     bench.ends(UNLINKED, transfer_configs=(single,), layer_synchronizer=Ready(tensor_num_per_layer=1))
     assert single.src_layer_range == range(8)
 
@@ -308,34 +264,18 @@ def test_a_range_that_was_not_given_with_a_key(one_sided: Bench) -> None:
 
 
 def test_what_passes_every_check(bench: Bench) -> None:
-    blocks = {"src_cache": bench.blocks}
-    for none in (None, [], ()):
-        for size in (None, 0):
-            bench.ends(
-                *[UNLINKED],
-                src_block_indices=none,
-                dst_block_indices=none,
-                dst_block_memory_size=size,
-            )
-    for size in (None, 0, 256):
-        pairs = {"src_block_indices": (0, 3), "dst_block_indices": [2**63, 0], "dst_block_memory_size": size}
-        bench.ends(UNLINKED, **blocks, **pairs)
-    bench.ends(UNLINKED, dst_block_indices=[0, 1], dst_block_memory_size=100)
-    bench.ends(transfer_configs=[])
-    bench.ends(transfer_configs=())
+    src, dst, size = "src_block_indices", "dst_block_indices", "dst_block_memory_size"
+    for none, nothing in itertools.product((None, [], ()), (None, 0)):
+        bench.ends(UNLINKED, **{src: none, dst: none, size: nothing})
+    for same in (None, 0, 256):
+        bench.ends(UNLINKED, src_cache=bench.blocks, **{src: (0, 3), dst: [2**63, 0], size: same})
+    bench.ends(UNLINKED, **{dst: [0, 1], size: 100})
+    bench.ends(UNLINKED, transfer_configs=[addressed(row=3)])
     bench.ends(UNLINKED, layer_synchronizer=Ready(timeout_in_millis=UINT32_MAX))
-    same = addressed()
-    bench.ends(UNLINKED, UNLINKED, transfer_configs=[same, same])
-    three = bench.manager.allocate_cache(desc(4, 256, 6))
+    bench.ends(UNLINKED, UNLINKED, transfer_configs=[addressed()] * 2)
     config = addressed(range(1, 2), per_layer=3)
-    bench.ends(UNLINKED, src_cache=three, layer_synchronizer=Ready(tensor_num_per_layer=3), transfer_configs=[config])
-
-
-def test_blocks_go_into_blocks_of_their_size(bench: Bench) -> None:
-    given = {"src_cache": bench.blocks, "src_block_indices": [0], "dst_block_indices": [0]}
-    for size in (1, 255, 257, UINT64_MAX):
-        row = Row({"dst_block_memory_size": size}, LE, "the size of a block of src_cache, 256")
-        row.judge(bench.call(**given, **row.wrong), size)
+    of_three = Ready(tensor_num_per_layer=3)
+    bench.ends(UNLINKED, src_cache=bench.three, layer_synchronizer=of_three, transfer_configs=[config])
 
 
 def test_no_configs_are_a_success_at_once(bench: Bench) -> None:
@@ -344,34 +284,26 @@ def test_no_configs_are_a_success_at_once(bench: Bench) -> None:
             raise AssertionError("nobody needs a layer")
 
     for empty in ([], ()):
-        task = bench.call(transfer_configs=empty, layer_synchronizer=Never())()
+        task = bench.start(transfer_configs=empty, layer_synchronizer=Never())
         assert task.synchronize(0) is LLMStatusCode.LLM_SUCCESS
-        assert task.get_results(0) == []
+        assert task.get_results(0) == task.progress() == task.errors() == []
         assert task.done()
-        assert task.progress() == task.errors() == []
         assert not task.cancel()
 
 
 def test_a_cache_that_is_gone_is_the_outcome_of_every_config(bench: Bench) -> None:
     gone = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-    task = bench.call(src_cache=bench.gone, transfer_configs=[addressed(), addressed()])()
-    assert task.get_results() == [gone, gone]
-    with raising(LE):  # what the arguments alone say comes first
-        bench.call(src_cache=bench.gone, transfer_configs=[addressed(row=4)])()
-
-
-def test_the_own_cluster_is_no_destination(bench: Bench) -> None:
-    own = TransferConfig(1, list(range(1, 9)))
-    bench.ends(LLMStatusCode.LLM_PARAM_INVALID, UNLINKED, transfer_configs=[own, addressed()])
+    bench.ends(gone, gone, src_cache=bench.gone, transfer_configs=[addressed(), addressed()])
+    bench.refuses("out of range", src_cache=bench.gone, transfer_configs=[addressed(row=4)])
 
 
 def test_after_finalize_nothing_else_is_looked_at(start: Any) -> None:
     dist = start()
-    bench = Bench(dist, addressed)
+    bench = Bench(dist)
     dist.finalize()
     for given in ({}, {"src_cache": None}, {"transfer_configs": 1}):
-        with raising(FINALIZED):
-            bench.call(**given)()
+        with raising(coded(LLMStatusCode.LLM_ENGINE_FINALIZED)):
+            bench.start(**given)
 
 
 @pytest.mark.contract("20.1", "19.layer-synchronizer")
@@ -385,26 +317,18 @@ def test_a_synchronizer_is_abstract_and_has_defaults() -> None:
             kind()
 
 
-BY_ID = CacheKeyByIdAndIndex(2, 5, 1)
-BY_BLOCKS = BlocksCacheKey(3)
-
-
 def test_a_config_with_a_blocks_key_has_no_slot() -> None:
-    with raising(LE):
-        TransferWithCacheKeyConfig(BY_BLOCKS, range(1), range(1), 1)
-    with raising(TE):  # the width first, in the constructor
-        TransferWithCacheKeyConfig(BY_BLOCKS, range(1), range(1), "1")
-    with raising(VE):
-        TransferWithCacheKeyConfig(BY_BLOCKS, range(1), range(1), -1)
-    config = TransferWithCacheKeyConfig(BY_BLOCKS, range(1), range(1))
-    for bad in (1, -1, "1", None):  # the meaning first, in the setter
-        with raising(LE):
+    """The constructor checks the width first, and the setter whether there is a slot."""
+    by_blocks, one = BlocksCacheKey(3), range(1)
+    for bad, expected in ((1, LE), ("1", TE), (-1, VE)):
+        with raising(expected):
+            TransferWithCacheKeyConfig(by_blocks, one, one, bad)
+    config = TransferWithCacheKeyConfig(by_blocks, one, one)
+    for bad, expected in ((1, LE), (-1, LE), ("1", LE), (None, LE), (False, TE)):
+        with raising(expected):
             config.src_batch_index = bad
-    with raising(TE):
-        config.src_batch_index = False
-    assert config.dst_cluster_id == 3
-    config.cache_key = BY_ID
-    assert config.dst_cluster_id == 3, "not refreshed"
+    config.cache_key = CacheKeyByIdAndIndex(2, 5, 1)
+    assert config.dst_cluster_id == 3, "a new key does not change it"
     config.src_batch_index = 9
-    config.cache_key = BY_BLOCKS
-    assert (config.cache_key, config.src_batch_index) == (BY_BLOCKS, 9)
+    config.cache_key = by_blocks
+    assert (config.cache_key, config.src_batch_index) == (by_blocks, 9)

@@ -32,8 +32,7 @@ pub struct Workers {
 impl Workers {
     /// Starts `count` workers, including the calling thread, or [`Config::DEFAULT_WORKERS`] if `count` is
     /// `None`. Each thread is named `role` and a number, of which the kernel shows 15 bytes
-    /// (`test_workers_are_named_and_sleep_while_an_engine_is_idle`). Returns `Err(System)` if a thread cannot
-    /// be started.
+    /// (`tests/test_engine_threads.py`). Returns `Err(System)` if a thread cannot be started.
     pub fn new(role: &str, count: Option<usize>) -> Result<Self> {
         let count = count.unwrap_or(Config::DEFAULT_WORKERS);
         let refused =
