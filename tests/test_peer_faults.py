@@ -1,4 +1,4 @@
-"""Peers that die, stop, fall silent or restart: calls end in time with a code and a reason, and linking again works.
+"""Peers that die, stop or fall silent: calls end in time with a code and a reason, and linking again works.
 
 Real processes and real signals. LLM_DATADIST_SOAK is the number of rounds of the random kills. Not for: broken wires
 (`test_peer_wires.py`), strangers (`test_link_security.py`).
@@ -86,7 +86,7 @@ def settled(end: Any, most: dict[str, int]) -> dict[str, int]:
 
 
 def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> None:
-    """200 rounds over the four ways; LLM_DATADIST_SOAK names another number for each way."""
+    """50 rounds in each way, or LLM_DATADIST_SOAK of them. Each links to a new process of the same cluster id."""
     nursery = ends.spare()
     settings = options(pool=4 << 20, **way)
     near = ends.near({**settings, "llm.SyncKvCacheWaitTime": "3000"})
@@ -115,30 +115,15 @@ def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> No
         killer.join()
         assert told == UNLINKED, round_
         no_link(near)
-        assert pulls(near, "blocks") == UNLINKED
+        told, text = near.within(0, "pull_blocks", by_blocks(2), "blocks", [0], [0])
+        assert told == UNLINKED
+        assert "cluster 2" in text
+        assert "clos" in text or "broke" in text or "died" in text, text
         if round_ == 5:
             before = near.resources()
     after = settled(near, before)
     assert after["mappings"] <= before["mappings"] + 20
     assert after["resident"] < before["resident"] + (16 << 20)
-
-
-def test_a_killed_peer_is_noticed_and_one_of_its_id_is_linked_again(ends: Ends, way: dict[str, Any]) -> None:
-    near = ends.near(options(**way))
-    target(near)
-    for number in range(3):
-        far = ends.peer(options(**way))
-        owned(far, number)
-        # The old link may not have been noticed yet to be dead.
-        eventually(lambda at=far.at: near.link_clusters([at])[1][0] == OK, 5, "the link")  # type: ignore[misc]
-        works(near, number)
-        far.kill()
-    no_link(near)
-    for _ in range(2):
-        told, text = near.within(0, "pull_blocks", by_blocks(2), "n", [0], [0])
-        assert told == UNLINKED
-        assert "cluster 2" in text
-        assert "clos" in text or "broke" in text or "died" in text, text
 
 
 def test_the_death_of_one_peer_is_nothing_to_the_others(ends: Ends, way: dict[str, Any]) -> None:
@@ -225,21 +210,24 @@ def test_memory_that_is_unmapped_while_it_is_pulled(ends: Ends, way: dict[str, A
 
 
 @pytest.mark.contract("19.sync-kv-timeout")
-def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: Ends, transport: str) -> None:
+def test_served_pulls_from_a_stopped_peer_time_out_and_keep_the_key(ends: Ends, transport: str) -> None:
     near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
     far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)], seed=1)
     near.allocate("n", 1, 64, 2, seed=2)
     with far.stopped():
         told, seconds, text = near.timed("pull_cache", by_request(2, 1), "n")
-    assert told == TIMEOUT
-    assert 0.45 < seconds < 0.5 + GRACE
-    assert "2" in text
+        assert told == TIMEOUT
+        assert 0.45 < seconds < 0.5 + GRACE
+        assert "2" in text
+        began = time.monotonic()
+        assert near.at_once([["pull_cache", [by_request(2, 1), "n"], {}]] * 16) == [TIMEOUT] * 16
+        assert time.monotonic() - began < 0.5 + 2 * GRACE, "one waited for the other"
     assert equal(near.read("n"), pattern(2, 2, 1, 64))
     time.sleep(0.1)
     near.unlink_clusters([far.at], 2000, force=True)
     far.unlink_clusters([(1, None)], 2000, force=True)
     linked(near, far)
-    assert code(near.pull_cache, by_request(2, 1), "n") == OK, "the key went with a pull that failed"
+    near.pull_cache(by_request(2, 1), "n")  # the pulls that failed have not released the key
     assert equal(near.read("n"), pattern(1, 2, 1, 64))
 
 
@@ -255,9 +243,15 @@ def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> No
         assert told in ({OK} if transport == "auto" else {OK, TIMEOUT}), "it takes no part in it"
         assert near.within(0.5, "pull_cache", by_slot(2, cold), "n1")[0] == TIMEOUT, "nobody tells where it lies"
         assert near.within(0.5, "push_blocks", by_blocks(2), "n", [0], [0])[0] == TIMEOUT, "a push needs the peer"
+        began = time.monotonic()
+        (told,) = near.unlink_clusters([far.at], 400)[1]
+        assert time.monotonic() - began < 0.4 + GRACE
+        assert told in {TIMEOUT, "LLM_UNLINK_FAILED"}
+        assert near.unlink_clusters([far.at], 400, force=True)[1] == [OK]
+    eventually(lambda: near.link_clusters([far.at])[1][0] == OK, what="the link")
 
 
-@pytest.mark.parametrize("rows", [4, 12, 40], ids=["40 KB", "120 KB", "400 KB"])
+@pytest.mark.parametrize("rows", [4, 40], ids=["40 KB", "400 KB"])
 def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: Ends, transport: str, rows: int) -> None:
     """Also where request and bytes lay before the peer all the time."""
     near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=400)
@@ -272,18 +266,6 @@ def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: En
     eventually(lambda: near.link_clusters([far.at])[1][0] in {OK, "LLM_ALREADY_LINK"}, what="the link")
     near.push_blocks(by_blocks(2), "n", range(rows), range(rows))
     assert equal(far.read("f"), pattern(2, 2, rows, 5000))
-
-
-def test_calls_from_many_threads_to_a_stopped_peer_all_end(ends: Ends) -> None:
-    near, far = ends.pair(llm__SyncKvCacheWaitTime=500)
-    owned(far)
-    for number in range(16):
-        target(near, f"n{number}")
-    with far.stopped():
-        began = time.monotonic()
-        codes = near.at_once([["pull_blocks", [by_blocks(2), f"n{number}", [0], [0]], {}] for number in range(16)])
-        assert time.monotonic() - began < 0.5 + 2 * GRACE, "one waited for the other"
-    assert set(codes) == {TIMEOUT}
 
 
 @pytest.mark.parametrize(("accessible", "transport"), [(False, "auto"), (True, "tcp")])
@@ -306,18 +288,6 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
     eventually(lambda: near.link_clusters([far.at])[1][0] == OK, what="the link")
     works(near)
     eventually(lambda: len(far.links()) == 1)
-
-
-def test_unlinking_a_stopped_peer_ends_in_time(ends: Ends) -> None:
-    near, far = ends.pair()
-    with far.stopped():
-        began = time.monotonic()
-        (told,) = near.unlink_clusters([far.at], 400)[1]
-        assert time.monotonic() - began < 0.4 + GRACE
-        assert told in {TIMEOUT, "LLM_UNLINK_FAILED"}
-        assert near.unlink_clusters([far.at], 400, force=True)[1] == [OK]
-        assert near.links() == []
-    eventually(lambda: near.link_clusters([far.at])[1][0] == OK)
 
 
 def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> None:
@@ -359,8 +329,9 @@ def interrupted(user: Peer, *call: Any) -> None:
     assert caught.value.kind == "KeyboardInterrupt", str(caught.value)
 
 
-def test_ctrl_c_ends_a_long_pull_and_link_clusters(ends: Ends) -> None:
-    settings = options(llm__SyncKvCacheWaitTime=60000)
+def test_ctrl_c_ends_calls_that_wait(ends: Ends) -> None:
+    """A pull from a stopped peer, `link_clusters`, and a pull that waits for a link of a communicator."""
+    settings = options(llm__SyncKvCacheWaitTime=60000, llm__RankPort=free_ports())
     far, user = ends.peer(settings), ends.peer(settings, cluster=3)
     linked(user, far)
     owned(far)
@@ -370,39 +341,17 @@ def test_ctrl_c_ends_a_long_pull_and_link_clusters(ends: Ends) -> None:
     user.unlink_clusters([far.at], 2000, force=True)
     with Stranger() as door:
         interrupted(user, "link_clusters", [(9, door.at)], 60000)
+    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
+    table = json.dumps({"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": devices}]})
+    comm = user.link("alone", {3: 0, 4: 1}, table)
+    interrupted(user, "pull_blocks", by_blocks(4), "n", [0], [0])
+    assert user.status(comm) == "PREPARING"
+    user.unlink(comm)
     linked(user, far)
     works(user)
 
 
-def test_ctrl_c_ends_a_pull_that_waits_for_a_link(ends: Ends) -> None:
-    user = ends.peer(options(llm__SyncKvCacheWaitTime=60000, llm__RankPort=free_ports()), cluster=3)
-    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
-    table = json.dumps({"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": devices}]})
-    comm = user.link("alone", {3: 0, 4: 1}, table)
-    target(user)
-    interrupted(user, "pull_blocks", by_blocks(4), "n", [0], [0])
-    assert user.status(comm) == "PREPARING"
-    user.unlink(comm)
-
-
-# -- rest and remains ------------------------------------------------------------------------------------------------
-
-
-def test_an_idle_linked_process_uses_no_cpu(ends: Ends) -> None:
-    seconds = 10 if THOROUGH else 3
-    over_tcp = options(llm__LinkTransport="tcp")
-    quiet, loud, other = ends.peer(over_tcp), ends.peer(cluster=3), ends.peer(cluster=4)
-    near = ends.near(over_tcp)
-    linked(near, quiet)
-    linked(loud, other)
-    owned(quiet)
-    target(near)
-    works(near)
-    time.sleep(0.3)  # what was made for the transfers is put away
-    away = [peer.begin("rest", seconds) for peer in (quiet, loud, other)]
-    used = [near.rest(seconds), *(answer.result() for answer in away)]
-    assert max(used[1:]) < 0.02, used
-    assert used[0] < 0.05, used  # this process runs pytest
+# -- remains ---------------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_given_back(ends: Ends, way: dict[str, Any]) -> None:

@@ -29,9 +29,7 @@ from peers import (
     by_slot,
     code,
     equal,
-    eventually,
     linked,
-    meanwhile,
     options,
     outcome,
     pattern,
@@ -131,22 +129,6 @@ def test_random_geometries_between_all_placements_and_origins(pair: tuple[End, P
         assert equal(far.read("f"), twin.far), "a pull changed its source"
         near.release("n")
         far.release("f")
-
-
-def test_layer_ranges(pair: tuple[End, Peer]) -> None:
-    near, far = pair
-    cache = far.allocate("f", 2, 64, 6, seed=1)
-    near.allocate("n", 2, 64, 6, seed=2)
-    twin = Twin(near, "n", pattern(1, 6, 2, 64))
-    for n in (1, 2, 3, 6):
-        for src, dst in itertools.product(itertools.combinations(range(6 // n + 1), 2), repeat=2):
-            told = code(near.pull_cache, by_slot(2, cache, 1), "n", src_layers=src, dst_layers=dst, n=n)
-            if src[1] - src[0] != dst[1] - dst[0]:
-                assert told == INVALID, (n, src, dst)
-                continue
-            assert told == OK, (n, src, dst)
-            twin.slot(1, 0, tensors=list(zip(range(src[0] * n, src[1] * n), range(dst[0] * n, dst[1] * n))))
-            twin.check()
 
 
 def test_one_layer_range_alone_and_the_default_of_two_tensors(pair: tuple[End, Peer]) -> None:
@@ -289,68 +271,25 @@ def test_caches_that_come_and_go(pair: tuple[End, Peer]) -> None:
         old.append(cache)
 
 
-def test_a_blocks_key_that_moves_to_another_cache_is_followed(pair: tuple[End, Peer]) -> None:
-    near, far = pair
-    near.allocate("n", 2, 64, 2, blocks=True)
-    for number in range(3):
-        far.register(f"f{number}", 2, 64, 2, blocks=True, keys=[by_blocks(2)], accessible=True, seed=number)
-        near.pull_blocks(by_blocks(2), "n", [0, 1], [0, 1])
-        assert equal(near.read("n"), pattern(number, 2, 2, 64)), "the last registration of a key wins"
-
-
-@pytest.mark.parametrize(("threads", "peers"), [(32, 1), (16, 3)])
-def test_many_threads_pull_at_once(ends: Ends, way: dict[str, Any], threads: int, peers: int) -> None:
+def test_many_threads_pull_from_several_peers_at_once(ends: Ends, way: dict[str, Any]) -> None:
     settings = options(llm__SyncKvCacheWaitTime=9999, **way)
-    far = [ends.peer(settings, cluster=2 + number) for number in range(peers)]
+    far = [ends.peer(settings, cluster=cluster) for cluster in (2, 3, 4)]
     near = ends.near(settings)
     linked(near, *far)
     for peer in far:
         peer.allocate("f", 64, 1000, 2, blocks=True, keys=[by_blocks(0)], seed=peer.cluster)
-    for number in range(threads):
+    for number in range(16):
         near.allocate(f"n{number}", 20, 1000, 2, blocks=True)
 
     def work(number: int) -> None:
         chance = random.Random(number)  # noqa: S311
-        cluster = far[number % peers].cluster
+        cluster = 2 + number % 3
         source = pattern(cluster, 2, 64, 1000)
         for _ in range(10):
-            src = [chance.randrange(64) for _ in range(20)]
+            src = chance.choices(range(64), k=20)
             near.pull_blocks(by_blocks(cluster), f"n{number}", src, range(20))
             assert equal(near.read(f"n{number}"), [tensor[src] for tensor in source])
 
-    together(threads, work)
+    together(16, work)
     pulls = near.stats()["ops"]["pull"]
-    assert (pulls["calls"], pulls["failures"]) == (threads * 10, 0)
-
-
-def test_pulls_while_the_owner_makes_and_frees(pair: tuple[End, Peer]) -> None:
-    near, far = pair
-    cache = far.allocate("f", 1, 4096, 1)
-    far.paint("f", 100)
-    near.allocate("n", 1, 4096, 1)
-    seen: set[str] = set()
-
-    def pull() -> None:
-        seen.add(code(near.pull_cache, by_slot(2, cache), "n"))
-        assert np.unique(near.read("n")[0]).tolist() in ([0], [100]), "bytes of another cache"
-
-    with meanwhile(pull):
-        eventually(lambda: OK in seen)
-        far.deallocate("f")
-        for number in range(30):
-            far.allocate("again", 1, 4096, 1)
-            far.paint("again", 1 + number)
-            far.deallocate("again")
-    assert seen <= {OK, GONE}
-
-
-def test_statistics_count_pulls(pair: tuple[End, Peer]) -> None:
-    near, far = pair
-    cache = far.allocate("f", 2, 128, 2, seed=1)
-    near.allocate("n", 2, 128, 2)
-    for _ in range(5):
-        near.pull_cache(by_slot(2, cache), "n")
-    assert code(near.pull_cache, by_slot(2, cache + 1), "n") == GONE
-    (link,) = near.links()
-    for counted in (link["transfers"], near.stats()["ops"]["pull"]):
-        assert (counted["calls"], counted["failures"], counted["bytes"]) == (6, 1, 5 * 128 * 2)
+    assert (pulls["calls"], pulls["failures"]) == (160, 0)

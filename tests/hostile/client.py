@@ -8,6 +8,7 @@ stay alive while the attack goes on. Not for: the bytes of messages (`messages`)
 from __future__ import annotations
 
 import array
+import fcntl
 import hashlib
 import hmac
 import os
@@ -16,14 +17,14 @@ import socket
 import struct
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 VERSION = 5
 MAGIC = b"LD"
@@ -143,12 +144,12 @@ class Link:
         self.seen: dict[str, str | None] = {}
         self.calls: list[Wire] = []
 
-    def call(self, reverse: bool = False) -> Wire:
+    def call(self) -> Wire:
         """One more call stream."""
         assert self.dial is not None, "the engine dialled this link"
         wire = self.dial()
         self.calls.append(wire)
-        told = self.peer.greet(wire, m.purpose_call(self.number, reverse))
+        told = self.peer.greet(wire, m.purpose_call(self.number))
         assert told["proved"], "the engine does not know the key"
         return wire
 
@@ -186,8 +187,6 @@ def take(wire: Wire, count: int) -> bytes:
 
 def memory(length: int, seals: int = SEALS, name: str = "hostile") -> int:
     """A sparse memfd of so many bytes, sealed; the caller closes it."""
-    import fcntl  # noqa: PLC0415
-
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, length)
@@ -222,12 +221,9 @@ class Offer:
 class Peer:
     """Who greets: a cluster id, an instance, a token or none."""
 
-    def __init__(
-        self, cluster: int, token: str | None, *, accessible: bool = True, instance: int | None = None
-    ) -> None:
+    def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
         self.cluster = cluster
         self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
-        self.accessible = accessible
         self.token = token
         self.secret = b""  # the key over TCP where there is no token; `meet` obtains it
         self.host = boot_id()
@@ -235,7 +231,7 @@ class Peer:
 
     def party(self) -> bytes:
         """How it names itself."""
-        return m.party(self.cluster, self.instance, self.accessible)
+        return m.party(self.cluster, self.instance, True)
 
     def key(self, wire: Wire) -> bytes:
         """What it proves itself with."""
@@ -245,28 +241,19 @@ class Peer:
 
     # -- dialling ------------------------------------------------------------------------------------------------
 
-    def greet(
-        self, wire: Wire, purpose: bytes, *, stop: str = "welcome", asked: int | None = None, proof: bytes | None = None
-    ) -> dict[str, Any]:
-        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came.
-
-        `proof` replaces the proof that the key gives.
-        """
-        body = m.hello(purpose, self.party(), asked, self.host, os.urandom(16))
+    def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
+        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came."""
+        body = m.hello(purpose, self.party(), None, self.host, os.urandom(16))
         said = frame(body)
         cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
-        wire.send(said if cut is None else said[:cut])
+        wire.send(said[:cut])
         if cut is not None or stop == "hello":
             return {}
         challenge = wire.hear()
         assert len(challenge) == 16, challenge
-        right = hmac.new(self.key(wire), b"dialer\0" + body + challenge, hashlib.sha256).digest()
-        answer = frame(right if proof is None else proof)
-        if stop == "half proof":
-            wire.send(answer[:20])
-            return {}
-        wire.send(answer)
-        if stop == "proof":
+        proof = frame(hmac.new(self.key(wire), b"dialer\0" + body + challenge, hashlib.sha256).digest())
+        wire.send(proof[:20] if stop == "half proof" else proof)
+        if stop in {"half proof", "proof"}:
             return {}
         told = m.read_welcome(wire.hear())
         signed = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
@@ -275,44 +262,41 @@ class Peer:
 
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
         """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
-        number = int.from_bytes(os.urandom(8), "little")
-        dial = lambda: dial_tcp(address, window, self.patience)  # noqa: E731
-        link = Link(self, number, dial(), dial)
-        with _closed_on_failure(link):
-            self.greet(link.control, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
-            if stop == "up":
-                assert link.control.hear() == m.PONG
-        return link
+        return self._link(lambda: dial_tcp(address, window, self.patience), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
-        """A link over the local socket, with memory offered. `stop` may also name a step of the offer."""
-        number = int.from_bytes(os.urandom(8), "little")
-        dial = lambda: dial_local(name, self.patience)  # noqa: E731
-        link = Link(self, number, dial(), dial)
-        with _closed_on_failure(link):
-            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
-            if stop not in STEPS:
-                self._offer(link, offer, stop)
-        return link
-
-    def _offer(self, link: Link, offer: Offer | None, stop: str) -> None:
-        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        """A link over the local socket, with memory offered. `stop` may also be a step of `_attach`."""
         made = Offer() if offer is None else offer
         try:
-            if stop == "half attach":
-                link.control.send(frame(made.body)[:10])
-                return
-            link.control.say(made.body, made.descriptors)
-            m.read_attach(link.control.hear())
-            if stop == "attach":
-                return
-            link.control.say(m.attached())
-            link.seen = m.read_attached(link.control.hear())
-            if stop == "up":
-                assert link.control.hear() == m.PONG
+            return self._link(lambda: dial_local(name, self.patience), stop, made)
         finally:
             if offer is None:
                 made.close()
+
+    def _link(self, dial: Callable[[], Wire], stop: str, offer: Offer | None = None) -> Link:
+        number = int.from_bytes(os.urandom(8), "little")
+        link = Link(self, number, dial(), dial)
+        try:
+            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
+            if stop not in STEPS and offer is not None:
+                self._attach(link, offer, stop)
+            if stop == "up":
+                assert link.control.hear() == m.PONG
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _attach(self, link: Link, offer: Offer, stop: str) -> None:
+        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        if stop == "half attach":
+            link.control.send(frame(offer.body)[:10])
+            return
+        link.control.say(offer.body, offer.descriptors)
+        link.control.hear()
+        if stop != "attach":
+            link.control.say(m.attached())
+            link.seen = m.read_attached(link.control.hear())
 
     def local_name(self, address: str) -> str:
         """The abstract name of an engine's local socket, as it tells a process of its own host."""
@@ -361,16 +345,6 @@ def dial_local(name: str, limit: float = LIMIT) -> Wire:
     return Wire(made, limit)
 
 
-@contextmanager
-def _closed_on_failure(link: Link) -> Iterator[None]:
-    """Close the streams of a link that does not come about."""
-    try:
-        yield
-    except BaseException:
-        link.close()
-        raise
-
-
 class Listener:
     """A listener that an engine links to. Each call stream is handed to `serve`, in a thread of its own.
 
@@ -417,9 +391,9 @@ class Listener:
                     return
                 if self.offer is not None:
                     wire.say(self.offer.body, self.offer.descriptors)
-                    m.read_attach(wire.hear())
+                    wire.hear()
                     wire.say(m.attached())
-                    m.read_attached(wire.hear())
+                    wire.hear()
                 wire.say(m.PONG)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:

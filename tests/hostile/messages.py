@@ -31,9 +31,9 @@ def purpose_link(link: int, probe: bool = False, communicator: bytes | None = No
     return uint(0) + uint(link) + some(communicator) + flag(probe)
 
 
-def purpose_call(link: int, reverse: bool = False) -> bytes:
-    """Variant 1: a call stream of a link."""
-    return uint(1) + uint(link) + flag(reverse)
+def purpose_call(link: int) -> bytes:
+    """Variant 1: a call stream of a link, for calls of the side that dials."""
+    return uint(1) + uint(link) + flag(False)
 
 
 def purpose_meet() -> bytes:
@@ -52,27 +52,10 @@ def hello(purpose: bytes, who: bytes, asked: int | None, host: str, nonce: bytes
 
 
 def read_hello(body: bytes) -> dict[str, Any]:
-    """What a dialler says first."""
+    """The purpose of a dialler, and the link that it names."""
     reader = Reader(body)
-    kind = reader.uint()
-    told: dict[str, Any] = {"is": ("Link", "Call", "Meet", "Knock")[kind]}
-    if kind == 0:
-        told["link"] = reader.uint()
-        told["comm"] = reader.some(lambda: _read_comm(reader))
-        told["probe"] = reader.flag()
-    elif kind == 1:
-        told["link"], told["reverse"] = reader.uint(), reader.flag()
-    elif kind == 3:
-        told["comm"] = _read_comm(reader)
-    told["from"] = _read_party(reader)
-    told["asked"] = reader.some(reader.uint)
-    told["host"], told["nonce"] = reader.text(), reader.raw(16)
-    reader.done()
-    return told
-
-
-def _read_comm(reader: Reader) -> tuple[str, list[tuple[int, int]], str]:
-    return reader.text(), reader.many(lambda: (reader.uint(), reader.uint())), reader.text()
+    kind = ("Link", "Call", "Meet", "Knock")[reader.uint()]
+    return {"is": kind, "link": reader.uint() if kind in {"Link", "Call"} else None}
 
 
 def _read_party(reader: Reader) -> tuple[int, int, bool]:
@@ -113,18 +96,6 @@ def attach(
 def attached(mapped: str | None = None, registered: str | None = None) -> bytes:
     """What became of an `Attach`: `None`, or why it could not be used."""
     return b"".join(uint(0) if why is None else uint(1) + text(why) for why in (mapped, registered))
-
-
-def read_attach(body: bytes) -> dict[str, Any]:
-    """What the other side offers."""
-    reader = Reader(body)
-    told = {
-        "generations": reader.flag(),
-        "regions": [reader.some(reader.uint) for _ in range(2)],
-        "probe": reader.some(lambda: (reader.uint(), reader.raw(16))),
-    }
-    reader.done()
-    return told
 
 
 def read_attached(body: bytes) -> dict[str, str | None]:
