@@ -6,7 +6,6 @@ Raw sockets play unauthenticated clients; a real peer must link and pull meanwhi
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import struct
@@ -23,14 +22,13 @@ from peers import (
     End,
     Ends,
     Peer,
-    by_blocks,
-    equal,
+    check_pull,
     eventually,
     free_ports,
     linked,
     meanwhile,
+    one_server,
     options,
-    pattern,
     split,
 )
 
@@ -47,17 +45,8 @@ def dial(peer: Peer) -> socket.socket:
 
 def works(near: End, far: Peer, seed: int = 1) -> None:
     linked(near, far)
-    uses(near, far, seed)
+    check_pull(near, far, seed=seed)
     assert near.unlink_clusters([far.at]) == (OK, [OK])
-
-
-def uses(near: End, far: Peer, seed: int = 1) -> None:
-    far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
-    near.allocate("n", 4, 5000, 2, blocks=True)
-    near.pull_blocks(by_blocks(far.cluster), "n", range(4), range(4))
-    assert equal(near.read("n"), pattern(seed, 2, 4, 5000))
-    far.deallocate("f")
-    near.deallocate("n")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +70,7 @@ def test_both_sides_prove_the_token(
     far, near = ends.peer(given(theirs)), ends.near(given(ours))
     assert near.link_clusters([far.at]) == (expected, [expected])
     if expected == OK:
-        uses(near, far)
+        check_pull(near, far)
     else:
         assert near.links() == far.links() == []
 
@@ -100,13 +89,11 @@ def test_a_short_token_is_refused_and_no_token_is_ever_shown(ends: Ends) -> None
 
 
 def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
-    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
-    table = json.dumps({"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": devices}]})
     chosen = {"llm__RankPort": free_ports(), "llm__LinkTotalTime": 1}
     far = ends.peer(options(llm__LinkToken=OTHER, **chosen))
     near = ends.near(options(llm__LinkToken=TOKEN, **chosen))
-    comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
-    assert near.settled(comms[0]) == far.settled(comms[1]) == "FAILED"
+    mine, theirs = (end.link("pair", {1: 0, 2: 1}, one_server()) for end in (near, far))
+    assert near.settled(mine) == far.settled(theirs) == "FAILED"
 
 
 def frame(body: bytes, version: int = 5, kind: int = 1, length: int | None = None) -> bytes:
@@ -139,7 +126,7 @@ def test_strangers_are_borne_and_forgotten(ends: Ends) -> None:
     far, near, third = ends.peer(settings), ends.near(settings), ends.peer(settings, cluster=3)
     works(near, far)
     linked(third, far)
-    uses(third, far)  # its streams are open now
+    check_pull(third, far)  # its streams are open now
     before = far.resources()
     chance = random.Random(1)  # noqa: S311
     came: list[socket.socket] = []
@@ -159,7 +146,7 @@ def test_strangers_are_borne_and_forgotten(ends: Ends) -> None:
             until = time.monotonic() + (10 if THOROUGH else 1.5)
             for seed in range(1000):
                 works(near, far, seed)
-                uses(third, far, seed)
+                check_pull(third, far, seed=seed)
                 if seed > 3 and time.monotonic() > until:
                     break
         for each in came:

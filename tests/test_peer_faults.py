@@ -6,7 +6,6 @@ Real processes and real signals. LLM_DATADIST_SOAK is the number of rounds of th
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -38,6 +37,8 @@ from peers import (
     free_ports,
     linked,
     meanwhile,
+    no_link,
+    one_server,
     options,
     pattern,
 )
@@ -65,10 +66,6 @@ def works(near: Any, seed: int = 1, name: str = "n", cluster: int = 2) -> None:
     """Pull the blocks cache of the peer; its bytes must arrive."""
     assert pulls(near, name, cluster) == OK
     assert equal(near.read(name), pattern(seed, 2, 4, 5000))
-
-
-def no_link(end: Any) -> None:
-    eventually(lambda: end.links() == [], what="the end of the link")
 
 
 def settled(end: Any, most: dict[str, int]) -> dict[str, int]:
@@ -341,9 +338,7 @@ def test_ctrl_c_ends_calls_that_wait(ends: Ends) -> None:
     user.unlink_clusters([far.at], 2000, force=True)
     with Stranger() as door:
         interrupted(user, "link_clusters", [(9, door.at)], 60000)
-    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
-    table = json.dumps({"server_count": "1", "server_list": [{"server_id": "127.0.0.1", "device": devices}]})
-    comm = user.link("alone", {3: 0, 4: 1}, table)
+    comm = user.link("alone", {3: 0, 4: 1}, one_server())
     interrupted(user, "pull_blocks", by_blocks(4), "n", [0], [0])
     assert user.status(comm) == "PREPARING"
     user.unlink(comm)

@@ -24,6 +24,7 @@ from peers import (
     Ends,
     Peer,
     by_blocks,
+    check_pull,
     equal,
     eventually,
     free_ports,
@@ -87,16 +88,6 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(ends)
 
 
-def uses(near: Peer, far: Peer, seed: int = 1) -> None:
-    """Bytes get across."""
-    far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
-    near.allocate("n", 8, 30_000, 2, blocks=True)
-    near.pull_blocks(by_blocks(far.cluster), "n", range(8), range(8))
-    assert equal(near.read("n"), pattern(seed, 2, 8, 30_000))
-    far.deallocate("f")
-    near.deallocate("n")
-
-
 @pytest.mark.parametrize(
     ("near_has", "far_has", "expected"),
     [
@@ -118,8 +109,8 @@ def test_who_is_linked_and_over_what(
         assert near.links() == far.links() == []
         assert near_has or "token" in near.said(), "the log names the reason"
         return
-    uses(near, far)
-    uses(far, near, 2)
+    check_pull(near, far)
+    check_pull(far, near, 1, seed=2)
     assert [link["transport"] for link in near.links() + far.links()] == ["tcp", "tcp"]
     if "accessible" in near_has:
         far.allocate("f", 2, 64, 2, blocks=True, keys=[by_blocks(0)])
@@ -139,7 +130,7 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     }
     near, far = hosts.open(given, given)
     assert near.link_clusters([far.at])[1] == [OK]
-    uses(near, far)
+    check_pull(near, far)
     far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
     near.allocate("n", 8, 30_000, 2, blocks=True)
     hosts.plug(up=False)
@@ -172,5 +163,5 @@ def test_a_rank_table_of_two_servers(hosts: Hosts, numbered: bool) -> None:
     table = json.dumps({"version": "1.0", "server_count": "2", "status": "completed", "server_list": servers})
     comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
     assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
-    uses(near, far)
+    check_pull(near, far)
     assert near.links()[0]["transport"] == "tcp"

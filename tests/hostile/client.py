@@ -41,11 +41,6 @@ F_ADD_SEALS = 1033
 STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
 
 
-def boot_id() -> str:
-    """What names this host in a `Hello`."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
     """The eight bytes before a body; `length` may lie."""
     return MAGIC + bytes([version, kind]) + struct.pack("<I", length)
@@ -96,9 +91,7 @@ class Wire:
         for _, kind, data in extra:
             if kind == socket.SCM_RIGHTS:
                 descriptors += array.array("i", data[: len(data) - len(data) % 4])
-        magic, version, kind, length = struct.unpack(
-            "<2sBBI", start + self.exactly(8 - len(start)) if start else self._end()
-        )
+        magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)))
         assert magic == MAGIC, magic
         assert kind == REFUSAL or version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
         return kind, self.exactly(length), descriptors
@@ -109,12 +102,9 @@ class Wire:
         while len(got) < count:
             more = self.socket.recv(min(count - len(got), 1 << 20))
             if not more:
-                self._end()
+                raise EndedError("the other side closed the stream without a reason")
             got += more
         return bytes(got)
-
-    def _end(self) -> None:
-        raise EndedError("the other side closed the stream without a reason")
 
     def ended(self, limit: float = LIMIT) -> bool:
         """Whether the other side ends the stream within the limit, whatever it says before."""
@@ -131,7 +121,6 @@ class Wire:
         return False
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
 
 
@@ -185,16 +174,11 @@ def take(wire: Wire, count: int) -> bytes:
     return bytes(out)
 
 
-def memory(length: int, seals: int = SEALS, name: str = "hostile") -> int:
+def memory(length: int, seals: int = SEALS) -> int:
     """A sparse memfd of so many bytes, sealed; the caller closes it."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, length)
-        if seals:
-            fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
-    except OSError:
-        os.close(descriptor)
-        raise
+    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, length)
+    fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
     return descriptor
 
 
@@ -224,22 +208,13 @@ class Peer:
     def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
         self.cluster = cluster
         self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
-        self.token = token
-        self.secret = b""  # the key over TCP where there is no token; `meet` obtains it
-        self.host = boot_id()
+        self.key = (token or "").encode()  # what it proves itself with
+        self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.patience = LIMIT  # seconds that a step of its greetings may take
 
     def party(self) -> bytes:
         """How it names itself."""
         return m.party(self.cluster, self.instance, True)
-
-    def key(self, wire: Wire) -> bytes:
-        """What it proves itself with."""
-        if self.token is not None:
-            return self.token.encode()
-        return b"" if wire.socket.family == socket.AF_UNIX else self.secret
-
-    # -- dialling ------------------------------------------------------------------------------------------------
 
     def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
         """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came."""
@@ -251,12 +226,12 @@ class Peer:
             return {}
         challenge = wire.hear()
         assert len(challenge) == 16, challenge
-        proof = frame(hmac.new(self.key(wire), b"dialer\0" + body + challenge, hashlib.sha256).digest())
+        proof = frame(hmac.new(self.key, b"dialer\0" + body + challenge, hashlib.sha256).digest())
         wire.send(proof[:20] if stop == "half proof" else proof)
         if stop in {"half proof", "proof"}:
             return {}
         told = m.read_welcome(wire.hear())
-        signed = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
+        signed = hmac.new(self.key, b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
         told["proved"] = hmac.compare_digest(signed.digest(), told["mac"])
         return told
 
@@ -305,13 +280,6 @@ class Peer:
         assert told["local"], told
         return str(told["local"])
 
-    def meet(self, name: str) -> None:
-        """Obtain the secret that proves streams over TCP where there is no token."""
-        with closing(dial_local(name)) as wire:
-            self.secret = self.greet(wire, m.purpose_meet())["secret"] or b""
-
-    # -- accepting -----------------------------------------------------------------------------------------------
-
     def answer(self, wire: Wire, local: str | None = None) -> dict[str, Any]:
         """Greet as the side that accepts; the `Hello` of the engine that dialled."""
         body = wire.hear()
@@ -319,7 +287,7 @@ class Peer:
         wire.say(challenge)
         wire.hear()  # whoever dials here is welcome
         unsigned = m.welcome(self.party(), bytes(32), local, None)
-        mac = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
+        mac = hmac.new(self.key, b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
         wire.say(m.welcome(self.party(), mac, local, None))
         return m.read_hello(body)
 
@@ -364,7 +332,6 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
-        self.streams = 0  # call streams that were greeted
         self.deaf: threading.Event | None = None  # nobody is greeted until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):
@@ -397,7 +364,6 @@ class Listener:
                 wire.say(m.PONG)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:
-                self.streams += 1
                 self.serve(wire)
 
     def __enter__(self) -> Listener:  # noqa: PYI034
@@ -424,7 +390,6 @@ class Tender:
         self.selector = selectors.DefaultSelector()
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.pings = 0
         self.ended: list[Link] = []  # links that the engine closed
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -443,7 +408,6 @@ class Tender:
                 try:
                     data = link.control.socket.recv(1 << 16)
                     count = data.count(pings)
-                    self.pings += count
                     if count:
                         link.control.socket.sendall(pong * count)
                 except OSError:

@@ -13,8 +13,6 @@ from .postcard import Reader, blob, flag, many, sint, some, text, uint
 
 NEVER = 600_000  # ms: a deadline that does not end the attack
 
-# -- the greeting --------------------------------------------------------------------------------------------------
-
 
 def party(cluster: int, instance: int, accessible: bool) -> bytes:
     """Who speaks: cluster id, a random number of this engine, and whether its caches may be used without asking."""
@@ -80,9 +78,6 @@ def read_welcome(body: bytes) -> dict[str, Any]:
     return told
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
-
-
 def attach(
     generations: bool = True,
     regions: tuple[int | None, int | None] = (None, None),
@@ -106,17 +101,12 @@ def read_attached(body: bytes) -> dict[str, str | None]:
     return told
 
 
-# -- control streams -----------------------------------------------------------------------------------------------
-
 PING, PONG, DIAL = uint(0), uint(1), uint(3)
 
 
 def bye(reason: str = "the test ends it", unlinked: bool = False) -> bytes:
     """The link ends."""
     return uint(2) + text(reason) + flag(unlinked)
-
-
-# -- requests ------------------------------------------------------------------------------------------------------
 
 
 def name_request(model: int, number: int) -> bytes:
@@ -226,8 +216,6 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-# -- replies -------------------------------------------------------------------------------------------------------
-
 REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located")
 STALE = uint(3)
 
@@ -283,24 +271,18 @@ def read_reply(body: bytes) -> dict[str, Any]:
     reader = Reader(body)
     told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
     if told["is"] == "Described":
-        told["place"], told["generation"] = reader.uint(), reader.uint()
+        reader.uint(), reader.uint()
         told["cache"], told["row"] = reader.sint(), reader.uint()
         told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
-        told["blocks"], told["placement"] = reader.flag(), reader.byte()
-        told["allocated"], told["accessible"] = reader.flag(), reader.flag()
-        kind = reader.uint()
-        told["region"] = reader.byte() if kind == 0 else None
-        three = lambda: (reader.uint(), reader.uint(), reader.uint())  # noqa: E731
-        told["runs"] = [] if kind == 2 else reader.many(three)
-    elif told["is"] in {"Ready", "Done"}:
+        return told  # flags and location follow
+    if told["is"] in {"Ready", "Done"}:
         told["bytes"] = reader.uint()
     elif told["is"] == "Unreachable":
         told["reason"] = reader.text()
     elif told["is"] == "Failed":
         told["kind"], told["message"] = reader.byte(), reader.text()
         told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
-        pair = lambda: (reader.uint(), reader.uint())  # noqa: E731
-        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(pair)))
+        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
     elif told["is"] == "Located":
         told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
     reader.done()

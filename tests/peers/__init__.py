@@ -7,7 +7,7 @@ Not for: judging results (that is the tests').
 """
 
 from .end import End, Held
-from .peer import Ends, Peer, linked
+from .peer import Ends, Peer, check_pull, linked, no_link
 from .process import _over
 from .sockets import Proxy, Stranger, free_port, free_ports, split
 from .values import (
@@ -33,6 +33,7 @@ from .values import (
     eventually,
     kv_options,
     meanwhile,
+    one_server,
     options,
     outcome,
     pattern,

@@ -268,9 +268,6 @@ class End(Process):
     def push_blocks(self, key: Key, name: str, src: Sequence[int], dst: Sequence[int], **kwargs: Any) -> None:
         self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
 
-    # The manager of the mode has these under the names of the cache manager.
-    allocate_kv, deallocate_kv, remove_key_kv, pull_kv = allocate, deallocate, remove_key, pull_cache
-
     def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
         """The outcome of a call, its seconds, and the text of its error."""
         began = time.monotonic()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar
 import numpy as np
 
 from .end import End
-from .values import LIMIT, OK, Refused, eventually, options
+from .values import LIMIT, OK, Refused, by_blocks, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,3 +248,18 @@ def linked(near: Any, *far: Peer) -> None:
     """Link `near` to peers; all must succeed."""
     result = near.link_clusters([peer.at for peer in far])
     assert result[0] == OK, result
+
+
+def no_link(end: Any) -> None:
+    """Wait until an end has no link."""
+    eventually(lambda: end.links() == [], what="the end of the link")
+
+
+def check_pull(near: Any, far: Any, cluster: int = 2, seed: int = 1) -> None:
+    """Blocks of a new cache of `far`, which is `cluster`, arrive at `near`."""
+    far.allocate("check", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    near.allocate("check", 4, 5000, 2, blocks=True)
+    near.pull_blocks(by_blocks(cluster), "check", range(4), range(4))
+    assert equal(near.read("check"), pattern(seed, 2, 4, 5000))
+    near.deallocate("check")
+    far.deallocate("check")
