@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import socket
-import struct
 import time
 from contextlib import ExitStack, suppress
 
 import pytest
 
+from hostile.client import frame, header
 from llm_datadist import LLMException, LLMStatusCode
 from peers import (
     LINK_FAILED,
@@ -34,7 +34,6 @@ from peers import (
 
 TOKEN = "a shared token of some length"  # noqa: S105
 OTHER = "another token of some length."
-MARK = b"LD"
 
 
 def dial(peer: Peer) -> socket.socket:
@@ -96,11 +95,6 @@ def test_a_rank_table_link_needs_the_token_too(ends: Ends) -> None:
     assert near.settled(mine) == far.settled(theirs) == "FAILED"
 
 
-def frame(body: bytes, version: int = 5, kind: int = 1, length: int | None = None) -> bytes:
-    """A frame; `length` may lie."""
-    return MARK + bytes([version, kind]) + struct.pack("<I", len(body) if length is None else length) + body
-
-
 NOISE = random.Random(1)  # noqa: S311
 STRANGERS: dict[str, bytes] = {
     "silence": b"",
@@ -108,14 +102,14 @@ STRANGERS: dict[str, bytes] = {
     "garbage": NOISE.randbytes(64),
     "much garbage": NOISE.randbytes(1 << 20),
     "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "half a header": frame(b"")[:5],
+    "half a header": header(0)[:5],
     "half a frame": frame(b"x" * 100)[:50],
-    "a frame of 4 GiB": frame(b"x" * 4000, length=2**32 - 1),
+    "a frame of 4 GiB": header(2**32 - 1) + b"x" * 4000,
     "a frame just too long": frame(b"x" * 4097),
     "nonsense in a frame": frame(NOISE.randbytes(500)),
     "an empty frame": frame(b""),
     "a later version": frame(b"x" * 40, version=6),
-    "a refusal": frame(struct.pack("<I", 3) + b"no", kind=255),
+    "a refusal": frame(b"\3\0\0\0no", kind=255),
     "another kind": frame(b"x", kind=77),
 }
 

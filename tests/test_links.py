@@ -94,17 +94,6 @@ def test_a_cluster_linked_several_times_at_once_makes_one_link(ends: Ends) -> No
     check_pull(near, far)
 
 
-@pytest.mark.parametrize("cluster", [2**64 - 1, 0])
-def test_every_cluster_id_of_64_bits_also_the_same_at_both_ends(ends: Ends, cluster: int) -> None:
-    far, near = ends.peer(cluster=cluster), ends.near(cluster=0)
-    linked(near, far)
-    assert [link["cluster"] for link in near.links()] == [cluster]
-    assert [link["cluster"] for link in far.links()] == [0]
-    if cluster:
-        check_pull(near, far, cluster)
-    assert near.unlink_clusters([(cluster, None)], force=True) == (OK, [OK])
-
-
 def test_finalize_and_init_on_one_object_with_links_both_ways(ends: Ends) -> None:
     listening = options(listen="127.0.0.1:0")
     far, other, near = ends.peer(), ends.peer(cluster=3), ends.near(listening)
@@ -136,18 +125,6 @@ def test_switching_a_role_needs_no_links(ends: Ends) -> None:
     assert not answers(far.address)
     assert far.link_clusters([(1, near.listening())])[0] == OK
     check_pull(far, near, 1)
-
-
-def test_the_listener_follows_the_options_of_a_switch(ends: Ends) -> None:
-    near = ends.near(options(listen="127.0.0.1:0"))
-    first, second = near.listening(), f"127.0.0.1:{free_port()}"
-    before: str | None = None
-    for role, address in (("DECODER", first), ("DECODER", second), ("MIX", None), ("MIX", second)):
-        near.switch_role(role, {"llm.listenIpInfo": address} if address else None)
-        assert near.listening() == address
-        assert address is None or answers(address)
-        assert before in (None, address) or not answers(before)
-        before = address
 
 
 def test_ipv6(ends: Ends) -> None:

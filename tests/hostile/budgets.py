@@ -7,7 +7,6 @@ markers. Not for: how the costs are measured (`trial`).
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -89,12 +88,6 @@ def incoming(limit: int | None) -> int:
 def streams(limit: int | None) -> int:
     """Call streams of all links beyond one of each, under a soft limit of open files."""
     return max(8, min(open_files(limit) // value("streams"), 8192))
-
-
-def mapped() -> int:
-    """Bytes of peers' memory that an engine of this host maps."""
-    total = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
-    return value("mapped") * int(total) * 1024
 
 
 def table() -> str:

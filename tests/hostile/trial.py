@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -40,27 +39,21 @@ PREY = PREY_ROWS * PREY_BYTES  # bytes of each of the two tensors of the cache u
 GONE = (OSError, AssertionError)  # what an attacker sees when the engine has had enough of it
 
 
-@dataclass
-class Usage:
-    """What a process has at one moment."""
-
-    threads: int
-    descriptors: int
-    resident: int
-    mapped: int
+def _sizes(pid: int, *names: str) -> list[int]:
+    """Sizes in bytes that /proc has of a process."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return [int(lines[name].split()[0]) * 1024 for name in names]
 
 
-def usage(pid: int) -> Usage:
+def usage(pid: int) -> dict[str, int]:
     """Threads, descriptors, private and shared resident bytes, and mapped bytes of a process."""
-    root = Path(f"/proc/{pid}")
-    lines = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines())
-    size = {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "VmSize")}
-    return Usage(
-        int(lines["Threads"]),
-        sum(1 for _ in (root / "fd").iterdir()),
-        size["RssAnon"] + size["RssShmem"],
-        size["VmSize"],
-    )
+    private, shared, mapped = _sizes(pid, "RssAnon", "RssShmem", "VmSize")
+    return {
+        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        "resident": private + shared,
+        "mapped": mapped,
+    }
 
 
 def thread_names(pid: int) -> list[str]:
@@ -98,22 +91,17 @@ class Watch:
         self.pid = pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of resident memory starts anew
         self.before = self.most = usage(pid)
-        self.peaks = self._peaks()
+        self.resident, self.peak = _sizes(pid, "VmRSS", "VmPeak")
         self.names: Counter[str] = Counter()  # of the threads, when there were most
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _peaks(self) -> dict[str, int]:
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return {name: int(found[name].split()[0]) * 1024 for name in ("VmHWM", "VmPeak", "VmRSS")}
-
     def _sample(self) -> None:
         now, most = usage(self.pid), self.most
-        if now.threads > most.threads:
+        if now["threads"] > most["threads"]:
             self.names = Counter(thread_names(self.pid))
-        self.most = Usage(*(max(pair) for pair in zip(vars(now).values(), vars(most).values())))
+        self.most = {name: max(now[name], most[name]) for name in now}
 
     def _run(self) -> None:
         with suppress(OSError, KeyError):  # the process has died: the trial sees it
@@ -126,12 +114,11 @@ class Watch:
         self.thread.join(5)
         with suppress(OSError, KeyError):
             self._sample()
-            now = self._peaks()
+            resident, peak = _sizes(self.pid, "VmHWM", "VmPeak")
             # Bytes of files count in the kernel's peak; they do not grow here.
-            grown = max(0, now["VmHWM"] - self.peaks["VmRSS"])
-            self.most.resident = max(self.most.resident, self.before.resident + grown)
-            if now["VmPeak"] > self.peaks["VmPeak"]:
-                self.most.mapped = max(self.most.mapped, now["VmPeak"])
+            self.most["resident"] = max(self.most["resident"], self.before["resident"] + resident - self.resident)
+            if peak > self.peak:
+                self.most["mapped"] = max(self.most["mapped"], peak)
 
 
 class Trial:
@@ -267,15 +254,15 @@ class Trial:
             + budgets.value("idle_threads")
             + budgets.value("serving_threads")
             + (busy + len(self.honest)) * budgets.value("call_threads"),
-            "descriptors": watch.before.descriptors
+            "descriptors": watch.before["descriptors"]
             + budgets.pending(self.open_files)
             + links * budgets.value("link_descriptors")
             + streams
             + 16,  # those that honest calls and the application open for a moment
-            "resident": watch.before.resident + (budgets.value("peak_memory") if memory is None else memory),
-            "mapped": watch.before.mapped + mapped + (1 << 30) + links * (1 << 18),
+            "resident": watch.before["resident"] + (budgets.value("peak_memory") if memory is None else memory),
+            "mapped": watch.before["mapped"] + mapped + (1 << 30) + links * (1 << 18),
         }
-        seen = {name: (value, most[name]) for name, value in vars(watch.most).items()}
+        seen = {name: (value, most[name]) for name, value in watch.most.items()}
         seen_text = ", ".join(f"{name} {value:,} of {limit:,}" for name, (value, limit) in seen.items())
         for one in self.told:
             assert set(one["codes"]) == {OK}, f"an honest pull failed: {one}; {seen_text}"
@@ -296,7 +283,7 @@ class Trial:
 
         def back() -> bool:
             now = usage(self.victim.process.pid)
-            return now.threads <= before.threads + 2 and now.descriptors <= before.descriptors + 2
+            return all(now[name] <= before[name] + 2 for name in ("threads", "descriptors"))
 
         eventually(back, what=f"the return to {before}")
 

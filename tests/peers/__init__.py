@@ -1,7 +1,7 @@
 """Two ends of a link: one in this process, others in real processes of their own, all spoken to in the same words.
 
 `End` wraps one engine and a handful of named caches; its methods take and return plain values. A test holds one `End`
-itself and drives others through `Peer`, which starts a second interpreter (no fork), sends it one JSON line per call
+itself and drives others through `Peer`, which starts a second interpreter (no fork), sends it every call
 and waits a bounded time for the answer. What bytes must be is never asked of an engine: `pattern` and numpy say it.
 Not for: judging results (that is the tests').
 """

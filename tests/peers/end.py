@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from .values import Key
 
 
+@dataclass
 class Held:
     """A cache of an `End`: the handle, and arrays over the very memory of the cache."""
 
-    def __init__(self, handle: Any, arrays: list[np.ndarray]) -> None:
-        self.handle = handle
-        self.arrays = arrays
+    handle: Any
+    arrays: list[np.ndarray]
 
 
 def _addresses(handle: Any) -> list[int]:
@@ -131,11 +132,9 @@ class End(Process):
         seed: int | None = None,
     ) -> int:
         """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
-        desc = _desc(rows, row_bytes, tensors, host)
-        if blocks:
-            handle = self.manager.allocate_blocks_cache(desc, *map(cache_key, keys))
-        else:
-            handle = self.manager.allocate_cache(desc, [cache_key(key) for key in keys])
+        desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
+        manager = self.manager
+        handle = manager.allocate_blocks_cache(desc, *given) if blocks else manager.allocate_cache(desc, given)
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
 
     def register(
@@ -152,12 +151,13 @@ class End(Process):
         seed: int | None = None,
     ) -> int:
         """Register memory of this process under a name; returns its id."""
-        desc = _desc(rows, row_bytes, tensors, host)
         arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
-        addrs = [int(array.ctypes.data) for array in arrays]
+        memory = _desc(rows, row_bytes, tensors, host), [int(array.ctypes.data) for array in arrays]
         given: Any = [cache_key(key) for key in keys]
-        register = self.manager.register_blocks_cache if blocks else self.manager.register_cache
-        handle = register(desc, addrs, next(iter(given), None) if blocks else given, remote_accessible=accessible)
+        if blocks:
+            handle = self.manager.register_blocks_cache(*memory, *(given or [None]), remote_accessible=accessible)
+        else:
+            handle = self.manager.register_cache(*memory, given, remote_accessible=accessible)
         return self._hold(name, handle, arrays, seed)
 
     def _hold(self, name: str, handle: Any, arrays: list[np.ndarray], seed: int | None) -> int:

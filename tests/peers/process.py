@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -44,7 +45,9 @@ class Process:
         """Be another user from now on, one that the kernel lets look at its own files in /proc."""
         import encodings.idna  # noqa: F401, PLC0415
 
-        pattern(0, 1, 1, 1)  # numpy imports parts of itself late, from files that the user may not be able to read
+        pickle.dumps(
+            pattern(0, 1, 1, 1)
+        )  # numpy imports parts of itself late, from files that the user may not be able to read
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
