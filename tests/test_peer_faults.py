@@ -30,7 +30,6 @@ from peers import (
     by_blocks,
     by_request,
     by_slot,
-    code,
     equal,
     eventually,
     free_ports,
@@ -42,40 +41,18 @@ from peers import (
 )
 
 QUICK = {"llm__LinkHeartbeat": 100, "llm__LinkSilence": 1500}
-SHAPE = (4, 5000, 2)
 
 
-def owned(far: Any, seed: int = 1) -> None:
-    """A blocks cache of the peer."""
-    far.allocate("f", *SHAPE, blocks=True, keys=[by_blocks(0)], seed=seed)
+def caches(near: Any, far: Any) -> None:
+    """A blocks cache of the peer, and where pulls go to."""
+    far.allocate("f", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=1)
+    near.allocate("n", 4, 5000, 2, blocks=True)
 
 
-def target(near: Any, name: str = "n") -> None:
-    """Where pulls go to."""
-    near.allocate(name, *SHAPE, blocks=True)
-
-
-def pulls(near: Any, name: str = "n", cluster: int = 2) -> str:
-    """Pull the blocks cache of the peer; the code."""
-    return code(near.pull_blocks, by_blocks(cluster), name, range(4), range(4))
-
-
-def works(near: Any, seed: int = 1, name: str = "n", cluster: int = 2) -> None:
+def works(near: Any) -> None:
     """Pull the blocks cache of the peer; its bytes must arrive."""
-    assert pulls(near, name, cluster) == OK
-    assert equal(near.read(name), pattern(seed, 2, 4, 5000))
-
-
-def settled(end: Any, most: dict[str, int], mappings: int, resident: int) -> None:
-    """Wait until a process has no more threads and descriptors than it had; its memory has hardly grown."""
-
-    def less() -> bool:
-        return all(end.resources()[name] <= most[name] for name in ("threads", "descriptors"))
-
-    eventually(less, what=f"at most {most}")
-    now = end.resources()
-    assert now["mappings"] <= most["mappings"] + mappings, (most, now)
-    assert now["resident"] <= most["resident"] + resident, (most, now)
+    near.pull_blocks(by_blocks(2), "n", range(4), range(4))
+    assert equal(near.read("n"), pattern(1, 2, 4, 5000))
 
 
 # -- kills -----------------------------------------------------------------------------------------------------------
@@ -117,7 +94,13 @@ def test_kills_at_random_points_of_a_pull(ends: Ends, way: dict[str, Any]) -> No
         assert "clos" in text or "broke" in text or "died" in text, text
         if round_ == 5:
             before = near.resources()
-    settled(near, before, mappings=20, resident=16 << 20)
+
+    def given_back() -> bool:
+        return all(near.resources()[name] <= before[name] for name in ("threads", "descriptors"))
+
+    eventually(given_back, what=f"at most {before}")
+    assert near.resources()["mappings"] <= before["mappings"] + 20
+    assert near.resources()["resident"] < before["resident"] + (16 << 20)
 
 
 def test_a_child_of_a_dead_peer_does_not_keep_its_links_alive(ends: Ends) -> None:
@@ -157,7 +140,7 @@ def test_a_puller_that_dies_holds_no_memory_and_takes_no_key(ends: Ends, way: di
 
 
 @pytest.mark.contract("19.sync-kv-timeout")
-def test_served_pulls_from_a_stopped_peer_time_out_and_keep_the_key(ends: Ends, transport: str) -> None:
+def test_a_served_pull_from_a_stopped_peer_times_out_and_keeps_the_key(ends: Ends, transport: str) -> None:
     near, far = ends.pair(llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
     far.allocate("f", 1, 64, 2, keys=[by_request(2, 1)], seed=1)
     near.allocate("n", 1, 64, 2, seed=2)
@@ -180,9 +163,8 @@ def test_served_pulls_from_a_stopped_peer_time_out_and_keep_the_key(ends: Ends, 
 
 def test_one_sided_calls_to_a_stopped_peer_end(ends: Ends, transport: str) -> None:
     near, far = ends.pair(accessible=True, llm__LinkTransport=transport, llm__SyncKvCacheWaitTime=500)
-    owned(far)
+    caches(near, far)
     cold = far.allocate("cold", 1, 64, 2)
-    target(near)
     near.allocate("n1", 1, 64, 2)
     works(near)
     with far.stopped():
@@ -218,8 +200,7 @@ def test_a_push_that_timed_out_is_not_carried_out_when_the_peer_goes_on(ends: En
 @pytest.mark.parametrize(("accessible", "transport"), [(False, "auto"), (True, "tcp")])
 def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bool, transport: str) -> None:
     near, far = ends.pair(accessible=accessible, llm__LinkTransport=transport, **QUICK)
-    owned(far)
-    target(near)
+    caches(near, far)
     works(near)
     time.sleep(2.0)  # longer than the silence that breaks a link
     assert len(near.links()) == len(far.links()) == 1, "a living peer is not silent"
@@ -239,8 +220,7 @@ def test_a_silent_peer_breaks_the_link_and_comes_back(ends: Ends, accessible: bo
 
 def test_finalize_with_a_stopped_peer_ends(ends: Ends, way: dict[str, Any]) -> None:
     near, far = ends.pair(**way)
-    owned(far)
-    target(near)
+    caches(near, far)
     works(near)
     with far.stopped():
         assert near.within(3, "finalize")[0] == OK
@@ -253,8 +233,7 @@ def test_a_forked_child_gets_an_error_and_harms_nothing(ends: Ends, way: dict[st
     far, user = ends.peer(options(**way)), ends.peer(options(**way), cluster=3)
     user.spoiled = True  # it has forked
     linked(user, far)
-    owned(far)
-    target(user)
+    caches(user, far)
     for call in (["pull_blocks", by_blocks(2), "n", [0], [0]], ["links"], ["link_clusters", [far.at]], ["finalize"]):
         status, told = user.fork_and_try(*call)
         assert status == 7, (call[0], status, told)
@@ -281,8 +260,7 @@ def test_ctrl_c_ends_calls_that_wait(ends: Ends) -> None:
     settings = options(llm__SyncKvCacheWaitTime=60000, llm__RankPort=free_ports())
     far, user = ends.peer(settings), ends.peer(settings, cluster=3)
     linked(user, far)
-    owned(far)
-    target(user)
+    caches(user, far)
     with far.stopped():
         interrupted(user, "pull_blocks", by_blocks(2), "n", [0], [0])
     user.unlink_clusters([far.at], 2000, force=True)
@@ -294,40 +272,3 @@ def test_ctrl_c_ends_calls_that_wait(ends: Ends) -> None:
     user.unlink(comm)
     linked(user, far)
     works(user)
-
-
-# -- remains ---------------------------------------------------------------------------------------------------------
-
-
-def test_everything_is_given_back(ends: Ends, way: dict[str, Any]) -> None:
-    near, far = ends.near(options(**way)), ends.peer(options(**way))
-
-    def turn(number: int) -> None:
-        linked(near, far)
-        owned(far, number)
-        target(near)
-        near.register("r", *SHAPE, blocks=True, accessible=True)
-        works(near, number)
-        works(near, number, "r")
-        assert near.at_once([["pull_blocks", [by_blocks(2), "n", [0], [0]], {}]] * 8) == [OK] * 8
-        for end, name in ((near, "r"), (near, "n"), (far, "f")):
-            end.release(name)
-        if number % 3 == 0:
-            near.finalize()
-            near.init(options(**way))
-        elif number % 3 == 1:
-            far.finalize()
-            far.open({**options(**way), "llm.listenIpInfo": far.address})
-            no_link(near)
-        else:
-            eventually(lambda: near.unlink_clusters([far.at], 2000)[0] == OK)
-        no_link(far)
-
-    for number in range(6):
-        turn(number)
-    time.sleep(0.2)
-    before = [near.resources(), far.resources()]
-    for number in range(300 if THOROUGH else 24):
-        turn(number)
-    for end, old in zip((near, far), before):
-        settled(end, old, mappings=12, resident=6 << 20)

@@ -75,26 +75,19 @@ class Wire:
         self.socket.sendall(data)
 
     def hear(self) -> bytes:
-        """The body of the next message. `EndedError` if a refusal or nothing comes."""
-        kind, body, descriptors = self.receive()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if kind == REFUSAL:
-            raise EndedError(body[4:].decode())
-        return body
-
-    def receive(self) -> tuple[int, bytes, list[int]]:
-        """Kind and body of the next frame, and the descriptors that came with it."""
+        """The body of the next message, without its descriptors. `EndedError` if a refusal or nothing comes."""
         room = socket.CMSG_SPACE(8 * 4) if self.socket.family == socket.AF_UNIX else 0
         start, extra, _, _ = self.socket.recvmsg(8, room)
-        descriptors: list[int] = []
-        for _, kind, data in extra:
-            if kind == socket.SCM_RIGHTS:
-                descriptors += array.array("i", data[: len(data) - len(data) % 4])
+        for _, _, rights in extra:
+            for descriptor in array.array("i", rights[: len(rights) - len(rights) % 4]):
+                os.close(descriptor)
         magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)))
+        body = self.exactly(length)
         assert magic == MAGIC, magic
-        assert kind == REFUSAL or version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
-        return kind, self.exactly(length), descriptors
+        if kind == REFUSAL:
+            raise EndedError(body[4:].decode())
+        assert version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
+        return body
 
     def exactly(self, count: int) -> bytes:
         """So many bytes."""
@@ -197,7 +190,6 @@ class Offer:
         self.descriptors = [memory(GENERATIONS)] if descriptors is None else list(descriptors)
 
     def close(self) -> None:
-        """Close this side's descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -206,19 +198,14 @@ class Peer:
     """Who greets: a cluster id, an instance, a token or none."""
 
     def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
-        self.cluster = cluster
-        self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
+        self.party = m.party(cluster, int.from_bytes(os.urandom(8), "little") if instance is None else instance)
         self.key = (token or "").encode()  # what it proves itself with
         self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.patience = LIMIT  # seconds that a step of its greetings may take
 
-    def party(self) -> bytes:
-        """How it names itself."""
-        return m.party(self.cluster, self.instance, True)
-
     def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
         """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came."""
-        body = m.hello(purpose, self.party(), None, self.host, os.urandom(16))
+        body = m.hello(purpose, self.party, self.host, os.urandom(16))
         said = frame(body)
         cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
         wire.send(said[:cut])
@@ -270,7 +257,7 @@ class Peer:
         link.control.say(offer.body, offer.descriptors)
         link.control.hear()
         if stop != "attach":
-            link.control.say(m.attached())
+            link.control.say(m.ATTACHED)
             link.seen = m.read_attached(link.control.hear())
 
     def local_name(self, address: str) -> str:
@@ -286,31 +273,29 @@ class Peer:
         challenge = os.urandom(16)
         wire.say(challenge)
         wire.hear()  # whoever dials here is welcome
-        unsigned = m.welcome(self.party(), bytes(32), local, None)
+        unsigned = m.welcome(self.party, bytes(32), local)
         mac = hmac.new(self.key, b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
-        wire.say(m.welcome(self.party(), mac, local, None))
+        wire.say(m.welcome(self.party, mac, local))
         return m.read_hello(body)
 
 
 def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:
     """A connection to `ip:port`; `window` sets the receive buffer."""
     host, port = address.rsplit(":", 1)
-    assert host in {"127.0.0.1", "[::1]"}, "only loopback is loaded"
-    made = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+    assert host == "127.0.0.1", "only the loopback is attacked"
+    wire = Wire(socket.socket(), limit)
     if window is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.settimeout(limit)
-    made.connect((host.strip("[]"), int(port)))
-    return Wire(made, limit)
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.socket.connect((host, int(port)))
+    return wire
 
 
 def dial_local(name: str, limit: float = LIMIT) -> Wire:
     """A connection to an abstract name."""
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(limit)
-    made.connect(b"\0" + name.encode())
-    return Wire(made, limit)
+    wire = Wire(socket.socket(socket.AF_UNIX), limit)
+    wire.socket.connect(b"\0" + name.encode())
+    return wire
 
 
 class Listener:
@@ -359,7 +344,7 @@ class Listener:
                 if self.offer is not None:
                     wire.say(self.offer.body, self.offer.descriptors)
                     wire.hear()
-                    wire.say(m.attached())
+                    wire.say(m.ATTACHED)
                     wire.hear()
                 wire.say(m.PONG)
                 self.links.append(Link(self.peer, told["link"], wire, None))

@@ -14,9 +14,9 @@ from .postcard import Reader, blob, flag, many, sint, some, text, uint
 NEVER = 600_000  # ms: a deadline that does not end the attack
 
 
-def party(cluster: int, instance: int, accessible: bool) -> bytes:
-    """Who speaks: cluster id, a random number of this engine, and whether its caches may be used without asking."""
-    return uint(cluster) + uint(instance) + flag(accessible)
+def party(cluster: int, instance: int) -> bytes:
+    """Who speaks: cluster id, a random number of this engine, and that its caches may be used without asking."""
+    return uint(cluster) + uint(instance) + flag(True)
 
 
 def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
@@ -24,9 +24,9 @@ def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
     return text(name) + many([uint(cluster) + uint(rank) for cluster, rank in members]) + text(listener)
 
 
-def purpose_link(link: int, probe: bool = False, communicator: bytes | None = None) -> bytes:
-    """Variant 0: the control stream of a new link."""
-    return uint(0) + uint(link) + some(communicator) + flag(probe)
+def purpose_link(link: int, probe: bool = False) -> bytes:
+    """Variant 0: the control stream of a new link, which is not of a communicator."""
+    return uint(0) + uint(link) + some(None) + flag(probe)
 
 
 def purpose_call(link: int) -> bytes:
@@ -44,9 +44,9 @@ def purpose_knock(communicator: bytes) -> bytes:
     return uint(3) + communicator
 
 
-def hello(purpose: bytes, who: bytes, asked: int | None, host: str, nonce: bytes) -> bytes:
-    """The first message of a greeting."""
-    return purpose + who + some(None if asked is None else uint(asked)) + text(host) + nonce
+def hello(purpose: bytes, who: bytes, host: str, nonce: bytes) -> bytes:
+    """The first message of a greeting, which expects no cluster."""
+    return purpose + who + some(None) + text(host) + nonce
 
 
 def read_hello(body: bytes) -> dict[str, Any]:
@@ -56,19 +56,15 @@ def read_hello(body: bytes) -> dict[str, Any]:
     return {"is": kind, "link": reader.uint() if kind in {"Link", "Call"} else None}
 
 
-def _read_party(reader: Reader) -> tuple[int, int, bool]:
-    return reader.uint(), reader.uint(), reader.flag()
-
-
-def welcome(who: bytes, mac: bytes, local: str | None, secret: bytes | None) -> bytes:
-    """The last message of a greeting."""
-    return who + mac + some(None if local is None else text(local)) + some(secret)
+def welcome(who: bytes, mac: bytes, local: str | None) -> bytes:
+    """The last message of a greeting, without a secret."""
+    return who + mac + some(None if local is None else text(local)) + some(None)
 
 
 def read_welcome(body: bytes) -> dict[str, Any]:
     """What an acceptor says last. "unsigned" is the same message with a zero mac, which the mac covers."""
     reader = Reader(body)
-    told: dict[str, Any] = {"from": _read_party(reader)}
+    told: dict[str, Any] = {"from": (reader.uint(), reader.uint(), reader.flag())}
     start = reader.at
     told["mac"] = reader.raw(32)
     told["unsigned"] = body[:start] + bytes(32) + body[reader.at :]
@@ -88,13 +84,11 @@ def attach(
     return flag(generations) + lengths + some(None if probe is None else uint(probe[0]) + probe[1])
 
 
-def attached(mapped: str | None = None, registered: str | None = None) -> bytes:
-    """What became of an `Attach`: `None`, or why it could not be used."""
-    return b"".join(uint(0) if why is None else uint(1) + text(why) for why in (mapped, registered))
+ATTACHED = uint(0) + uint(0)  # all of an offer can be used
 
 
 def read_attached(body: bytes) -> dict[str, str | None]:
-    """What the other side could use of an offer."""
+    """Why the other side cannot use parts of an offer."""
     reader = Reader(body)
     told = {name: reader.text() if reader.uint() else None for name in ("mapped", "registered")}
     reader.done()

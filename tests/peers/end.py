@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,9 +237,8 @@ class End(Process):
         """`unlink_clusters`; names of codes."""
         return _names(self.dist.unlink_clusters([_info(peer) for peer in peers], timeout, force))
 
-    def link(self, name: str, ranks: dict[Any, int], table: str) -> int:
-        """`link` with a rank table."""
-        return self.dist.link(name, {int(cluster): rank for cluster, rank in ranks.items()}, table)
+    def link(self, name: str, ranks: dict[int, int], table: str) -> int:
+        return self.dist.link(name, ranks, table)
 
     def unlink(self, comm: int) -> None:
         self.dist.unlink(comm)
@@ -288,21 +288,19 @@ class End(Process):
         """
         rows = range(len(self.held[name].arrays[0]))
         right: list[np.ndarray] | None = None
-        told: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": {}, "text": ""}
+        pulls, wrong, slowest, codes, first = 0, 0, 0.0, Counter[str](), ""
         until = time.monotonic() + 6 * LIMIT
         while Path(running).exists() and time.monotonic() < until:
             self.paint(name, 0)
             code, seconds, text = self.timed("pull_blocks", by_blocks(cluster), name, rows, rows)
             if code == OK:
-                right = self.read(name) if right is None else right
-                told["wrong"] += not equal(right, self.held[name].arrays)
-            told["pulls"] += 1
-            told["slowest"] = max(told["slowest"], seconds)
-            told["codes"][code] = told["codes"].get(code, 0) + 1
-            told["text"] = told["text"] or text
+                right = right or self.read(name)
+                wrong += not equal(right, self.held[name].arrays)
+            pulls, slowest, first = pulls + 1, max(slowest, seconds), first or text
+            codes[code] += 1
             Path(pulled).touch()
             time.sleep(pause)
-        return told
+        return {"pulls": pulls, "wrong": wrong, "slowest": slowest, "codes": codes, "text": first}
 
     def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
         """The outcomes of calls `[name, args, kwargs]`, all at once, each in a thread; the last of `repeat` times."""
