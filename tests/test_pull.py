@@ -22,18 +22,14 @@ from peers import (
     UINT64_MAX,
     UNLINKED,
     End,
-    Ends,
     Peer,
     by_blocks,
     by_request,
     by_slot,
     code,
     equal,
-    linked,
-    options,
     outcome,
     pattern,
-    together,
 )
 
 if TYPE_CHECKING:
@@ -213,27 +209,3 @@ def test_caches_that_come_and_go(pair: tuple[End, Peer]) -> None:
         assert code(near.pull_blocks, by_blocks(2), "b", [0], [0]) == GONE
         assert equal(near.read("n"), pattern(number, 2, 1, 4096)), "a refused pull changed its destination"
         old.append(cache)
-
-
-def test_many_threads_pull_from_several_peers_at_once(ends: Ends, way: dict[str, Any]) -> None:
-    settings = options(llm__SyncKvCacheWaitTime=9999, **way)
-    far = [ends.peer(settings, cluster=cluster) for cluster in (2, 3, 4)]
-    near = ends.near(settings)
-    linked(near, *far)
-    for peer in far:
-        peer.allocate("f", 64, 1000, 2, blocks=True, keys=[by_blocks(0)], seed=peer.cluster)
-    for number in range(16):
-        near.allocate(f"n{number}", 20, 1000, 2, blocks=True)
-
-    def work(number: int) -> None:
-        chance = random.Random(number)  # noqa: S311
-        cluster = 2 + number % 3
-        source = pattern(cluster, 2, 64, 1000)
-        for _ in range(10):
-            src = chance.choices(range(64), k=20)
-            near.pull_blocks(by_blocks(cluster), f"n{number}", src, range(20))
-            assert equal(near.read(f"n{number}"), [tensor[src] for tensor in source])
-
-    together(16, work)
-    pulls = near.stats()["ops"]["pull"]
-    assert (pulls["calls"], pulls["failures"]) == (160, 0)
