@@ -207,7 +207,7 @@ UNREADABLE: dict[str, bytes] = {
     "pairs of three bytes": m.plan_blocks(64, b"\3" + bytes(6)),
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
     "pairs without a width": m.plan_blocks(64, b""),
-    "a list longer than its frame": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0) + m.uint(U64),
+    "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
     "pairs longer than their frame": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(1) + m.uint(8) * 3 + m.uint(U64),
     "steps of a third kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(2),
 }

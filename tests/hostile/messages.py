@@ -234,11 +234,6 @@ def failed(kind: int, message: str, facts: list[tuple[str, str]], arrived: list[
     return uint(5) + bytes([kind]) + text(message) + many([text(a) + text(b) for a, b in facts]) + many(arrived)
 
 
-def located(spots: list[bytes]) -> bytes:
-    """Reply 6."""
-    return uint(6) + many(spots)
-
-
 def described(
     *,
     place: int = 0,
