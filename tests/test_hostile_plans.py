@@ -6,7 +6,8 @@ import fcntl
 import mmap
 import random
 import threading
-from contextlib import ExitStack, suppress
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Callable
 
 import numpy as np
@@ -18,33 +19,17 @@ from hostile.client import (
     GENERATIONS,
     LIMIT,
     SEALS,
-    Listener,
     Offer,
     Wire,
     ask,
-    dial_local,
     frame,
     header,
     memory,
     payload,
     take,
 )
-from hostile.trial import (
-    GONE,
-    MIB,
-    PREY,
-    PREY_BYTES,
-    PREY_ROWS,
-    PULL_LIMIT,
-    SLACK,
-    Trial,
-    fair_call,
-    prey_of,
-    silence,
-    unharmed,
-    wait,
-)
-from peers import OK, SOAK, by_blocks, eventually
+from hostile.trial import GONE, MIB, PREY, PREY_BYTES, PREY_ROWS, PULL_LIMIT, SILENCE, SLACK, Trial, prey_of
+from peers import OK, SOAK, by_blocks, equal, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,9 +63,9 @@ TWICE: dict[str, tuple[bytes, list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_destination_named_twice_is_refused_or_written_in_order(held: ExitStack, ahead: bool) -> None:
+def test_a_destination_named_twice_is_refused_or_written_in_order(ahead: bool) -> None:
     with Trial(honest=["tcp"]) as trial:
-        _, call = fair_call(trial, held)
+        _, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
         trial.begin()
         for what, (plan, moves) in TWICE.items():
@@ -95,52 +80,46 @@ def test_a_destination_named_twice_is_refused_or_written_in_order(held: ExitStac
                 call.send(payload(data))
                 told = m.read_reply(call.hear())
             after = trial.victim.read("prey")[0]
-            if told["is"] == "Done":
-                assert np.array_equal(after, _sequential(before, data, moves)), what
-            else:
-                assert told["is"] == "Failed", (what, told)
-                assert np.array_equal(after, before), what
+            assert told["is"] in {"Done", "Failed"}, (what, told)
+            expected = _sequential(before, data, moves) if told["is"] == "Done" else before
+            assert np.array_equal(after, expected), what
         trial.judge(links=1, streams=1, busy=1)
 
 
-def test_a_destination_named_twice_by_a_fetch_has_one_writer(held: ExitStack) -> None:
+def test_a_destination_named_twice_by_a_fetch_has_one_writer() -> None:
     """The victim's workers copy out of the peer's memory: two of them must not write one block."""
     block, blocks = 256 << 10, 16
     with Trial(honest=["tcp"], llm__CopyWorkers=4) as trial:
-        name = trial.attacker().local_name(trial.victim.address)
         region = memory(block * blocks, 0)
-        own = mmap.mmap(region, block * blocks)
-        held.callback(own.close)
-        for number in range(blocks):
-            own[number * block : (number + 1) * block] = bytes([number + 1]) * block
+        with mmap.mmap(region, block * blocks) as own:
+            own[:] = b"".join(bytes([number + 1]) * block for number in range(blocks))
         fcntl.fcntl(region, F_ADD_SEALS, SEALS)
         offer = Offer([memory(GENERATIONS), region], regions=(block * blocks, None))
-        held.callback(offer.close)
-        link = trial.attacker(100).link_local(name, offer)
-        held.callback(link.close)
+        trial.held.callback(offer.close)
+        link = trial.link(100, local=True, offer=offer)
         call = link.call()
         cache = prey_of(call)
-        source = m.in_region([m.run(0, 0, 1)])
+
+        def fetch(plan: bytes) -> dict[str, object]:
+            source = m.in_region([m.run(0, 0, 1)])
+            return ask(call, m.fetch(m.name_blocks(1), cache, plan, source, 1, block * blocks))
+
         trial.begin()
         plans = (
             m.plan_blocks(block, [(number, 3) for number in range(blocks)]),
             m.plan_spans([blocks], [m.span(number * block, 3 * block, block) for number in range(blocks)]),
         )
-        before = trial.victim.read("prey")[0].reshape(-1).copy()
+        before = _prey(call, cache, 3 * block, block)
         # Two writers do not always meet, so that one round says little.
         for number in range(100):
             link.control.say(m.PING)  # on a busy machine the rounds take longer than a link may be silent
-            told = ask(call, m.fetch(m.name_blocks(1), cache, plans[number % 2], source, 1, block * blocks))
-            after = _prey(call, cache, 3 * block, block)
-            if told["is"] == "Done":
-                assert after == bytes([blocks]) * block, "the last one named was written before another"
-            else:
-                assert told["is"] == "Failed", told
-                assert after == before[3 * block : 4 * block].tobytes()
+            told = fetch(plans[number % 2])
+            assert told["is"] in {"Done", "Failed"}, told
+            # The last one named counts.
+            expected = bytes([blocks]) * block if told["is"] == "Done" else before
+            assert _prey(call, cache, 3 * block, block) == expected
         # A fair plan works, so that the attack got as far as the copy.
-        fair = m.plan_blocks(block, [(1, 2)])
-        told = ask(call, m.fetch(m.name_blocks(1), cache, fair, source, 1, block * blocks))
-        assert told == {"is": "Done", "bytes": block}, told
+        assert fetch(m.plan_blocks(block, [(1, 2)])) == {"is": "Done", "bytes": block}
         trial.judge(links=1, streams=1, busy=1, mapped=GENERATIONS)
 
 
@@ -151,47 +130,43 @@ def _prey(call: Wire, cache: int, start: int, count: int) -> bytes:
     return take(call, count)
 
 
-def _long_plans() -> dict[str, bytes]:
-    """Plans that fill a frame of 60 MiB."""
+def _long_plan(kind: str) -> bytes:
+    """A plan that fills a frame of 60 MiB."""
     one = m.span(0, 0, 1, 1, 0, 0)
-    count = 60 * MIB // len(one)
-    spans = m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0) + m.many([m.uint(count)]) + m.uint(count) + one * count
-    many_waves = 1 << 22
-    waves = m.uint(many_waves) + b"\1" * many_waves + m.uint(many_waves) + one * many_waves
-    return {
-        "spans": spans,
-        "waves": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0) + waves,
-        "narrow pairs": m.plan_blocks(1, b"\1" + bytes(2 * (28 * MIB))),
-        "wide pairs": m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB))),
-        "pairs that are allowed": m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1))),
-    }
+    start = m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0)
+    if kind == "spans":
+        count = 60 * MIB // len(one)
+        return start + m.many([m.uint(count)]) + m.uint(count) + one * count
+    if kind == "waves":
+        count = 1 << 22
+        return start + m.uint(count) + b"\1" * count + m.uint(count) + one * count
+    if kind == "wide pairs":
+        return m.plan_blocks(1, b"\4" + bytes(8 * (7 * MIB)))
+    assert kind == "pairs that are allowed"
+    return m.plan_blocks(1, b"\1" + bytes(2 * ((1 << 24) - 1)))
 
 
-@pytest.mark.parametrize("kind", ["spans", "waves", "narrow pairs", "wide pairs", "pairs that are allowed"])
-def test_plans_of_millions_of_pieces_take_bounded_memory(held: ExitStack, kind: str) -> None:
-    plan = _long_plans()[kind]
+@pytest.mark.parametrize("kind", ["spans", "waves", "wide pairs", "pairs that are allowed"])
+def test_plans_of_millions_of_pieces_take_bounded_memory(kind: str) -> None:
+    plan = _long_plan(kind)
     with Trial() as trial:
-        links = [fair_call(trial, held, 100 + number) for number in range(2)]
+        links = [trial.fair_call(100 + number) for number in range(2)]
         cache, name = prey_of(links[0][1]), m.name_blocks(1)
-        requests = [
+        trial.begin()
+        for request in (
             m.read(name, cache, plan, 0, 1),
             m.write(name, cache, plan, 0, 1),
             m.fetch(name, cache, plan, m.HIDDEN, 1, PREY),
-        ]
-        trial.begin()
-        for request in requests:
-            threads = []
-            for _, call in links:
-                thread = threading.Thread(target=_ask_and_ignore, args=(call, request), daemon=True)
-                thread.start()
-                threads.append(thread)
+        ):
+            calls = [link.call() for link, _ in links]
+            threads = [threading.Thread(target=_ask_and_ignore, args=(call, request), daemon=True) for call in calls]
             for thread in threads:
+                thread.start()
+            for thread, call in zip(threads, calls):
                 thread.join(30)
                 assert not thread.is_alive(), "no answer to a long plan"
-            for _, call in links:
                 call.close()
-            links = [(link, link.call()) for link, _ in links]
-        trial.judge(links=2, streams=4, busy=2)
+        trial.judge(links=2, streams=6, busy=2)
 
 
 def _ask_and_ignore(call: Wire, request: bytes) -> None:
@@ -205,21 +180,15 @@ one_span = m.plan_spans([1], [m.span(0, 0, 64)])
 BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "backwards": (one_span, 64, 0),
     "beyond the plan": (one_span, 0, 65),
-    "far beyond the plan": (one_span, 0, U64),
     "no tensors": (m.plan_spans([1], [m.span(0, 0, 64)], 0), 0, 0),
     "too many tensors": (m.plan_spans([1], [m.span(0, 0, 64)], U32), 0, 64),
     "a tensor that is not there": (m.plan_spans([1], [m.span(0, 0, 64)], 1, 2, 2), 0, 64),
-    "the last tensor": (m.plan_spans([1], [m.span(0, 0, 64)], 1, U32, U32), 0, 64),
     "past the end": (m.plan_spans([1], [m.span(PREY - 63, PREY - 63, 64)]), 0, 64),
     "from 2^64-1": (m.plan_spans([1], [m.span(U64, U64, 64)]), 0, 64),
-    "2^64-1 bytes": (m.plan_spans([1], [m.span(0, 0, U64)]), 0, U64),
     "no bytes": (m.plan_spans([1], [m.span(0, 0, 0)]), 0, 0),
     "no pieces": (m.plan_spans([1], [m.span(0, 0, 64, 0)]), 0, 0),
-    "2^64-1 pieces": (m.plan_spans([1], [m.span(0, 0, 64, U64)]), 0, 64),
     "2^40 pieces of a byte": (m.plan_spans([1], [m.span(0, 0, 1, 1 << 40, 1, 1)]), 0, 64),
     "steps below zero": (m.plan_spans([1], [m.span(0, 0, 64, 2, -64, -64)]), 0, 128),
-    "the smallest step": (m.plan_spans([1], [m.span(64, 64, 64, 2, -(2**63), -(2**63))]), 0, 128),
-    "steps past the end": (m.plan_spans([1], [m.span(0, 0, 64, 2, PREY, PREY)]), 0, 128),
     "the largest step": (m.plan_spans([1], [m.span(0, 0, 64, 3, 2**63 - 1, 2**63 - 1)]), 0, 192),
     "a block past the end": (m.plan_blocks(PREY_BYTES, [(PREY_ROWS, PREY_ROWS)]), 0, PREY_BYTES),
     "block 2^32-1": (m.plan_blocks(PREY_BYTES, [(U32, U32)]), 0, PREY_BYTES),
@@ -231,7 +200,6 @@ BOUNDS: dict[str, tuple[bytes, int, int]] = {
     "more waves than spans": (m.plan_spans([1, 1, 1], [m.span(0, 0, 64)]), 0, 64),
     "an empty wave": (m.plan_spans([0, 1], [m.span(0, 0, 64)]), 0, 64),
     "waves that add up past 2^32": (m.plan_spans([U32, U32], [m.span(0, 0, 64), m.span(64, 64, 64)]), 0, 64),
-    "no waves but a span": (m.plan_spans([], [m.span(0, 0, 64)]), 0, 64),
 }
 
 # Not messages at all: the stream may end.
@@ -239,28 +207,28 @@ UNREADABLE: dict[str, bytes] = {
     "pairs of three bytes": m.plan_blocks(64, b"\3" + bytes(6)),
     "half a pair": m.plan_blocks(64, b"\4" + bytes(6)),
     "pairs without a width": m.plan_blocks(64, b""),
-    "a list longer than its frame": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(0) + m.uint(U64),
+    "a list longer than its frame": m.uint(1) + m.uint(0) * 3 + m.uint(U64),
     "pairs longer than their frame": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(1) + m.uint(8) * 3 + m.uint(U64),
     "steps of a third kind": m.uint(1) + m.uint(0) + m.uint(0) + m.uint(2),
 }
 
 
 @pytest.mark.parametrize("verb", ["read", "write", "fetch"])
-def test_plans_whose_numbers_lie_are_refused(held: ExitStack, verb: str) -> None:
+def test_plans_whose_numbers_lie_are_refused(verb: str) -> None:
     """Each is answered with `Failed`, the stream goes on, and not a byte of the cache changes."""
     with Trial(honest=["tcp"]) as trial:
-        link, call = fair_call(trial, held)
+        link, call = trial.fair_call()
         cache, name = prey_of(call), m.name_blocks(1)
         make: dict[str, Callable[[bytes, int, int], bytes]] = {
             "read": lambda plan, start, end: m.read(name, cache, plan, start, end),
             "write": lambda plan, start, end: m.write(name, cache, plan, start, end),
             "fetch": lambda plan, _start, _end: m.fetch(name, cache, plan, m.in_region([m.run(0, 0, 1)]), 1, PREY),
         }
+        # A fetch names no range, and over TCP nothing can be fetched, whatever the plan says.
+        allowed = {"Failed", "Unreachable"} if verb == "fetch" else {"Failed"}
         trial.begin()
         for what, (plan, start, end) in BOUNDS.items():
             told = ask(call, make[verb](plan, start, end))
-            # A fetch names no range, and over TCP nothing can be fetched, whatever the plan says.
-            allowed = {"Failed", "Unreachable"} if verb == "fetch" else {"Failed"}
             assert told["is"] in allowed, (what, told)
             assert ask(call, m.ping())["is"] == "Done", what
         for what, plan in UNREADABLE.items():
@@ -268,30 +236,27 @@ def test_plans_whose_numbers_lie_are_refused(held: ExitStack, verb: str) -> None
                 told = ask(call, make[verb](plan, 0, 64))
                 assert told["is"] == "Failed", (what, told)
             call = link.call()
-        unharmed(trial)
+        assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))
         trial.judge(links=1, streams=1, busy=1)
 
 
-def test_addresses_by_the_million(held: ExitStack) -> None:
+def test_addresses_by_the_million() -> None:
     """`Locate` with as many addresses as it may have: of no cache, and of one; answers that nobody reads."""
     with Trial() as trial:
         trial.victim.register("open", 4, 4096, 1, blocks=True, accessible=True)
-        (address,) = trial.victim.addresses("open")
-        link, call = fair_call(trial, held)
+        right, wrong = m.uint(trial.victim.addresses("open")[0]), m.uint(2**64 - 1)
+        link, call = trial.fair_call()
         most = 1 << 20
-        right, wrong = m.uint(address), m.uint(2**64 - 1)
         trial.begin()
         assert ask(call, m.locate(wrong * most, most))["is"] == "Failed"
         told = ask(call, m.locate(right * most, most))
         assert told["is"] == "Located", told
         assert told["spots"] == [told["spots"][0]] * most
         with suppress(OSError):
-            told = ask(call, m.locate(b"\0" * (most + 1), most + 1))
-            assert told["is"] == "Failed", told
+            assert ask(call, m.locate(b"\0" * (most + 1), most + 1))["is"] == "Failed"
         for _ in range(4):
-            silent = link.call()
-            silent.send(frame(m.locate(right * most, most)))
-        wait(1)
+            link.call().send(frame(m.locate(right * most, most)))
+        time.sleep(1)
         trial.judge(links=1, streams=6, busy=1)
 
 
@@ -302,13 +267,10 @@ PLACES: dict[str, bytes] = {
     "behind the region": m.in_region([m.run(REGION, 0, 2)]),
     "at the end of the region": m.in_region([m.run(REGION - 1, 0, 2)]),
     "at 2^64-1": m.in_region([m.run(U64, 0, 2)]),
-    "at 2^63": m.in_region([m.run(2**63, 0, 2)]),
     "around zero": m.in_region([m.run(0, U64, 2)]),
     "in the other region": m.in_region([m.run(0, 4096, 2)], 1),
-    "in region 255": m.in_region([m.run(0, 4096, 2)], 255),
     "for one tensor only": m.in_region([m.run(0, 4096, 1)]),
     "for 2^32-1 tensors": m.in_region([m.run(0, 4096, U32)]),
-    "for no tensor": m.in_region([]),
     "in runs without an end": m.in_region([m.run(0, 0, U32)] * 1000),
     "in a process, at zero": m.in_process([m.run(0, 0, 2)]),
     "in a process, in the kernel": m.in_process([m.run(2**64 - 4096, 0, 2)]),
@@ -316,147 +278,106 @@ PLACES: dict[str, bytes] = {
 }
 
 
-def test_places_that_lie_fail_the_pull_alone(held: ExitStack) -> None:
+def test_places_that_lie_fail_the_pull_alone() -> None:
     """The victim maps the region of a hostile peer and pulls from where that peer says a cache is."""
     with Trial(honest=["auto"]) as trial:
-        answer = {"body": b""}
+        answer = b""
 
         def serve(wire: Wire) -> None:
-            while True:
-                wire.hear()
-                wire.say(answer["body"])
+            while wire.hear():
+                wire.say(answer)
 
         offer = Offer([memory(GENERATIONS), memory(REGION)], regions=(REGION, None))
-        held.callback(offer.close)
-        with Listener(trial.attacker(77), serve, offer) as listener:
-            trial.victim.allocate("n", 4, 256, 2, blocks=True, seed=3)
-            assert trial.victim.link_clusters([(77, listener.address)])[0] == OK
-            trial.tender.add(eventually(lambda: listener.links)[0])
-            (link,) = (one for one in trial.victim.links() if one["cluster"] == 77)
-            assert (link["transport"], link["pools"]) == ("shm", "mapped")
-            trial.begin()
-            for number, (what, place) in enumerate(PLACES.items()):
-                answer["body"] = m.described(place=number, location=place)
-                # Each under a name of its own, because a description is kept.
-                told, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
-                assert told not in {OK, "MemoryError"}, (what, told)
-                assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
-            # A fair place works, so that the lies got as far as the copy; memory that was never written is zero.
-            answer["body"] = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
-            told, _, text = trial.victim.timed("pull_blocks", by_blocks(77, 99), "n", [0], [0])
-            assert told == OK, text
-            assert not any(tensor[0].any() for tensor in trial.victim.read("n"))
-            trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
+        trial.held.callback(offer.close)
+        trial.listen(serve, offer)
+        (link,) = (one for one in trial.victim.links() if one["cluster"] == 77)
+        assert (link["transport"], link["pools"]) == ("shm", "mapped")
+        trial.begin()
+        for number, (what, place) in enumerate(PLACES.items()):
+            answer = m.described(place=number, location=place)
+            # Each under a name of its own, because a description is kept.
+            told, seconds, _ = trial.victim.timed("pull_blocks", by_blocks(77, number), "n", [0], [0])
+            assert told not in {OK, "MemoryError"}, (what, told)
+            assert seconds < PULL_LIMIT / 1000 + SLACK, (what, seconds)
+        # A fair place works, so that the lies got as far as the copy; memory that was never written is zero.
+        answer = m.described(place=99, location=m.in_region([m.run(4096, 8192, 2)]))
+        trial.victim.pull_blocks(by_blocks(77, 99), "n", [0], [0])
+        assert not any(tensor[0].any() for tensor in trial.victim.read("n"))
+        trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
 
 
-def test_generations_that_never_rest_end_the_pull_in_time(held: ExitStack) -> None:
+def test_generations_that_never_rest_end_the_pull_in_time() -> None:
     """The hostile peer raises the generation of its cache all the time: every read of the victim is in vain."""
     with Trial(honest=["auto"], llm__SyncKvCacheWaitTime=1000) as trial:
         generations = memory(GENERATIONS, 0)
         numbers = mmap.mmap(generations, 4096)
-        held.callback(numbers.close)
+        trial.held.callback(numbers.close)
         fcntl.fcntl(generations, F_ADD_SEALS, SEALS)
         over = threading.Event()
-        count = [0]
+        count = 0
 
         def raise_it() -> None:
+            nonlocal count
             while not over.is_set():
-                count[0] += 1
-                numbers[0:8] = count[0].to_bytes(8, "little")
+                count += 1
+                numbers[0:8] = count.to_bytes(8, "little")
 
         def serve(wire: Wire) -> None:
-            while True:
-                wire.hear()
-                wire.say(m.described(generation=count[0], location=m.in_region([m.run(0, 4096, 2)])))
+            while wire.hear():
+                wire.say(m.described(generation=count, location=m.in_region([m.run(0, 4096, 2)])))
 
         offer = Offer([generations, memory(REGION)], regions=(REGION, None))
-        held.callback(offer.close)
+        trial.held.callback(offer.close)
+        trial.listen(serve, offer)
         thread = threading.Thread(target=raise_it, daemon=True)
-        with Listener(trial.attacker(77), serve, offer) as listener:
-            trial.victim.allocate("n", 4, 256, 2, blocks=True, seed=3)
-            assert trial.victim.link_clusters([(77, listener.address)])[0] == OK
-            trial.tender.add(eventually(lambda: listener.links)[0])
-            thread.start()
-            trial.begin()
-            try:
-                for _ in range(3):
-                    _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
-                    assert seconds < 1 + SLACK, text
-            finally:
-                over.set()
-                thread.join(LIMIT)
-            trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
-
-
-NOISE = random.Random(7)  # noqa: S311
-GARBAGE: dict[str, bytes] = {
-    "noise": NOISE.randbytes(5000),
-    "much noise": NOISE.randbytes(MIB),
-    "an unknown kind": frame(b"x", kind=77),
-    "another version": frame(b"x", version=99),
-    "an endless frame": header(2**32 - 1),
-    "a frame one byte too long": header(64 * MIB + 1),
-    "an empty frame": frame(b""),
-    "an empty frame again and again": frame(b"") * 1000,
-    "half a header": b"LD",
-    "a variant that is none": frame(m.uint(200)),
-    "a number that never ends": frame(b"\xff" * 100),
-    "noise in a frame": frame(NOISE.randbytes(1000)),
-    "a refusal": frame(b"\3\0\0\0no", kind=255),
-    "a refusal without a text": frame(b"", kind=255),
-}
-
-
-def test_garbage_after_good_frames_ends_its_stream_alone(held: ExitStack) -> None:
-    """After a hello, after a link, after a ping, after a request: the stream ends, and the victim goes on."""
-    with Trial() as trial:
-        name = trial.attacker().local_name(trial.victim.address)
+        thread.start()
         trial.begin()
-        for number, (what, noise) in enumerate(GARBAGE.items()):
-            peer = trial.attacker(100 + number)
-            begun = peer.link_tcp(trial.victim.address, stop="hello").control
-            local = dial_local(name)
-            local.send(frame(m.hello(m.purpose_link(1), peer.party(), None, peer.host, bytes(16))))
-            link = peer.link_tcp(trial.victim.address)
-            call = link.call()
-            assert ask(call, m.ping())["is"] == "Done"
-            link.control.say(m.PING)
-            for wire in (begun, local, call, link.control):
-                held.callback(wire.close)
-                with suppress(OSError):
-                    wire.send(noise)
-            waits = "half" in what or "endless" in what
-            for wire in (begun, local, call, link.control):
-                assert waits or wire.ended(silence() + SLACK), f"{what}: the stream goes on"
-        trial.judge(links=len(GARBAGE), streams=len(GARBAGE), busy=2)
+        try:
+            for _ in range(3):
+                _, seconds, text = trial.victim.timed("pull_blocks", by_blocks(77), "n", [0], [0])
+                assert seconds < 1 + SLACK, text
+        finally:
+            over.set()
+            thread.join(LIMIT)
+        trial.judge(links=1, streams=2, busy=1, mapped=2 * GENERATIONS)
 
 
-def test_random_streams_of_good_and_bad_frames(held: ExitStack) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [frame(b"x", kind=77), frame(b"x", version=99), header(64 * MIB + 1), frame(b"\xff" * 100), b"no frame at all"],
+    ids=["kind", "version", "length", "message", "no frame"],
+)
+def test_bad_frames_end_their_stream(bad: bytes) -> None:
+    with Trial(honest=["tcp"]) as trial:
+        trial.begin()
+        link = trial.link()
+        for wire in (link.call(), link.control):
+            wire.send(bad)
+            assert wire.ended(SILENCE + SLACK), "the stream goes on"
+        trial.judge(links=1, streams=1, busy=1)
+
+
+def test_random_streams_of_good_and_bad_frames() -> None:
     """Seeded sequences of valid messages, mutated ones and noise, on all kinds of streams."""
-    rounds = 2000 if SOAK else 200
     chance = random.Random(11)  # noqa: S311
+    name, plan = m.name_blocks(1), m.plan_blocks(4096, [(1, 2), (3, 4)])
+    good = [
+        m.ping(),
+        m.describe(name),
+        m.describe(m.name_request(0, 1)),
+        m.read(name, 2, plan, 0, 8192),
+        m.write(name, 2, plan, 0, 8192, limit_ms=50),
+        m.consume(m.name_row(2), 2, 0, 1),
+        m.fetch(name, 2, plan, m.in_process([m.run(4096, 0, 1)]), 1, PREY),
+        m.locate(m.uint(4096), 1),
+        m.PONG,
+        m.DIAL,
+    ]
     with Trial() as trial:
-        peer = trial.attacker()
-        name = peer.local_name(trial.victim.address)
-        plan = m.plan_blocks(4096, [(1, 2), (3, 4)])
-        good = [
-            m.ping(),
-            m.describe(m.name_blocks(1)),
-            m.describe(m.name_request(0, 1)),
-            m.read(m.name_blocks(1), 2, plan, 0, 8192),
-            m.write(m.name_blocks(1), 2, plan, 0, 8192, limit_ms=50),
-            m.consume(m.name_row(2), 2, 0, 1),
-            m.fetch(m.name_blocks(1), 2, plan, m.in_process([m.run(4096, 0, 1)]), 1, PREY),
-            m.locate(m.uint(4096), 1),
-            m.PONG,
-            m.DIAL,
-        ]
         trial.begin()
-        for number in range(rounds):
+        for number in range(2000 if SOAK else 200):
             with suppress(*GONE):
-                one = trial.attacker(100 + number)
-                link = one.link_local(name) if number % 3 == 0 else one.link_tcp(trial.victim.address)
-                held.callback(link.close)
+                link = trial.link(100 + number, local=number % 3 == 0)
                 wire = link.call() if number % 4 else link.control
                 for _ in range(chance.randint(1, 5)):
                     body = bytearray(chance.choice(good))
@@ -464,7 +385,7 @@ def test_random_streams_of_good_and_bad_frames(held: ExitStack) -> None:
                         body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
                     wire.send(frame(bytes(body)))
                 if number % 20 == 19:
-                    held.close()
-        held.close()
+                    trial.held.close()
+        trial.held.close()
         trial.judge(links=64, streams=64, busy=8, mapped=64 * GENERATIONS)
         trial.recovers()

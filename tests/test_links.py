@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
@@ -25,13 +23,13 @@ from peers import (
     Peer,
     Stranger,
     by_request,
+    check_pull,
     code,
-    equal,
     eventually,
     free_port,
     linked,
+    no_link,
     options,
-    pattern,
     split,
     together,
 )
@@ -40,7 +38,7 @@ ALREADY = "LLM_ALREADY_LINK"
 EXISTS = "LLM_EXIST_LINK"
 
 
-def dead(cluster: int = 99) -> tuple[int, str]:
+def dead(cluster: int) -> tuple[int, str]:
     return cluster, f"127.0.0.1:{free_port()}"
 
 
@@ -50,20 +48,6 @@ def answers(at: str) -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-def no_link(end: Any) -> None:
-    eventually(lambda: end.links() == [], what="the end of the link")
-
-
-def moves(near: Any, far: Any, owner: int = 2) -> None:
-    """Bytes really get across, from `far` to `near`."""
-    far.allocate("probe", keys=[by_request(owner, 1)], seed=owner)
-    near.allocate("probe")
-    near.pull_cache(by_request(owner, 1), "probe")
-    for name in (far, near):
-        assert equal([tensor[:1] for tensor in name.read("probe")], [each[:1] for each in pattern(owner, 2, 4, 256)])
-        name.deallocate("probe")
 
 
 def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
@@ -80,33 +64,6 @@ def test_one_code_for_each_and_the_last_failing_overall(ends: Ends) -> None:
     assert near.link_clusters([twice, dead(4)])[0] == LINK_FAILED
     assert near.unlink_clusters([first.at, (6, None), second.at]) == (INVALID, [OK, INVALID, OK])
     assert near.links() == []
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"LD\x04\x01\xff\xff\xff\xff", b"\0" * 5000),
-        b"LD\x09\xff\x1b\0\0\0\x40\x42\x0f\0version 9 is spoken here",  # a refusal of another version
-    ],
-)
-def test_a_listener_that_talks_nonsense_is_no_link(ends: Ends, words: bytes) -> None:
-    near = ends.near()
-    with Stranger(words) as door:
-        assert near.link_clusters([(9, door.at)], 3000)[1] == [LINK_FAILED]
-    assert near.links() == []
-
-
-def test_the_limit_covers_a_connection_that_never_comes_about(ends: Ends) -> None:
-    near = ends.near()
-    with ExitStack() as held:
-        door = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # the queue is full now: further connections are not answered
-            caller = held.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(door.getsockname())
-        began = time.monotonic()
-        assert near.link_clusters([(9, f"127.0.0.1:{door.getsockname()[1]}")], 300)[1] == [TIMEOUT]
-        assert time.monotonic() - began < 0.3 + GRACE
 
 
 def test_twenty_clusters_in_one_call_with_dead_ones_among_them(ends: Ends) -> None:
@@ -134,57 +91,7 @@ def test_a_cluster_linked_several_times_at_once_makes_one_link(ends: Ends) -> No
     codes = together(8, lambda _: near.link_clusters([far.at])[1][0])
     assert codes.count(OK) == 1, codes
     assert len(near.links()) == len(far.links()) == 1
-    moves(near, far)
-
-
-def test_linking_again_is_already_linked_until_unlinked(ends: Ends) -> None:
-    near, far = ends.pair()
-    near.allocate("x")
-    for _ in range(3):
-        assert near.link_clusters([far.at]) == (ALREADY, [ALREADY])
-        moves(near, far)
-        assert near.unlink_clusters([far.at]) == (OK, [OK])
-        assert near.links() == []
-        no_link(far)
-        assert code(near.pull_cache, by_request(2, 1), "x") == UNLINKED
-        assert near.link_clusters([far.at]) == (OK, [OK])
-
-
-@pytest.mark.parametrize(("cluster", "own"), [(0, 2**64 - 2), (2**63, 1), (2**64 - 1, 0), (0, 0)])
-def test_every_cluster_id_of_64_bits_also_the_same_at_both_ends(ends: Ends, cluster: int, own: int) -> None:
-    far, near = ends.peer(cluster=cluster), ends.near(cluster=own)
-    linked(near, far)
-    assert [link["cluster"] for link in near.links()] == [cluster]
-    assert [link["cluster"] for link in far.links()] == [own]
-    if cluster != own:
-        moves(near, far, cluster)
-    assert near.unlink_clusters([(cluster, None)], force=True) == (OK, [OK])
-
-
-def test_the_passive_side_unlinks_by_id_alone(ends: Ends) -> None:
-    far, near = ends.peer(), ends.near(options(listen="127.0.0.1:0"))
-    for _ in range(2):
-        assert far.link_clusters([(1, near.listening())]) == (OK, [OK])
-        assert [link["outgoing"] for link in near.links()] == [False]
-        moves(far, near, 1)
-        assert near.unlink_clusters([(2, None)], force=True) == (OK, [OK])
-        assert near.links() == []
-        far.allocate("x")
-        assert code(far.pull_cache, by_request(1, 1), "x") == UNLINKED
-        assert far.unlink_clusters([(1, None)], force=True) == (OK, [OK])
-
-
-def test_both_sides_force(ends: Ends) -> None:
-    near, far = ends.pair()
-    for _ in range(3):
-        assert near.unlink_clusters([(2, None)], force=True) == (OK, [OK])
-        linked(near, far)  # the peer may still think that it is linked
-        assert len(far.links()) == 1
-        assert near.unlink_clusters([(2, None)], force=True) == (OK, [OK])
-        assert far.unlink_clusters([(1, None)], force=True) == (OK, [OK])
-        assert near.links() == far.links() == []
-        linked(near, far)
-    moves(near, far)
+    check_pull(near, far)
 
 
 def test_finalize_and_init_on_one_object_with_links_both_ways(ends: Ends) -> None:
@@ -194,7 +101,7 @@ def test_finalize_and_init_on_one_object_with_links_both_ways(ends: Ends) -> Non
     for _ in range(3):
         linked(near, far)
         assert other.link_clusters([(1, near.listening())])[0] == OK
-        moves(near, far)
+        check_pull(near, far)
         near.finalize()
         no_link(far)
         no_link(other)
@@ -217,19 +124,7 @@ def test_switching_a_role_needs_no_links(ends: Ends) -> None:
     assert far.listening() is None
     assert not answers(far.address)
     assert far.link_clusters([(1, near.listening())])[0] == OK
-    moves(far, near, 1)
-
-
-def test_the_listener_follows_the_options_of_a_switch(ends: Ends) -> None:
-    near = ends.near(options(listen="127.0.0.1:0"))
-    first, second = near.listening(), f"127.0.0.1:{free_port()}"
-    before: str | None = None
-    for role, address in (("DECODER", first), ("DECODER", second), ("MIX", None), ("MIX", second)):
-        near.switch_role(role, {"llm.listenIpInfo": address} if address else None)
-        assert near.listening() == address
-        assert address is None or answers(address)
-        assert before in (None, address) or not answers(before)
-        before = address
+    check_pull(far, near, 1)
 
 
 def test_ipv6(ends: Ends) -> None:
@@ -240,7 +135,7 @@ def test_ipv6(ends: Ends) -> None:
     far, near = ends.peer(options(listen="[::1]:0")), ends.near()
     assert far.address.startswith("[::1]:")
     linked(near, far)
-    moves(near, far)
+    check_pull(near, far)
     assert near.unlink_clusters([far.at])[0] == OK
 
 

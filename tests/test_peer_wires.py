@@ -14,7 +14,6 @@ from peers import (
     Proxy,
     by_blocks,
     eventually,
-    linked,
     options,
     pattern,
 )
@@ -24,23 +23,6 @@ ROWS, ROW_BYTES = 200, 10_000
 
 def tcp(accessible: bool, **extra: object) -> dict[str, str]:
     return options(accessible=accessible, pool=8 << 20, llm__LinkTransport="tcp", **extra)
-
-
-@pytest.mark.parametrize("accessible", [False, True])
-def test_a_half_open_connection_is_noticed_by_both(ends: Ends, accessible: bool) -> None:
-    settings = tcp(accessible, llm__LinkHeartbeat=100, llm__LinkSilence=1500, llm__SyncKvCacheWaitTime=400)
-    far, near = ends.peer(settings), ends.near(settings)
-    far.allocate("f", blocks=True, keys=[by_blocks(0)])
-    near.allocate("n", blocks=True)
-    with Proxy(far.address) as wire:
-        assert near.link_clusters([(2, wire.at)])[0] == OK
-        near.pull_blocks(by_blocks(2), "n", [0], [0])
-        wire.deafen()
-        assert near.within(0.4, "pull_blocks", by_blocks(2), "n", [0], [0])[0] in {TIMEOUT, UNLINKED}
-        eventually(lambda: near.links() == [], what="the end of the link here")
-        eventually(lambda: far.links() == [], what="the end of the link there")
-    linked(near, far)
-    near.pull_blocks(by_blocks(2), "n", [0], [0])
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -24,8 +24,7 @@ from peers import (
     Ends,
     Peer,
     by_blocks,
-    by_request,
-    code,
+    check_pull,
     equal,
     eventually,
     free_ports,
@@ -89,61 +88,37 @@ def hosts() -> Iterator[Hosts]:
         yield Hosts(ends)
 
 
-def uses(near: Peer, far: Peer, seed: int = 1) -> None:
-    """Bytes get across."""
-    far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
-    near.allocate("n", 8, 30_000, 2, blocks=True)
-    near.pull_blocks(by_blocks(far.cluster), "n", range(8), range(8))
-    assert equal(near.read("n"), pattern(seed, 2, 8, 30_000))
-    far.deallocate("f")
-    near.deallocate("n")
-
-
-def test_without_a_token_other_hosts_are_refused(hosts: Hosts) -> None:
-    near, far = hosts.open({}, {})
-    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
-    assert "token" in near.said(), "the reason is told"
-    assert near.links() == far.links() == []
-
-
-@pytest.mark.parametrize("accessible", [False, True])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_with_a_token_they_link_over_tcp(hosts: Hosts, accessible: bool, transport: str) -> None:
-    given = {"accessible": accessible, "llm__LinkToken": TOKEN, "llm__LinkTransport": transport}
-    near, far = hosts.open(given, given)
-    assert near.link_clusters([far.at])[1] == [OK]
-    uses(near, far)
-    uses(far, near, 2)
+@pytest.mark.parametrize(
+    ("near_has", "far_has", "expected"),
+    [
+        ({}, {}, LINK_FAILED),
+        ({"llm__LinkToken": TOKEN}, {"llm__LinkToken": TOKEN[::-1]}, LINK_FAILED),
+        ({"llm__LinkToken": TOKEN, "llm__LinkTransport": "shm"},) * 2 + (LINK_FAILED,),
+        ({"llm__LinkAcceptRemote": 1},) * 2 + (OK,),
+        ({"llm__LinkToken": TOKEN},) * 2 + (OK,),
+        ({"llm__LinkToken": TOKEN, "llm__LinkTransport": "tcp", "accessible": True},) * 2 + (OK,),
+    ],
+    ids=["no token", "another token", "shared memory", "accepts other hosts", "token", "one-sided"],
+)
+def test_who_is_linked_and_over_what(
+    hosts: Hosts, near_has: dict[str, Any], far_has: dict[str, Any], expected: str
+) -> None:
+    near, far = hosts.open(near_has, far_has)
+    assert near.link_clusters([far.at])[1] == [expected]
+    if expected != OK:
+        assert near.links() == far.links() == []
+        assert near_has or "token" in near.said(), "the log names the reason"
+        return
+    check_pull(near, far)
+    check_pull(far, near, 1, seed=2)
     assert [link["transport"] for link in near.links() + far.links()] == ["tcp", "tcp"]
-    if accessible:
+    if "accessible" in near_has:
         far.allocate("f", 2, 64, 2, blocks=True, keys=[by_blocks(0)])
         near.allocate("n", 2, 64, 2, blocks=True, seed=3)
         near.push_blocks(by_blocks(2), "n", [0, 1], [0, 1])
         assert equal(far.read("f"), pattern(3, 2, 2, 64))
-    else:
-        far.allocate("f", 2, 64, 2, keys=[by_request(2, 1)])
-        near.allocate("n", 2, 64, 2)
-        assert code(near.pull_cache, by_request(2, 1), "n") == OK
-        assert code(near.pull_cache, by_request(2, 1), "n") == "LLM_KV_CACHE_NOT_EXIST"
     assert near.unlink_clusters([far.at])[0] == OK
     assert far.links() == []
-
-
-def test_a_wrong_token_is_refused(hosts: Hosts) -> None:
-    near, far = hosts.open({"llm__LinkToken": TOKEN}, {"llm__LinkToken": TOKEN[::-1]})
-    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
-
-
-def test_a_listener_told_to_accept_other_hosts_does(hosts: Hosts) -> None:
-    near, far = hosts.open({"llm__LinkAcceptRemote": 1}, {"llm__LinkAcceptRemote": 1})
-    assert near.link_clusters([far.at])[1] == [OK]
-    uses(near, far)
-
-
-def test_shared_memory_alone_is_no_link_between_hosts(hosts: Hosts) -> None:
-    given = {"llm__LinkToken": TOKEN, "llm__LinkTransport": "shm"}
-    near, far = hosts.open(given, given)
-    assert near.link_clusters([far.at])[1] == [LINK_FAILED]
 
 
 def test_a_pulled_cable(hosts: Hosts) -> None:
@@ -155,7 +130,7 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     }
     near, far = hosts.open(given, given)
     assert near.link_clusters([far.at])[1] == [OK]
-    uses(near, far)
+    check_pull(near, far)
     far.allocate("f", 8, 30_000, 2, blocks=True, keys=[by_blocks(0)], seed=5)
     near.allocate("n", 8, 30_000, 2, blocks=True)
     hosts.plug(up=False)
@@ -173,31 +148,20 @@ def test_a_pulled_cable(hosts: Hosts) -> None:
     assert equal(near.read("n"), pattern(5, 2, 8, 30_000))
 
 
-def test_a_rank_table_of_two_servers(hosts: Hosts) -> None:
-    given = {"llm__LinkToken": TOKEN, "llm__RankPort": free_ports()}
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_rank_table_of_two_servers(hosts: Hosts, numbered: bool) -> None:
+    """Servers have addresses, or, as containers, numbers that `llm.RankHosts` maps to addresses."""
+    ports = free_ports()
+    given = {"llm__LinkToken": TOKEN, "llm__RankPort": ports}
+    if numbered:
+        given["llm__RankHosts"] = json.dumps({"1": f"{ADDRESSES[0]}:{ports}", "2": f"{ADDRESSES[1]}:{ports}"})
     near, far = hosts.open(given, given)
     servers = [
-        {
-            "server_id": address,
-            "device": [{"device_id": "0", "device_ip": f"198.51.100.{number}", "rank_id": str(number)}],
-        }
+        {"server_id": str(number) if numbered else address, "device": [{"device_id": "0", "rank_id": str(number)}]}
         for number, address in enumerate(ADDRESSES)
     ]
-    table = json.dumps({"version": "1.2", "server_count": "2", "status": "completed", "server_list": servers})
+    table = json.dumps({"version": "1.0", "server_count": "2", "status": "completed", "server_list": servers})
     comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
     assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
-    uses(near, far)
+    check_pull(near, far)
     assert near.links()[0]["transport"] == "tcp"
-
-
-def test_two_containers_of_one_machine_with_numbered_servers(hosts: Hosts) -> None:
-    """`server_id` "0" and "1" say nothing; the hosts are named by option."""
-    ports = free_ports()
-    names = json.dumps({"1": f"{ADDRESSES[0]}:{ports}", "2": f"{ADDRESSES[1]}:{ports}"})
-    given = {"llm__LinkToken": TOKEN, "llm__RankPort": ports, "llm__RankHosts": names}
-    near, far = hosts.open(given, given)
-    servers = [{"server_id": str(number), "device": [{"rank_id": str(number)}]} for number in range(2)]
-    table = json.dumps({"version": "1.0", "server_count": "2", "server_list": servers})
-    comms = near.link("pair", {1: 0, 2: 1}, table), far.link("pair", {1: 0, 2: 1}, table)
-    assert (near.settled(comms[0]), far.settled(comms[1])) == ("OK", "OK")
-    uses(near, far)

@@ -59,7 +59,7 @@ class Pair:
 
     def allocate(self, end: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Allocate at either end; the handle where it is the near one."""
-        (end.allocate if self.mode == CACHE_MANAGER else end.allocate_kv)(name, *args, **kwargs)
+        end.allocate(name, *args, **kwargs)
         return end.held[name].handle if end is self.near else None
 
     def caches(self, rows: int = 4, row_bytes: int = 256, tensors: int = 4, **kwargs: Any) -> tuple[Any, list[int]]:

@@ -7,7 +7,6 @@ markers. Not for: how the costs are measured (`trial`).
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 from typing import NamedTuple
 
 MIB = 1 << 20
@@ -71,7 +70,7 @@ def value(name: str) -> int:
     return BUDGETS[name].value
 
 
-def open_files(limit: int | None = None) -> int:
+def open_files(limit: int | None) -> int:
     """A soft limit of open files, or this process's own."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
 
@@ -81,20 +80,14 @@ def pending(limit: int | None = None) -> int:
     return max(4, min(open_files(limit) // value("pending"), 256))
 
 
-def incoming(limit: int | None = None) -> int:
+def incoming(limit: int | None) -> int:
     """Links that peers made, under a soft limit of open files."""
     return max(4, min((open_files(limit) - 48) // value("incoming"), 4096))
 
 
-def streams(limit: int | None = None) -> int:
-    """Call streams of all links beyond two of each, under a soft limit of open files."""
+def streams(limit: int | None) -> int:
+    """Call streams of all links beyond one of each, under a soft limit of open files."""
     return max(8, min(open_files(limit) // value("streams"), 8192))
-
-
-def mapped() -> int:
-    """Bytes of peers' memory that an engine of this host maps."""
-    total = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
-    return value("mapped") * int(total) * 1024
 
 
 def table() -> str:

@@ -8,6 +8,7 @@ stay alive while the attack goes on. Not for: the bytes of messages (`messages`)
 from __future__ import annotations
 
 import array
+import fcntl
 import hashlib
 import hmac
 import os
@@ -16,14 +17,14 @@ import socket
 import struct
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 VERSION = 5
 MAGIC = b"LD"
@@ -38,11 +39,6 @@ F_ADD_SEALS = 1033
 
 # The steps of a greeting at which a dialler may stop. Before "welcome" it has not proved anything.
 STEPS = ("connect", "half header", "header", "half hello", "hello", "half proof", "proof", "welcome")
-
-
-def boot_id() -> str:
-    """What names this host in a `Hello`."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def header(length: int, kind: int = MESSAGE, version: int = VERSION) -> bytes:
@@ -79,28 +75,19 @@ class Wire:
         self.socket.sendall(data)
 
     def hear(self) -> bytes:
-        """The body of the next message. `EndedError` if a refusal or nothing comes."""
-        kind, body, descriptors = self.receive()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if kind == REFUSAL:
-            raise EndedError(body[4:].decode())
-        return body
-
-    def receive(self) -> tuple[int, bytes, list[int]]:
-        """Kind and body of the next frame, and the descriptors that came with it."""
+        """The body of the next message, without its descriptors. `EndedError` if a refusal or nothing comes."""
         room = socket.CMSG_SPACE(8 * 4) if self.socket.family == socket.AF_UNIX else 0
         start, extra, _, _ = self.socket.recvmsg(8, room)
-        descriptors: list[int] = []
-        for _, kind, data in extra:
-            if kind == socket.SCM_RIGHTS:
-                descriptors += array.array("i", data[: len(data) - len(data) % 4])
-        magic, version, kind, length = struct.unpack(
-            "<2sBBI", start + self.exactly(8 - len(start)) if start else self._end()
-        )
+        for _, _, rights in extra:
+            for descriptor in array.array("i", rights[: len(rights) - len(rights) % 4]):
+                os.close(descriptor)
+        magic, version, kind, length = struct.unpack("<2sBBI", start + self.exactly(8 - len(start)))
+        body = self.exactly(length)
         assert magic == MAGIC, magic
-        assert kind == REFUSAL or version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
-        return kind, self.exactly(length), descriptors
+        if kind == REFUSAL:
+            raise EndedError(body[4:].decode())
+        assert version == VERSION, f"the engine speaks version {version}, this client {VERSION}"
+        return body
 
     def exactly(self, count: int) -> bytes:
         """So many bytes."""
@@ -108,12 +95,9 @@ class Wire:
         while len(got) < count:
             more = self.socket.recv(min(count - len(got), 1 << 20))
             if not more:
-                self._end()
+                raise EndedError("the other side closed the stream without a reason")
             got += more
         return bytes(got)
-
-    def _end(self) -> None:
-        raise EndedError("the other side closed the stream without a reason")
 
     def ended(self, limit: float = LIMIT) -> bool:
         """Whether the other side ends the stream within the limit, whatever it says before."""
@@ -130,7 +114,6 @@ class Wire:
         return False
 
     def close(self) -> None:
-        """Close the socket."""
         self.socket.close()
 
 
@@ -143,12 +126,12 @@ class Link:
         self.seen: dict[str, str | None] = {}
         self.calls: list[Wire] = []
 
-    def call(self, reverse: bool = False) -> Wire:
+    def call(self) -> Wire:
         """One more call stream."""
         assert self.dial is not None, "the engine dialled this link"
         wire = self.dial()
         self.calls.append(wire)
-        told = self.peer.greet(wire, m.purpose_call(self.number, reverse))
+        told = self.peer.greet(wire, m.purpose_call(self.number))
         assert told["proved"], "the engine does not know the key"
         return wire
 
@@ -184,18 +167,11 @@ def take(wire: Wire, count: int) -> bytes:
     return bytes(out)
 
 
-def memory(length: int, seals: int = SEALS, name: str = "hostile") -> int:
+def memory(length: int, seals: int = SEALS) -> int:
     """A sparse memfd of so many bytes, sealed; the caller closes it."""
-    import fcntl  # noqa: PLC0415
-
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, length)
-        if seals:
-            fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
-    except OSError:
-        os.close(descriptor)
-        raise
+    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, length)
+    fcntl.fcntl(descriptor, F_ADD_SEALS, seals)
     return descriptor
 
 
@@ -214,7 +190,6 @@ class Offer:
         self.descriptors = [memory(GENERATIONS)] if descriptors is None else list(descriptors)
 
     def close(self) -> None:
-        """Close this side's descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -222,97 +197,68 @@ class Offer:
 class Peer:
     """Who greets: a cluster id, an instance, a token or none."""
 
-    def __init__(
-        self, cluster: int, token: str | None, *, accessible: bool = True, instance: int | None = None
-    ) -> None:
-        self.cluster = cluster
-        self.instance = int.from_bytes(os.urandom(8), "little") if instance is None else instance
-        self.accessible = accessible
-        self.token = token
-        self.secret = b""  # the key over TCP where there is no token; `meet` obtains it
-        self.host = boot_id()
+    def __init__(self, cluster: int, token: str | None, *, instance: int | None = None) -> None:
+        self.party = m.party(cluster, int.from_bytes(os.urandom(8), "little") if instance is None else instance)
+        self.key = (token or "").encode()  # what it proves itself with
+        self.host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.patience = LIMIT  # seconds that a step of its greetings may take
 
-    def party(self) -> bytes:
-        """How it names itself."""
-        return m.party(self.cluster, self.instance, self.accessible)
-
-    def key(self, wire: Wire) -> bytes:
-        """What it proves itself with."""
-        if self.token is not None:
-            return self.token.encode()
-        return b"" if wire.socket.family == socket.AF_UNIX else self.secret
-
-    # -- dialling ------------------------------------------------------------------------------------------------
-
-    def greet(
-        self, wire: Wire, purpose: bytes, *, stop: str = "welcome", asked: int | None = None, proof: bytes | None = None
-    ) -> dict[str, Any]:
-        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came.
-
-        `proof` replaces the proof that the key gives.
-        """
-        body = m.hello(purpose, self.party(), asked, self.host, os.urandom(16))
+    def greet(self, wire: Wire, purpose: bytes, *, stop: str = "welcome") -> dict[str, Any]:
+        """Greet as the side that dials, up to the step `stop`; returns the `Welcome`, or nothing before it came."""
+        body = m.hello(purpose, self.party, self.host, os.urandom(16))
         said = frame(body)
         cut = {"connect": 0, "half header": 4, "header": 8, "half hello": 8 + len(body) // 2}.get(stop)
-        wire.send(said if cut is None else said[:cut])
+        wire.send(said[:cut])
         if cut is not None or stop == "hello":
             return {}
         challenge = wire.hear()
         assert len(challenge) == 16, challenge
-        right = hmac.new(self.key(wire), b"dialer\0" + body + challenge, hashlib.sha256).digest()
-        answer = frame(right if proof is None else proof)
-        if stop == "half proof":
-            wire.send(answer[:20])
-            return {}
-        wire.send(answer)
-        if stop == "proof":
+        proof = frame(hmac.new(self.key, b"dialer\0" + body + challenge, hashlib.sha256).digest())
+        wire.send(proof[:20] if stop == "half proof" else proof)
+        if stop in {"half proof", "proof"}:
             return {}
         told = m.read_welcome(wire.hear())
-        signed = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
+        signed = hmac.new(self.key, b"acceptor\0" + body + challenge + told["unsigned"], hashlib.sha256)
         told["proved"] = hmac.compare_digest(signed.digest(), told["mac"])
         return told
 
     def link_tcp(self, address: str, *, stop: str = "up", window: int | None = None) -> Link:
         """A link over TCP. `stop` "welcome" leaves the engine's first word unread; `window` is the receive buffer."""
-        number = int.from_bytes(os.urandom(8), "little")
-        dial = lambda: dial_tcp(address, window, self.patience)  # noqa: E731
-        link = Link(self, number, dial(), dial)
-        with _closed_on_failure(link):
-            self.greet(link.control, m.purpose_link(number), stop="welcome" if stop == "up" else stop)
-            if stop == "up":
-                assert link.control.hear() == m.PONG
-        return link
+        return self._link(lambda: dial_tcp(address, window, self.patience), stop)
 
     def link_local(self, name: str, offer: Offer | None = None, *, stop: str = "up") -> Link:
-        """A link over the local socket, with memory offered. `stop` may also name a step of the offer."""
-        number = int.from_bytes(os.urandom(8), "little")
-        dial = lambda: dial_local(name, self.patience)  # noqa: E731
-        link = Link(self, number, dial(), dial)
-        with _closed_on_failure(link):
-            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
-            if stop not in STEPS:
-                self._offer(link, offer, stop)
-        return link
-
-    def _offer(self, link: Link, offer: Offer | None, stop: str) -> None:
-        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        """A link over the local socket, with memory offered. `stop` may also be a step of `_attach`."""
         made = Offer() if offer is None else offer
         try:
-            if stop == "half attach":
-                link.control.send(frame(made.body)[:10])
-                return
-            link.control.say(made.body, made.descriptors)
-            m.read_attach(link.control.hear())
-            if stop == "attach":
-                return
-            link.control.say(m.attached())
-            link.seen = m.read_attached(link.control.hear())
-            if stop == "up":
-                assert link.control.hear() == m.PONG
+            return self._link(lambda: dial_local(name, self.patience), stop, made)
         finally:
             if offer is None:
                 made.close()
+
+    def _link(self, dial: Callable[[], Wire], stop: str, offer: Offer | None = None) -> Link:
+        number = int.from_bytes(os.urandom(8), "little")
+        link = Link(self, number, dial(), dial)
+        try:
+            self.greet(link.control, m.purpose_link(number), stop=stop if stop in STEPS else "welcome")
+            if stop not in STEPS and offer is not None:
+                self._attach(link, offer, stop)
+            if stop == "up":
+                assert link.control.hear() == m.PONG
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _attach(self, link: Link, offer: Offer, stop: str) -> None:
+        """Offer memory, up to the step "half attach", "attach", "attached" or "up"."""
+        if stop == "half attach":
+            link.control.send(frame(offer.body)[:10])
+            return
+        link.control.say(offer.body, offer.descriptors)
+        link.control.hear()
+        if stop != "attach":
+            link.control.say(m.ATTACHED)
+            link.seen = m.read_attached(link.control.hear())
 
     def local_name(self, address: str) -> str:
         """The abstract name of an engine's local socket, as it tells a process of its own host."""
@@ -321,54 +267,35 @@ class Peer:
         assert told["local"], told
         return str(told["local"])
 
-    def meet(self, name: str) -> None:
-        """Obtain the secret that proves streams over TCP where there is no token."""
-        with closing(dial_local(name)) as wire:
-            self.secret = self.greet(wire, m.purpose_meet())["secret"] or b""
-
-    # -- accepting -----------------------------------------------------------------------------------------------
-
     def answer(self, wire: Wire, local: str | None = None) -> dict[str, Any]:
         """Greet as the side that accepts; the `Hello` of the engine that dialled."""
         body = wire.hear()
         challenge = os.urandom(16)
         wire.say(challenge)
         wire.hear()  # whoever dials here is welcome
-        unsigned = m.welcome(self.party(), bytes(32), local, None)
-        mac = hmac.new(self.key(wire), b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
-        wire.say(m.welcome(self.party(), mac, local, None))
+        unsigned = m.welcome(self.party, bytes(32), local)
+        mac = hmac.new(self.key, b"acceptor\0" + body + challenge + unsigned, hashlib.sha256).digest()
+        wire.say(m.welcome(self.party, mac, local))
         return m.read_hello(body)
 
 
 def dial_tcp(address: str, window: int | None = None, limit: float = LIMIT) -> Wire:
     """A connection to `ip:port`; `window` sets the receive buffer."""
     host, port = address.rsplit(":", 1)
-    assert host in {"127.0.0.1", "[::1]"}, "only loopback is loaded"
-    made = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+    assert host == "127.0.0.1", "only the loopback is attacked"
+    wire = Wire(socket.socket(), limit)
     if window is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.settimeout(limit)
-    made.connect((host.strip("[]"), int(port)))
-    return Wire(made, limit)
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.socket.connect((host, int(port)))
+    return wire
 
 
 def dial_local(name: str, limit: float = LIMIT) -> Wire:
     """A connection to an abstract name."""
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(limit)
-    made.connect(b"\0" + name.encode())
-    return Wire(made, limit)
-
-
-@contextmanager
-def _closed_on_failure(link: Link) -> Iterator[None]:
-    """Close the streams of a link that does not come about."""
-    try:
-        yield
-    except BaseException:
-        link.close()
-        raise
+    wire = Wire(socket.socket(socket.AF_UNIX), limit)
+    wire.socket.connect(b"\0" + name.encode())
+    return wire
 
 
 class Listener:
@@ -390,7 +317,6 @@ class Listener:
             self.doors[1].listen(256)
         self.links: list[Link] = []
         self.wires: list[Wire] = []
-        self.streams = 0  # call streams that were greeted
         self.deaf: threading.Event | None = None  # nobody is greeted until it is set
         self.threads = [threading.Thread(target=self._accept, args=(door,), daemon=True) for door in self.doors]
         for thread in list(self.threads):
@@ -417,13 +343,12 @@ class Listener:
                     return
                 if self.offer is not None:
                     wire.say(self.offer.body, self.offer.descriptors)
-                    m.read_attach(wire.hear())
-                    wire.say(m.attached())
-                    m.read_attached(wire.hear())
+                    wire.hear()
+                    wire.say(m.ATTACHED)
+                    wire.hear()
                 wire.say(m.PONG)
                 self.links.append(Link(self.peer, told["link"], wire, None))
             else:
-                self.streams += 1
                 self.serve(wire)
 
     def __enter__(self) -> Listener:  # noqa: PYI034
@@ -450,7 +375,6 @@ class Tender:
         self.selector = selectors.DefaultSelector()
         self.lock = threading.Lock()
         self.over = threading.Event()
-        self.pings = 0
         self.ended: list[Link] = []  # links that the engine closed
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -469,7 +393,6 @@ class Tender:
                 try:
                     data = link.control.socket.recv(1 << 16)
                     count = data.count(pings)
-                    self.pings += count
                     if count:
                         link.control.socket.sendall(pong * count)
                 except OSError:

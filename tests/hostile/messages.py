@@ -13,12 +13,10 @@ from .postcard import Reader, blob, flag, many, sint, some, text, uint
 
 NEVER = 600_000  # ms: a deadline that does not end the attack
 
-# -- the greeting --------------------------------------------------------------------------------------------------
 
-
-def party(cluster: int, instance: int, accessible: bool) -> bytes:
-    """Who speaks: cluster id, a random number of this engine, and whether its caches may be used without asking."""
-    return uint(cluster) + uint(instance) + flag(accessible)
+def party(cluster: int, instance: int) -> bytes:
+    """Who speaks: cluster id, a random number of this engine, and that its caches may be used without asking."""
+    return uint(cluster) + uint(instance) + flag(True)
 
 
 def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
@@ -26,14 +24,14 @@ def comm(name: str, members: list[tuple[int, int]], listener: str) -> bytes:
     return text(name) + many([uint(cluster) + uint(rank) for cluster, rank in members]) + text(listener)
 
 
-def purpose_link(link: int, probe: bool = False, communicator: bytes | None = None) -> bytes:
-    """Variant 0: the control stream of a new link."""
-    return uint(0) + uint(link) + some(communicator) + flag(probe)
+def purpose_link(link: int, probe: bool = False) -> bytes:
+    """Variant 0: the control stream of a new link, which is not of a communicator."""
+    return uint(0) + uint(link) + some(None) + flag(probe)
 
 
-def purpose_call(link: int, reverse: bool = False) -> bytes:
-    """Variant 1: a call stream of a link."""
-    return uint(1) + uint(link) + flag(reverse)
+def purpose_call(link: int) -> bytes:
+    """Variant 1: a call stream of a link, for calls of the side that dials."""
+    return uint(1) + uint(link) + flag(False)
 
 
 def purpose_meet() -> bytes:
@@ -46,48 +44,27 @@ def purpose_knock(communicator: bytes) -> bytes:
     return uint(3) + communicator
 
 
-def hello(purpose: bytes, who: bytes, asked: int | None, host: str, nonce: bytes) -> bytes:
-    """The first message of a greeting."""
-    return purpose + who + some(None if asked is None else uint(asked)) + text(host) + nonce
+def hello(purpose: bytes, who: bytes, host: str, nonce: bytes) -> bytes:
+    """The first message of a greeting, which expects no cluster."""
+    return purpose + who + some(None) + text(host) + nonce
 
 
 def read_hello(body: bytes) -> dict[str, Any]:
-    """What a dialler says first."""
+    """The purpose of a dialler, and the link that it names."""
     reader = Reader(body)
-    kind = reader.uint()
-    told: dict[str, Any] = {"is": ("Link", "Call", "Meet", "Knock")[kind]}
-    if kind == 0:
-        told["link"] = reader.uint()
-        told["comm"] = reader.some(lambda: _read_comm(reader))
-        told["probe"] = reader.flag()
-    elif kind == 1:
-        told["link"], told["reverse"] = reader.uint(), reader.flag()
-    elif kind == 3:
-        told["comm"] = _read_comm(reader)
-    told["from"] = _read_party(reader)
-    told["asked"] = reader.some(reader.uint)
-    told["host"], told["nonce"] = reader.text(), reader.raw(16)
-    reader.done()
-    return told
+    kind = ("Link", "Call", "Meet", "Knock")[reader.uint()]
+    return {"is": kind, "link": reader.uint() if kind in {"Link", "Call"} else None}
 
 
-def _read_comm(reader: Reader) -> tuple[str, list[tuple[int, int]], str]:
-    return reader.text(), reader.many(lambda: (reader.uint(), reader.uint())), reader.text()
-
-
-def _read_party(reader: Reader) -> tuple[int, int, bool]:
-    return reader.uint(), reader.uint(), reader.flag()
-
-
-def welcome(who: bytes, mac: bytes, local: str | None, secret: bytes | None) -> bytes:
-    """The last message of a greeting."""
-    return who + mac + some(None if local is None else text(local)) + some(secret)
+def welcome(who: bytes, mac: bytes, local: str | None) -> bytes:
+    """The last message of a greeting, without a secret."""
+    return who + mac + some(None if local is None else text(local)) + some(None)
 
 
 def read_welcome(body: bytes) -> dict[str, Any]:
     """What an acceptor says last. "unsigned" is the same message with a zero mac, which the mac covers."""
     reader = Reader(body)
-    told: dict[str, Any] = {"from": _read_party(reader)}
+    told: dict[str, Any] = {"from": (reader.uint(), reader.uint(), reader.flag())}
     start = reader.at
     told["mac"] = reader.raw(32)
     told["unsigned"] = body[:start] + bytes(32) + body[reader.at :]
@@ -95,9 +72,6 @@ def read_welcome(body: bytes) -> dict[str, Any]:
     told["secret"] = reader.some(lambda: reader.raw(32))
     reader.done()
     return told
-
-
-# -- memory --------------------------------------------------------------------------------------------------------
 
 
 def attach(
@@ -110,32 +84,16 @@ def attach(
     return flag(generations) + lengths + some(None if probe is None else uint(probe[0]) + probe[1])
 
 
-def attached(mapped: str | None = None, registered: str | None = None) -> bytes:
-    """What became of an `Attach`: `None`, or why it could not be used."""
-    return b"".join(uint(0) if why is None else uint(1) + text(why) for why in (mapped, registered))
-
-
-def read_attach(body: bytes) -> dict[str, Any]:
-    """What the other side offers."""
-    reader = Reader(body)
-    told = {
-        "generations": reader.flag(),
-        "regions": [reader.some(reader.uint) for _ in range(2)],
-        "probe": reader.some(lambda: (reader.uint(), reader.raw(16))),
-    }
-    reader.done()
-    return told
+ATTACHED = uint(0) + uint(0)  # all of an offer can be used
 
 
 def read_attached(body: bytes) -> dict[str, str | None]:
-    """What the other side could use of an offer."""
+    """Why the other side cannot use parts of an offer."""
     reader = Reader(body)
     told = {name: reader.text() if reader.uint() else None for name in ("mapped", "registered")}
     reader.done()
     return told
 
-
-# -- control streams -----------------------------------------------------------------------------------------------
 
 PING, PONG, DIAL = uint(0), uint(1), uint(3)
 
@@ -143,9 +101,6 @@ PING, PONG, DIAL = uint(0), uint(1), uint(3)
 def bye(reason: str = "the test ends it", unlinked: bool = False) -> bytes:
     """The link ends."""
     return uint(2) + text(reason) + flag(unlinked)
-
-
-# -- requests ------------------------------------------------------------------------------------------------------
 
 
 def name_request(model: int, number: int) -> bytes:
@@ -255,8 +210,6 @@ def in_process(runs: list[bytes]) -> bytes:
 
 HIDDEN = uint(2)
 
-# -- replies -------------------------------------------------------------------------------------------------------
-
 REPLIES = ("Described", "Ready", "Done", "Stale", "Unreachable", "Failed", "Located")
 STALE = uint(3)
 
@@ -279,11 +232,6 @@ def unreachable(reason: str) -> bytes:
 def failed(kind: int, message: str, facts: list[tuple[str, str]], arrived: list[bytes]) -> bytes:
     """Reply 5."""
     return uint(5) + bytes([kind]) + text(message) + many([text(a) + text(b) for a, b in facts]) + many(arrived)
-
-
-def located(spots: list[bytes]) -> bytes:
-    """Reply 6."""
-    return uint(6) + many(spots)
 
 
 def described(
@@ -312,24 +260,18 @@ def read_reply(body: bytes) -> dict[str, Any]:
     reader = Reader(body)
     told: dict[str, Any] = {"is": REPLIES[reader.uint()]}
     if told["is"] == "Described":
-        told["place"], told["generation"] = reader.uint(), reader.uint()
+        reader.uint(), reader.uint()
         told["cache"], told["row"] = reader.sint(), reader.uint()
         told["tensors"], told["rows"], told["row_bytes"] = reader.uint(), reader.uint(), reader.uint()
-        told["blocks"], told["placement"] = reader.flag(), reader.byte()
-        told["allocated"], told["accessible"] = reader.flag(), reader.flag()
-        kind = reader.uint()
-        told["region"] = reader.byte() if kind == 0 else None
-        three = lambda: (reader.uint(), reader.uint(), reader.uint())  # noqa: E731
-        told["runs"] = [] if kind == 2 else reader.many(three)
-    elif told["is"] in {"Ready", "Done"}:
+        return told  # flags and location follow
+    if told["is"] in {"Ready", "Done"}:
         told["bytes"] = reader.uint()
     elif told["is"] == "Unreachable":
         told["reason"] = reader.text()
     elif told["is"] == "Failed":
         told["kind"], told["message"] = reader.byte(), reader.text()
         told["facts"] = reader.many(lambda: (reader.text(), reader.text()))
-        pair = lambda: (reader.uint(), reader.uint())  # noqa: E731
-        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(pair)))
+        told["arrived"] = reader.many(lambda: (reader.uint(), reader.many(lambda: (reader.uint(), reader.uint()))))
     elif told["is"] == "Located":
         told["spots"] = reader.many(lambda: (reader.sint(), reader.uint(), reader.uint()))
     reader.done()

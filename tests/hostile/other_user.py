@@ -12,13 +12,12 @@ from __future__ import annotations
 import encodings.idna  # noqa: F401  (sockets import it late)
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,45 +31,41 @@ def tell(what: Any) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
+def in_thread(work: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=work, args=args, daemon=True).start()
+
+
 def greet(way: str, at: str) -> dict[str, Any]:
     """Greet as a peer without a token; what the engine answered."""
-    peer = Peer(66, None)
-    wire = None
     try:
-        wire = dial_local(at) if way == "local" else dial_tcp(at)
-        told = peer.greet(wire, m.purpose_link(1))
-        return {"welcome": told["proved"]}
+        with closing(dial_local(at) if way == "local" else dial_tcp(at)) as wire:
+            return {"welcome": Peer(66, None).greet(wire, m.purpose_link(1))["proved"]}
     except (OSError, AssertionError) as error:
         return {"refused": str(error)}
-    finally:
-        if wire is not None:
-            wire.close()
 
 
-def squat(names: list[str]) -> dict[str, int]:
+def squat(*names: str) -> dict[str, int]:
     """Listen at these names until the input ends; what came."""
     told = {"connections": 0, "bytes": 0}
-    with selectors.DefaultSelector() as selector:
-        for name in names:
-            door = socket.socket(socket.AF_UNIX)
-            door.bind(b"\0" + name.encode())
-            door.listen()
-            selector.register(door, selectors.EVENT_READ, "door")
-        selector.register(sys.stdin, selectors.EVENT_READ, "end")
-        tell("ready")
+
+    def accept(door: socket.socket) -> None:
         while True:
-            for key, _ in selector.select():
-                if key.data == "end":
-                    return told
-                if key.data == "door":
-                    caller = key.fileobj.accept()[0]  # type: ignore[union-attr]
-                    selector.register(caller, selectors.EVENT_READ, "caller")
-                    told["connections"] += 1
-                else:
-                    count = len(key.fileobj.recv(1 << 16))  # type: ignore[union-attr]
-                    told["bytes"] += count
-                    if not count:
-                        selector.unregister(key.fileobj)
+            caller = door.accept()[0]
+            told["connections"] += 1
+            in_thread(count, caller)
+
+    def count(caller: socket.socket) -> None:
+        while data := caller.recv(1 << 16):
+            told["bytes"] += len(data)
+
+    for name in names:
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(b"\0" + name.encode())
+        door.listen()
+        in_thread(accept, door)
+    tell("ready")
+    sys.stdin.read()
+    return told
 
 
 def _carry(source: socket.socket, target: socket.socket) -> None:
@@ -90,28 +85,16 @@ def forward(address: str) -> None:
         while True:
             caller = door.accept()[0]
             callee = socket.create_connection((host, int(port)))
-            for ends in ((caller, callee), (callee, caller)):
-                threading.Thread(target=_carry, args=ends, daemon=True).start()
+            in_thread(_carry, caller, callee)
+            in_thread(_carry, callee, caller)
 
-    threading.Thread(target=accept, daemon=True).start()
+    in_thread(accept)
     sys.stdin.read()
 
 
-def main() -> None:
-    """Become the user and do the one thing."""
+if __name__ == "__main__":
     user, command, *arguments = sys.argv[1:]
     os.setgroups([])
     os.setgid(int(user))
     os.setuid(int(user))
-    if command == "greet":
-        tell(greet(*arguments))
-    elif command == "squat":
-        tell(squat(arguments))
-    elif command == "forward":
-        forward(*arguments)
-    else:
-        raise SystemExit(f"unknown command {command}")
-
-
-if __name__ == "__main__":
-    main()
+    tell({"greet": greet, "squat": squat, "forward": forward}[command](*arguments))

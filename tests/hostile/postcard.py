@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-U64 = 2**64
-
 
 def uint(number: int) -> bytes:
     """An unsigned number of 16 bits or more, or the length of something, or the number of a variant."""
-    assert 0 <= number < U64, number
+    assert 0 <= number < 2**64, number
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
@@ -85,7 +83,6 @@ class Reader:
             number |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
-                assert number < U64, number
                 return number
 
     def sint(self) -> int:

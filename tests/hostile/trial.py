@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import peers
 from peers import OK, by_blocks, equal, eventually, options, pattern
 
 from . import budgets
 from . import messages as m
-from .client import Link, Peer, Tender, Wire, ask
+from .client import Link, Listener, Offer, Peer, Tender, Wire, ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from contextlib import ExitStack
 
 TOKEN = "a token that the hostile peer knows"  # noqa: S105
 VICTIM = 2
-HEARTBEAT, SILENCE = 500, 3000  # ms
+HEARTBEAT = 500  # ms
+SILENCE = 3.0  # seconds after which a peer that says nothing is cut off
 PULL_LIMIT = 3000  # ms: the deadline of each honest pull
 ROWS, ROW_BYTES = 8, 8192  # of the cache that honest peers pull; it holds pattern 1
 PREY_ROWS, PREY_BYTES = 64, 64 << 10  # of the cache that hostile peers ask for, model 1; it holds pattern 5
@@ -40,27 +39,21 @@ PREY = PREY_ROWS * PREY_BYTES  # bytes of each of the two tensors of the cache u
 GONE = (OSError, AssertionError)  # what an attacker sees when the engine has had enough of it
 
 
-@dataclass
-class Usage:
-    """What a process has at one moment."""
-
-    threads: int
-    descriptors: int
-    resident: int
-    mapped: int
+def _sizes(pid: int, *names: str) -> list[int]:
+    """Sizes in bytes that /proc has of a process."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return [int(lines[name].split()[0]) * 1024 for name in names]
 
 
-def usage(pid: int) -> Usage:
+def usage(pid: int) -> dict[str, int]:
     """Threads, descriptors, private and shared resident bytes, and mapped bytes of a process."""
-    root = Path(f"/proc/{pid}")
-    lines = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines())
-    size = {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "VmSize")}
-    return Usage(
-        int(lines["Threads"]),
-        sum(1 for _ in (root / "fd").iterdir()),
-        size["RssAnon"] + size["RssShmem"],
-        size["VmSize"],
-    )
+    private, shared, mapped = _sizes(pid, "RssAnon", "RssShmem", "VmSize")
+    return {
+        "threads": len(list(Path(f"/proc/{pid}/task").iterdir())),
+        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        "resident": private + shared,
+        "mapped": mapped,
+    }
 
 
 def thread_names(pid: int) -> list[str]:
@@ -89,54 +82,43 @@ def cpu_ticks(pid: int) -> int:
 
 
 class Watch:
-    """The most that a process had of everything while this was open, seen every few milliseconds.
+    """The most that a process had of everything while this was open, sampled every few milliseconds.
 
-    The kernel itself keeps the peaks of memory, so that no peak between two looks is missed.
+    The kernel itself keeps the peaks of memory, so that no peak between two samples is missed.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak of resident memory starts anew
         self.before = self.most = usage(pid)
-        self.peaks = self._peaks()
+        self.resident, self.peak = _sizes(pid, "VmRSS", "VmPeak")
         self.names: Counter[str] = Counter()  # of the threads, when there were most
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _peaks(self) -> dict[str, int]:
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return {name: int(found[name].split()[0]) * 1024 for name in ("VmHWM", "VmPeak", "VmRSS")}
-
-    def look(self) -> None:
-        """Look once."""
+    def _sample(self) -> None:
         now, most = usage(self.pid), self.most
-        if now.threads > most.threads:
+        if now["threads"] > most["threads"]:
             self.names = Counter(thread_names(self.pid))
-        self.most = Usage(*(max(pair) for pair in zip(vars(now).values(), vars(most).values())))
+        self.most = {name: max(now[name], most[name]) for name in now}
 
     def _run(self) -> None:
-        with suppress(OSError, KeyError, ProcessLookupError):  # the process has died: the trial sees it
+        with suppress(OSError, KeyError):  # the process has died: the trial sees it
             while not self.over.wait(0.01):
-                self.look()
+                self._sample()
 
     def close(self) -> None:
-        """Look a last time and look no more."""
+        """Take the last sample."""
         self.over.set()
         self.thread.join(5)
         with suppress(OSError, KeyError):
-            self.look()
-            now = self._peaks()
+            self._sample()
+            resident, peak = _sizes(self.pid, "VmHWM", "VmPeak")
             # Bytes of files count in the kernel's peak; they do not grow here.
-            grown = max(0, now["VmHWM"] - self.peaks["VmRSS"])
-            self.most.resident = max(self.most.resident, self.before.resident + grown)
-            if now["VmPeak"] > self.peaks["VmPeak"]:
-                self.most.mapped = max(self.most.mapped, now["VmPeak"])
-
-    def grown(self, what: str) -> int:
-        """By how much the most exceeds what there was at first."""
-        return int(getattr(self.most, what) - getattr(self.before, what))
+            self.most["resident"] = max(self.most["resident"], self.before["resident"] + resident - self.resident)
+            if peak > self.peak:
+                self.most["mapped"] = max(self.most["mapped"], peak)
 
 
 class Trial:
@@ -146,33 +128,33 @@ class Trial:
         self,
         *,
         open_files: int | None = None,
-        token: str | None = TOKEN,
         honest: Iterable[str] = ("tcp", "auto"),
         **given: Any,
     ) -> None:
         self.open_files = open_files
-        self.token = token
         prefix = () if open_files is None else ("bash", "-c", f'ulimit -n {open_files} && exec "$@"', "limited")
-        common: dict[str, Any] = {
+        self.common: dict[str, Any] = {
             "accessible": True,
             "pool": POOL,
             "llm__LinkHeartbeat": HEARTBEAT,
-            "llm__LinkSilence": SILENCE,
+            "llm__LinkSilence": int(SILENCE * 1000),
             "llm__SyncKvCacheWaitTime": PULL_LIMIT,
+            "llm__LinkToken": TOKEN,
             **given,
         }
-        if token is not None:
-            common["llm__LinkToken"] = token
-        self.common = common
+        self.answers: list[Any] = []
+        self.watch: Watch | None = None
+        self.told: list[dict[str, Any]] = []
         self.folder = tempfile.TemporaryDirectory()
-        self.tender = Tender()  # for hostile links that have to stay alive
         self.running = Path(self.folder.name) / "running"
+        self.tender = Tender()  # for hostile links that have to stay alive
+        self.held = ExitStack()  # what the attack opens
         self.victim = peers.Peer(*prefix)
         self.victim.spoiled = True
         self.ends = peers.Ends()
         try:
-            self.host_threads = len(thread_names(self._pid()))
-            self.victim.open(options(**common), VICTIM)
+            self.host_threads = len(thread_names(self.victim.process.pid))
+            self.victim.open(options(**self.common), VICTIM)
             prey = (PREY_ROWS, PREY_BYTES, 2)
             self.victim.allocate("calm", ROWS, ROW_BYTES, 2, blocks=True, keys=[by_blocks(VICTIM)], seed=1)
             self.victim.allocate("prey", *prey, blocks=True, keys=[by_blocks(VICTIM, 1)], seed=5)
@@ -180,21 +162,20 @@ class Trial:
         except BaseException:
             self.close()
             raise
-        self.answers: list[Any] = []
-        self.watch: Watch | None = None
-        self.told: list[dict[str, Any]] = []
 
-    def _pid(self) -> int:
-        return int(self.victim.pid())
+    # -- honest peers --------------------------------------------------------------------------------------------
 
     def join(self, cluster: int, transport: str, **given: Any) -> peers.Peer:
         """An honest peer that has linked to the victim and pulled once."""
         made = self.ends.peer(options(**{**self.common, "llm__LinkTransport": transport, **given}), cluster)
         made.allocate("n", ROWS, ROW_BYTES, 2, blocks=True)
         eventually(lambda: made.link_clusters([self.victim.at])[1][0] == OK, what="the link of an honest peer")
-        made.pull_blocks(by_blocks(VICTIM), "n", range(ROWS), range(ROWS))
-        assert equal(made.read("n"), pattern(1, 2, ROWS, ROW_BYTES))
+        self._pull(made)
         return made
+
+    def _pull(self, honest: peers.Peer) -> None:
+        honest.pull_blocks(by_blocks(VICTIM), "n", range(ROWS), range(ROWS))
+        assert equal(honest.read("n"), pattern(1, 2, ROWS, ROW_BYTES))
 
     def begin(self) -> None:
         """The honest peers pull from now on, and the victim is watched."""
@@ -203,20 +184,52 @@ class Trial:
         for each, mark in zip(self.honest, marks):
             self.answers.append(each.begin("pull_while", str(self.running), str(mark), VICTIM, "n"))
         eventually(lambda: all(mark.exists() for mark in marks), what="the first pull of every honest peer")
-        self.watch = Watch(self._pid())
+        self.watch = Watch(self.victim.process.pid)
+
+    # -- hostile peers -------------------------------------------------------------------------------------------
 
     def attacker(self, cluster: int = 66, **given: Any) -> Peer:
         """A peer that will be let in."""
-        return Peer(cluster, self.token, **given)
+        return Peer(cluster, TOKEN, **given)
 
-    def alive(self) -> bool:
-        """Whether the victim runs."""
-        return self.victim.process.poll() is None
+    @cached_property
+    def local_name(self) -> str:
+        """The name of the victim's local socket."""
+        return self.attacker().local_name(self.victim.address)
+
+    def link(self, cluster: int = 66, *, local: bool = False, offer: Offer | None = None, **given: Any) -> Link:
+        """A link of an attacker, or the beginning of one (`stop`)."""
+        peer = self.attacker(cluster)
+        name = self.local_name if local else ""
+        link = peer.link_local(name, offer, **given) if local else peer.link_tcp(self.victim.address, **given)
+        self.held.callback(link.close)
+        return link
+
+    def try_link(self, cluster: int = 66, **given: Any) -> None:
+        """`link`, unless the victim refuses it."""
+        with suppress(*GONE):
+            self.link(cluster, **given)
+
+    def fair_call(self, cluster: int = 66, **given: Any) -> tuple[Link, Wire]:
+        """A link over TCP that answers pings, and a call stream of it."""
+        link = self.link(cluster, **given)
+        self.tender.add(link)
+        return link, link.call()
+
+    def listen(self, serve: Callable[[Wire], Any], offer: Offer | None = None) -> tuple[Listener, Link]:
+        """A hostile listener, cluster 77, and the victim's link to it. The victim has a cache "n" of 4 blocks."""
+        listener = self.held.enter_context(Listener(self.attacker(77), serve, offer))
+        self.victim.allocate("n", 4, 256, 2, blocks=True, seed=3)
+        assert self.victim.link_clusters([(77, listener.address)])[0] == OK
+        link = eventually(lambda: listener.links)[0]
+        self.tender.add(link)
+        return listener, link
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The honest peers stop pulling; keeps what they tell."""
-        with suppress(FileNotFoundError):
-            self.running.unlink()
+        """The honest peers stop pulling; keeps what they report."""
+        self.running.unlink(missing_ok=True)
         self.told += [answer.result(60) for answer in self.answers]
         self.answers = []
         if self.watch is not None:
@@ -224,7 +237,7 @@ class Trial:
 
     def judge(
         self, *, links: int = 0, streams: int = 0, busy: int = 0, mapped: int = 0, memory: int | None = None
-    ) -> dict[str, Any]:
+    ) -> None:
         """The verdict, after an attack with so many links, call streams, and links that have a call under way.
 
         `mapped` are bytes that the peers may have the victim map, `memory` those that it may take for them.
@@ -232,7 +245,8 @@ class Trial:
         self.settle()
         watch = self.watch
         assert watch is not None
-        assert self.alive(), f"the victim died with {self.victim.process.poll()}\n{self.victim.said()}"
+        died = self.victim.process.poll()
+        assert died is None, f"the victim died with {died}\n{self.victim.said()}"
         links = min(links, budgets.incoming(self.open_files) + 16)  # those that the victim made are not bounded
         streams = min(streams, budgets.streams(self.open_files) + 2 * links)
         most = {
@@ -240,17 +254,16 @@ class Trial:
             + budgets.value("idle_threads")
             + budgets.value("serving_threads")
             + (busy + len(self.honest)) * budgets.value("call_threads"),
-            "descriptors": watch.before.descriptors
+            "descriptors": watch.before["descriptors"]
             + budgets.pending(self.open_files)
             + links * budgets.value("link_descriptors")
             + streams
             + 16,  # those that honest calls and the application open for a moment
-            "resident": watch.before.resident + (budgets.value("peak_memory") if memory is None else memory),
-            "mapped": watch.before.mapped + mapped + (1 << 30) + links * (1 << 18),
+            "resident": watch.before["resident"] + (budgets.value("peak_memory") if memory is None else memory),
+            "mapped": watch.before["mapped"] + mapped + (1 << 30) + links * (1 << 18),
         }
-        seen = {name: (value, most[name]) for name, value in vars(watch.most).items()}
+        seen = {name: (value, most[name]) for name, value in watch.most.items()}
         seen_text = ", ".join(f"{name} {value:,} of {limit:,}" for name, (value, limit) in seen.items())
-        told = {"honest": self.told, "seen": seen}
         for one in self.told:
             assert set(one["codes"]) == {OK}, f"an honest pull failed: {one}; {seen_text}"
             assert one["wrong"] == 0, one
@@ -259,31 +272,29 @@ class Trial:
         for each in self.honest:
             links_now = [link["cluster"] for link in each.links()]
             assert links_now == [VICTIM], f"an honest peer lost its link: {links_now}"
-            each.pull_blocks(by_blocks(VICTIM), "n", range(ROWS), range(ROWS))
-            assert equal(each.read("n"), pattern(1, 2, ROWS, ROW_BYTES))
+            self._pull(each)
         over = [name for name, (value, limit) in seen.items() if value > limit]
         assert over == [], f"over budget: {over}; {seen_text}; {dict(watch.names)}"
-        return told
 
-    def recovers(self, limit: float = peers.LIMIT) -> None:
+    def recovers(self) -> None:
         """After an attack, threads and descriptors come back to what they were."""
         assert self.watch is not None
         before = self.watch.before
 
         def back() -> bool:
-            now = usage(self._pid())
-            return now.threads <= before.threads + 2 and now.descriptors <= before.descriptors + 2
+            now = usage(self.victim.process.pid)
+            return all(now[name] <= before[name] + 2 for name in ("threads", "descriptors"))
 
-        eventually(back, limit, f"the return to {before}")
+        eventually(back, what=f"the return to {before}")
 
     def close(self) -> None:
         """End all processes."""
-        with suppress(FileNotFoundError):
-            self.running.unlink()
-        for answer in getattr(self, "answers", []):
+        self.running.unlink(missing_ok=True)
+        for answer in self.answers:
             with suppress(Exception):
                 answer.result(60)
         self.victim.close()
+        self.held.close()
         self.tender.__exit__()
         self.ends.__exit__()
         self.folder.cleanup()
@@ -295,29 +306,6 @@ class Trial:
         self.close()
 
 
-def silence() -> float:
-    """Seconds after which a peer that says nothing is cut off in a trial."""
-    return SILENCE / 1000
-
-
-def wait(seconds: float) -> None:
-    """Let an attack go on for so long."""
-    time.sleep(seconds)
-
-
 def prey_of(call: Wire) -> int:
     """The id of the cache under attack."""
     return int(ask(call, m.describe(m.name_blocks(1)))["cache"])
-
-
-def fair_call(trial: Trial, held: ExitStack, cluster: int = 66, **given: Any) -> tuple[Link, Wire]:
-    """A link over TCP that answers pings, and a call stream of it."""
-    link = trial.attacker(cluster).link_tcp(trial.victim.address, **given)
-    held.callback(link.close)
-    trial.tender.add(link)
-    return link, link.call()
-
-
-def unharmed(trial: Trial) -> None:
-    """The cache under attack holds what its owner wrote."""
-    assert equal(trial.victim.read("prey"), pattern(5, 2, PREY_ROWS, PREY_BYTES))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from .values import Key
 
 
+@dataclass
 class Held:
     """A cache of an `End`: the handle, and arrays over the very memory of the cache."""
 
-    def __init__(self, handle: Any, arrays: list[np.ndarray]) -> None:
-        self.handle = handle
-        self.arrays = arrays
+    handle: Any
+    arrays: list[np.ndarray]
 
 
 def _addresses(handle: Any) -> list[int]:
@@ -131,11 +133,9 @@ class End(Process):
         seed: int | None = None,
     ) -> int:
         """Allocate a cache under a name; returns its id. `keys`: of a batch cache one a slot, of a blocks cache one."""
-        desc = _desc(rows, row_bytes, tensors, host)
-        if blocks:
-            handle = self.manager.allocate_blocks_cache(desc, *map(cache_key, keys))
-        else:
-            handle = self.manager.allocate_cache(desc, [cache_key(key) for key in keys])
+        desc, given = _desc(rows, row_bytes, tensors, host), [cache_key(key) for key in keys]
+        manager = self.manager
+        handle = manager.allocate_blocks_cache(desc, *given) if blocks else manager.allocate_cache(desc, given)
         return self._hold(name, handle, [_over(address, rows, row_bytes) for address in _addresses(handle)], seed)
 
     def register(
@@ -152,12 +152,13 @@ class End(Process):
         seed: int | None = None,
     ) -> int:
         """Register memory of this process under a name; returns its id."""
-        desc = _desc(rows, row_bytes, tensors, host)
         arrays = [np.zeros((rows, row_bytes), dtype=np.uint8) for _ in range(tensors)]
-        addrs = [int(array.ctypes.data) for array in arrays]
+        memory = _desc(rows, row_bytes, tensors, host), [int(array.ctypes.data) for array in arrays]
         given: Any = [cache_key(key) for key in keys]
-        register = self.manager.register_blocks_cache if blocks else self.manager.register_cache
-        handle = register(desc, addrs, next(iter(given), None) if blocks else given, remote_accessible=accessible)
+        if blocks:
+            handle = self.manager.register_blocks_cache(*memory, *(given or [None]), remote_accessible=accessible)
+        else:
+            handle = self.manager.register_cache(*memory, given, remote_accessible=accessible)
         return self._hold(name, handle, arrays, seed)
 
     def _hold(self, name: str, handle: Any, arrays: list[np.ndarray], seed: int | None) -> int:
@@ -236,9 +237,8 @@ class End(Process):
         """`unlink_clusters`; names of codes."""
         return _names(self.dist.unlink_clusters([_info(peer) for peer in peers], timeout, force))
 
-    def link(self, name: str, ranks: dict[Any, int], table: str) -> int:
-        """`link` with a rank table."""
-        return self.dist.link(name, {int(cluster): rank for cluster, rank in ranks.items()}, table)
+    def link(self, name: str, ranks: dict[int, int], table: str) -> int:
+        return self.dist.link(name, ranks, table)
 
     def unlink(self, comm: int) -> None:
         self.dist.unlink(comm)
@@ -268,9 +268,6 @@ class End(Process):
     def push_blocks(self, key: Key, name: str, src: Sequence[int], dst: Sequence[int], **kwargs: Any) -> None:
         self.manager.push_blocks(cache_key(key), self.held[name].handle, list(src), list(dst), **_layers(kwargs))
 
-    # The manager of the mode has these under the names of the cache manager.
-    allocate_kv, deallocate_kv, remove_key_kv, pull_kv = allocate, deallocate, remove_key, pull_cache
-
     def timed(self, call: str, *args: Any, **kwargs: Any) -> tuple[str, float, str]:
         """The outcome of a call, its seconds, and the text of its error."""
         began = time.monotonic()
@@ -291,21 +288,19 @@ class End(Process):
         """
         rows = range(len(self.held[name].arrays[0]))
         right: list[np.ndarray] | None = None
-        told: dict[str, Any] = {"pulls": 0, "wrong": 0, "slowest": 0.0, "codes": {}, "text": ""}
+        pulls, wrong, slowest, codes, first = 0, 0, 0.0, Counter[str](), ""
         until = time.monotonic() + 6 * LIMIT
         while Path(running).exists() and time.monotonic() < until:
             self.paint(name, 0)
             code, seconds, text = self.timed("pull_blocks", by_blocks(cluster), name, rows, rows)
             if code == OK:
-                right = self.read(name) if right is None else right
-                told["wrong"] += not equal(right, self.held[name].arrays)
-            told["pulls"] += 1
-            told["slowest"] = max(told["slowest"], seconds)
-            told["codes"][code] = told["codes"].get(code, 0) + 1
-            told["text"] = told["text"] or text
+                right = right or self.read(name)
+                wrong += not equal(right, self.held[name].arrays)
+            pulls, slowest, first = pulls + 1, max(slowest, seconds), first or text
+            codes[code] += 1
             Path(pulled).touch()
             time.sleep(pause)
-        return told
+        return {"pulls": pulls, "wrong": wrong, "slowest": slowest, "codes": codes, "text": first}
 
     def at_once(self, calls: Sequence[Sequence[Any]], repeat: int = 1) -> list[str]:
         """The outcomes of calls `[name, args, kwargs]`, all at once, each in a thread; the last of `repeat` times."""

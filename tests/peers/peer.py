@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import base64
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ClassVar
 
-import numpy as np
-
 from .end import End
-from .values import LIMIT, OK, Refused, eventually, options
+from .values import LIMIT, OK, Refused, by_blocks, equal, eventually, options, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TESTS = str(Path(__file__).parents[1])
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can say it."""
-    if isinstance(value, np.ndarray):
-        return {"bytes": base64.b64encode(value.tobytes()).decode(), "shape": value.shape}
-    if isinstance(value, tuple):
-        return {"tuple": [plain(one) for one in value]}
-    if isinstance(value, list):
-        return [plain(one) for one in value]
-    return value
-
-
-def rich(value: Any) -> Any:
-    """What `plain` was given."""
-    if isinstance(value, dict) and set(value) == {"bytes", "shape"}:
-        return np.frombuffer(base64.b64decode(value["bytes"]), dtype=np.uint8).reshape(value["shape"])
-    if isinstance(value, dict) and set(value) == {"tuple"}:
-        return tuple(rich(one) for one in value["tuple"])
-    if isinstance(value, list):
-        return [rich(one) for one in value]
-    return value
 
 
 class Answer:
@@ -57,31 +30,39 @@ class Answer:
 
     def result(self, limit: float = LIMIT) -> Any:
         """What the call returned; raises `Refused` for what it raised."""
-        told = self.peer._receive(self.call, limit)
-        if "error" in told:
-            raise Refused(told["error"], told.get("code", ""), told["text"], told["where"])
-        return rich(told["value"])
+        try:
+            assert self.peer.pipe.poll(limit), f"no answer within {limit} s"
+            value, error = self.peer.pipe.recv()
+        except (EOFError, OSError, AssertionError) as reason:
+            self.peer.spoiled = True
+            died = self.peer.process.poll()
+            raise AssertionError(f"{self.call}: {reason!r}; exit status {died}\n{self.peer.said()}") from None
+        if error:
+            raise Refused(*error)
+        return value
 
 
 class Peer:
-    """An `End` in a process of its own: one JSON line per call, one per answer. Unknown calls are those of `End`."""
+    """An `End` in a process of its own. Unknown calls are those of `End`."""
 
     def __init__(self, *prefix: str, environment: dict[str, str] | None = None) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("ASCEND_", "LLM_DATADIST_"))}
         path = os.pathsep.join(filter(None, [TESTS, clean.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(  # noqa: S603
-            [*prefix, sys.executable, "-W", "error", "-m", "peers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env={**clean, "PYTHONPATH": path, **(environment or {})},
-            start_new_session=True,
-        )
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(  # noqa: S603
+                [*prefix, sys.executable, "-W", "error", "-m", "peers", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                env={**clean, "PYTHONPATH": path, **(environment or {})},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         self.spoiled = bool(prefix or environment)  # not to be used by another test
         self.address = ""
         self.cluster = -1
-        self._rest = b""
 
     def open(self, settings: dict[str, str] | None = None, cluster: int = 2, role: str = "PROMPT") -> Peer:
         """Initialise its engine; it listens at a free port of 127.0.0.1 unless the options say otherwise."""
@@ -97,12 +78,9 @@ class Peer:
 
     def begin(self, call: str, *args: Any, **kwargs: Any) -> Answer:
         """Start a call without waiting for its end."""
-        line = json.dumps([call, args, kwargs], default=list) + "\n"
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(line.encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
+            self.pipe.send((call, args, kwargs))
+        except OSError:
             raise AssertionError(f"{call}: the peer is gone\n{self.said()}") from None
         return Answer(self, call)
 
@@ -110,26 +88,6 @@ class Peer:
         if call.startswith("_") or not hasattr(End, call):
             raise AttributeError(call)
         return lambda *args, **kwargs: self.begin(call, *args, **kwargs).result()
-
-    def _receive(self, call: str, limit: float) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        until = time.monotonic() + limit
-        while b"\n" not in self._rest:
-            left = until - time.monotonic()
-            # `select` knows no descriptor above 1,023, and a test may hold more.
-            poll = select.poll()
-            poll.register(self.process.stdout, select.POLLIN)
-            if left <= 0 or not poll.poll(1000 * left):
-                self.spoiled = True
-                raise AssertionError(f"{call}: no answer within {limit} s\n{self.said()}")
-            more = os.read(self.process.stdout.fileno(), 1 << 20)
-            if not more:
-                self.spoiled = True
-                raise AssertionError(f"{call}: the peer died with {self.process.wait(LIMIT)}\n{self.said()}")
-            self._rest += more
-        line, self._rest = self._rest.split(b"\n", 1)
-        told: dict[str, Any] = json.loads(line)
-        return told
 
     def said(self) -> str:
         """What it wrote to its standard output and error."""
@@ -167,10 +125,7 @@ class Peer:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(LIMIT)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
+        self.pipe.close()
 
     def close(self) -> None:
         """Kill it and forget what it said."""
@@ -248,3 +203,18 @@ def linked(near: Any, *far: Peer) -> None:
     """Link `near` to peers; all must succeed."""
     result = near.link_clusters([peer.at for peer in far])
     assert result[0] == OK, result
+
+
+def no_link(end: Any) -> None:
+    """Wait until an end has no link."""
+    eventually(lambda: end.links() == [], what="the end of the link")
+
+
+def check_pull(near: Any, far: Any, cluster: int = 2, seed: int = 1) -> None:
+    """Blocks of a new cache of `far`, which is `cluster`, arrive at `near`."""
+    far.allocate("check", 4, 5000, 2, blocks=True, keys=[by_blocks(0)], seed=seed)
+    near.allocate("check", 4, 5000, 2, blocks=True)
+    near.pull_blocks(by_blocks(cluster), "check", range(4), range(4))
+    assert equal(near.read("check"), pattern(seed, 2, 4, 5000))
+    near.deallocate("check")
+    far.deallocate("check")

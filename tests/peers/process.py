@@ -5,20 +5,18 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import pickle
 import resource
 import signal
 import subprocess
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .values import LIMIT, OK, by_blocks, by_request, cache_key, code, outcome, pattern
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from .values import LIMIT, by_blocks, by_request, outcome, pattern
 
 
 def _over(address: int, rows: int, row_bytes: int) -> np.ndarray:
@@ -47,7 +45,9 @@ class Process:
         """Be another user from now on, one that the kernel lets look at its own files in /proc."""
         import encodings.idna  # noqa: F401, PLC0415
 
-        pattern(0, 1, 1, 1)  # numpy imports parts of itself late, from files that the user may not be able to read
+        pickle.dumps(
+            pattern(0, 1, 1, 1)
+        )  # numpy imports parts of itself late, from files that the user may not be able to read
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
@@ -78,21 +78,6 @@ class Process:
             "mappings": Path("/proc/self/maps").read_text().count("\n"),
             "resident": self._pages(1),
         }
-
-    def short_of_memory(self, key: Sequence[Any], name: str, count: int, way: str, rooms: Sequence[int]) -> list[str]:
-        """The outcomes of a pull or push of `count` blocks with `rooms` MiB of address space, until one succeeds."""
-        order = np.random.default_rng(3).permutation(count)
-        src, dst = order.tolist(), order[::-1].tolist()
-        codes: list[str] = []
-        call = self.manager.push_blocks if way == "push" else self.manager.pull_blocks
-        handle, named = self.held[name].handle, cache_key(key)
-        for room in rooms:
-            self.limit_memory(room << 20)
-            codes.append(code(call, named, handle, src, dst, tensor_num_per_layer=1))
-            self.limit_memory(None)
-            if codes[-1] == OK:
-                break
-        return codes
 
     def hatch(self, settings: dict[str, str], cluster: int, rows: int, row_bytes: int) -> tuple[int, str]:
         """Fork a process without an engine and open one there, with caches 1 (batch) and 2 (blocks) of pattern 1.

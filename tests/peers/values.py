@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -78,6 +79,12 @@ def cache_key(key: Sequence[Any]) -> Any:
     return {"request": CacheKey, "slot": CacheKeyByIdAndIndex, "blocks": BlocksCacheKey}[kind](*fields)
 
 
+def one_server(ip: str = "127.0.0.1") -> str:
+    """A rank table with ranks 0 and 1 on one server."""
+    devices = [{"device_id": str(number), "rank_id": str(number)} for number in range(2)]
+    return json.dumps({"server_count": "1", "server_list": [{"server_id": ip, "device": devices}]})
+
+
 def pattern(seed: int, tensors: int, rows: int, row_bytes: int) -> list[np.ndarray]:
     """The bytes that `fill(name, seed)` writes: another array for every tensor."""
     generator = np.random.default_rng(seed)
@@ -126,40 +133,14 @@ def eventually(holds: Callable[[], Any], limit: float = LIMIT, what: str = "it")
         time.sleep(0.005)
 
 
-def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(0)` to `work(count - 1)` return, each in a thread of its own, all started at once."""
-    gate = threading.Barrier(count)
-    results: list[Any] = [None] * count
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            gate.wait(LIMIT)
-            results[number] = work(number)
-        except BaseException as error:  # noqa: BLE001  (raised below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert not any(thread.is_alive() for thread in threads), "a thread never came back"
-    if errors:
-        raise errors[0]
-    return results
-
-
 @contextmanager
-def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
-    """Call each of `works` again and again, in a thread of its own, while the block runs; raise what one raised."""
-    stop = threading.Event()
+def _threads(works: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """Each of `works` in a thread of its own; all end after the block, and what one raised is raised."""
     errors: list[BaseException] = []
 
-    def run(work: Callable[[], Any]) -> None:
+    def run(work: Callable[[], None]) -> None:
         try:
-            while not stop.is_set():
-                work()
+            work()
         except BaseException as error:  # noqa: BLE001  (raised below)
             errors.append(error)
 
@@ -169,9 +150,38 @@ def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        stop.set()
         for thread in threads:
             thread.join(LIMIT)
     assert not any(thread.is_alive() for thread in threads), "a thread never came back"
     if errors:
         raise errors[0]
+
+
+def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(0)` to `work(count - 1)` return, each in a thread of its own, all started at once."""
+    gate = threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        gate.wait(LIMIT)
+        results[number] = work(number)
+
+    with _threads([partial(run, number) for number in range(count)]):
+        pass
+    return results
+
+
+@contextmanager
+def meanwhile(*works: Callable[[], Any]) -> Iterator[None]:
+    """Call each of `works` again and again, in a thread of its own, while the block runs; raise what one raised."""
+    stop = threading.Event()
+
+    def repeat(work: Callable[[], Any]) -> None:
+        while not stop.is_set():
+            work()
+
+    with _threads([partial(repeat, work) for work in works]):
+        try:
+            yield
+        finally:
+            stop.set()
