@@ -13,10 +13,12 @@ import pytest
 from conftest import THOROUGH, options, pool
 from llm_datadist import BlocksCacheKey, CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement
 from memory import UserTensors, contents, desc, fill, pool_facts, same, tensors, used
-from peers import LIMIT, eventually, meanwhile, together
+from peers import LIMIT, by_blocks, eventually, meanwhile, together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from peers import End, Peer
 
 THREADS = 16
 ROUNDS = 200 if THOROUGH else 15
@@ -178,6 +180,21 @@ def test_another_thread_runs_during_a_copy(start: Callable[..., Any], operation:
         "swap in": lambda: manager.swap_blocks(cpu, blocks, mapping),
         "swap out": lambda: manager.swap_blocks(blocks, cpu, mapping),
     }[operation]
+    assert_another_thread_runs(call)
+
+
+@pytest.mark.usefixtures("no_forced_switches")
+@pytest.mark.parametrize("operation", ["pull_blocks", "push_blocks"])
+def test_another_thread_runs_during_a_transfer(one_sided: tuple[End, Peer], operation: str) -> None:
+    near, far = one_sided
+    numbers = list(range(8))
+    far.allocate("far", 8, 1 << 17, 1, blocks=True, keys=[by_blocks(2)])
+    near.allocate("near", 8, 1 << 17, 1, blocks=True)
+    transfer = getattr(near, operation)
+    assert_another_thread_runs(lambda: transfer(by_blocks(2), "near", numbers, numbers))
+
+
+def assert_another_thread_runs(call: Callable[[], Any]) -> None:
     turns = 0
 
     def other() -> None:
