@@ -14,8 +14,6 @@ import pytest
 
 from conftest import options
 from llm_datadist import (
-    CacheDesc,
-    DataType,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
@@ -23,7 +21,7 @@ from llm_datadist import (
     LLMStatusCode,
     RegisterMemStatus,
 )
-from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
+from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
 from mistakes import Row, check, coded, fails
 from peers import free_port
 
@@ -117,19 +115,6 @@ def test_a_communicator_without_its_peer_is_preparing_and_can_be_left(begin: Cal
     with raising(UNKNOWN):
         dist.unlink(comm_id=first)
     dist.unlink(second)
-
-
-def test_registering_as_accessible_is_refused_after_link(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(llm__RankPort=str(free_port()), llm__EnableRemoteCacheAccessible="1")
-    manager, user = dist.cache_manager, UserTensors()
-    made_of = CacheDesc(2, [4, 256], DataType.DT_INT8)
-    manager.register_cache(made_of, user.addrs, remote_accessible=True)
-    comm = dist.link("name", {1: 0, 2: 1}, TABLE)
-    for register in (manager.register_cache, manager.register_blocks_cache):
-        fails(lambda register=register: register(made_of, user.addrs, remote_accessible=True), LE, "remote_accessible")
-        for allowed in (None, False):
-            register(made_of, user.addrs, remote_accessible=allowed)
-    dist.unlink(comm)
 
 
 def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Callable[..., LLMDataDist]) -> None:

@@ -28,7 +28,7 @@ from llm_datadist import (
     LLMStatusCode,
     Placement,
 )
-from memory import AE, LE, MISMATCH, TE, VE, Expected, UserTensors, at, pools, raising
+from memory import LE, Expected, UserTensors, at, pools, raising
 
 STEPS = 120 if THOROUGH else 50
 PAGE_SHIFT = 10
@@ -293,25 +293,6 @@ class Meeting:
         device = made_of.placement is Placement.DEVICE
         return oracle.Entry(cache.is_blocks_cache, device, made_of.num_tensors, rows, row_bytes, [], []), True
 
-    def nonsense(self) -> None:
-        """Requests that no engine may take."""
-        cache, manager, cpu = self.handle(), self.manager, self.users[0][1]
-        refusals: list[tuple[Expected, Callable[[], Any]]] = [
-            (TE, lambda: manager.copy_cache(cache, 5)),
-            (VE, lambda: manager.copy_cache(cache, cache, -1)),
-            (TE, lambda: manager.copy_cache(cache, cache, True)),
-            (AE, lambda: manager.deallocate_cache(None)),
-            (TE, lambda: manager.allocate_cache(cache.cache_desc, None)),
-            (LE, lambda: manager.allocate_cache(CacheDesc(0, [1], DataType.DT_INT8))),
-            (LE, lambda: manager.allocate_blocks_cache(CacheDesc(1, [2**62, 8], DataType.DT_INT8))),
-            (AE, lambda: manager.swap_blocks(cpu, None, {})),
-            (MISMATCH, lambda: manager.swap_blocks(cpu, cpu, {0: 0})),
-            (LE, lambda: manager.register_cache(CacheDesc(1, [1], DataType.DT_INT8), [0])),
-        ]
-        expected, call = self.draw(st.sampled_from(refusals))
-        with raising(expected):
-            call()
-
     # -- after every step ---------------------------------------------------------------------------------------
 
     def compare(self) -> None:
@@ -352,7 +333,6 @@ RULES: list[tuple[int, Callable[[Meeting], None]]] = [
     (6, Meeting.copy_cache),
     (6, Meeting.copy_blocks),
     (8, Meeting.swap),
-    (2, Meeting.nonsense),
 ]
 RULE = st.sampled_from([rule for weight, rule in RULES for _ in range(weight)])
 MOVES = ("copy_cache", "copy_blocks", "swap")

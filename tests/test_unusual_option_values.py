@@ -63,12 +63,8 @@ LISTS: list[Any] = [[], (), [[]], [0], (0,), [0, [1]], [True], [None], ["0"], [0
 LISTS += [{}, {"a": 1}, {1: "a"}, set(), range(3), np.array([1]), np.array([]), nested(), circular()]
 JSON = ["[]", "null", "NaN", '{"memory_size": 1e400}', '{"a": ' + "1" * 5000 + "}", '{"listen_ip_info": 5}']
 JSON += ['{"listen_ip_info": [[]]}', '{"listen_ip_info": null}', '{"listen_ip_info": [{"ip": 1e400}]}']
-DEEP_JSON = [
-    "[" * DEEP,
-    '{"a":' * DEEP,
-    "[" * DEEP + "]" * DEEP,
-    '{"listen_ip_info": [' + "[" * DEEP + "]" * DEEP + "]}",
-]
+CLOSED = "[" * DEEP + "]" * DEEP
+DEEP_JSON = ["[" * DEEP, '{"a":' * DEEP, CLOSED, f'{{"listen_ip_info": [{CLOSED}]}}']
 OTHERS: list[Any] = [object(), int, lambda: 1, DataType.DT_INT8, LLMRole.PROMPT, INVALID]
 ODD = [*NUMBERS, *TEXTS, *LISTS, *JSON, *DEEP_JSON, *OTHERS]
 
