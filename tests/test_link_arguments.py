@@ -150,15 +150,13 @@ def test_a_link_that_fails_raises_nothing_and_says_why(
     assert (counted["calls"], counted["failures"], dist.stats()["links"]) == (1, 1, [])
 
 
-def test_at_most_one_own_address_and_more_than_16_links_queue(begin: Callable[..., LLMDataDist]) -> None:
+def test_how_many_own_addresses_a_link_takes(begin: Callable[..., LLMDataDist]) -> None:
     dist, port = begin(), free_port()
     assert dist.link_clusters([info(local=2), info(port=port)], timeout=2000) == (LINK_FAILED, [INVALID, LINK_FAILED])
-    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20
-
-
-def test_with_communication_resources_no_own_address_is_needed(begin: Callable[..., LLMDataDist]) -> None:
-    port = free_port()
-    dist = begin(settings=options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
+    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 wait their turn"
+    dist.finalize()
+    # With communication resources none is needed; an empty text counts as none.
+    dist.init(options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
     for local in (0, 1, 2):
         assert dist.link_clusters([info(local=local, port=port)]) == (LINK_FAILED, [LINK_FAILED])
     dist.finalize()
@@ -188,30 +186,21 @@ def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., L
     assert dist.link_clusters([info(port=port)] * 17) == (exceeded, [])
     assert dist.unlink_clusters([info(port=port)] * 17) == (exceeded, [])
     assert dist.link_clusters([info(port=port)] * 16) == (LINK_FAILED, [LINK_FAILED] * 16)
-    with raising(TE):
-        dist.link_clusters([info(None)])
-    with raising(TE):
-        dist.unlink_clusters([info(None)])
+    for call in (dist.link_clusters, dist.unlink_clusters):
+        with raising(TE):
+            call([info(None)])
     assert dist.unlink_clusters([info(), info(3)]) == (SUCCESS, [NOT_LINKED] * 2)
 
 
 def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
-    with raising(LE):
-        begin().check_link_status(1)
-    LLMDataDist.llm_engine_instance.finalize()
-    prompt = begin(LLMRole.PROMPT, V1)
-    with raising(LE):
-        prompt.check_link_status(1)
-    with raising(TE):
-        prompt.check_link_status("1")
-    prompt.finalize()
+    for settings in (None, V1):
+        dist = begin(LLMRole.PROMPT, settings)
+        fails(lambda dist=dist: dist.check_link_status(1), LE)
+        dist.finalize()
     decoder = begin(LLMRole.DECODER, V1)
-    wrong = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE)]
-    for bad, expected in wrong:
-        with raising(expected):
-            decoder.check_link_status(bad)
-    with raising(UNKNOWN):
-        decoder.check_link_status(remote_cluster_id=2)
+    rows = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE), (2, UNKNOWN)]
+    for bad, expected in rows:
+        fails(lambda bad=bad: decoder.check_link_status(remote_cluster_id=bad), expected)
 
 
 def listening(port: int = 0) -> dict[str, str]:
@@ -249,21 +238,16 @@ def test_an_address_that_is_taken_fails_init_and_a_switch_changes_nothing(begin:
 
 def test_without_the_cache_manager_switching_has_rules(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(LLMRole.DECODER, V1)
-    with raising(LE):
-        dist.switch_role(LLMRole.DECODER)
-    with raising(LE):
-        dist.switch_role(LLMRole.PROMPT)
-    with raising(NOT_ENABLED):
-        dist.switch_role(LLMRole.PROMPT, listening())
-    with raising(TE):
-        dist.switch_role(2)
+    rows = [((LLMRole.DECODER,), LE), ((LLMRole.PROMPT,), LE), ((LLMRole.PROMPT, listening()), NOT_ENABLED), ((2,), TE)]
+    for given, expected in rows:
+        with raising(expected):
+            dist.switch_role(*given)
     dist.finalize()
     dist = begin(LLMRole.DECODER, {**V1, "llm.EnableSwitchRole": "1"})
     dist.switch_role(LLMRole.PROMPT, listening())
     assert dist.listen_ip_info is not None
     dist.switch_role(LLMRole.DECODER)
-    assert dist.listen_ip_info is None
-    assert dist._role is LLMRole.DECODER
+    assert (dist.listen_ip_info, dist._role) == (None, LLMRole.DECODER)
 
 
 def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callable[..., LLMDataDist]) -> None:
