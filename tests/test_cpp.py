@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any, Callable
 
 import pytest
@@ -173,29 +172,18 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     rows = [
         (INVALID, "size=40", "push n 2 1 0 0 40"),
         (INVALID, "src_batch_index=5", "push n 2 1 0 5 -1"),
-        (INVALID, "slot 5", "push n 2 1 5 0 -1"),
         (INVALID, "host memory", "push host 2 1 0 0 -1"),
-        (INVALID, "39", "push n 2 2 0 0 -1"),
-        (INVALID, "src_layer_range=(-1, 0)", "push n 2 1 0 0 -1 -1 0 0 0 1"),
-        (INVALID, "(0, 4)", "push n 2 1 0 0 -1 0 4 0 4 1"),
         (INVALID, "tensor_num_per_layer=0", "push n 2 1 0 0 -1 -1 -1 -1 -1 0"),
-        (INVALID, "tensor_num_per_layer=3", "push n 2 1 0 0 -1 0 0 0 0 3"),
         (INVALID, "cluster_id=1", "push n 1 1 0 0 -1"),
         (UNLINKED, "7", "push n 7 1 0 0 -1"),
         (GONE, "99", "push n 2 99 0 0 -1"),
         (INVALID, "dst_cache_index.batch_index=1", "push_blocks n 2 1 1 1 0 1 0"),
-        (INVALID, "dst_blocks[0]", "push_blocks n 2 1 0 1 0 1 18446744073709551615"),
-        (INVALID, "a block has 40 bytes", "push_blocks n 2 2 0 1 0 1 0"),
         (INVALID, "size=0", "pull 2 1 0 n 0 0"),
-        (INVALID, "batch_index=5", "pull 2 1 0 n 5 -1"),
         (GONE, "slot 5", "pull 2 1 5 n 0 -1"),
-        (INVALID, "dst_layer_range=(0, 4)", "pull 2 1 0 n 0 -1 0 4 0 4 1"),
-        (INVALID, "tensor_num_per_layer", "pull 2 1 0 n 0 -1 -1 -1 -1 -1 0"),
         (GONE, "-1", "pull 2 1 0 nobody 0 -1"),
         (UNLINKED, "9", "pull 9 1 0 n 0 -1"),
         # Two faults: what no cache makes right is said before a cache is looked for.
         (INVALID, "size=40", "push nobody 2 1 0 0 40"),
-        (INVALID, "2 layers", "push nobody 2 99 0 0 -1 0 1 0 0 1"),
         (INVALID, "cluster_id=1", "push nobody 1 1 0 0 -1"),
         (INVALID, "host memory", "push lent 2 1 0 0 -1"),
         (GONE, "-1", "push nobody 2 1 0 0 -1"),
@@ -206,8 +194,6 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
         (INVALID, "src_layer_range=(-1, 2)", "pull_blocks 2 1 0 nobody 1 0 1 0 -1 2 0 0 1"),
         (GONE, "-1", "pull_blocks 2 1 0 nobody 1 0 1 0"),
         (INVALID, "src_cache_index.batch_index=2", "pull_blocks 2 1 2 n 1 0 1 0"),
-        (INVALID, "src_blocks has 1", "pull_blocks 2 1 0 n 1 0 2 0 1"),
-        (INVALID, "a block has 40 bytes", "pull_blocks 2 2 0 n 1 0 1 0"),
     ]
     refused(near, rows)
     assert equal(far.read("f"), pattern(2, 4, 5, 40))
@@ -217,34 +203,6 @@ def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     assert near.ask("pull 2 1 0 n 0 -1") == [GONE]
 
 
-@pytest.mark.contract("19.cpp-push-kv-cache")
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("tensors", [1, 5])
-def test_what_the_default_of_tensors_per_layer_moves(cpp: Callable[..., Cpp], tensors: int, transport: str) -> None:
-    """The default 2 is no fault of a program that gives no range, and may stay with ranges (page of PushKvCache)."""
-    near, far = pair(cpp, llm__LinkTransport=transport)
-    target = far.make("f", tensors, 5, 40, 2)
-    near.make("n", tensors, 5, 40, 1)
-    ours, theirs = pattern(1, tensors, 5, 40), pattern(2, tensors, 5, 40)
-    assert near.ask("push", "n", 2, target, 3, 1, -1) == [SUCCESS], near.reason
-    assert near.ask("push_blocks", "n", 2, target, 0, listed([0]), listed([4])) == [SUCCESS], near.reason
-    assert near.ask("pull", 2, target, 0, "n", 2, -1) == [SUCCESS], near.reason
-    for tensor in range(tensors):
-        theirs[tensor][3], theirs[tensor][4] = ours[tensor][1], ours[tensor][0]
-        ours[tensor][2] = theirs[tensor][0]
-    layers = SUCCESS if tensors == 5 else INVALID
-    assert near.ask("push", "n", 2, target, 1, 0, -1, 1, 1, 0, 0, 2) == [layers], near.reason
-    assert near.ask("pull", 2, target, 0, "n", 4, -1, 0, 1, 0, 1, 2) == [layers], near.reason
-    if tensors == 5:
-        for tensor in (0, 1):
-            theirs[tensor][1] = ours[tensor + 2][0]
-        for tensor in range(4):
-            ours[tensor][4] = theirs[tensor][0]
-    assert near.ask("push", "n", 2, target, 1, 0, -1, 2, 2, 2, 2, 2) == [INVALID], near.reason
-    assert equal(far.read("f"), theirs)
-    assert equal(near.read("n"), ours)
-
-
 @pytest.mark.contract("19.cpp-codes")
 def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
     near, far = pair(cpp, llm__SyncKvCacheWaitTime=300, llm__LinkTransport="tcp")
@@ -252,11 +210,8 @@ def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
     far.make("f", 2, 2, 8, 2)
     far.process.send_signal(signal.SIGSTOP)
     try:
-        began = time.monotonic()
         for command in ("push n 2 1 0 0 -1", "pull 2 1 0 n 0 -1"):
-            assert near.ask(command) == [LATE], near.reason
-            assert "limit_ms=300" in near.reason
-        assert time.monotonic() - began < LIMIT
+            refused(near, [(LATE, "limit_ms=300", command)])
     finally:
         far.process.send_signal(signal.SIGCONT)
     assert equal(near.read("n"), pattern(1, 2, 2, 8))
@@ -266,16 +221,18 @@ def test_a_peer_that_hangs_is_a_timeout(cpp: Callable[..., Cpp]) -> None:
 def test_the_role_decoder_does_not_push_and_mix_does(cpp: Callable[..., Cpp]) -> None:
     mix, decoder = cpp(1, MIX).open(), cpp(2, DECODER).open()
     assert mix.ask("link", 2, decoder.port) == [SUCCESS, SUCCESS]
+    assert mix.ask("set_role", DECODER)[0] == LINKED
     mix.make("c", 2, 2, 8, 1)
     decoder.make("c", 2, 2, 8, 2)
-    for command in ("push c 1 1 0 0 -1", "push_blocks c 1 1 0 1 0 1 0", "push nobody 1 1 0 0 -1"):
-        assert decoder.ask(command) == [INVALID]
-        assert "Decoder" in decoder.reason
+    commands = ("push c 1 1 0 0 -1", "push_blocks c 1 1 0 1 0 1 0", "push nobody 1 1 0 0 -1")
+    refused(decoder, [(INVALID, "Decoder", command) for command in commands])
     assert mix.ask("push c 2 1 0 0 -1") == [SUCCESS], mix.reason
     assert mix.ask("unlink", 2, decoder.port) == [SUCCESS, SUCCESS]
     assert decoder.ask("set_role", PROMPT) == [INVALID, str(decoder.port)], "decoders must find it somewhere"
     assert "llm.ListenIpInfo" in decoder.reason
     assert decoder.ask("set_role", MIX) == [SUCCESS, "0"], "without an address it listens nowhere"
+    assert decoder.ask("set_role", PROMPT, "llm.ListenIpInfo=nowhere")[0] == INVALID
+    assert decoder.ask("set_role", 4)[0] == INVALID
     assert decoder.ask("set_role", PROMPT, "llm.ListenIpInfo=127.0.0.1:0")[0] == SUCCESS
     assert decoder.ask("link", 1, mix.port) == [SUCCESS, SUCCESS], decoder.reason
     assert decoder.ask("push c 1 1 0 0 -1") == [SUCCESS], decoder.reason
@@ -287,36 +244,20 @@ def test_with_links_that_go_both_ways_a_role_is_a_label(cpp: Callable[..., Cpp])
     near.make("c", 2, 2, 8, 2)
     assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS]
     assert near.ask("push c 2 1 0 1 -1") == [SUCCESS], near.reason
-    expected = pattern(1, 2, 2, 8)
-    for tensor, other in zip(expected, pattern(2, 2, 2, 8)):
-        tensor[0] = other[1]
-    assert equal(far.read("c"), expected)
-
-
-def test_set_role(cpp: Callable[..., Cpp]) -> None:
-    near, far = pair(cpp)
-    assert near.ask("set_role", DECODER)[0] == LINKED
-    assert near.ask("unlink", 2, far.port) == [SUCCESS, SUCCESS]
-    status, port = near.ask("set_role", DECODER, "llm.ListenIpInfo=127.0.0.1:0")
-    assert (status, port != "0") == (SUCCESS, True)
-    assert near.ask("set_role", PROMPT, "llm.ListenIpInfo=nowhere")[0] == INVALID
-    assert near.ask("set_role", 4)[0] == INVALID
-    assert "role=4" in near.reason
-    fixed = cpp(3).open(llm__TransferBackend="hixl")
+    for tensor, other in zip(far.read("c"), pattern(2, 2, 2, 8)):
+        assert tensor[0].tolist() == other[1].tolist()
+    fixed, never = cpp(3).open(llm__TransferBackend="hixl"), cpp(4).open(llm__EnableSwitchRole=0)
     assert fixed.ask("set_role", MIX) == [SUCCESS, str(fixed.port)]
     assert fixed.ask("set_role", MIX, "llm.ListenIpInfo=127.0.0.1:1")[0] == DISABLED
-    never = cpp(4).open(llm__EnableSwitchRole=0)
     assert never.ask("set_role", MIX)[0] == DISABLED
     assert "llm.EnableSwitchRole" in never.reason
 
 
 def test_links(cpp: Callable[..., Cpp]) -> None:
     near, far = pair(cpp)
-    already = "5010b008"
-    assert near.ask("link", 2, far.port) == [already, already]
+    assert near.ask("link", 2, far.port) == ["5010b008"] * 2, "linked already"
     assert near.ask("unlink", 5, far.port) == [SUCCESS, SUCCESS], "a cluster that is not linked"
-    assert near.ask("force", 2, far.port) == [SUCCESS, SUCCESS]
-    assert far.ask("force", 1, near.port) == [SUCCESS, SUCCESS]
+    assert near.ask("force", 2, far.port) == far.ask("force", 1, near.port) == [SUCCESS, SUCCESS]
     assert near.ask("link", 2, far.port) == [SUCCESS, SUCCESS], "good again"
     assert near.ask("link", 3, 1)[0] == "5010b009"
     assert "cluster=3" in near.reason
@@ -360,13 +301,10 @@ def test_what_a_copy_refuses(cpp: Callable[..., Cpp]) -> None:
     assert end.ask("claim gone 99 4 2") == [SUCCESS]
     rows = [
         (INVALID, "host memory", "copy host a 0 0 0 -1"),
-        (INVALID, "src_batch_index=4", "copy a a 4 0 0 -1"),
         (INVALID, "dst_batch_index=4", "copy a a 0 4 0 -1"),
         (INVALID, "offset=16", "copy a a 0 1 16 -1"),
         (INVALID, "size=0", "copy a a 0 1 0 0"),
-        (INVALID, "size=9", "copy a a 0 1 8 9"),
         (INVALID, "2 tensors", "copy a few 0 1 0 -1"),
-        (INVALID, "src_blocks=[]", "copy_blocks a a 0 1 0"),
         (INVALID, "dst_blocks_list[1] has 2", "copy_blocks a a 1 0 2 1 1 2 1 2"),
         (INVALID, "block sizes 16 and 15", "copy_blocks a narrow 1 0 1 1 1"),
         (INVALID, "destination block=4", "copy_blocks a a 1 0 1 1 4"),

@@ -314,19 +314,15 @@ try:
     print(dist.link_clusters([peer], 30000))
 except Mine:
     print("mine")
-turns = 0
 with ThreadPoolExecutor() as pool:
     waiting = pool.submit(dist.link_clusters, [peer], 1000)
-    while not waiting.done():
-        turns += 1
-        time.sleep(0.01)
+    print(dist.stats()["table"]["caches"], waiting.done())
 print(waiting.result()[0])
-assert turns > 10, "other threads did not run"
 silent.close()
 dist.finalize()
 """
     )
-    assert unlogged(out) == ["interrupted", "mine", "LLMStatusCode.LLM_TIMEOUT"]
+    assert unlogged(out) == ["interrupted", "mine", "0 False", "LLMStatusCode.LLM_TIMEOUT"]
 
 
 def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
@@ -369,10 +365,8 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
         """
         import os, sys, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
-        from llm_datadist import (
-            BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMDataDist, LLMException,
-            LLMRole, LLMStatusCode,
-        )
+        from llm_datadist import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo
+        from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode
 
         def sockets():
             paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))

@@ -116,11 +116,13 @@ def test_three_clusters_in_one_communicator(ends: Ends, port: int) -> None:
 
 
 def test_without_a_peer_the_link_fails_and_can_be_left(ends: Ends, port: int) -> None:
-    near = ends.near(given(port, llm__LinkTotalTime=2, llm__LinkRetryCount=3))
+    near = ends.near(given(port, llm__LinkTotalTime=2, llm__LinkRetryCount=3, llm__SyncKvCacheWaitTime=300))
+    near.allocate("n")
     comm = near.link("alone", RANKS, PLAIN)
     assert near.status(comm) == "PREPARING", "link returns before its search ends"
+    assert code(near.pull_cache, by_request(2, 1), "n") == UNLINKED
+    assert near.status(comm) == "PREPARING", "the pull waits for its own limit only"
     assert near.settled(comm) == "FAILED"
-    near.allocate("n")
     told, text = outcome(lambda: near.pull_cache(by_request(2, 1), "n"))
     assert told == UNLINKED
     assert text
@@ -171,26 +173,6 @@ def test_pulls_that_wait_do_not_disturb_the_link_they_wait_for(ends: Ends, port:
         assert [link["transport"] for link in near.links()] == ["shm"]
         near.unlink(comm)
         far.unlink(other)
-
-
-def test_a_pull_while_preparing_waits_no_longer_than_its_limit(ends: Ends, port: int) -> None:
-    near = ends.near(given(port, llm__SyncKvCacheWaitTime=300))
-    near.allocate("n", 1, 64, 2)
-    comm = near.link("alone", RANKS, PLAIN)
-    assert code(near.pull_cache, by_request(2, 1), "n") == UNLINKED
-    assert near.status(comm) == "PREPARING", "the limit of the pull, not that of the link"
-
-
-def test_communicators_end_in_any_order(ends: Ends, port: int) -> None:
-    far, near = ends.peer(given(port)), ends.near(given(port))
-    near.allocate("n")
-    for round_ in range(4):
-        comms = both(near, far)
-        moves(near, far, 10 + round_)
-        for end, comm in ((near, comms[0]), (far, comms[1]))[:: 1 if round_ % 2 else -1]:
-            end.unlink(comm)
-        assert near.links() == far.links() == []
-        assert code(near.pull_cache, by_request(2, 1), "n") == UNLINKED
 
 
 # -- peers that come back --------------------------------------------------------------------------------------------

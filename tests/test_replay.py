@@ -102,32 +102,21 @@ def test_requests_larger_than_the_device_are_counted(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "tiers"),
-    [
-        (["--corrupt-at", "1"], ["device"]),
-        (["--corrupt-at", "701", "--device-pool", "6MiB"], ["device", "host"]),
-        (["--corrupt-pulled-at", "1"], ["pulled"]),
-        (["--corrupt-pulled-at", "900"], ["pulled"]),
-    ],
-    ids=str,
+    ("option", "hits", "tiers"),
+    [("--corrupt-at", [1, *range(600, 800, 20)], {"device", "host"}), ("--corrupt-pulled-at", [1, 900], {"pulled"})],
 )
 def test_one_wrong_byte_ends_the_replay(
-    capsys: pytest.CaptureFixture[str], options: list[str], tiers: list[str]
+    capsys: pytest.CaptureFixture[str], option: str, hits: list[int], tiers: set[str]
 ) -> None:
-    assert main([*SMALL, "--requests", "200", *options]) == 1
-    said = capsys.readouterr()
-    assert "WRONG BYTE: request " in said.err
-    assert any(f"({tier}, slot " in said.err for tier in tiers)
-    assert "tensor 1, first wrong byte at offset 4099: expected 0x" in said.err
-    assert said.out == ""
-
-
-def test_wrong_byte_on_the_host_is_found_after_the_swap(capsys: pytest.CaptureFixture[str]) -> None:
-    tiers = set()
-    for hit in range(600, 800, 20):
-        assert main([*SMALL, "--requests", "300", "--device-pool", "6MiB", "--corrupt-at", str(hit)]) == 1
-        tiers.add(capsys.readouterr().err.split("(")[1].split(",")[0])
-    assert tiers == {"device", "host"}
+    found = set()
+    for hit in hits:
+        assert main([*SMALL, "--requests", "300", "--device-pool", "6MiB", option, str(hit)]) == 1
+        said = capsys.readouterr()
+        assert "WRONG BYTE: request " in said.err
+        assert "tensor 1, first wrong byte at offset 4099: expected 0x" in said.err
+        assert said.out == ""
+        found.add(said.err.split("(")[1].split(",")[0])
+    assert found == tiers
 
 
 @pytest.mark.parametrize(
@@ -157,7 +146,7 @@ def test_start_of_the_public_trace_is_replayed(tmp_path: Path) -> None:
 def _faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Start prefill processes whose `compute(self, number, blocks)` is the one in `fault`; `real` is the right one."""
     start = "import os, signal, sys, time; from pathlib import Path; from llm_datadist.replay import content, worker"
-    script = [start, "real, stage = worker.Worker._compute, worker.Worker._stage", textwrap.dedent(fault)]
+    script = [start, "real, stage = worker.Worker._compute, worker.Worker._stage", fault]
     script += ["worker.Worker._compute = compute", "sys.exit(worker.main())"]
     monkeypatch.setattr(prefill, "COMMAND", [sys.executable, "-c", "\n".join(script)])
 
@@ -192,6 +181,23 @@ def compute(self, number, blocks):
         exec(os.environ["FAULT"])
     return real(self, number, blocks)
 """
+DIES = """
+def compute(self, number, blocks):
+    if number == 20:
+        os._exit(7)
+    return real(self, number, blocks)
+"""
+
+
+def test_prefill_that_always_dies_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _faulty(monkeypatch, DIES)
+    assert main([*SMALL, "--requests", "100"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("; restart ") == 3
+    assert "replay: the prefill process failed: lost at request " in said
+    assert said.rstrip().endswith("given up after 3 restarts")
 
 
 @pytest.mark.parametrize(
@@ -215,25 +221,6 @@ def test_prefill_that_ends_or_hangs_is_replaced(
     # The pull of the request before may miss the process first, and then it has a code.
     assert reason in restart["reason"] or restart["code"] is not None
     assert found["prefill"]["leaked_bytes"] == 0
-
-
-def test_prefill_that_always_dies_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _faulty(
-        monkeypatch,
-        """
-        def compute(self, number, blocks):
-            if number == 20:
-                os._exit(7)
-            return real(self, number, blocks)
-        """,
-    )
-    assert main([*SMALL, "--requests", "100"]) == 1
-    said = capsys.readouterr().err
-    assert said.count("; restart ") == 3
-    assert "replay: the prefill process failed: lost at request " in said
-    assert said.rstrip().endswith("given up after 3 restarts")
 
 
 @pytest.mark.parametrize(
@@ -348,6 +335,8 @@ def test_scale_is_that_of_the_real_model() -> None:
     assert shape.block_bytes == 128 * 1024
     assert report.scale(shape) == 1280
     assert report.scale(Geometry(80, 8, 128, "bfloat16", 512)) == 1
+    # The default pool holds the largest request of the public trace.
+    assert shape.device_blocks(160 * 2**20, staging_caches=16) > 247 + 5
 
 
 @pytest.mark.parametrize(

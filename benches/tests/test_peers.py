@@ -328,14 +328,6 @@ def test_the_loops_copy_the_list_and_nothing_else(bench: Bench, rows: int, lengt
         limit.copy(np.zeros((0, 2), dtype=np.uint64), 100, 0, 1)
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(1 << 20, 20), (32 << 20, 10)])
-def test_one_thread_alone_is_tried_where_it_can_win(bench: Bench, size: int, wanted: int) -> None:
-    moves = np.zeros((size // 4096, 2), dtype=np.uint64)
-    loops = list(bench.limit.Limit().entries(moves, 4096))
-    assert len({entry.setting for entry in loops}) == len(loops) == wanted
-    assert {entry.threads for entry in loops} == ({1, 2} if wanted == 20 else {2})
-
-
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 20])
 def test_the_kernels_own_copy_moves_the_list(bench: Bench, write: bool, threads: int) -> None:
@@ -394,11 +386,13 @@ def test_the_page_names_where_we_are_behind_and_why_and_who_is_not_here(
     assert page.index("## Where we are behind") < page.index("## Inside one process")
 
 
-@pytest.mark.parametrize(("op", "unseen"), [("swap_out", "2?"), ("get, each", "2?"), ("allocate + free", "2")])
-def test_what_moved_bytes_unseen_is_marked(bench: Bench, op: str, unseen: str) -> None:
-    row = bench.rows.measured(bench.rows.Row("g", op, "peer", unit="us"), [2.0])
+@pytest.mark.parametrize("op", ["swap_out", "get, each", "pull pool p99", "allocate + free"])
+def test_what_moved_bytes_unseen_is_marked(bench: Bench, op: str) -> None:
+    unit = "GB/s" if op == "swap_out" else "us"
+    row = bench.rows.measured(bench.rows.Row("g", op, "peer", unit=unit), [2.0])
     assert bench.report.cell(dataclasses.replace(row, verified=True)) == "2"
-    assert bench.report.cell(dataclasses.replace(row, verified=False)) == unseen
+    # An allocation moves nothing to compare.
+    assert bench.report.cell(dataclasses.replace(row, verified=False)) == ("2" if op == "allocate + free" else "2?")
 
 
 def test_every_committed_row_behind_has_its_reason(bench: Bench) -> None:
