@@ -46,7 +46,7 @@ INITIAL = {
 
 # property -> its key, and values with the text that each is emitted as (none: nothing is emitted)
 EMITTED: dict[str, tuple[str, list[tuple[Any, str | None]]]] = {
-    "sync_kv_timeout": ("llm.SyncKvCacheWaitTime", [(5000, "5000"), ("5000", "5000"), (2**31 - 1, "2147483647")]),
+    "sync_kv_timeout": ("llm.SyncKvCacheWaitTime", [(1, "1"), ("5000", "5000"), (2**31 - 1, "2147483647")]),
     "deploy_res_path": ("llm.deployResPath", [("/x", "/x"), ("", None)]),
     "buf_pool_cfg": ("llm.BufPoolCfg", [("{}", "{}")]),
     "mem_pool_cfg": ("llm.MemPoolConfig", [("not json", "not json"), ("", None)]),

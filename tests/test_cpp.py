@@ -128,39 +128,6 @@ def refused(end: Cpp, rows: list[tuple[str, str, str]]) -> None:
         assert fact in end.reason, (command, end.reason)
 
 
-@pytest.mark.contract("19.cpp-push-kv-cache")
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("how", ["allocate", "register"])
-def test_pulls_and_pushes_between_two_processes_of_the_class(cpp: Callable[..., Cpp], how: str, transport: str) -> None:
-    near, far = pair(cpp, llm__LinkTransport=transport)
-    source, target = near.make("n", 4, 5, 40, 1, how), far.make("f", 4, 5, 40, 2, how)
-    ours, theirs = pattern(1, 4, 5, 40), pattern(2, 4, 5, 40)
-
-    assert near.ask("push", "n", 2, target, 3, 1, -1) == [SUCCESS], near.reason
-    for tensor in range(4):
-        theirs[tensor][3] = ours[tensor][1]
-    assert near.ask("push", "n", 2, target, 0, 4, -1, 1, 1, 0, 0, 2) == [SUCCESS], near.reason
-    for tensor in (0, 1):
-        theirs[tensor][0] = ours[tensor + 2][4]
-    assert near.ask("push_blocks", "n", 2, target, 0, listed([0, 2]), listed([4, 1])) == [SUCCESS], near.reason
-    for tensor in range(4):
-        theirs[tensor][[4, 1]] = ours[tensor][[0, 2]]
-    assert equal(far.read("f"), theirs)
-
-    assert near.ask("pull", 2, target, 2, "n", 0, -1) == [SUCCESS], near.reason
-    assert near.ask("pull", 2, target, 4, "n", 1, 7) == [SUCCESS], near.reason
-    assert near.ask("pull_blocks", 2, target, 0, "n", listed([1, 3, 1]), listed([2, 3, 4])) == [SUCCESS], near.reason
-    assert near.ask("pull", 2, target, 0, "n", 2, -1, 0, 0, 3, 3, 1) == [SUCCESS], near.reason
-    for tensor in range(4):
-        ours[tensor][0] = theirs[tensor][2]
-        ours[tensor][1, :7] = theirs[tensor][4, :7]
-        ours[tensor][[2, 3, 4]] = theirs[tensor][[1, 3, 1]]
-    ours[3][2] = theirs[0][0]
-    assert equal(near.read("n"), ours)
-    assert equal(far.read("f"), theirs), "a pull changed its source"
-    assert source == target == 1
-
-
 @pytest.mark.contract("19.cpp-push-kv-cache", "19.cpp-codes")
 def test_what_a_transfer_refuses(cpp: Callable[..., Cpp]) -> None:
     near, far = pair(cpp)
@@ -411,6 +378,7 @@ def test_a_python_process_links_pulls_from_and_pushes_to_the_class(
     assert near.unlink_clusters([far.at])[0] == OK
 
 
+@pytest.mark.contract("19.cpp-push-kv-cache")
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
@@ -419,7 +387,7 @@ def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
     far, near = python_end(ends, llm__LinkTransport=transport), cpp(2).open(llm__LinkTransport=transport)
     keys = [by_blocks(9)] if blocks else []
     target = far.make("f", 5, 40, 4, blocks=blocks, keys=keys, seed=1)
-    near.make("n", 4, 5, 40, 2)
+    near.make("n", 4, 5, 40, 2, "register" if transport == "tcp" else "allocate")
     ours, theirs = pattern(2, 4, 5, 40), pattern(1, 4, 5, 40)
     port = far.listening().rpartition(":")[2]
     assert near.ask("link", 9, port) == [SUCCESS, SUCCESS], near.reason
@@ -431,11 +399,17 @@ def test_the_class_links_pulls_from_and_pushes_to_a_python_process(
         ours[tensor][[3, 4]] = theirs[tensor][[3, 0]]
     slots = INVALID if blocks else SUCCESS
     assert near.ask("push", "n", 9, target, 0, 2, -1) == [slots], near.reason
-    assert near.ask("pull", 9, target, 0, "n", 1, -1) == [slots], near.reason
+    assert near.ask("push", "n", 9, target, 1, 0, -1, 1, 1, 0, 0, 2) == [slots], near.reason
+    assert near.ask("pull", 9, target, 1, "n", 1, 7) == [slots], near.reason
+    assert near.ask("pull", 9, target, 0, "n", 2, -1, 0, 0, 3, 3, 1) == [slots], near.reason
     if not blocks:
         for tensor in range(4):
             theirs[tensor][0] = ours[tensor][2]
-            ours[tensor][1] = theirs[tensor][0]
+        for tensor in (0, 1):
+            theirs[tensor][1] = ours[tensor + 2][0]
+        for tensor in range(4):
+            ours[tensor][1, :7] = theirs[tensor][1, :7]
+        ours[3][2] = theirs[0][0]
     assert equal(far.read("f"), theirs)
     assert equal(near.read("n"), ours)
 

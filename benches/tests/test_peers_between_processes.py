@@ -1,4 +1,4 @@
-"""The two-process benchmarks: every byte is looked at, a peer that is missing or dies is a row that says why.
+"""The benchmarks of two processes: they compare every byte, and name a peer that is missing or dies.
 
 Not for: figures, which no test asserts.
 """
@@ -76,11 +76,8 @@ def test_small_requests_end_to_end(tmp_path: Path) -> None:
     rows = measured(tmp_path, "small")
     calls = [row for row in rows if row["op"].startswith("pull pool ") and "median" in row]
     for system in ("ours", "limit"):
-        assert sorted(row["op"] for row in calls if row["system"] == system) == [
-            "pull pool p50",
-            "pull pool p99",
-            "pull pool slowest",
-        ]
+        found = sorted(row["op"] for row in calls if row["system"] == system)
+        assert found == [f"pull pool {figure}" for figure in ("p50", "p99", "slowest")]
     assert all(row["limit_ratio"] > 0 and row["verified"] for row in calls)
     # The limit is named by its loop, which is the same for all three.
     (loop,) = {row["setting"] for row in calls if row["system"] == "limit"}

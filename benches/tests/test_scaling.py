@@ -1,6 +1,4 @@
-"""Slopes are named by their fits, the model of crowds agrees with what can be computed by hand, and the pages and the
-picture say what the committed figures say.
-"""
+"""The scaling benchmark: names of slopes, the model of crowds, and pages that agree with the committed figures."""
 
 from __future__ import annotations
 
