@@ -15,7 +15,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMException, LLMRole
-from memory import LE, raising, run_fresh
+from memory import LE, TE, raising, run_fresh
 
 TOKEN = "correct horse battery staple"  # noqa: S105  (the one under test)
 
@@ -147,4 +147,6 @@ def test_a_text_with_colons_that_is_no_address(text: str) -> None:
     info = LLMClusterInfo()
     with pytest.raises(RuntimeError, match="ip="):
         info.append_remote_ip_info(text, 1)
+    with raising(TE):
+        info.append_remote_ip_info(None, 1)
     assert info.remote_ip_info_list == []
