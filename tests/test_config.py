@@ -12,6 +12,7 @@ import pytest
 
 from conftest import options, pool
 from llm_datadist import LLMConfig, LlmConfig
+from llm_datadist.engine_config import EngineConfig
 from memory import LE, TE, VE, Expected, pool_facts, raising
 from mistakes import fails
 
@@ -179,7 +180,7 @@ def test_property_is_stored_and_emitted(name: str, value: Any, emitted: dict[str
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, v, _ in STORED if n in LINK_OPTIONS])
-def test_engine_accepts_the_options_of_links(name: str, value: Any, start: Callable[..., Any]) -> None:
+def test_engine_accepts_the_two_for_oneof_links(name: str, value: Any, start: Callable[..., Any]) -> None:
     config = LLMConfig()
     setattr(config, name, value)
     if name == "link_silence":
@@ -274,7 +275,7 @@ def test_none_unsets_an_addition(name: str) -> None:
     assert config.generate_options() == FRESH
 
 
-def test_options_made_by_a_config_start_an_engine(start: Callable[..., Any]) -> None:
+def test_two_for_onemade_by_a_config_start_an_engine(start: Callable[..., Any]) -> None:
     config = LLMConfig()
     config.enable_cache_manager = True
     config.mem_pool_cfg = config.host_mem_pool_cfg = pool()
@@ -332,3 +333,9 @@ def test_the_bound_of_json_is_64_levels(levels: int) -> None:
         fails(lambda: setattr(config, "cluster_info", text), VE, "nested deeper than 64 levels")
     else:
         config.cluster_info = text
+
+
+def test_each_device_has_one_listener() -> None:
+    two_for_one = {"ge.exec.deviceId": "0", "llm.listenIpInfo": "127.0.0.1:1;127.0.0.1:2"}
+    with raising(LE):
+        EngineConfig.from_engine_options(True, two_for_one)

@@ -148,5 +148,5 @@ def test_a_text_with_colons_that_is_no_address(text: str) -> None:
     with pytest.raises(RuntimeError, match="ip="):
         info.append_remote_ip_info(text, 1)
     with raising(TE):
-        info.append_remote_ip_info(None, 1)
+        info.append_remote_ip_info(None, -1)  # the address is checked first
     assert info.remote_ip_info_list == []
