@@ -1,4 +1,4 @@
-"""The commands `llm-datadist` and `python -m llm_datadist`, apart from the replay itself (`test_replay`)."""
+"""The commands `llm-datadist` and `python -m llm_datadist`. Not for: replays (`test_replay.py`)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from llm_datadist.__main__ import main
 from llm_datadist.option_table import ENVIRONMENT, OTHER_VARIABLES, TOKEN_VARIABLES, rows, table
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"llm_datadist {llm_datadist.__version__}\n"
-
-
 def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -30,6 +23,17 @@ def test_options_prints_every_option_with_type_default_and_meaning(capsys: pytes
         assert " ".join(f"{heading} {facts} {row.meaning}".replace("`", "").split()) in text
     for variable in (*ENVIRONMENT.values(), *TOKEN_VARIABLES.values(), *OTHER_VARIABLES):
         assert variable in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [("--version", [f"llm_datadist {llm_datadist.__version__}\n"]), ("--help", ["usage: ", "replay", "options"])],
+)
+def test_module_is_a_command(argument: str, shown: list[str]) -> None:
+    command = [sys.executable, "-m", "llm_datadist", argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+    for text in shown:
+        assert text in done.stdout
 
 
 @pytest.mark.parametrize("width", [40, 80, 100])
@@ -44,14 +48,6 @@ def test_wrong_arguments_exit_2(capsys: pytest.CaptureFixture[str], arguments: l
         main(arguments)
     assert caught.value.code == 2
     assert "usage: " in capsys.readouterr().err
-
-
-def test_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "llm_datadist"]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
-    assert done.stdout.startswith("usage: python -m llm_datadist ")
-    for name in ("replay", "options", "--version"):
-        assert name in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from conftest import options
 from llm_datadist import LLMClusterInfo, LLMConfig, LLMException, LLMRole
-from memory import LE, raising, run_fresh
+from memory import LE, TE, raising, run_fresh
 
 TOKEN = "correct horse battery staple"  # noqa: S105  (the one under test)
 
@@ -53,13 +53,8 @@ def test_the_token_is_a_text_that_does_not_show() -> None:
     assert json.loads(json.dumps(made)) == made
     again = pickle.loads(pickle.dumps(made))  # noqa: S301  (our own bytes)
     assert again == made
-    for shown in (
-        str(made),
-        f"{made}",
-        repr(list(made.values())),
-        *map(repr, (made, config, copy.deepcopy(made), again)),
-    ):
-        assert TOKEN not in shown
+    for value in (made, list(made.values()), config, copy.deepcopy(made), again):
+        assert TOKEN not in f"{value} {value!r}"
 
 
 def test_the_token_is_in_no_log_no_error_and_no_attribute(
@@ -74,14 +69,10 @@ def test_the_token_is_in_no_log_no_error_and_no_attribute(
     dist.finalize()
     short = "tooshort"
     texts = []
-    for bad in (
-        {"llm.LinkStreams": "x"},
-        {"llm.LinkToken": short},
-        {"llm.LinkToken": short + "\ud800" * 16},
-        {"llm.LinkToken": [short]},
-    ):
+    wrong = [("llm.LinkToken", bad) for bad in (short, short + "\ud800" * 16, [short])]
+    for key, bad in [("llm.LinkStreams", "x"), *wrong]:
         with pytest.raises((LLMException, ValueError, TypeError)) as caught:
-            start({**given, **bad})
+            start({**given, key: bad})
         texts += [repr(caught.value), str(vars(caught.value)), str(caught.value.__cause__)]
     texts += [record.getMessage() for record in caplog.records]
     texts += [repr(vars(dist)), repr(dist._engine_options)]
@@ -131,22 +122,24 @@ def test_init_reads_the_environment_where_an_option_is_absent(variable: str, bad
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given", "kept", "shown"),
     [
-        ("::1", "::1"),
-        ("0:0:0:0:0:0:0:1", "::1"),
-        ("2001:DB8::A", "2001:db8::a"),
-        ("::ffff:1.2.3.4", "::ffff:1.2.3.4"),
-        ("1.2.3.4", 67305985),
-        (5, 5),
+        ("::1", "::1", "[::1]"),
+        ("2001:DB8:0:0:0:0:0:A", "2001:db8::a", "[2001:db8::a]"),
+        ("::ffff:1.2.3.4", "::ffff:1.2.3.4", "[::ffff:1.2.3.4]"),
+        ("1.2.3.4", 67305985, "1.2.3.4"),
+        (5, 5, "5.0.0.0"),
+        (2**40, 2**40, "1099511627776"),
     ],
 )
-def test_ipv6_addresses_are_kept_as_text(given: Any, kept: Any) -> None:
+def test_addresses_are_integers_or_ipv6_texts(given: Any, kept: Any, shown: str) -> None:
     info = LLMClusterInfo()
+    info.remote_cluster_id = 7
     info.append_remote_ip_info(given, 5)
     info.append_local_ip_info(given, 0)
     assert info.remote_ip_info_list == [(kept, 5)]
     assert info.local_ip_info_list == [(kept, 0)]
+    assert repr(info) == f"LLMClusterInfo(remote_cluster_id=7, remote=[{shown}:5], local=[{shown}:0])"
 
 
 @pytest.mark.parametrize("text", [":", ":::", "::1::", "12345::", "fe80::1%lo", "[::1]", "::1\0", "::\ud800"])
@@ -154,14 +147,6 @@ def test_a_text_with_colons_that_is_no_address(text: str) -> None:
     info = LLMClusterInfo()
     with pytest.raises(RuntimeError, match="ip="):
         info.append_remote_ip_info(text, 1)
+    with raising(TE):
+        info.append_remote_ip_info(None, -1)  # the address is checked first
     assert info.remote_ip_info_list == []
-
-
-def test_a_cluster_info_shows_its_addresses() -> None:
-    info = LLMClusterInfo()
-    info.remote_cluster_id = 7
-    info.append_remote_ip_info("10.0.0.1", 26000)
-    info.append_remote_ip_info("::1", 1)
-    info.append_local_ip_info(2**40, 0)
-    remote = "10.0.0.1:26000, [::1]:1"
-    assert repr(info) == f"LLMClusterInfo(remote_cluster_id=7, remote=[{remote}], local=[1099511627776:0])"

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Callable
 
@@ -20,7 +19,6 @@ from cpp_programs import (
     LIBRARY,
     NATIVE,
     ROOT,
-    SANITIZE,
     SANITIZED,
     SONAME,
     SOURCES,
@@ -58,20 +56,13 @@ def test_the_log_callback_gets_lines_until_it_is_removed(built: Callable[..., Pa
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_program_without_optimisation_and_exceptions_links_and_runs(compiler: str, tmp_path: Path) -> None:
-    flags = ["-std=c++14", "-O0", *WARNINGS, "-fno-exceptions", "-I", INCLUDE, *SANITIZE]
-    found = [f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
-    run([compiler, *flags, SOURCES / "every_method.cpp", "-o", tmp_path / "program", *found])
-    run([tmp_path / "program"])
+def test_every_method_links_and_runs(built: Callable[..., Path], compiler: str) -> None:
+    run([built("every_method", compiler)])
 
 
-def test_a_program_of_a_newer_header_is_told_so(tmp_path: Path) -> None:
-    newer = tmp_path / "include"
-    shutil.copytree(INCLUDE, newer)
-    header = newer / "llm_datadist" / "llm_datadist_c.h"
-    text, count = re.subn(
-        r"#define LLM_DATADIST_ABI_VERSION 2\n", "#define LLM_DATADIST_ABI_VERSION 3\n", header.read_text()
-    )
+def test_a_program_of_a_newer_header_is_refused(tmp_path: Path) -> None:
+    header = shutil.copytree(INCLUDE, tmp_path / "include") / "llm_datadist" / "llm_datadist_c.h"
+    text, count = re.subn("LLM_DATADIST_ABI_VERSION 2\n", "LLM_DATADIST_ABI_VERSION 3\n", header.read_text())
     assert count == 1
     header.write_text(text)
     source = tmp_path / "newer.cpp"
@@ -81,9 +72,8 @@ def test_a_program_of_a_newer_header_is_told_so(tmp_path: Path) -> None:
         '  std::cout << std::hex << engine.Initialize({{llm_datadist::OPTION_DEVICE_ID, "0"}}) << " "\n'
         "            << llm_datadist::LastErrorMessage();\n  return 0;\n}\n"
     )
-    found = [f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
-    program = build(COMPILERS[0], tmp_path / "newer", [source], "-I", newer, *found)
-    status, _, reason = run([program]).partition(" ")
+    found = ["-I", tmp_path / "include", f"-L{LIBRARY}", "-lllm_datadist", f"-Wl,-rpath,{LIBRARY}"]
+    status, _, reason = run([build(COMPILERS[0], tmp_path / "newer", [source], *found)]).partition(" ")
     assert status == FAILED
     assert "version 3" in reason
     assert "version 2" in reason
@@ -187,9 +177,8 @@ def test_the_program_of_the_guide_links_statically(installed: Path, tmp_path: Pa
     check_guide_output(run([program]))
 
 
+@pytest.mark.skipif(not shutil.which("cmake"), reason="no cmake")
 def test_the_program_of_the_guide_builds_with_cmake(installed: Path, tmp_path: Path) -> None:
-    if shutil.which("cmake") is None:
-        pytest.skip("no cmake")
     source = guide_program(tmp_path)
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.14)\nproject(user CXX)\nset(CMAKE_CXX_STANDARD 14)\n"
@@ -202,33 +191,26 @@ def test_the_program_of_the_guide_builds_with_cmake(installed: Path, tmp_path: P
     check_guide_output(run([tmp_path / "build" / "program"]))
 
 
-def test_cmake_accepts_only_compatible_versions(installed: Path, tmp_path: Path) -> None:
-    if shutil.which("cmake") is None:
-        pytest.skip("no cmake")
+@pytest.mark.skipif(not shutil.which("cmake"), reason="no cmake")
+@pytest.mark.parametrize(
+    ("version", "wanted", "accepted"),
+    [
+        *[("0.1.0", "0.1", "TRUE"), ("0.1.3", "0.1.2", "TRUE"), ("0.1.0", "0.1.1", "FALSE"), ("0.2.0", "0.1", "FALSE")],
+        *[("1.4.0", "1.2", "TRUE"), ("1.4.0", "1.5", "FALSE"), ("2.0.0", "1.4", "FALSE"), ("1.0.0", "0.9", "FALSE")],
+    ],
+)
+def test_cmake_accepts_only_compatible_versions(
+    installed: Path, tmp_path: Path, version: str, wanted: str, accepted: str
+) -> None:
     package = installed / "lib/cmake/llm_datadist/llm_datadistConfigVersion.cmake"
-    script = tmp_path / "version.cmake"
-
-    def accepted(installed_version: str, wanted: str) -> bool:
-        text = package.read_text(encoding="utf-8").replace(VERSION, installed_version)
-        major, minor, *_ = [*wanted.split("."), "0"]
-        script.write_text(
-            f'set(PACKAGE_FIND_VERSION "{wanted}")\nset(PACKAGE_FIND_VERSION_MAJOR {major})\n'
-            f'set(PACKAGE_FIND_VERSION_MINOR {minor})\n{text}\nmessage("${{PACKAGE_VERSION_COMPATIBLE}}")\n'
-        )
-        done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=True)  # noqa: S603, S607
-        return {"TRUE": True, "FALSE": False}[done.stderr.strip()]
-
-    for version, wanted, expected in [
-        ("0.1.0", "0.1", True),
-        ("0.1.3", "0.1.2", True),
-        ("0.1.0", "0.1.1", False),
-        ("0.2.0", "0.1", False),
-        ("1.4.0", "1.2", True),
-        ("1.4.0", "1.5", False),
-        ("2.0.0", "1.4", False),
-        ("1.0.0", "0.9", False),
-    ]:
-        assert accepted(version, wanted) == expected, (version, wanted)
+    major, minor, *_ = wanted.split(".")
+    (tmp_path / "version.cmake").write_text(
+        f'set(PACKAGE_FIND_VERSION "{wanted}")\nset(PACKAGE_FIND_VERSION_MAJOR {major})\n'
+        f"set(PACKAGE_FIND_VERSION_MINOR {minor})\n{package.read_text().replace(VERSION, version)}\n"
+        'message("${PACKAGE_VERSION_COMPATIBLE}")\n'
+    )
+    done = subprocess.run(["cmake", "-P", tmp_path / "version.cmake"], capture_output=True, text=True, check=True)  # noqa: S603, S607
+    assert done.stderr.strip() == accepted
 
 
 def files_below(folder: Path) -> set[str]:
@@ -246,69 +228,47 @@ def installation(library: str = "lib", include: str = "include", documents: str 
     return {*(f"{library}/{name}" for name in names), *headers, *licenses}
 
 
+@readable
 def test_the_installed_files(installed: Path) -> None:
-    assert sys.platform == "linux"
     assert files_below(installed) == installation()
-    licenses = (installed / "share/doc/llm_datadist/THIRD-PARTY-LICENSES").read_text(encoding="utf-8")
-    assert "MIT License" in licenses or "Permission is hereby granted" in licenses
     links = {name: str((installed / "lib" / name).readlink()) for name in ("libllm_datadist.so", SONAME)}
     assert links == {"libllm_datadist.so": SONAME, SONAME: f"libllm_datadist.so.{VERSION}"}
     assert VERSION in (installed / "lib/pkgconfig/llm_datadist.pc").read_text()
-
-
-@readable
-def test_installed_libraries_have_no_debug_information(installed: Path) -> None:
     assert ".debug_line" in run(["readelf", "-S", "-W", LIBRARY / "libllm_datadist.so"]), "nothing to strip"
     for name in ("libllm_datadist.so", "libllm_datadist.a"):
         assert ".debug_line" not in run(["readelf", "-S", "-W", installed / "lib" / name])
-    symbols = run(["nm", "-D", "--defined-only", installed / "lib/libllm_datadist.so"]).splitlines()
-    assert len(symbols) > 15
+
+
+MAKE = ["make", "--no-print-directory", "-C", ROOT]
 
 
 @packaged
 def test_install_honours_its_folders_and_uninstall_leaves_other_files(tmp_path: Path) -> None:
     prefix = tmp_path / "pre fix"
-    folders = [
-        f"PREFIX={prefix}",
-        f"LIBDIR={prefix}/lib/triple",
-        f"INCLUDEDIR={prefix}/headers",
-        f"DOCDIR={prefix}/doc",
-    ]
-    make = ["make", "--no-print-directory", "-C", ROOT]
-    run([*make, "install-files", *folders])
+    places = {"prefix": prefix, "libdir": prefix / "lib/triple", "includedir": prefix / "headers"}
+    folders = [*(f"{name.upper()}={path}" for name, path in places.items()), f"DOCDIR={prefix}/doc"]
+    run([*MAKE, "install-files", *folders])
     assert files_below(prefix) == installation("lib/triple", "headers", "doc")
     environment = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/triple/pkgconfig")}
-    paths = {
-        name: Path(run(["pkg-config", f"--variable={name}", "llm_datadist"], env=environment).strip().replace("\\", ""))
-        for name in ("prefix", "libdir", "includedir")
-    }
-    assert {name: path.resolve() for name, path in paths.items()} == {
-        "prefix": prefix,
-        "libdir": prefix / "lib/triple",
-        "includedir": prefix / "headers",
-    }
+    for name, path in places.items():
+        found = run(["pkg-config", f"--variable={name}", "llm_datadist"], env=environment)
+        assert Path(found.strip().replace("\\", "")).resolve() == path
     foreign = {"lib/triple/libother.so", "doc/notes"}
     for name in foreign:
         (prefix / name).touch()
-    run([*make, "uninstall", *folders])
+    run([*MAKE, "uninstall", *folders])
     assert files_below(prefix) == foreign
     assert not (prefix / "headers/llm_datadist").exists()
 
 
 def test_install_honours_destdir(tmp_path: Path) -> None:
-    make = ["make", "--no-print-directory", "-C", ROOT]
-    run([*make, "install-files", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
+    given = [f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"]
+    run([*MAKE, "install-files", *given])
     assert files_below(tmp_path) == {f"root/opt/x/{name}" for name in installation()}
-    run([*make, "uninstall", f"DESTDIR={tmp_path}/root", "PREFIX=/opt/x"])
+    run([*MAKE, "uninstall", *given])
     assert files_below(tmp_path) == set()
 
 
 def test_install_refuses_a_relative_prefix() -> None:
-    done = subprocess.run(  # noqa: S603
-        ["make", "--no-print-directory", "-C", ROOT, "install-files", "PREFIX=here"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "PREFIX must be an absolute path: PREFIX=here" in done.stderr
+    with pytest.raises(AssertionError, match="PREFIX must be an absolute path: PREFIX=here"):
+        run([*MAKE, "install-files", "PREFIX=here"])

@@ -6,7 +6,6 @@ time; most tests use that one. Not for: levels and layout of the package's own l
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT = 20.0
-WAITING = 1024  # lines that the queue holds
 
 
 class Collector(logging.Handler):
@@ -34,7 +32,7 @@ class Collector(logging.Handler):
         super().__init__()
         self.records: list[logging.LogRecord] = []
         self.came = threading.Condition()
-        self.first: Callable[[], None] = lambda: None
+        self.first: Callable[[], Any] = lambda: None
 
     def emit(self, record: logging.LogRecord) -> None:
         with self.came:
@@ -78,48 +76,35 @@ def register_twice(dist: LLMDataDist, keep: list[Any], times: int = 2) -> tuple[
     return ids[-2], ids[-1]
 
 
-def named(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
-
-
 def test_a_line_comes_without_another_call(dist: LLMDataDist, collector: Collector) -> None:
     keep: list[Any] = []
     before = time.time()
     old, new = register_twice(dist, keep)
     (record,) = collector.wait_for("registered under")
-    after = time.time()
-    assert (record.levelname, record.name) == ("WARNING", "LLM_DATADIST")
+    assert (record.levelname, record.name, record.process) == ("WARNING", "LLM_DATADIST", os.getpid())
     assert f"cache_id={new}" in record.getMessage()
     assert f"replaced_cache_id={old}" in record.getMessage()
     assert (record.funcName, record.filename) == ("llm_datadist.table", "table.rs")
     assert record.lineno > 0
-    assert record.process == os.getpid()
-    assert before - 0.01 <= record.created <= after + 0.01
+    assert before - 0.01 <= record.created <= time.time() + 0.01
     assert 0 <= record.msecs < 1000
     assert "%" not in record.getMessage()
     register_twice(dist, keep)
     assert len(collector.wait_for("registered under", count=3)) == 3, "one for the third, one for the fourth"
 
 
-def test_a_line_of_an_engine_thread_comes_while_no_call_is_made(collector: Collector) -> None:
+def test_lines_of_links_come_with_the_call_and_between_calls(collector: Collector) -> None:
     logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
     with Ends() as ends:
         far = ends.peer(options())
         near = ends.near(options(llm__LinkHeartbeat=50, llm__LinkSilence=200))
         assert near.link_clusters([far.at])[0] == "LLM_SUCCESS"
+        lines = [of.getMessage() for of in collector.records if of.funcName == "llm_datadist.links"]
+        assert any("cluster 2" in line for line in lines), "the lines about a call are there when it returns"
         far.kill()
         (record, *_) = collector.wait_for(f"the link to cluster {far.cluster} broke")
         assert record.threadName.startswith("llm-")
         assert record.threadName != "llm-log", "the thread that emitted it, not the one that handed it over"
-
-
-def test_lines_about_a_call_are_there_when_it_returns(collector: Collector) -> None:
-    logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
-    with Ends() as ends:
-        far, near = ends.peer(options()), ends.near(options())
-        near.link_clusters([far.at])
-        of_the_engine = [of for of in collector.records if of.funcName == "llm_datadist.links"]
-        assert any("cluster 2" in of.getMessage() for of in of_the_engine), "no waiting"
 
 
 REGISTER_TWICE = """
@@ -147,32 +132,31 @@ def test_by_default_warnings_are_hidden_and_asked_for_shown() -> None:
     assert "replaced_cache_id=1" in shown
 
 
+def log_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "llm-log"]
+
+
 def test_the_thread_lives_as_long_as_the_engine(start: Callable[..., LLMDataDist]) -> None:
-    assert not named("llm-log")
     files = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
+        assert not log_threads()
         dist = start()
-        (thread,) = named("llm-log")
+        (thread,) = log_threads()
         assert thread.daemon
         dist.finalize()
-        assert not named("llm-log")
-    assert len(list(Path("/proc/self/fd").iterdir())) == files
-
-
-def test_lines_of_a_failing_init_are_there_and_the_thread_is_not(start: Callable[..., LLMDataDist]) -> None:
     with pytest.raises(LLMException):
         start({"llm.EnableCacheManager": "1", "llm.MemPoolConfig": "x"})
-    assert not named("llm-log")
+    assert not log_threads()
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    engine_log.stop()
+    engine_log.drain()
+    assert _core.take_log() == (0, [])
 
 
 def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collector) -> None:
+    waiting = 1024  # lines that the queue holds
     entered, go_on = threading.Event(), threading.Event()
-
-    def blocked() -> None:
-        entered.set()
-        assert go_on.wait(LIMIT)
-
-    collector.first = blocked
+    collector.first = lambda: (entered.set(), go_on.wait(LIMIT))
     keep: list[Any] = []
     register_twice(dist, keep)
     assert entered.wait(LIMIT)
@@ -182,45 +166,34 @@ def test_log_that_nobody_reads_is_bounded(dist: LLMDataDist, collector: Collecto
     assert len(collector.records) == 1
     go_on.set()
     (dropped,) = collector.wait_for("lines of the engine's log were dropped")
-    lost = int(dropped.getMessage().split()[0])
-    assert lost == 3001 - WAITING
-    assert len(collector.wait_for("registered under", count=1 + WAITING)) == 1 + WAITING
+    assert int(dropped.getMessage().split()[0]) == 3001 - waiting
+    assert len(collector.wait_for("registered under", count=1 + waiting)) == 1 + waiting
     assert collector.texts()[-1].endswith(f"cache_id={3003}, replaced_cache_id={3002}"), "the newest are kept"
 
 
 def test_a_handler_may_call_the_engine_and_may_fail(dist: LLMDataDist, collector: Collector) -> None:
     seen: list[Any] = []
+    keep: list[Any] = []
 
     def failing() -> None:
         seen.append(dist.stats()["table"]["caches"])
         register_twice(dist, keep)
         raise ValueError("a handler of the program")
 
-    keep: list[Any] = []
     collector.first = failing
     register_twice(dist, keep)
     collector.wait_for("registered under", count=3)
     assert seen == [2]
-    (thread,) = named("llm-log")
-    assert thread.is_alive()
     register_twice(dist, keep)
     collector.wait_for("registered under", count=5)
 
 
 def test_finalize_in_a_handler_returns(start: Callable[..., LLMDataDist], collector: Collector) -> None:
-    dist = start()
-    done = threading.Event()
-
-    def finalizing() -> None:
-        dist.finalize()
-        done.set()
-
-    collector.first = finalizing
+    dist, done = start(), threading.Event()
+    collector.first = lambda: (dist.finalize(), done.set())
     register_twice(dist, [])
     assert done.wait(LIMIT)
-    again = start()
-    collector.first = lambda: None
-    register_twice(again, [])
+    register_twice(start(), [])
     collector.wait_for("registered under", count=2)
 
 
@@ -268,11 +241,3 @@ assert not [thread for thread in threading.enumerate() if thread.name == "llm-lo
 print("both")
 """
     assert run_fresh(REGISTER_TWICE + code).strip() == "both"
-
-
-def test_the_queue_is_empty_after_finalize_and_the_hooks_are_quiet(start: Callable[..., LLMDataDist]) -> None:
-    start().finalize()
-    assert _core.take_log() == (0, [])
-    engine_log.stop()
-    engine_log.drain()
-    assert json.dumps(_core.take_log()) == "[0, []]"

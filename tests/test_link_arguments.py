@@ -14,8 +14,6 @@ import pytest
 
 from conftest import options
 from llm_datadist import (
-    CacheDesc,
-    DataType,
     LLMClusterInfo,
     LLMDataDist,
     LLMException,
@@ -23,7 +21,7 @@ from llm_datadist import (
     LLMStatusCode,
     RegisterMemStatus,
 )
-from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, UserTensors, raising, run_fresh
+from memory import AE, LE, TE, UINT32_MAX, UINT64_MAX, VE, Expected, raising, run_fresh
 from mistakes import Row, check, coded, fails
 from peers import free_port
 
@@ -119,19 +117,6 @@ def test_a_communicator_without_its_peer_is_preparing_and_can_be_left(begin: Cal
     dist.unlink(second)
 
 
-def test_registering_as_accessible_is_refused_after_link(begin: Callable[..., LLMDataDist]) -> None:
-    dist = begin(llm__RankPort=str(free_port()), llm__EnableRemoteCacheAccessible="1")
-    manager, user = dist.cache_manager, UserTensors()
-    made_of = CacheDesc(2, [4, 256], DataType.DT_INT8)
-    manager.register_cache(made_of, user.addrs, remote_accessible=True)
-    comm = dist.link("name", {1: 0, 2: 1}, TABLE)
-    for register in (manager.register_cache, manager.register_blocks_cache):
-        fails(lambda register=register: register(made_of, user.addrs, remote_accessible=True), LE, "remote_accessible")
-        for allowed in (None, False):
-            register(made_of, user.addrs, remote_accessible=allowed)
-    dist.unlink(comm)
-
-
 def test_addresses_put_into_the_lists_by_hand_are_judged_when_linking(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin()
     no_address = Expected("RuntimeError", (RuntimeError,))
@@ -165,15 +150,13 @@ def test_a_link_that_fails_raises_nothing_and_says_why(
     assert (counted["calls"], counted["failures"], dist.stats()["links"]) == (1, 1, [])
 
 
-def test_at_most_one_own_address_and_more_than_16_links_queue(begin: Callable[..., LLMDataDist]) -> None:
+def test_how_many_own_addresses_a_link_takes(begin: Callable[..., LLMDataDist]) -> None:
     dist, port = begin(), free_port()
     assert dist.link_clusters([info(local=2), info(port=port)], timeout=2000) == (LINK_FAILED, [INVALID, LINK_FAILED])
-    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20
-
-
-def test_with_communication_resources_no_own_address_is_needed(begin: Callable[..., LLMDataDist]) -> None:
-    port = free_port()
-    dist = begin(settings=options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
+    assert dist.link_clusters([info(3, port=port)] * 20)[1] == [LINK_FAILED] * 20, "more than 16 wait their turn"
+    dist.finalize()
+    # With communication resources none is needed; an empty text counts as none.
+    dist.init(options(None, None, llm__LocalCommRes='{"version": "1.3"}'))
     for local in (0, 1, 2):
         assert dist.link_clusters([info(local=local, port=port)]) == (LINK_FAILED, [LINK_FAILED])
     dist.finalize()
@@ -203,30 +186,21 @@ def test_without_the_cache_manager_only_the_decoder_links(begin: Callable[..., L
     assert dist.link_clusters([info(port=port)] * 17) == (exceeded, [])
     assert dist.unlink_clusters([info(port=port)] * 17) == (exceeded, [])
     assert dist.link_clusters([info(port=port)] * 16) == (LINK_FAILED, [LINK_FAILED] * 16)
-    with raising(TE):
-        dist.link_clusters([info(None)])
-    with raising(TE):
-        dist.unlink_clusters([info(None)])
+    for call in (dist.link_clusters, dist.unlink_clusters):
+        with raising(TE):
+            call([info(None)])
     assert dist.unlink_clusters([info(), info(3)]) == (SUCCESS, [NOT_LINKED] * 2)
 
 
 def test_check_link_status(begin: Callable[..., LLMDataDist]) -> None:
-    with raising(LE):
-        begin().check_link_status(1)
-    LLMDataDist.llm_engine_instance.finalize()
-    prompt = begin(LLMRole.PROMPT, V1)
-    with raising(LE):
-        prompt.check_link_status(1)
-    with raising(TE):
-        prompt.check_link_status("1")
-    prompt.finalize()
+    for settings in (None, V1):
+        dist = begin(LLMRole.PROMPT, settings)
+        fails(lambda dist=dist: dist.check_link_status(1), LE)
+        dist.finalize()
     decoder = begin(LLMRole.DECODER, V1)
-    wrong = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE)]
-    for bad, expected in wrong:
-        with raising(expected):
-            decoder.check_link_status(bad)
-    with raising(UNKNOWN):
-        decoder.check_link_status(remote_cluster_id=2)
+    rows = [*[(bad, TE) for bad in (None, "1", 1.0, True)], (-1, VE), (UINT64_MAX + 1, VE), (2, UNKNOWN)]
+    for bad, expected in rows:
+        fails(lambda bad=bad: decoder.check_link_status(remote_cluster_id=bad), expected)
 
 
 def listening(port: int = 0) -> dict[str, str]:
@@ -264,21 +238,16 @@ def test_an_address_that_is_taken_fails_init_and_a_switch_changes_nothing(begin:
 
 def test_without_the_cache_manager_switching_has_rules(begin: Callable[..., LLMDataDist]) -> None:
     dist = begin(LLMRole.DECODER, V1)
-    with raising(LE):
-        dist.switch_role(LLMRole.DECODER)
-    with raising(LE):
-        dist.switch_role(LLMRole.PROMPT)
-    with raising(NOT_ENABLED):
-        dist.switch_role(LLMRole.PROMPT, listening())
-    with raising(TE):
-        dist.switch_role(2)
+    rows = [((LLMRole.DECODER,), LE), ((LLMRole.PROMPT,), LE), ((LLMRole.PROMPT, listening()), NOT_ENABLED), ((2,), TE)]
+    for given, expected in rows:
+        with raising(expected):
+            dist.switch_role(*given)
     dist.finalize()
     dist = begin(LLMRole.DECODER, {**V1, "llm.EnableSwitchRole": "1"})
     dist.switch_role(LLMRole.PROMPT, listening())
     assert dist.listen_ip_info is not None
     dist.switch_role(LLMRole.DECODER)
-    assert dist.listen_ip_info is None
-    assert dist._role is LLMRole.DECODER
+    assert (dist.listen_ip_info, dist._role) == (None, LLMRole.DECODER)
 
 
 def test_the_hixl_backend_has_no_rank_tables_and_keeps_its_address(begin: Callable[..., LLMDataDist]) -> None:
@@ -345,19 +314,15 @@ try:
     print(dist.link_clusters([peer], 30000))
 except Mine:
     print("mine")
-turns = 0
 with ThreadPoolExecutor() as pool:
     waiting = pool.submit(dist.link_clusters, [peer], 1000)
-    while not waiting.done():
-        turns += 1
-        time.sleep(0.01)
+    print(dist.stats()["table"]["caches"], waiting.done())
 print(waiting.result()[0])
-assert turns > 10, "other threads did not run"
 silent.close()
 dist.finalize()
 """
     )
-    assert unlogged(out) == ["interrupted", "mine", "LLMStatusCode.LLM_TIMEOUT"]
+    assert unlogged(out) == ["interrupted", "mine", "0 False", "LLMStatusCode.LLM_TIMEOUT"]
 
 
 def test_a_signal_handler_may_use_the_engine_while_a_call_waits() -> None:
@@ -400,10 +365,8 @@ def test_a_forked_child_is_told_and_holds_no_socket_of_its_parent() -> None:
         """
         import os, sys, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
-        from llm_datadist import (
-            BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo, LLMDataDist, LLMException,
-            LLMRole, LLMStatusCode,
-        )
+        from llm_datadist import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LLMClusterInfo
+        from llm_datadist import LLMDataDist, LLMException, LLMRole, LLMStatusCode
 
         def sockets():
             paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))

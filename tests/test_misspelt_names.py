@@ -19,75 +19,56 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "edits"),
-    [
-        *[("", "", 0), ("abc", "abc", 0), ("", "abc", 3), ("abc", "abd", 1), ("abc", "bc", 1), ("abc", "abcd", 1)],
-        *[("abc", "acb", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)],
-    ],
-)
-def test_edit_distance(left: str, right: str, edits: int) -> None:
-    assert edit_distance(left, right) == edit_distance(right, left) == edits
-
-
 def test_closest_name_is_at_most_two_edits_away() -> None:
+    for left, right, edits in [("", "abc", 3), ("abc", "acb", 2), ("kitten", "sitting", 3), ("flaw", "lawn", 2)]:
+        assert edit_distance(left, right) == edit_distance(right, left) == edits
     known = ["memory", "memories", "meaning"]
-    assert closest("memry", known) == "memory"
-    assert closest("mmry", known) == "memory"
-    assert closest("mmr", known) is None
+    for word in ("memory", "memry", "mmry"):
+        assert closest(word, known) == "memory"
     assert closest("memoriys", known) == "memories"
-    assert closest("anything", known) is None
+    assert closest("mmr", known) is closest("anything", known) is None
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("llm.MemPoolConfg", "llm.MemPoolConfig"),
-        ("llm.memPoolConfig", "llm.MemPoolConfig"),
-        ("llm.SyncKvCacheWaitTimes", "llm.SyncKvCacheWaitTime"),
-        ("llm.CopyWorker", "llm.CopyWorkers"),
-        ("lm.LinkTokn", "llm.LinkToken"),
+def page_size(key: str) -> str:
+    return json.dumps({"memory_size": 1 << 20, key: 12, "other": 1})
+
+
+OPTION = "unknown option '{}' is ignored; did you mean '{}'?"
+POOL_KEY = "unknown key of {} '{}' is ignored; did you mean '{}'?"
+MISSPELT = [
+    *[
+        (key, "value of it", OPTION.format(key, meant))
+        for key, meant in [
+            *[("llm.MemPoolConfg", "llm.MemPoolConfig"), ("llm.memPoolConfig", "llm.MemPoolConfig")],
+            *[("llm.CopyWorker", "llm.CopyWorkers"), ("lm.LinkTokn", "llm.LinkToken")],
+        ]
     ],
-)
-def test_init_names_the_option_that_was_meant(
-    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str, meant: str
+    *[
+        (option, page_size(key), POOL_KEY.format(option, key, meant))
+        for option in ("llm.MemPoolConfig", "llm.HostMemPoolConfig")
+        for key, meant in [("page_shfit", "page_shift"), ("memory_sizes", "memory_size")]
+    ],
+    ("llm.ListenIpInfo", "127.0.0.1:0", None),
+    *[(key, "1", None) for key in ("ge.exec.deviceld", "llm.BufPoolCfg", "llm.OutputMaxSize", "mine", "llm.Nothing")],
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), MISSPELT)
+def test_init_names_the_option_or_pool_key_that_was_meant(
+    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str, value: str, said: str | None
 ) -> None:
-    given = {**options(), key: "value of it"}
     with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        start(given)
-    assert warnings(caplog) == [f"unknown option '{key}' is ignored; did you mean '{meant}'?"]
+        dist = start({**options(), key: value})
+    assert warnings(caplog) == ([said] if said else [])
     assert "value of it" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"), [("page_shfit", "page_shift"), ("pageshift", "page_shift"), ("memory_sizes", "memory_size")]
-)
-@pytest.mark.parametrize("option", ["llm.MemPoolConfig", "llm.HostMemPoolConfig"])
-def test_init_names_the_pool_key_that_was_meant(
-    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, option: str, key: str, meant: str
-) -> None:
-    given = {**options(), option: json.dumps({"memory_size": 1 << 20, key: 12, "other": 1})}
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        start(given)
-    assert warnings(caplog) == [f"unknown key of {option} '{key}' is ignored; did you mean '{meant}'?"]
+    caplog.clear()
+    dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
+    assert warnings(caplog)[0] == OPTION.format("llm.listenIpInf", "llm.listenIpInfo")
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100, 5])
 def test_pool_text_that_is_no_object_is_left_to_the_engine(caplog: pytest.LogCaptureFixture, text: object) -> None:
     warn_of_misspelt_pool_keys({"llm.MemPoolConfig": text})
-    assert warnings(caplog) == []
-
-
-DISTANT = "ge.exec.deviceld ge.anything llm.ListenIpInfo llm.BufPoolCfg llm.OutputMaxSize mine llm.Nothing"
-
-
-@pytest.mark.parametrize("key", DISTANT.split())
-def test_init_accepts_known_and_distant_keys_in_silence(
-    start: Callable[..., LLMDataDist], caplog: pytest.LogCaptureFixture, key: str
-) -> None:
-    value = "127.0.0.1:0" if key == "llm.ListenIpInfo" else "1"
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        start({**options(), key: value})
     assert warnings(caplog) == []
 
 
@@ -120,10 +101,3 @@ def test_keyword_argument_of_a_pull_that_looks_misspelt_is_named_once(
                 manager.pull_cache(CacheKeyByIdAndIndex(2, 1), cache, src_layer_rang=range(1), other=1)
     said = "unknown keyword argument of pull_cache 'src_layer_rang' is ignored; did you mean 'src_layer_range'?"
     assert warnings(caplog) == [said]
-
-
-def test_switch_role_names_the_option_that_was_meant(dist: LLMDataDist, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="LLM_DATADIST"):
-        dist.switch_role(dist._role, {"llm.listenIpInf": "127.0.0.1:0"})
-    assert warnings(caplog)[0] == "unknown option 'llm.listenIpInf' is ignored; did you mean 'llm.listenIpInfo'?"
-    assert dist.listen_ip_info is None

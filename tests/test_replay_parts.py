@@ -9,9 +9,9 @@ import json
 import math
 import os
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import pytest
@@ -63,25 +63,20 @@ def test_made_requests_are_well_formed(tokens: int) -> None:
         for previous, block in zip((None, *request.blocks), request.blocks):
             assert before.setdefault(block, previous) == previous, "an id names one prefix"
     assert [request.arrival_ms for request in made] == sorted(request.arrival_ms for request in made)
-
-
-def test_made_trace_depends_on_its_seed_alone() -> None:
-    assert make_trace(50, seed=1) == make_trace(50, seed=1)
-    assert make_trace(50, seed=1) != make_trace(50, seed=2)
-    assert make_trace(50, seed=1) == make_trace(90, seed=1)[:50]
+    assert make_trace(50, seed=5, block_tokens=tokens) == made[:50] != make_trace(50, seed=2, block_tokens=tokens)
 
 
 GOOD = {"timestamp": 3000, "input_length": 600, "output_length": 7, "hash_ids": [4, 9]}
 
 
-def _write(folder: Path, *lines: object) -> str:
+def write_trace(folder: Path, *lines: object) -> str:
     path = folder / "trace.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return str(path)
 
 
 def test_trace_file_is_read(tmp_path: Path) -> None:
-    path = _write(tmp_path, GOOD, "", {**GOOD, "hash_ids": [4, 10], "extra": 1})
+    path = write_trace(tmp_path, GOOD, "", {**GOOD, "hash_ids": [4, 10], "extra": 1})
     assert read_trace(path) == [Request(3000, 600, 7, (4, 9)), Request(3000, 600, 7, (4, 10))]
     assert len(read_trace(path, limit=1)) == 1
 
@@ -105,7 +100,7 @@ def test_trace_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_trace_error_names_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
-    path = _write(tmp_path, GOOD, line)
+    path = write_trace(tmp_path, GOOD, line)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert str(caught.value).startswith(f"{path}:2: ")
@@ -115,13 +110,13 @@ def test_trace_error_names_file_line_and_reason(tmp_path: Path, line: object, re
 def test_unreadable_traces_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
-    for path in (_write(tmp_path), str(tmp_path / "absent"), str(tmp_path), str(binary)):
+    for path in (write_trace(tmp_path), str(tmp_path / "absent"), str(tmp_path), str(binary)):
         with pytest.raises(TraceError, match=r"no request|absent|directory|codec"):
             read_trace(path)
 
 
 class Twin:
-    """The same policy one block at a time, by scanning: ids and time stamps, no slots."""
+    """The same policy, block by block and by scanning: ids and time stamps, no slots."""
 
     def __init__(self, device_slots: int, host_slots: int) -> None:
         self.device_slots, self.host_slots = device_slots, host_slots
@@ -305,72 +300,59 @@ def test_tail_changes_its_bytes_and_no_other() -> None:
 
 
 @pytest.fixture
-def pipes() -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    both = os.pipe(), os.pipe()
-    yield both
-    for descriptor in (*both[0], *both[1]):
-        try:
-            os.close(descriptor)
-        except OSError:  # noqa: PERF203  (a test closed it)
-            assert descriptor >= 0
+def pipes() -> Iterator[list[BinaryIO]]:
+    """The ends of two pipes: reading and writing, reading and writing."""
+    numbers = [*os.pipe(), *os.pipe()]
+    files = [open(number, "rwrw"[at] + "b", buffering=0) for at, number in enumerate(numbers)]  # noqa: PTH123, SIM115
+    yield files
+    for file in files:
+        file.close()
 
 
-Pipes = tuple[tuple[int, int], tuple[int, int]]
+def channel(reading: BinaryIO, writing: BinaryIO) -> Channel:
+    return Channel(reading.fileno(), writing.fileno())
 
 
-def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: Pipes) -> None:
-    (to_left, from_right), (to_right, from_left) = pipes
-    left, right = Channel(to_left, from_left), Channel(to_right, from_right)
+def test_two_ends_that_both_write_do_not_wait_for_each_other(pipes: list[BinaryIO]) -> None:
+    to_left, from_right, to_right, from_left = pipes
     large = {"text": "x" * 2**20}
-    received: list[object] = []
 
-    def exchange(channel: Channel) -> None:
-        channel.send(large, 20.0)
-        received.append(channel.receive(20.0))
+    def exchange(end: Channel) -> object:
+        end.send(large, 20.0)
+        return end.receive(20.0)
 
-    other = threading.Thread(target=exchange, args=(left,))
-    other.start()
-    exchange(right)
-    other.join()
-    assert received == [large, large]
+    with ThreadPoolExecutor() as pool:
+        ends = [channel(to_left, from_left), channel(to_right, from_right)]
+        assert list(pool.map(exchange, ends)) == [large, large]
 
 
-def test_messages_are_taken_apart(pipes: Pipes) -> None:
-    (reading, writing), (_, other) = pipes
-    channel = Channel(reading, other)
-    os.write(writing, b'{"a":1}\n{"b":2}\n{"c"')
-    assert [channel.receive(5.0), channel.receive(5.0)] == [{"a": 1}, {"b": 2}]
-    os.write(writing, b":3}\n")
-    assert channel.receive(5.0) == {"c": 3}
+def test_messages_are_taken_apart(pipes: list[BinaryIO]) -> None:
+    reading, writing, _, other = pipes
+    end = channel(reading, other)
+    writing.write(b'{"a":1}\n{"b":2}\n{"c"')
+    assert [end.receive(5.0), end.receive(5.0)] == [{"a": 1}, {"b": 2}]
+    writing.write(b":3}\n")
+    assert end.receive(5.0) == {"c": 3}
+    for line in (b"[1]\n", b"{\n", b"\xff\n", b"\n"):
+        writing.write(line)
+        with pytest.raises(ChannelError, match="sent an invalid message"):
+            channel(reading, other).receive(5.0)
 
 
-def test_waits_for_the_other_process_are_bounded(pipes: Pipes) -> None:
-    (reading, _), (_, writing) = pipes
-    channel = Channel(reading, writing)
+def test_waits_end_at_their_limit_and_with_the_other_process(pipes: list[BinaryIO]) -> None:
+    reading, writing, to_other, from_here = pipes
+    end = channel(reading, from_here)
     with pytest.raises(ChannelError, match=r"did not answer within 0.05 s"):
-        channel.receive(0.05)
+        end.receive(0.05)
     with pytest.raises(ChannelError, match=r"took no message within 0.05 s"):
-        channel.send({"text": "x" * 2**20}, 0.05)
-
-
-@pytest.mark.parametrize("line", [b"[1]\n", b"{\n", b"\xff\n", b"\n"])
-def test_what_is_no_message_is_refused(pipes: Pipes, line: bytes) -> None:
-    (reading, writing), (_, other) = pipes
-    os.write(writing, line)
-    with pytest.raises(ChannelError, match="sent an invalid message"):
-        Channel(reading, other).receive(5.0)
-
-
-def test_end_of_the_other_process_is_seen(pipes: Pipes) -> None:
-    (reading, writing), (to_other, from_here) = pipes
-    channel = Channel(reading, from_here)
-    os.write(writing, b'{"half')
-    os.close(writing)
-    os.close(to_other)
+        end.send({"text": "x" * 2**20}, 0.05)
+    writing.write(b'{"half')
+    writing.close()
+    to_other.close()
     with pytest.raises(ChannelError, match="closed the channel"):
-        channel.receive(5.0)
+        end.receive(5.0)
     with pytest.raises(ChannelError, match=r"closed the channel \(Broken pipe\)"):
-        channel.send({}, 5.0)
+        end.send({}, 5.0)
 
 
 @pytest.mark.parametrize("pool", range(600_000, 700_000, 7001))

@@ -280,7 +280,7 @@ STATEMENTS: dict[str, tuple[list[str], list[str]]] = {
             TRANSFERS,
             TRANSFERS,
         ],
-        ["test_cpp.py::test_pulls_and_pushes_between_two_processes_of_the_class"],
+        ["test_cpp.py::test_the_class_links_pulls_from_and_pushes_to_a_python_process"],
     ),
     "transfer_cache_async.md:transfer_cache_async": (
         [

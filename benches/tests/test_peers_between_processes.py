@@ -1,4 +1,4 @@
-"""The two-process benchmarks: every byte is looked at, a peer that is missing or dies is a row that says why.
+"""The benchmarks of two processes: they compare every byte, and name a peer that is missing or dies.
 
 Not for: figures, which no test asserts.
 """
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,11 +76,8 @@ def test_small_requests_end_to_end(tmp_path: Path) -> None:
     rows = measured(tmp_path, "small")
     calls = [row for row in rows if row["op"].startswith("pull pool ") and "median" in row]
     for system in ("ours", "limit"):
-        assert sorted(row["op"] for row in calls if row["system"] == system) == [
-            "pull pool p50",
-            "pull pool p99",
-            "pull pool slowest",
-        ]
+        found = sorted(row["op"] for row in calls if row["system"] == system)
+        assert found == [f"pull pool {figure}" for figure in ("p50", "p99", "slowest")]
     assert all(row["limit_ratio"] > 0 and row["verified"] for row in calls)
     # The limit is named by its loop, which is the same for all three.
     (loop,) = {row["setting"] for row in calls if row["system"] == "limit"}
@@ -140,9 +136,11 @@ def test_a_wrong_byte_and_a_stray_one_are_found(between: Any, case: Any) -> None
     assert side.wrong(case) == "block 0 of 8"
 
 
-def test_a_pair_moves_what_it_says(pair: Any, case: Any) -> None:
-    pair.lay(case)
-    target = pair.destination("pull")
+@pytest.mark.parametrize("op", ["pull", "push"])
+def test_a_transfer_is_checked_where_it_arrives(between: Any, pair: Any, op: str) -> None:
+    pair.lay(between.case_of(op, 64 << 10, 8, MEMORY))
+    target = pair.destination(op)
+    assert op == "pull" or target.role == "far"
     target.do("poison")
     assert target.do("wrong") == "block 0 of 8"
     assert pair.timed("go", "", times=1) > 0
@@ -150,29 +148,11 @@ def test_a_pair_moves_what_it_says(pair: Any, case: Any) -> None:
     assert target.do("strays") == ""
 
 
-def test_a_push_is_checked_where_it_arrives(between: Any, pair: Any) -> None:
-    case = between.case_of("push", 64 << 10, 8, MEMORY)
-    pair.lay(case)
-    target = pair.destination("push")
-    assert target.role == "far"
-    target.do("poison")
-    assert target.do("wrong") == "block 0 of 8"
-    pair.timed("go", "", times=1)
-    assert target.do("wrong") == ""
-
-
 def test_a_side_that_dies_is_said(between: Any, pair: Any, case: Any) -> None:
     far, _ = pair.both
     far.signal(signal.SIGKILL)
     with pytest.raises(between.pair.Failed, match="the far side ended by SIGKILL"):
         pair.lay(case)
-
-
-def test_a_missing_system_is_said(between: Any, tmp_path: Path) -> None:
-    if find_spec("ucxx") is not None:
-        pytest.skip("ucxx is here")
-    with pytest.raises(between.rows.Missing, match="ucxx"):
-        between.pair.Pair(between.systems.PEERS["ucxx", "tcp"], between.pair.Pattern(MEMORY), str(tmp_path))
 
 
 def test_a_late_answer_is_not_taken_for_another_one(between: Any, pair: Any, case: Any) -> None:

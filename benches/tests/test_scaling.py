@@ -1,6 +1,4 @@
-"""Slopes are named by their fits, the model of crowds agrees with what can be computed by hand, and the pages and the
-picture say what the committed figures say.
-"""
+"""The scaling benchmark: names of slopes, the model of crowds, and pages that agree with the committed figures."""
 
 from __future__ import annotations
 
@@ -93,22 +91,16 @@ def test_a_name_needs_enough_points_and_growth():
     assert slopes.named([(1, 100.0), (10, 140.0), (100, 180.0)]).shape == "logarithmic"
     assert slopes.named([(1, 100.0), (2, 105.0)]).shape == "constant"
     assert slopes.named([(1, 10.0), (2, 20.0)]).name == "power 1.00"
-    unlike = slopes.named([(size, 10 if size < 5000 else 40 * (size / 4096) ** 0.6) for size in SIZES])
-    assert (unlike.worst > slopes.FAR_OFF, unlike.name) == (True, "no simple shape")
 
 
-def test_one_odd_point_does_not_move_the_exponent():
+def test_the_exponent_is_that_of_the_end_and_of_most_points():
     curve = points(lambda size: 2.0 * size, noise=0)
+    assert slopes.steepness(curve) == pytest.approx(1.0)
     curve[-2] = (curve[-2][0], curve[-2][1] * 5)
     assert slopes.named(curve).exponent == pytest.approx(1.0, abs=0.35)
-    assert slopes.steepness(points(lambda size: 2.0 * size, noise=0)) == pytest.approx(1.0)
-
-
-def test_growth_that_sets_in_late_shows_in_the_exponent():
-    """A fixed cost hides it from a fit over everything; the last two decades do not."""
-    found = slopes.named(points(lambda size: 1e6 + (size / 1000) ** 2, noise=0.01))
+    # A fixed cost hides late growth from a fit over all points.
+    assert slopes.named(points(lambda size: 1e6 + (size / 1000) ** 2, noise=0.01)).exponent > 0.02
     assert slopes.named(points(lambda _: 1e6)).exponent == pytest.approx(0, abs=0.05)
-    assert found.exponent > 0.02
 
 
 @pytest.mark.parametrize("wrong", [[], [(1, 0.0)], [(1, 1.0), (2, 0.0)], [(0, 1.0), (2, 1.0)]])
@@ -117,23 +109,24 @@ def test_a_slope_of_nothing_is_refused(wrong):
         slopes.named(wrong)
 
 
-def test_one_server_serves_one_after_another():
-    out = crowd_model.run(8, [crowd_model.Stage("core", 0.01)], {"core": 1}, rounds=2000)
-    assert out.rate == pytest.approx(100)
-    assert (out.p50, out.p99) == (pytest.approx(0.08), pytest.approx(0.08))
-    assert out.used["core"] == pytest.approx(1, abs=0.01)
+WAIT, CORE = crowd_model.Stage("", 0.03), crowd_model.Stage("core", 0.01)
 
 
-def test_servers_are_used_as_far_as_there_are_clients():
-    for clients, rate in ((1, 100), (2, 200), (3, 300), (4, 300)):
-        out = crowd_model.run(clients, [crowd_model.Stage("core", 0.01)], {"core": 3}, rounds=3000)
+@pytest.mark.parametrize(
+    ("stages", "servers", "rates"),
+    [
+        ([CORE], 1, {8: 100}),
+        ([CORE], 3, {1: 100, 2: 200, 3: 300, 4: 300}),
+        ([WAIT, CORE], 1, {1: 25, 2: 50, 4: 100, 9: 100}),  # all wait at the same time
+    ],
+)
+def test_exact_times_give_the_rate_of_the_busiest_stage(stages, servers, rates):
+    for clients, rate in rates.items():
+        out = crowd_model.run(clients, stages, {"core": servers}, rounds=4000)
         assert out.rate == pytest.approx(rate, rel=0.01)
-
-
-def test_a_wait_that_needs_nobody_is_shared_by_all():
-    stages = [crowd_model.Stage("", 0.03), crowd_model.Stage("core", 0.01)]
-    for clients, rate in ((1, 25), (2, 50), (4, 100), (9, 100)):
-        assert crowd_model.run(clients, stages, {"core": 1}, rounds=4000).rate == pytest.approx(rate, rel=0.01)
+        assert out.used["core"] == pytest.approx(rate * 0.01 / servers, abs=0.01)
+        if clients == 8:
+            assert (out.p50, out.p99) == (pytest.approx(0.08), pytest.approx(0.08))
 
 
 def repairmen(clients, think, work, servers):
@@ -158,13 +151,9 @@ def test_random_times_give_what_queueing_theory_says(clients, servers):
 
 
 def test_a_crowd_of_nobody_is_refused():
-    for clients, stages, servers in (
-        (0, [crowd_model.Stage("a", 1.0)], {"a": 1}),
-        (1, [], {}),
-        (1, [crowd_model.Stage("a", 1.0)], {"a": 0}),
-    ):
+    for clients, stages, servers in ((0, [CORE], 1), (1, [], 1), (1, [CORE], 0)):
         with pytest.raises(ValueError, match="a crowd needs"):
-            crowd_model.run(clients, stages, servers)
+            crowd_model.run(clients, stages, {"core": servers})
 
 
 def test_the_work_that_is_counted():
@@ -197,23 +186,20 @@ def test_the_limits_that_the_page_names_are_those_of_the_code(file, constant, sa
     assert fleet.MOST_LINKS == 4096
 
 
+@pytest.fixture
 def committed():
     """The figures that the pages were written from."""
-    source, found = figures.document()
-    return source, figures.Figures(found)
+    return figures.Figures(figures.document()[1])
 
 
-def test_the_page_says_what_the_figures_say():
-    source, found = committed()
-    assert document.PAGE.read_text() == document.filled(document.PAGE.read_text(), found, source.name), (
-        "docs/scaling.md is behind its figures: python benches/scaling --write"
-    )
-
-
-def test_the_picture_is_that_of_the_figures():
-    _, found = committed()
-    picture = drawing.drawn(found)
-    assert (figures.PICTURES / "scale.svg").read_text() == picture, "python benches/scaling --write"
+def test_the_page_and_the_picture_say_what_the_figures_say(committed):
+    source, _ = figures.document()
+    page, rewrite = document.PAGE.read_text(), "python benches/scaling --write"
+    assert page == document.filled(page, committed, source.name), rewrite
+    with pytest.raises(ValueError, match="no marks for"):
+        document.filled("# Scaling\n", committed, "scale.json")
+    picture = drawing.drawn(committed)
+    assert (figures.PICTURES / "scale.svg").read_text() == picture, rewrite
     assert picture.count("<path") > 100
     assert all(title in picture for title, _, _ in drawing.PANELS)
 
@@ -229,33 +215,26 @@ def test_the_comparison_shows_every_curve(monkeypatch, tmp_path):
     assert (tmp_path / "scale.svg").read_text() == (figures.PICTURES / "scale.svg").read_text()
 
 
-def test_every_curve_that_is_used_was_measured():
-    _, found = committed()
+def test_every_curve_that_is_used_was_measured(committed):
     names = {name for _, _, names in drawing.PANELS for name in names}
-    assert names <= {curve.name for curve in found.curves}
-    assert all(len(curve.points) >= 2 for curve in found.curves)
-    for group in ("keys", "caches", "asked", "links", "blocks", "cores", "fan", "storm", "memory"):
-        assert any(curve.group == group for curve in found.curves), group
+    assert names <= {curve.name for curve in committed.curves}
+    assert all(len(curve.points) >= 2 for curve in committed.curves)
+    groups = {"keys", "caches", "asked", "links", "blocks", "cores", "fan", "storm", "memory"}
+    assert groups <= {curve.group for curve in committed.curves}
 
 
-def test_a_page_without_one_of_its_marks_is_refused():
-    _, found = committed()
-    with pytest.raises(ValueError, match="no marks for"):
-        document.filled("# Scaling\n", found, "scale.json")
-
-
-def test_the_largest_sizes_of_the_issue_were_reached():
-    """1,000,000 keys, 100,000 caches, 512 links, 65,536 blocks, two cores where there are two."""
-    _, found = committed()
-    if found.quick:
-        pytest.fail("the committed figures are those of a quick run")
-    for name, size in (
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
         ("look up a key", 1_000_000),
         ("find a cache by id", 100_000),
         ("make one more link, shm", 512),
         ("pull, shm of blocks of 4096 bytes", 65_536),
         ("bytes pulled from one engine, tcp", 512),
         ("all are linked again, tcp", 512),
-    ):
-        assert found.curve(name).points[-1][0] >= size, name
-        assert found.curve(name).points[0][0] == 1, name
+    ],
+)
+def test_the_committed_curves_reach_their_largest_sizes(committed, name, size):
+    assert not committed.quick
+    sizes = [point[0] for point in committed.curve(name).points]
+    assert (sizes[0], sizes[-1] >= size) == (1, True)
