@@ -18,6 +18,7 @@ use llm_datadist_core::{
     Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Error, ErrorKind,
     Placement, PoolConfig, Result, Role,
 };
+use tracing::{Level, Subscriber, span};
 
 /// Shows that a test did not look at something, and why: also where the harness keeps what a passing test prints.
 pub fn skipped(why: &str) {
@@ -296,6 +297,56 @@ pub fn contents(cache: &Cache) -> Vec<Vec<u8>> {
         .iter()
         .map(|&addr| unsafe { std::slice::from_raw_parts(addr as *const u8, len) }.to_vec())
         .collect()
+}
+
+/// Sets a flag when dropped, so that threads that look at it also end where the test fails.
+pub struct StopOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A subscriber that keeps the level and the text of every event of one target.
+#[derive(Clone)]
+pub struct EventLog {
+    target: &'static str,
+    lines: Arc<Mutex<Vec<(Level, String)>>>,
+}
+
+impl EventLog {
+    pub fn new(target: &'static str) -> EventLog {
+        EventLog { target, lines: Arc::default() }
+    }
+
+    pub fn lines(&self) -> Vec<(Level, String)> {
+        self.lines.lock().unwrap().clone()
+    }
+}
+
+impl Subscriber for EventLog {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == self.target
+    }
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Text(String);
+        impl tracing::field::Visit for Text {
+            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0 += &format!("{value:?}");
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        self.lines.lock().unwrap().push((*event.metadata().level(), text.0));
+    }
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
 }
 
 /// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.

@@ -1,13 +1,15 @@
-//! Inside a memory control group, where allocations do not fail: what does not fit is refused before memory is touched.
+//! Limits of memory: how they are read, and refusals before memory is touched in a memory control group, where allocations
+//! do not fail.
 //!
-//! The tests make a group of their own, which takes root and a control group file system. Not for: reading the limits
-//! (`kv_cache_manager`), which is tested against folders.
+//! One test makes a group of its own, which takes root and a control group file system.
 
 use std::path::{Path, PathBuf};
 
-use llm_datadist_core::testing::memory::{refuse_beyond_room, refuse_beyond_room_under, usable_bytes};
+use llm_datadist_core::testing::memory::{
+    refuse_beyond_room, refuse_beyond_room_under, usable_bytes, usable_under,
+};
 use llm_datadist_core::{
-    CacheKind, Config, DataDist, End, Error, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
+    CacheKind, Config, DataDist, End, ErrorKind, HugeChoice, Placement, PoolConfig, Result,
 };
 
 use crate::child_process::{self, report};
@@ -113,25 +115,85 @@ fn lists_of_a_call_take_what_is_asked_for() {
     assert!((8..=128).contains(&each), "{each} bytes for each block");
 }
 
-#[test]
-fn room_is_what_the_group_has_left() {
-    let root = std::env::temp_dir().join(format!("llm-groups-{}", std::process::id()));
-    for (path, text) in [
-        ("proc/meminfo", "MemAvailable: 4096 kB\n"),
-        ("proc/self/cgroup", "0::/job\n"),
-        ("sys/fs/cgroup/job/memory.max", "1000000\n"),
-        ("sys/fs/cgroup/job/memory.current", "400000\n"),
-    ] {
+/// Runs `ask` with a folder that stands for the root of a machine with these files.
+fn with_files<T>(files: &[(&str, &str)], ask: impl FnOnce(&Path) -> T) -> T {
+    let (thread, process) = (std::thread::current().id(), std::process::id());
+    let root = std::env::temp_dir().join(format!("llm-limits-{thread:?}-{process}"));
+    for (path, text) in files {
         let path = root.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     }
-    let asked = |bytes| refuse_beyond_room_under(&root, "lists", bytes);
-    let (fits, error): (Result<()>, Error) = (asked(600_000), asked(600_001).unwrap_err());
-    std::fs::remove_dir_all(&root).unwrap();
-    fits.unwrap();
-    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    let facts = ["bytes", "usable_bytes"].map(|name| error.fact(name));
-    assert_eq!(facts, [Some("600001"), Some("600000")], "{error}");
-    assert!(error.to_string().starts_with("lists need more memory"), "{error}");
+    let answer = ask(&root);
+    if root.exists() {
+        std::fs::remove_dir_all(&root).unwrap();
+    }
+    answer
+}
+
+fn machine(files: &[(&str, &str)]) -> u64 {
+    with_files(files, usable_under)
+}
+
+#[test]
+fn the_memory_a_process_may_use() {
+    let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
+    let available = 4000 << 10;
+    assert_eq!(machine(&[]), u64::MAX, "nothing is known");
+    assert_eq!(machine(&[meminfo]), available);
+
+    // Version 2: the nearest limit of all groups around counts, less what is used and cannot be dropped.
+    let own = ("proc/self/cgroup", "0::/slice/job\n");
+    let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
+    assert_eq!(machine(&[meminfo, own, unlimited]), available);
+    let outer = [
+        ("sys/fs/cgroup/slice/memory.max", "1000000\n"),
+        ("sys/fs/cgroup/slice/memory.current", "700000\n"),
+        ("sys/fs/cgroup/slice/memory.stat", "anon 1\ninactive_file 100000\nactive_file 50000\nshmem 9\n"),
+    ];
+    let with = |more: &[(&'static str, &'static str)]| {
+        let mut all = vec![meminfo, own, unlimited];
+        all.extend(more);
+        machine(&all)
+    };
+    assert_eq!(with(&outer), 1_000_000 - (700_000 - 150_000));
+    assert_eq!(with(&[("sys/fs/cgroup/slice/memory.max", "5000")]), 5000, "what is used is not known");
+    let over = [outer[0], ("sys/fs/cgroup/slice/memory.current", "1100000")];
+    assert_eq!(with(&over), 0);
+    // In a container the path is the host's, and the top folder is the container's own group.
+    let inside = ("sys/fs/cgroup/memory.max", "3000");
+    assert_eq!(machine(&[meminfo, ("proc/self/cgroup", "0::/docker/abc\n"), inside]), 3000);
+
+    // Version 1, among other controllers.
+    let own = ("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/job\n0::/\n");
+    let limit = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000");
+    let used = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
+    let stat = (
+        "sys/fs/cgroup/memory/job/memory.stat",
+        "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n",
+    );
+    assert_eq!(machine(&[meminfo, own, limit, used, stat]), 2_000_000 - (900_000 - 100_001));
+    let none = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712");
+    assert_eq!(machine(&[meminfo, own, none]), available);
+
+    let here = usable_bytes();
+    assert!((1 << 20..1 << 50).contains(&here), "{here}");
+}
+
+#[test]
+fn room_is_what_the_group_has_left() {
+    let files = [
+        ("proc/meminfo", "MemAvailable: 4096 kB\n"),
+        ("proc/self/cgroup", "0::/job\n"),
+        ("sys/fs/cgroup/job/memory.max", "1000000\n"),
+        ("sys/fs/cgroup/job/memory.current", "400000\n"),
+    ];
+    with_files(&files, |root| {
+        refuse_beyond_room_under(root, "lists", 600_000).unwrap();
+        let error = refuse_beyond_room_under(root, "lists", 600_001).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+        let facts = ["bytes", "usable_bytes"].map(|name| error.fact(name));
+        assert_eq!(facts, [Some("600001"), Some("600000")], "{error}");
+        assert!(error.to_string().starts_with("lists need more memory"), "{error}");
+    });
 }

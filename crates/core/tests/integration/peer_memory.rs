@@ -232,7 +232,7 @@ fn descriptors_that_could_kill_the_reader_are_refused() {
 }
 
 #[test]
-fn tensors_of_a_peer_stay_inside_its_memory() {
+fn tensors_of_a_peer_are_inside_its_memory_and_never_a_destination() {
     let peer = Peer::start();
     let region = peer.mapping();
     for (offset, bytes) in [(region.len() - 4095, 4096), (u64::MAX, 2), (0, region.len() + 1)] {
@@ -240,11 +240,6 @@ fn tensors_of_a_peer_stay_inside_its_memory() {
     }
     let error = Tensors::of_process(peer.memory(), vec![4096, u64::MAX - 100], 4096).unwrap_err();
     assert_eq!(error.fact("pid"), Some(peer.process.pid().to_string().as_str()));
-}
-
-#[test]
-fn memory_of_a_peer_is_never_a_destination() {
-    let peer = Peer::start();
     let (buffer, own) = local();
     let (socket, _other) = UnixStream::pair().unwrap();
     for remote in [peer.mapped(), peer.read()] {

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
 
 use crate::child_process::{self, Process, report};
-use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, EventLog, adopt, config, desc, pattern, skipped};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 /// Threads that one process can cost, by default.
@@ -198,51 +198,16 @@ fn opening_a_silent_process_gives_up_at_its_limit() {
     assert_eq!(open(LONG).unwrap().pid(), own_pid());
 }
 
-/// Keeps the texts of events.
-struct Log(Arc<Mutex<Vec<String>>>);
-
-impl tracing::Subscriber for Log {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        metadata.target() == "llm_datadist::memory"
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        use std::fmt::Write as _;
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                write!(self.0, "{value:?}").unwrap();
-            }
-        }
-        let mut text = Text(event.metadata().level().to_string() + " ");
-        event.record(&mut text);
-        self.0.lock().unwrap().push(text.0);
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 #[test]
 fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
     let (engine, read) = (engine(), Read::new(4, 4096));
     let stall = read.stall();
     read.lose(&engine);
-    let lines = Arc::default();
-    tracing::subscriber::with_default(Log(Arc::clone(&lines)), || drop(engine));
-    let lines = lines.lock().unwrap().clone();
-    let [line] = lines.as_slice() else { panic!("{lines:?}") };
-    assert!(line.starts_with("ERROR ") && line.contains(&own_pid().to_string()), "{line}");
-    assert!(line.contains("stays mapped"), "{line}");
+    let log = EventLog::new("llm_datadist::memory");
+    tracing::subscriber::with_default(log.clone(), || drop(engine));
+    let lines = log.lines();
+    let [(tracing::Level::ERROR, line)] = lines.as_slice() else { panic!("{lines:?}") };
+    assert!(line.contains(&own_pid().to_string()) && line.contains("stays mapped"), "{line}");
     assert!(read.is_held());
     drop(stall);
     read.eventually_released();
