@@ -313,6 +313,6 @@ fn regions_take_only_free_addresses() {
         for _ in 0..20_000 {
             drop(Region::shared("test", 64 << 20).unwrap());
         }
-        makers.map(|maker| maker.join().unwrap());
+        makers.into_iter().for_each(|maker| maker.join().unwrap());
     });
 }

@@ -1,6 +1,6 @@
 //! Merging the memory of pools into huge pages: only touched memory is merged, and its bytes stay the same.
 //!
-//! Plain calls first ask whether the kernel merges at all; where it does not, the tests say that they are skipped.
+//! `tests/test_huge_pages.py` covers when an engine merges. Plain calls first ask whether the kernel merges at all; where it does not, the tests say that they are skipped.
 #![allow(unsafe_code, reason = "the test's own mapping of a descriptor, and its own question to the kernel")]
 
 use std::ffi::c_void;
@@ -20,12 +20,12 @@ use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
 use llm_datadist_core::testing::memory::{
     MapBudget, PeerMapping, PeerProcess, Refusal, Region, Tensors, allow_readers, own_probe,
 };
-use llm_datadist_core::{CacheKind, Config, DataDist, Deadline, End, ErrorKind, HugeChoice, Placement};
+use llm_datadist_core::{CacheKind, Config, DataDist, Deadline, HugeChoice, Placement};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::fixtures::{Buffer, StopOnDrop, adopt, config, desc, pattern, skipped};
 use crate::registered_pages::Pages;
-use Placement::{Device, Host};
+use Placement::Host;
 
 const UNIT: usize = Region::UNIT_BYTES as usize;
 const PAGE: usize = 4096;
@@ -286,68 +286,6 @@ fn readers_and_writers_do_not_notice_merging() {
     let bytes = read(&region, 0, UNITS * UNIT);
     let wrong = (0..bytes.len()).find(|&at| bytes[at] != pattern(if at < half { 4 } else { 5 }, 0, at));
     assert_eq!(wrong, None);
-}
-
-#[test]
-fn an_engine_merges_what_it_works_with_and_only_if_it_may() {
-    if !merges() {
-        return;
-    }
-    for (choice, expected) in CHOICES.into_iter().zip([false, false, true, true]) {
-        let engine = DataDist::open(Config { huge_pages: choice, ..config(48 << 20) }).unwrap();
-        let local = engine.allocate(&desc(Host, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let remote = engine.allocate(&desc(Device, 2, 16, 1 << 20), CacheKind::Blocks, &[]).unwrap();
-        let (local, remote) = (End::Managed(local.id()), End::Managed(remote.id()));
-        let pairs: Vec<_> = (0..16).map(|block| (block, 15 - block)).collect();
-        // Three times 32 MiB: after the second it looks, and 32 MiB of each pool were touched by then.
-        for _ in 0..3 {
-            engine.swap_blocks(&remote, &local, &pairs).unwrap();
-        }
-        let until = Instant::now() + Duration::from_secs(20);
-        let merged = || engine.stats().host_pool.unwrap().merged_bytes;
-        while expected && merged() < 32 << 20 {
-            assert!(Instant::now() < until, "only {} bytes", merged());
-            thread::sleep(Duration::from_millis(1));
-        }
-        assert_eq!(merged(), if expected { 32 << 20 } else { 0 }, "{choice:?}");
-        let report = engine.stats().host_pool.unwrap();
-        assert_eq!(report.merge_errno, None);
-        assert_eq!(report.committed_bytes, 32 << 20, "what was not touched is not committed");
-        assert_eq!(engine.huge_bytes(Host), report.merged_bytes);
-    }
-}
-
-#[test]
-fn eager_pools_are_there_when_open_returns() {
-    let can = merges();
-    let choice = HugeChoice::Eager;
-    let engine = DataDist::open(Config { huge_pages: choice, ..config((32 << 20) + 4096) }).unwrap();
-    let stats = engine.stats();
-    for (placement, report) in [(Host, stats.host_pool.unwrap()), (Device, stats.device_pool.unwrap())] {
-        assert!(report.committed_bytes >= (32 << 20) + 4096, "{report:?}");
-        if can {
-            assert_eq!(report.merged_bytes, 34 << 20, "{report:?}");
-            assert_eq!(engine.huge_bytes(placement), 34 << 20);
-        }
-    }
-}
-
-#[test]
-fn eager_asks_for_no_more_than_there_is() {
-    let mut config = config(1 << 20);
-    config.huge_pages = HugeChoice::Eager;
-    config.device_pool.as_mut().unwrap().memory_size = 1 << 46;
-    let error = DataDist::open(config.clone()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
-    let fact = |name: &str| error.fact(name).unwrap().parse::<u64>().unwrap();
-    // What can be reserved for the small one is not counted.
-    let small = if reserve() > 0 { 0 } else { 2 << 20 };
-    assert_eq!(fact("pool_bytes"), (1 << 46) + small, "{error}");
-    assert!(fact("usable_bytes") < 1 << 46 && error.to_string().contains("eager"), "{error}");
-    // Otherwise such a pool is address space.
-    config.huge_pages = HugeChoice::Auto;
-    let engine = DataDist::open(config).unwrap();
-    assert_eq!(engine.stats().device_pool.unwrap().committed_bytes, 0);
 }
 
 #[test]

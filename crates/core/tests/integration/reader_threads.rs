@@ -1,11 +1,8 @@
-//! Memory of a process that does not answer the kernel. A read leaves at its deadline, keeps what the kernel may still write
-//! to, and costs a bounded number of threads.
+//! Memory of a process that does not answer the kernel. A read ends at its deadline, keeps the memory that the kernel may
+//! still write to, and costs a bounded number of threads.
 //!
 //! Most tests stall reads of addresses of this process (`memory::stalled`); one has a peer with userfaultfd memory.
-#![allow(unsafe_code, reason = "memory behind userfaultfd")]
 
-use std::io;
-use std::ptr::null_mut;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,12 +10,12 @@ use std::time::{Duration, Instant};
 use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::stalled::Stall;
-use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, allow_readers, own_probe};
+use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
 use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
 
-use crate::child_process::{self, Process, report};
 use crate::fixtures::{Buffer, EventLog, adopt, config, desc, pattern, skipped};
+use crate::peer_memory::{Peer, ROW, ROWS};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
 /// Threads that one process can cost, by default.
@@ -104,6 +101,13 @@ impl Read {
     }
 }
 
+/// A copy of the first tensor of a peer, at `at` in its memory.
+fn of_peer(peer: &Peer, at: u64) -> Read {
+    let process = PeerProcess::open(peer.process.pid(), peer.probe).unwrap();
+    let from = Tensors::of_process(process, vec![at], (ROWS * ROW) as u64).unwrap();
+    Read::from(from, Buffer::new(ROWS * ROW, |at| pattern(9, 0, at)), ROWS, ROW)
+}
+
 fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     let started = Instant::now();
     while !there() {
@@ -158,7 +162,8 @@ fn one_process_costs_a_bounded_number_of_threads_and_then_fails_fast() {
     assert_eq!(error.fact(STILL_READING), None, "nothing of this call is under way");
     assert_eq!(error.fact("pid"), Some(own_pid().to_string().as_str()));
     // Neither copies inside this process nor reads of another one wait for those threads.
-    Peer::start("answers").read().run(&engine, LONG).unwrap();
+    let peer = Peer::start_as("peer");
+    of_peer(&peer, peer.addr()).run(&engine, LONG).unwrap();
     let mut local = Read::new(4, 256 << 10);
     let adopted = adopt(&desc(Placement::Host, 1, 4, 256 << 10), CacheKind::Blocks, &[local.src.addr()]);
     local.from = Arc::new(Tensors::adopted(adopted));
@@ -213,89 +218,20 @@ fn an_engine_that_ends_meanwhile_logs_it_and_unmaps_nothing() {
     read.eventually_released();
 }
 
-/// Returns memory that this process never fills in: a thread that touches it waits until this process ends.
-fn behind_userfaultfd(len: usize) -> io::Result<u64> {
-    const API: libc::c_ulong = 0xC018_AA3F;
-    const REGISTER: libc::c_ulong = 0xC020_AA00;
-    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: no address is asked for.
-    let at = unsafe { libc::mmap(null_mut(), len, rights, flags, -1, 0) };
-    assert_ne!(at, libc::MAP_FAILED);
-    // SAFETY: the call takes flags alone.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let mut api = [0xAA_u64, 0, 0];
-    let mut register = [at as u64, len as u64, 1, 0];
-    for (order, given) in [(API, api.as_mut_ptr()), (REGISTER, register.as_mut_ptr())] {
-        // SAFETY: each order reads and writes the struct of integers it is given, which outlives the call.
-        let done = unsafe { libc::ioctl(fd as i32, order, given) };
-        if done != 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(at as u64)
-}
-
-const BYTES: usize = 64 << 10;
-
-/// A peer with memory that answers, or does not, until its input ends.
-#[test]
-#[ignore = "started by the tests of this file"]
-fn peer() {
-    let Some(role) = child_process::role() else { return };
-    allow_readers();
-    let answers = Buffer::new(BYTES, |at| pattern(9, 0, at));
-    let memory = if role == "silent" { behind_userfaultfd(BYTES) } else { Ok(answers.addr()) };
-    let probe = own_probe().unwrap();
-    match memory {
-        Ok(at) => report(format_args!("{at} {} {}", probe.address, u128::from_le_bytes(probe.secret))),
-        Err(error) => report(format_args!("refused: {error}")),
-    }
-    let _ = io::stdin().read_line(&mut String::new());
-}
-
-struct Peer {
-    process: Process,
-    /// The address of its memory, the address of its secret, and the secret.
-    words: Vec<String>,
-}
-
-impl Peer {
-    fn start(role: &str) -> Peer {
-        let mut process = Process::start("reader_threads::peer", role);
-        let words = process.report();
-        Peer { process, words }
-    }
-
-    fn at(&self) -> u64 {
-        self.words[0].parse().unwrap()
-    }
-
-    fn read(&self) -> Read {
-        let secret = self.words[2].parse::<u128>().unwrap().to_le_bytes();
-        let probe = Probe { address: self.words[1].parse().unwrap(), secret };
-        let process = PeerProcess::open(self.process.pid(), probe).unwrap();
-        let from = Tensors::of_process(process, vec![self.at()], BYTES as u64).unwrap();
-        Read::from(from, Buffer::new(BYTES, |at| pattern(9, 0, at)), 4, BYTES / 4)
-    }
-}
-
 #[test]
 fn memory_behind_userfaultfd_costs_a_timeout_until_the_peer_ends() {
-    let peer = Peer::start("silent");
-    if peer.words[0] == "refused:" {
-        return skipped(&format!(
-            "userfaultfd needs root or vm.unprivileged_userfaultfd=1: {:?}",
-            peer.words
-        ));
-    }
-    let (engine, read, pid) = (engine(), peer.read(), peer.process.pid());
+    let peer = Peer::start_as("silent");
+    let at = match &peer.silent {
+        Ok(at) => *at,
+        Err(why) => {
+            return skipped(&format!("userfaultfd needs root or vm.unprivileged_userfaultfd=1: {why}"));
+        }
+    };
+    let (engine, read, pid) = (engine(), of_peer(&peer, at), peer.process.pid());
     lose(pid, || read.run(&engine, SHORT));
     assert!(read.is_held());
     // Its secret may lie there as well: linking does not hang either.
-    let hidden = Probe { address: peer.at() + 4096, secret: [1; 16] };
+    let hidden = Probe { address: at + 4096, secret: [1; 16] };
     lose(pid, || engine.open_process(pid, hidden, Deadline::after(SHORT)).map(drop));
     // An engine may end before the peer does.
     drop(engine);
