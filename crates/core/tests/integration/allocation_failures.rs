@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::cache::{pin_reads, pin_writes};
-use llm_datadist_core::testing::net::{Address, Local, Transport};
 use llm_datadist_core::testing::plan::{
     BlockPairs, Blocks, CopyPlan, Ends, Moves, Piece, Span, SpanList, Wave,
 };
@@ -22,7 +21,7 @@ use llm_datadist_core::{
 };
 
 use crate::counting_allocator;
-use crate::fixtures::{Own, config, desc, patterned, try_adopt};
+use crate::fixtures::{Own, config, desc, local_streams, patterned, try_adopt};
 
 /// The least size of a list of these tests. Allocations of a constant size are smaller.
 const LEAST: usize = 16 << 10;
@@ -313,10 +312,7 @@ fn a_call_that_gets_no_memory_moves_nothing() {
 #[test]
 fn a_frame_that_gets_no_memory_is_read_away() {
     let soon = || Deadline::after(Duration::from_secs(20));
-    let (transport, at) = (Local::default(), Address::Local("short".to_owned()));
-    let listener = transport.listen(&at).unwrap();
-    let local = transport.dial(&at, soon()).unwrap();
-    let remote = crate::fixtures::accepted(&*listener).unwrap();
+    let (local, remote) = local_streams("short");
     let large = protocol::encode(&Request::Locate { addrs: vec![1 << 40; 200_000], limit_ms: 1 }).unwrap();
     let small = protocol::encode(&Request::Ping { limit_ms: 2 }).unwrap();
     let hear = || remote.receive(MESSAGE_LIMIT, Duration::ZERO, soon());

@@ -11,12 +11,13 @@ use std::time::Duration;
 
 use llm_datadist_core::testing::device::sim::SimDevice;
 use llm_datadist_core::testing::device::{Copier, Copy, Device, DeviceSet, HostReach};
-use llm_datadist_core::testing::memory::Region;
 use llm_datadist_core::testing::memory::kernels::Kernel;
-use llm_datadist_core::testing::net::{Accepted, Listener, Stream};
+use llm_datadist_core::testing::memory::{Region, Tensors};
+use llm_datadist_core::testing::net::{Accepted, Address, Listener, Local, Stream, Transport};
+use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
 use llm_datadist_core::{
-    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, End, Error, ErrorKind,
-    Placement, PoolConfig, Result, Role,
+    Adopted, Cache, CacheDesc, CacheKind, ClusterId, Config, DataDist, DataType, Deadline, End, Error,
+    ErrorKind, Placement, PoolConfig, Result, Role,
 };
 use tracing::{Level, Subscriber, span};
 
@@ -347,6 +348,35 @@ impl Subscriber for EventLog {
     }
     fn enter(&self, _: &span::Id) {}
     fn exit(&self, _: &span::Id) {}
+}
+
+/// Both ends of a stream in this process.
+pub fn local_streams(name: &str) -> (Stream, Stream) {
+    let transport = Local::default();
+    let at = Address::Local(name.to_owned());
+    let listener = transport.listen(&at).unwrap();
+    let dialled = transport.dial(&at, Deadline::after(Duration::from_secs(60))).unwrap();
+    (dialled, accepted(&*listener).unwrap())
+}
+
+/// Tensors of rows over one buffer, which `fill` fills by tensor and offset.
+pub fn tensors_over(
+    tensors: usize,
+    rows: usize,
+    row: usize,
+    fill: impl Fn(usize, usize) -> u8,
+) -> (Arc<Buffer>, Arc<Tensors>) {
+    let tensor = rows * row;
+    let buffer = Buffer::new(tensors * tensor, |at| fill(at / tensor, at % tensor));
+    let addrs: Vec<u64> = (0..tensors).map(|index| buffer.addr() + (index * tensor) as u64).collect();
+    let adopted = adopt(&desc(Placement::Host, tensors as u32, rows, row), CacheKind::Blocks, &addrs);
+    (buffer, Arc::new(Tensors::adopted(adopted)))
+}
+
+/// The plan of pairs of blocks between two caches.
+pub fn block_plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
+    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
+        .unwrap()
 }
 
 /// The next stream at `listener`, which somebody has dialled or is about to; `None` once it is closed.

@@ -12,9 +12,9 @@ use llm_datadist_core::{
 };
 
 use crate::arguments::refused;
-use crate::fixtures::{self, Own, desc};
+use crate::fixtures::{self, desc};
 use CacheKind::{Batch, Blocks};
-use ErrorKind::{InvalidArgument, OutOfMemory};
+use ErrorKind::InvalidArgument;
 use Placement::{Device, Host};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -115,11 +115,6 @@ fn a_pool_unasked() {
         fixtures::fill(&cache, &fixtures::patterned(1, 2, 256));
         assert!(engine.stats().host_pool.is_none());
     }
-    // No room is not no pool: it is a pool that has none, which may be waited for.
-    let none = open(Share::of(0.0));
-    assert_eq!(none.stats().device_pool.unwrap().pool.capacity_bytes, 1 << 16);
-    let error = none.allocate(&desc(Device, 2, 4, 1 << 16), Batch, &[]).unwrap_err();
-    assert_eq!(error.kind(), OutOfMemory);
 }
 
 fn side(num_tensors: u32, rows: usize, row_bytes: usize, kind: CacheKind, placement: Placement) -> Side {
@@ -149,37 +144,6 @@ fn rows_of_either_kind() {
         [(local, cache, "src is in host"), (cache, local, "dst is in host"), (local, local, "dst is in host")]
     {
         refused(validate::copy_on_device(src, dst, args), &[fact]);
-    }
-}
-
-#[test]
-fn copies_follow_the_mode() {
-    for mode in [Mode::CacheManager, Mode::KvCacheManager] {
-        let engine = engine(1, mode);
-        let allocate = |placement| engine.allocate(&desc(placement, 2, 4, 64), Batch, &[]).unwrap();
-        let (device, host) = (allocate(Device), allocate(Host));
-        let own = Own::loose(&desc(Host, 2, 4, 64), Blocks);
-        let bytes = fixtures::patterned(3, 2, 256);
-        fixtures::fill(&device, &bytes);
-        fixtures::fill(&host, &bytes);
-        let args = CopyArgs { dst_batch_index: 0, src_batch_index: 1, offset: 0, size: -1 };
-        let (on_device, on_host) = (fixtures::end(&device), fixtures::end(&host));
-        let kv = mode == Mode::KvCacheManager;
-        assert_eq!(engine.copy_cache(&on_device, &on_host, args).is_err(), kv);
-        assert_eq!(engine.copy_cache(&on_host, &on_device, args).is_err(), kv);
-        engine.copy_cache(&on_device, &on_device, args).unwrap();
-        assert_eq!(engine.copy_blocks(&on_device, &[(1, 3)]).is_ok(), kv);
-        assert_eq!(engine.swap_blocks(&on_device, &own.end(), &[(2, 1)]).is_ok(), kv);
-        let (copied, swapped) = (fixtures::contents(&device), own.read());
-        for (tensor, bytes) in bytes.iter().enumerate() {
-            let mut expected = bytes.clone();
-            expected.copy_within(64..128, 0);
-            if kv {
-                expected.copy_within(64..128, 192);
-                assert_eq!(swapped[tensor][64..128], bytes[128..192]);
-            }
-            assert!(copied[tensor] == expected, "{mode:?}");
-        }
     }
 }
 

@@ -18,13 +18,13 @@ use llm_datadist_core::testing::memory::{
     Generations, MapBudget, PeerGenerations, PeerMapping, PeerProcess, Probe, Reach, Region, Tensors,
     allow_readers, own_probe, socket_io,
 };
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
-use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, SwapInPath};
+use llm_datadist_core::testing::plan::CopyPlan;
+use llm_datadist_core::{Config, Deadline, ErrorKind, Placement, SwapInPath};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect};
 
 use crate::child_process::{self, Process, report};
-use crate::fixtures::{Buffer, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, block_plan, config, pattern, skipped, tensors_over};
 
 const TENSORS: usize = 3;
 pub(crate) const ROWS: usize = 40;
@@ -162,10 +162,7 @@ fn behind_userfaultfd(len: usize) -> io::Result<u64> {
 
 /// Tensors of this process over one buffer.
 fn local() -> (Arc<Buffer>, Arc<Tensors>) {
-    let buffer = Buffer::new(TENSORS * TENSOR, |_| 0xEE);
-    let addrs: Vec<u64> = (0..TENSORS).map(|tensor| buffer.addr() + (tensor * TENSOR) as u64).collect();
-    let adopted = adopt(&desc(Placement::Host, TENSORS as u32, ROWS, ROW), CacheKind::Blocks, &addrs);
-    (buffer, Arc::new(Tensors::adopted(adopted)))
+    tensors_over(TENSORS, ROWS, ROW, |_, _| 0xEE)
 }
 
 /// A budget that every mapping of these tests fits.
@@ -195,8 +192,7 @@ fn run(
 }
 
 fn plan(pairs: &[(u64, u64)]) -> CopyPlan {
-    let request = BlockPairs { pairs: pairs.to_vec(), block_bytes: ROW as u64, num_tensors: TENSORS as u32 };
-    CopyPlan::blocks(&request, Ends::TwoCaches).unwrap()
+    block_plan(pairs, ROW as u64, TENSORS as u32)
 }
 
 /// Pairs of blocks, some of them written twice, so that there are waves.

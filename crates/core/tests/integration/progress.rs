@@ -5,23 +5,15 @@
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::Duration;
 
 use llm_datadist_core::testing::copy::{Arrived, CopyEngine, Progress};
-use llm_datadist_core::testing::memory::Tensors;
-use llm_datadist_core::testing::net::{Address, Local, Stream, Transport};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends, Span};
-use llm_datadist_core::{CacheKind, Deadline, ErrorKind, Placement};
+use llm_datadist_core::testing::plan::{CopyPlan, Span};
+use llm_datadist_core::{Deadline, ErrorKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use crate::fixtures::{Buffer, accepted, adopt, desc, pattern, proptest_cases};
-
-fn plan(pairs: &[(u64, u64)], block_bytes: u64, num_tensors: u32) -> CopyPlan {
-    CopyPlan::blocks(&BlockPairs { pairs: pairs.to_vec(), block_bytes, num_tensors }, Ends::TwoCaches)
-        .unwrap()
-}
+use crate::fixtures::{block_plan, local_streams, pattern, proptest_cases, tensors_over};
 
 /// The rows whose planned bytes all lie at positions that are done, byte by byte.
 fn twin(plan: &CopyPlan, row_bytes: u64, done: impl Fn(u64) -> bool) -> Vec<(u32, BTreeSet<u64>)> {
@@ -66,7 +58,7 @@ fn what_arrived_is_what_the_twin_says() {
     );
     TestRunner::new(proptest_cases(400))
         .run(&input, |(pairs, tensors, row_bytes, taken, seed)| {
-            let plan = plan(&pairs, 6, tensors);
+            let plan = block_plan(&pairs, 6, tensors);
             let unit = plan.bytes().div_ceil(taken.len() as u64);
             let progress = Progress::default();
             let mut order: Vec<usize> = (0..taken.len()).filter(|&unit| taken[unit]).collect();
@@ -83,7 +75,7 @@ fn what_arrived_is_what_the_twin_says() {
         })
         .unwrap();
     // The model is checked by hand: of two tensors, the second one's second row is missing.
-    let plan = plan(&[(0, 4), (9, 2)], 10, 2);
+    let plan = block_plan(&[(0, 4), (9, 2)], 10, 2);
     let progress = Progress::default();
     for (from, to, second) in [(0, 25, vec![]), (25, 39, vec![4..5]), (39, 40, vec![2..3, 4..5])] {
         progress.done(from, to);
@@ -94,29 +86,6 @@ fn what_arrived_is_what_the_twin_says() {
         assert_eq!(progress.arrived(&plan, 10).unwrap(), expected);
     }
     assert_eq!(progress.bytes(), 40);
-}
-
-/// Tensors over one buffer.
-fn memory(
-    tensors: usize,
-    rows: usize,
-    row: usize,
-    fill: impl Fn(usize, usize) -> u8,
-) -> (Arc<Buffer>, Arc<Tensors>) {
-    let tensor = rows * row;
-    let buffer = Buffer::new(tensors * tensor, |at| fill(at / tensor, at % tensor));
-    let addrs: Vec<u64> = (0..tensors).map(|index| buffer.addr() + (index * tensor) as u64).collect();
-    let adopted = adopt(&desc(Placement::Host, tensors as u32, rows, row), CacheKind::Blocks, &addrs);
-    (buffer, Arc::new(Tensors::adopted(adopted)))
-}
-
-fn pair(name: &str) -> (Stream, Stream) {
-    let transport = Local::default();
-    let at = Address::Local(name.to_owned());
-    let listener = transport.listen(&at).unwrap();
-    let local = transport.dial(&at, soon()).unwrap();
-    let remote = accepted(&*listener).unwrap();
-    (local, remote)
 }
 
 fn soon() -> Deadline {
@@ -148,13 +117,13 @@ fn expected(pairs: &[(u64, u64)], tensors: usize) -> Vec<u8> {
 
 #[test]
 fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
-    let plan = plan(&shuffled(), ROW as u64, 3);
+    let plan = block_plan(&shuffled(), ROW as u64, 3);
     assert!(plan.waves().len() > 1);
-    let (_kept, src) = memory(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
+    let (_kept, src) = tensors_over(3, ROWS, ROW, |tensor, at| pattern(4, tensor, at));
     // In one stretch, and in three that cut pieces and waves.
     for cuts in [vec![], vec![1_234_567, plan.bytes() - 17]] {
-        let (buffer, dst) = memory(3, ROWS, ROW, |_, _| 0xEE);
-        let (local, remote) = pair("progress");
+        let (buffer, dst) = tensors_over(3, ROWS, ROW, |_, _| 0xEE);
+        let (local, remote) = local_streams("progress");
         let progress = Progress::default();
         let mut from = 0;
         for to in cuts.into_iter().chain([plan.bytes()]) {
@@ -171,7 +140,7 @@ fn a_plan_through_a_stream_ends_like_a_plan_in_memory() {
         let whole = 0..ROWS as u64;
         assert_eq!(all, [0, 1, 2].map(|tensor| Arrived { tensor, rows: vec![whole.clone()] }));
     }
-    let (local, _far) = pair("progress");
+    let (local, _far) = local_streams("progress");
     let error = CopyEngine::send(&plan, 0..plan.bytes() + 1, &src, &local, soon()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::System, "a stretch beyond the plan");
 }
@@ -184,10 +153,10 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
         let bytes = blocks * BLOCK;
         // One piece a block, read backwards; and one piece for all of them.
         let backwards: Vec<(u64, u64)> = (0..blocks as u64).rev().zip(0..).collect();
-        let pieces = plan(&backwards, BLOCK as u64, 1);
+        let pieces = block_plan(&backwards, BLOCK as u64, 1);
         let whole = Span { src: 0, dst: 0, len: bytes as u64, count: 1, src_step: 0, dst_step: 0 };
         let whole = CopyPlan::from_parts(1, 0, 0, vec![vec![whole]]).unwrap();
-        let (_kept, src) = memory(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
+        let (_kept, src) = tensors_over(1, blocks, BLOCK, |_, at| pattern(4, 0, at) | 1);
         // In the order of the plan.
         let order: Vec<u8> = pieces
             .pieces(0, bytes as u64)
@@ -201,7 +170,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
             wanted.extend(stretch);
         }
         let range = from as u64..bytes as u64;
-        let (local, remote) = pair("progress");
+        let (local, remote) = local_streams("progress");
         let mut got = vec![1; wanted.len()];
         std::thread::scope(|scope| {
             scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
@@ -209,7 +178,7 @@ fn zeros_stand_before_each_stretch_however_it_is_cut() {
             remote.read_exact(&mut got).unwrap();
         });
         assert!(got == wanted, "{blocks} blocks from {from}");
-        let (buffer, dst) = memory(1, blocks, BLOCK, |_, _| 0xEE);
+        let (buffer, dst) = tensors_over(1, blocks, BLOCK, |_, _| 0xEE);
         std::thread::scope(|scope| {
             scope.spawn(|| CopyEngine::send(&pieces, range.clone(), &src, &local, soon()).unwrap());
             CopyEngine::receive(&whole, range.clone(), &dst, &remote, soon(), &Progress::default()).unwrap();

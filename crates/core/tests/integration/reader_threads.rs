@@ -11,10 +11,10 @@ use llm_datadist_core::testing::copy::{CopyEngine, STILL_READING, Staging};
 use llm_datadist_core::testing::device::DeviceSet;
 use llm_datadist_core::testing::memory::stalled::Stall;
 use llm_datadist_core::testing::memory::{PeerProcess, Probe, Tensors, own_probe};
-use llm_datadist_core::testing::plan::{BlockPairs, CopyPlan, Ends};
+use llm_datadist_core::testing::plan::CopyPlan;
 use llm_datadist_core::{CacheKind, Config, Deadline, ErrorKind, Placement, Result, SwapInPath};
 
-use crate::fixtures::{Buffer, EventLog, adopt, config, desc, pattern, skipped};
+use crate::fixtures::{Buffer, EventLog, adopt, block_plan, config, desc, pattern, skipped, tensors_over};
 use crate::peer_memory::{Peer, ROW, ROWS};
 
 const STRAIGHT: Staging = Staging { path: SwapInPath::Auto, buffer_bytes: 1 << 20 };
@@ -53,19 +53,10 @@ impl Read {
     }
 
     fn from(from: Tensors, src: Arc<Buffer>, rows: usize, row: usize) -> Read {
-        let dst = Buffer::new(rows * row, |_| 0xEE);
-        let to = adopt(&desc(Placement::Host, 1, rows, row), CacheKind::Blocks, &[dst.addr()]);
-        let pairs = (0..rows as u64).map(|at| (at, at)).collect();
-        let request = BlockPairs { pairs, block_bytes: row as u64, num_tensors: 1 };
-        let plan = CopyPlan::blocks(&request, Ends::TwoCaches).unwrap();
-        Read {
-            src,
-            dst,
-            from: Arc::new(from),
-            to: Arc::new(Tensors::adopted(to)),
-            plan,
-            pins: Arc::default(),
-        }
+        let (dst, to) = tensors_over(1, rows, row, |_, _| 0xEE);
+        let pairs: Vec<_> = (0..rows as u64).map(|at| (at, at)).collect();
+        let plan = block_plan(&pairs, row as u64, 1);
+        Read { src, dst, from: Arc::new(from), to, plan, pins: Arc::default() }
     }
 
     fn stall(&self) -> Stall {

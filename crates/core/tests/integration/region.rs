@@ -1,7 +1,6 @@
-//! Shared regions: lazily committed, visible through their descriptor, aligned for huge pages; and checks of adopted memory.
+//! Shared regions: lazily committed, aligned for huge pages; and checks of adopted memory.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use llm_datadist_core::testing::memory::kernels::{Kernel, copy};
@@ -13,32 +12,10 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_get_seals, fstat, memfd_create};
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::child_process::{self, report};
-use crate::fixtures::{Buffer, adopt, desc, pattern, skipped};
+use crate::fixtures::{Buffer, adopt, desc, skipped};
 
 fn carved(region: &Arc<Region>, offset: u64, bytes: u64) -> Tensors {
     Tensors::carved(region.clone(), [offset], bytes, Box::new(())).unwrap()
-}
-
-#[test]
-fn what_is_written_is_seen_through_the_descriptor() {
-    let region = Arc::new(Region::shared("test", 1 << 20).unwrap());
-    let source = Buffer::new(5000, |at| pattern(1, 0, at));
-    let from = Tensors::adopted(source.adopt(0, 5000));
-    let to = carved(&region, 70_000, 5000);
-    copy(from.window(0, 0, 5000).unwrap(), to.window(0, 0, 5000).unwrap(), Kernel::PLAIN).unwrap();
-    // What another process does with the descriptor it was passed.
-    let file = File::from(region.descriptor().unwrap().try_clone_to_owned().unwrap());
-    let mut seen = vec![0; 5000];
-    file.read_exact_at(&mut seen, 70_000).unwrap();
-    assert_eq!(seen, source.read(0, 5000));
-    // Not back: that process cannot write, nor make it shorter or longer (`peer_memory` maps it).
-    assert!(file.write_all_at(&[0xA5; 100], 70_000).is_err());
-    assert!(file.set_len(1 << 10).is_err());
-    assert!(file.set_len(1 << 30).is_err());
-    let back = Buffer::new(100, |_| 0);
-    let target = Tensors::adopted(back.adopt(0, 100));
-    copy(to.window(0, 0, 100).unwrap(), target.window(0, 0, 100).unwrap(), Kernel::PLAIN).unwrap();
-    assert_eq!(back.read(0, 100), source.read(0, 100));
 }
 
 #[test]
