@@ -296,9 +296,12 @@ fn a_call_that_gets_no_memory_moves_nothing() {
         own.write(&content);
         other.write(&content_of_other);
         let before = bytes();
-        let call = || match swaps {
-            true => engine.swap_blocks(&ends[0], &ends[1], &pairs),
-            false => engine.copy_blocks(&ends[0], &pairs),
+        let call = || {
+            if swaps {
+                engine.swap_blocks(&ends[0], &ends[1], &pairs)
+            } else {
+                engine.copy_blocks(&ends[0], &pairs)
+            }
         };
         let failed = each_fails(call, || {
             assert!(own.read() == content && other.read() == content_of_other);

@@ -336,10 +336,11 @@ impl Subscriber for EventLog {
     fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
     fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
     fn event(&self, event: &tracing::Event<'_>) {
+        use std::fmt::Write as _;
         struct Text(String);
         impl tracing::field::Visit for Text {
             fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                self.0 += &format!("{value:?}");
+                write!(self.0, "{value:?}").unwrap();
             }
         }
         let mut text = Text(String::new());

@@ -131,51 +131,42 @@ fn with_files<T>(files: &[(&str, &str)], ask: impl FnOnce(&Path) -> T) -> T {
     answer
 }
 
-fn machine(files: &[(&str, &str)]) -> u64 {
-    with_files(files, usable_under)
-}
-
 #[test]
 fn the_memory_a_process_may_use() {
     let meminfo = ("proc/meminfo", "MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n");
     let available = 4000 << 10;
-    assert_eq!(machine(&[]), u64::MAX, "nothing is known");
-    assert_eq!(machine(&[meminfo]), available);
-
     // Version 2: the nearest limit of all groups around counts, less what is used and cannot be dropped.
-    let own = ("proc/self/cgroup", "0::/slice/job\n");
+    let job = ("proc/self/cgroup", "0::/slice/job\n");
     let unlimited = ("sys/fs/cgroup/slice/job/memory.max", "max\n");
-    assert_eq!(machine(&[meminfo, own, unlimited]), available);
-    let outer = [
-        ("sys/fs/cgroup/slice/memory.max", "1000000\n"),
-        ("sys/fs/cgroup/slice/memory.current", "700000\n"),
-        ("sys/fs/cgroup/slice/memory.stat", "anon 1\ninactive_file 100000\nactive_file 50000\nshmem 9\n"),
-    ];
-    let with = |more: &[(&'static str, &'static str)]| {
-        let mut all = vec![meminfo, own, unlimited];
-        all.extend(more);
-        machine(&all)
-    };
-    assert_eq!(with(&outer), 1_000_000 - (700_000 - 150_000));
-    assert_eq!(with(&[("sys/fs/cgroup/slice/memory.max", "5000")]), 5000, "what is used is not known");
-    let over = [outer[0], ("sys/fs/cgroup/slice/memory.current", "1100000")];
-    assert_eq!(with(&over), 0);
+    let limit = ("sys/fs/cgroup/slice/memory.max", "1000000\n");
+    let used = ("sys/fs/cgroup/slice/memory.current", "700000\n");
+    let over = ("sys/fs/cgroup/slice/memory.current", "1100000");
+    let stat = "anon 1\ninactive_file 100000\nactive_file 50000\nshmem 9\n";
+    let stat = ("sys/fs/cgroup/slice/memory.stat", stat);
     // In a container the path is the host's, and the top folder is the container's own group.
-    let inside = ("sys/fs/cgroup/memory.max", "3000");
-    assert_eq!(machine(&[meminfo, ("proc/self/cgroup", "0::/docker/abc\n"), inside]), 3000);
-
+    let container = ("proc/self/cgroup", "0::/docker/abc\n");
+    let container_limit = ("sys/fs/cgroup/memory.max", "3000");
     // Version 1, among other controllers.
-    let own = ("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/job\n0::/\n");
-    let limit = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000");
-    let used = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
-    let stat = (
-        "sys/fs/cgroup/memory/job/memory.stat",
-        "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n",
-    );
-    assert_eq!(machine(&[meminfo, own, limit, used, stat]), 2_000_000 - (900_000 - 100_001));
-    let none = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712");
-    assert_eq!(machine(&[meminfo, own, none]), available);
-
+    let job_1 = ("proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/job\n0::/\n");
+    let limit_1 = ("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000");
+    let unlimited_1 = (limit_1.0, "9223372036854771712");
+    let used_1 = ("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "900000");
+    let stat_1 = "inactive_file 1\nactive_file 1\ntotal_inactive_file 100000\n";
+    let stat_1 = ("sys/fs/cgroup/memory/job/memory.stat", stat_1);
+    let cases: [(&[(&str, &str)], u64); 9] = [
+        (&[], u64::MAX),
+        (&[meminfo], available),
+        (&[meminfo, job, unlimited], available),
+        (&[meminfo, job, unlimited, limit, used, stat], 1_000_000 - (700_000 - 150_000)),
+        (&[meminfo, job, unlimited, limit], 1_000_000),
+        (&[meminfo, job, unlimited, limit, over], 0),
+        (&[meminfo, container, container_limit], 3000),
+        (&[meminfo, job_1, limit_1, used_1, stat_1], 2_000_000 - (900_000 - 100_001)),
+        (&[meminfo, job_1, unlimited_1], available),
+    ];
+    for (files, bytes) in cases {
+        assert_eq!(with_files(files, usable_under), bytes, "{files:?}");
+    }
     let here = usable_bytes();
     assert!((1 << 20..1 << 50).contains(&here), "{here}");
 }
