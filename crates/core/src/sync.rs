@@ -1,4 +1,4 @@
-//! Locks, counters and threads of the code that loom models run (`tests/integration/loom_pin.rs`,
+//! Locks, counters and threads of the code that loom models run (`tests/loom_pins.rs`,
 //! `copy/workers/loom_tests.rs`, `transfer/task/loom_tests.rs`): loom's with `--cfg loom`, else those of the
 //! standard library. Other code takes them from `std` directly.
 
